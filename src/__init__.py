@@ -1,0 +1,43 @@
+"""pagespec: text generation with traced Hugging Face models and a specified scheduler.
+
+Public names are resolved on first use, so that the scheduler, the block manager and the command
+line's ``--help`` can be imported without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "LLM": "pagespec.engine.llm",
+    "SamplingParams": "pagespec.engine.sampling_params",
+    "RequestOutput": "pagespec.engine.outputs",
+    "CompletionOutput": "pagespec.engine.outputs",
+    "RequestMetrics": "pagespec.engine.outputs",
+    "PagespecError": "pagespec.errors",
+    "InvalidInputError": "pagespec.errors",
+    "UnsupportedModelError": "pagespec.errors",
+    "EngineError": "pagespec.errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from pagespec.engine.llm import LLM
+    from pagespec.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from pagespec.engine.sampling_params import SamplingParams
+    from pagespec.errors import (
+        EngineError,
+        InvalidInputError,
+        PagespecError,
+        UnsupportedModelError,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'pagespec' has no attribute {name!r}")

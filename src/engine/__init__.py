@@ -1,0 +1,1 @@
+"""Requests, scheduler, block manager, the step loop and the user's classes."""

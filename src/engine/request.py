@@ -1,0 +1,132 @@
+"""A request on its way through the scheduler."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from pagespec.engine.sampling_params import SamplingParams
+
+
+class RequestState(enum.Enum):
+    """Where a request is. Every added request is in exactly one of these (S23)."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+class Request:
+    """Token ids, three progress counters and a block table. There is no prefill or decode phase:
+    a request simply has tokens that are not computed yet.
+
+    ``num_computed <= num_dispatched <= num_total`` always holds:
+
+    ======================  ==================================================================
+    ``num_computed``        settled: KV of these positions is written and the step is committed
+    ``num_dispatched``      settled plus in flight: positions some dispatched step writes
+    ``num_total``           ``len(token_ids)`` plus tokens that steps in flight are sampling
+    ======================  ==================================================================
+
+    Blocks are freed and published on ``num_computed`` only.
+
+    Attributes:
+        token_ids: the prompt, then the settled outputs. Grows in ``Scheduler.commit`` only.
+        max_num_tokens: prompt plus output length at which the request ends with "length".
+        stop_token_ids: ids that end it with "stop" (the model's end tokens unless ignored).
+        on_token: called with each settled output id, in order; True ends it with "stop" (stop
+            strings). Must not raise.
+        seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
+            parameters and the absolute position only (T7).
+        cache_salt: requests share cached blocks only with requests of the same salt.
+        seniority: arrival number given by the scheduler. rank: place in the order of service
+            (smaller is elder), fixed at arrival by the policy.
+        block_keys: chained prefix keys of its full blocks, computed on demand, never changed.
+        num_published: how many of its leading blocks are cache hits or offered to the index.
+        num_slots: ``len(block_table) * block_size``.
+        next_event: smallest ``num_computed`` at which commit must look closer (block full, length
+            reached); 0 makes every commit look closer. Derived; see ``Scheduler._arm``.
+    """
+
+    __slots__ = (
+        "block_keys",
+        "block_table",
+        "cache_salt",
+        "finish_reason",
+        "max_num_tokens",
+        "next_event",
+        "num_cached_tokens",
+        "num_computed",
+        "num_dispatched",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published",
+        "num_slots",
+        "num_total",
+        "on_token",
+        "priority",
+        "rank",
+        "request_id",
+        "sampling_params",
+        "seed",
+        "seniority",
+        "state",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        max_num_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        on_token: Callable[[int], bool] | None = None,
+        seed: int = 0,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.max_num_tokens = max_num_tokens
+        self.stop_token_ids = stop_token_ids
+        self.on_token = on_token
+        self.seed = seed
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.seniority = -1
+        self.rank = -1
+        self.state = RequestState.WAITING
+        self.finish_reason: str | None = None
+        self.num_computed = 0
+        self.num_dispatched = 0
+        self.num_total = len(prompt_token_ids)
+        self.block_table: list[int] = []
+        self.num_slots = 0
+        self.block_keys: list[bytes] = []
+        self.num_published = 0
+        self.next_event = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Positions that dispatched, unsettled steps are computing."""
+        return self.num_dispatched - self.num_computed
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The settled outputs (a copy)."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.state.value}, rank={self.rank}, "
+            f"computed={self.num_computed}, dispatched={self.num_dispatched}, "
+            f"total={self.num_total}, blocks={self.block_table})"
+        )

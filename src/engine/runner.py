@@ -1,0 +1,28 @@
+"""What the engine asks of whoever computes a step. The model runner and the tests' fake meet it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pagespec.engine.plan import StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """Computes plans in dispatch order.
+
+    Attributes:
+        pipeline_depth: how many earlier steps may still be unsettled when the next one is
+            scheduled. 0 means each step is collected and settled before the next is planned.
+    """
+
+    pipeline_depth: int
+
+    def dispatch(self, plan: StepPlan) -> object:
+        """Start computing ``plan`` and return a handle at once. Reads the plan's requests (token
+        ids, block tables, sampling parameters, seeds) here and at no later time."""
+        ...
+
+    def collect(self, handle: object) -> StepResult:
+        """Wait for the step of ``handle`` and return its sampled tokens. Handles are collected
+        in the order of their dispatch."""
+        ...

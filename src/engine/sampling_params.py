@@ -1,0 +1,113 @@
+"""Sampling parameters of one request: frozen and validated at construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pagespec.errors import InvalidInputError
+
+MAX_STOP_STRINGS = 64
+_SEED_BITS = 64
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_float(name: str, value: object, low: float, high: float, limit: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidInputError(name, value, f"must be a number {limit}")
+    if math.isnan(value) or not low <= value <= high:
+        raise InvalidInputError(name, value, f"must be {limit}")
+    return float(value)
+
+
+def _require_int(name: str, value: object, low: int, high: float, limit: str) -> None:
+    if not _is_int(value) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidInputError(name, value, f"must be an integer {limit}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen and when it stops. Names as in vLLM.
+
+    Attributes:
+        temperature: 0 means greedy (the highest logit, ties to the lowest token id); otherwise
+            logits are divided by it. Finite, 0 or more.
+        top_p: keep the smallest set of tokens whose probability reaches this. In (0, 1].
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than min_p times the likeliest. In [0, 1].
+        max_tokens: most tokens to generate, 1 or more; None means up to ``max_model_len``.
+        stop: strings that end generation; the text is cut before the string.
+        stop_token_ids: token ids that end generation, besides the model's own end tokens.
+        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        seed: 64-bit seed of this request's random numbers; None derives one from the engine's.
+
+    Precedence when several conditions are met by one token: stop token, stop string, length.
+
+    Raises:
+        InvalidInputError: a field is outside its limits.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(
+            self,
+            "temperature",
+            _require_float(
+                "temperature", self.temperature, 0.0, 1e6, "finite, from 0 to 1,000,000"
+            ),
+        )
+        top_p = _require_float("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1")
+        if top_p == 0.0:
+            raise InvalidInputError("top_p", self.top_p, "must be above 0 and at most 1")
+        put(self, "top_p", top_p)
+        _require_int("top_k", self.top_k, -1, math.inf, "from -1 up (-1 and 0 keep all tokens)")
+        put(self, "min_p", _require_float("min_p", self.min_p, 0.0, 1.0, "from 0 to 1"))
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1, math.inf, "of 1 or more, or None")
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidInputError("ignore_eos", self.ignore_eos, "must be True or False")
+        if self.seed is not None:
+            bound = 1 << (_SEED_BITS - 1)
+            _require_int("seed", self.seed, -bound, 2 * bound - 1, "that fits in 64 bits, or None")
+        put(self, "stop_strings", self._checked_stop_strings())
+        put(self, "stop_token_ids", self._checked_stop_token_ids())
+
+    def _checked_stop_strings(self) -> tuple[str, ...]:
+        stop = self.stop
+        if stop is None:
+            return ()
+        strings = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
+            raise InvalidInputError(
+                "stop", stop, f"must be a string or a list of at most {MAX_STOP_STRINGS} strings"
+            )
+        for string in strings:
+            if not isinstance(string, str) or not string:
+                raise InvalidInputError("stop", stop, "every stop string must be non-empty text")
+        return tuple(strings)
+
+    def _checked_stop_token_ids(self) -> tuple[int, ...]:
+        ids = self.stop_token_ids
+        if ids is None:
+            return ()
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+            raise InvalidInputError("stop_token_ids", ids, "must be a list of token ids")
+        for token_id in ids:
+            if not _is_int(token_id) or token_id < 0:
+                raise InvalidInputError("stop_token_ids", ids, "every id must be an integer >= 0")
+        return tuple(ids)

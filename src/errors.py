@@ -1,0 +1,34 @@
+"""Errors a user of pagespec can meet. Each names the field, the value and the limit."""
+
+from __future__ import annotations
+
+
+class PagespecError(Exception):
+    """Base class of every error pagespec raises on purpose."""
+
+
+class InvalidInputError(PagespecError, ValueError):
+    """A value given by the caller is refused at the door; nothing else is disturbed.
+
+    Attributes:
+        field: name of the argument, as the caller spelled it.
+        value: what was given (a short rendering of it in the message).
+        limit: what would have been accepted.
+    """
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        self.field = field
+        self.value = value
+        self.limit = limit
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field} = {shown}: {limit}")
+
+
+class UnsupportedModelError(PagespecError):
+    """The model needs something this engine does not compute exactly; so it is refused."""
+
+
+class EngineError(PagespecError):
+    """A step failed; the requests that were running were ended with finish reason "error"."""
