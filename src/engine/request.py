@@ -42,9 +42,11 @@ class Request:
         cache_salt: requests share cached blocks only with requests of the same salt.
         seniority: arrival number given by the scheduler. rank: place in the order of service
             (smaller is elder), fixed at arrival by the policy.
-        block_keys: chained prefix keys of its full blocks, computed on demand, never changed.
+        block_keys: (chained prefix key, token ids as bytes) of its full blocks, computed on demand,
+            never changed.
         num_published: how many of its leading blocks are cache hits or offered to the index.
         num_slots: ``len(block_table) * block_size``.
+        num_cached_tokens: prompt tokens its first admission found in the prefix cache.
         next_event: smallest ``num_computed`` at which commit must look closer (block full, length
             reached); 0 makes every commit look closer. Derived; see ``Scheduler._arm``.
     """
@@ -56,6 +58,7 @@ class Request:
         "finish_reason",
         "max_num_tokens",
         "next_event",
+        "num_admissions",
         "num_cached_tokens",
         "num_computed",
         "num_dispatched",
@@ -108,9 +111,10 @@ class Request:
         self.num_total = len(prompt_token_ids)
         self.block_table: list[int] = []
         self.num_slots = 0
-        self.block_keys: list[bytes] = []
+        self.block_keys: list[tuple[bytes, bytes]] = []
         self.num_published = 0
         self.next_event = 0
+        self.num_admissions = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
 

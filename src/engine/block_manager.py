@@ -1,0 +1,203 @@
+"""The pool of KV-cache blocks: reference counts, a prefix index, and eviction of the least
+recently used. Pure bookkeeping over block ids; it never sees a tensor.
+
+Every block is in exactly one of three places (S2), decided by its count and its key (S4)::
+
+    ref_count > 0                  owned: in that many block tables
+    ref_count == 0, key present    cached: in the LRU queue, still in the prefix index
+    ref_count == 0, key absent     free: on the free stack
+
+Property numbers (S1, S2 ...) are those of ``spec/README.md``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import xxhash
+
+from pagespec.engine.request import Request
+
+
+class OutOfBlocksError(RuntimeError):
+    """More blocks were asked for than are free or cached; nothing was changed (S13)."""
+
+
+def block_key(parent_key: bytes, tokens: bytes) -> bytes:
+    """Key of a full block: xxh3-128 over its parent's key and its token ids (4 bytes each), so
+    that a key stands for the whole prefix up to and including the block."""
+    return xxhash.xxh3_128_digest(parent_key + tokens)
+
+
+def root_key(cache_salt: bytes) -> bytes:
+    """Parent key of a request's first block. Requests of different salts share nothing."""
+    return xxhash.xxh3_128_digest(b"pagespec prefix root:" + cache_salt)
+
+
+class BlockManager:
+    """Allocates, shares, caches and evicts blocks of ``block_size`` token slots.
+
+    Args:
+        num_blocks: blocks in the pool, ids ``0 .. num_blocks - 1`` (the runner's null block is
+            not among them).
+        block_size: token slots a block.
+        enable_prefix_caching: publish full blocks and find them again.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.ref_counts = [0] * num_blocks
+        # A stack: the block freed last is the likeliest to be in the processor's caches.
+        self.free_blocks = list(range(num_blocks - 1, -1, -1))
+        # Oldest first. OrderedDict and not dict: popping the head of a dict rescans its holes.
+        self.lru_blocks: OrderedDict[int, None] = OrderedDict()
+        self.keys: list[bytes | None] = [None] * num_blocks
+        self.index: dict[bytes, int] = {}
+        # Token ids of each published block: a look-up compares them, so that two different
+        # blocks whose keys collide are never taken for one another.
+        self._contents: list[bytes | None] = [None] * num_blocks
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks an allocation could take now: free ones, then cached ones."""
+        return len(self.free_blocks) + len(self.lru_blocks)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Length of the block table that holds ``num_tokens`` slots."""
+        return -(-num_tokens // self.block_size)
+
+    # Prefix look-up ---------------------------------------------------------------------------
+
+    def match(self, request: Request) -> list[int]:
+        """Longest chain of published blocks that is a prefix of ``request``; changes nothing.
+
+        Covers at most ``len - 1`` tokens, so that one token is always left to compute (S11). The
+        caller must ``acquire`` the result before anything else touches the pool (S12).
+        """
+        if not self.enable_prefix_caching:
+            return []
+        hits: list[int] = []
+        index, contents = self.index, self._contents
+        num_hits_max = (len(request.token_ids) - 1) // self.block_size
+        self._extend_keys(request, num_hits_max)
+        for key, tokens in request.block_keys[:num_hits_max]:
+            block = index.get(key)
+            if block is None or contents[block] != tokens:
+                break
+            hits.append(block)
+        return hits
+
+    def num_cached_among(self, blocks: Sequence[int]) -> int:
+        """How many of ``blocks`` lie in the LRU queue, that is, would leave the available ones
+        if they were acquired."""
+        ref_counts = self.ref_counts
+        return sum(1 for block in blocks if ref_counts[block] == 0)
+
+    # Ownership --------------------------------------------------------------------------------
+
+    def acquire(self, request: Request, hits: list[int]) -> None:
+        """Make ``hits`` (fresh from ``match``) the start of ``request``'s empty block table."""
+        ref_counts, lru = self.ref_counts, self.lru_blocks
+        for block in hits:
+            if ref_counts[block] == 0:
+                del lru[block]
+            ref_counts[block] += 1
+        request.block_table = list(hits)
+        request.num_slots = len(hits) * self.block_size
+        request.num_published = len(hits)
+
+    def allocate(self, request: Request, num_new_blocks: int) -> tuple[int, ...]:
+        """Append ``num_new_blocks`` blocks to ``request``'s table and return their ids: free
+        ones first, then the least recently used cached ones, which lose their key (S5).
+
+        Raises:
+            OutOfBlocksError: fewer are available; nothing was changed.
+        """
+        if num_new_blocks > self.num_available_blocks:
+            raise OutOfBlocksError(f"{num_new_blocks} of {self.num_available_blocks} blocks")
+        free, ref_counts = self.free_blocks, self.ref_counts
+        taken: list[int] = []
+        for _ in range(num_new_blocks):
+            block = free.pop() if free else self._evict()
+            ref_counts[block] = 1
+            taken.append(block)
+        request.block_table += taken
+        request.num_slots += num_new_blocks * self.block_size
+        return tuple(taken)
+
+    def release(self, request: Request) -> None:
+        """Give back all of ``request``'s blocks. Safe only when no step in flight writes them
+        (S28). The last block goes first: a chain is evicted from its tail, so that what stays
+        cached can still be reached from the root."""
+        ref_counts, keys = self.ref_counts, self.keys
+        for block in reversed(request.block_table):
+            ref_counts[block] -= 1
+            if ref_counts[block] == 0:
+                if keys[block] is None:
+                    self.free_blocks.append(block)
+                else:
+                    self.lru_blocks[block] = None
+        request.block_table = []
+        request.num_slots = 0
+        request.num_published = 0
+
+    def publish(self, request: Request) -> None:
+        """Offer ``request``'s blocks that are full of settled tokens to the prefix index (S7).
+
+        A block whose key is taken already stays private: the index keeps one block a key (S8).
+        """
+        if not self.enable_prefix_caching:
+            return
+        num_full_blocks = request.num_computed // self.block_size
+        begin = request.num_published
+        if begin >= num_full_blocks:
+            return
+        self._extend_keys(request, num_full_blocks)
+        for i in range(begin, num_full_blocks):
+            key, tokens = request.block_keys[i]
+            if key not in self.index:
+                block = request.block_table[i]
+                self.index[key] = block
+                self.keys[block] = key
+                self._contents[block] = tokens
+        request.num_published = num_full_blocks
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached, unowned block; returns how many. Owned blocks stay published."""
+        num_cached_blocks = len(self.lru_blocks)
+        for _ in range(num_cached_blocks):
+            self.free_blocks.append(self._evict())
+        return num_cached_blocks
+
+    # ------------------------------------------------------------------------------------------
+
+    def _evict(self) -> int:
+        block, _ = self.lru_blocks.popitem(last=False)
+        key = self.keys[block]
+        assert key is not None, "a block in the LRU queue has a key (S4)"
+        del self.index[key]
+        self.keys[block] = None
+        self._contents[block] = None
+        return block
+
+    def _extend_keys(self, request: Request, num_full_blocks: int) -> None:
+        """Make ``request.block_keys`` cover its first ``num_full_blocks`` blocks."""
+        keys = request.block_keys
+        num_known = len(keys)
+        if num_known >= num_full_blocks:
+            return
+        parent = keys[-1][0] if keys else root_key(request.cache_salt)
+        size = self.block_size
+        token_ids = request.token_ids[num_known * size : num_full_blocks * size]
+        tokens = array("i", token_ids).tobytes()
+        num_bytes = len(tokens) // (num_full_blocks - num_known)
+        for begin in range(0, len(tokens), num_bytes):
+            chunk = tokens[begin : begin + num_bytes]
+            parent = block_key(parent, chunk)
+            keys.append((parent, chunk))

@@ -1,0 +1,148 @@
+"""The step loop: schedule, dispatch, collect, commit."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from pagespec.engine.outputs import RequestMetrics
+from pagespec.engine.request import Request
+from pagespec.engine.runner import Runner
+from pagespec.engine.scheduler import Scheduler
+from pagespec.errors import EngineError
+
+
+@dataclass(slots=True)
+class _Times:
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class Engine:
+    """Drives a scheduler and a runner. Not thread-safe: one thread steps it.
+
+    Args:
+        scheduler: holds the requests. Its ``pipeline_depth`` must be the runner's.
+        runner: computes plans; a model runner, or any fake that meets the protocol.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        if scheduler.pipeline_depth != runner.pipeline_depth:
+            raise ValueError(
+                f"scheduler.pipeline_depth = {scheduler.pipeline_depth} and "
+                f"runner.pipeline_depth = {runner.pipeline_depth} must be equal"
+            )
+        self.scheduler = scheduler
+        self.runner = runner
+        self._handles: deque[object] = deque()
+        self._times: dict[Request, _Times] = {}
+        self._awaiting_first_token: set[Request] = set()
+
+    def add(self, request: Request) -> None:
+        """Raises InvalidInputError if the request can never be served; see Scheduler.add."""
+        self.scheduler.add(request)
+        self._times[request] = _Times(arrival=time.perf_counter())
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; a no-op if it has ended already."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._times[request].finished = time.perf_counter()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[Request]:
+        """Dispatch the next step if there is one, then settle the oldest if the pipeline is full
+        or nothing could be dispatched. Returns the requests that finished.
+
+        Raises:
+            EngineError: the runner failed. Every live request has ended with reason "error", all
+                blocks are given back, and the engine can be used again.
+        """
+        scheduler = self.scheduler
+        if len(self._handles) <= scheduler.pipeline_depth:
+            plan = scheduler.schedule()
+            if plan.requests:
+                if plan.new_blocks:
+                    self._note_first_scheduled([plan.requests[row] for row in plan.new_blocks])
+                try:
+                    self._handles.append(self.runner.dispatch(plan))
+                except Exception as error:
+                    self.abandon("error")
+                    raise EngineError(f"step {plan.step} failed: {error}") from error
+                if len(self._handles) <= scheduler.pipeline_depth:
+                    return []
+            elif not self._handles and scheduler.has_work:
+                self.abandon("error")
+                raise EngineError("no request can make progress; this is a bug in the scheduler")
+        return self._settle_oldest() if self._handles else []
+
+    def _settle_oldest(self) -> list[Request]:
+        plan = self.scheduler.in_flight[0]
+        try:
+            result = self.runner.collect(self._handles[0])
+            finished = self.scheduler.commit(plan, result.token_ids)
+        except Exception as error:
+            self.abandon("error")
+            raise EngineError(f"step {plan.step} failed: {error}") from error
+        self._handles.popleft()
+        now = time.perf_counter()
+        if self._awaiting_first_token:
+            for request in [
+                r for r in self._awaiting_first_token if len(r.token_ids) > r.num_prompt_tokens
+            ]:
+                self._times[request].first_token = now
+                self._awaiting_first_token.discard(request)
+        for request in finished:
+            self._times[request].finished = now
+        return finished
+
+    def abandon(self, reason: str = "abort") -> None:
+        """End every live request with ``reason`` and drop the steps in flight, uncollected. Their
+        blocks are given back unpublished: what a failed step wrote is never found again."""
+        scheduler = self.scheduler
+        now = time.perf_counter()
+        for request in list(scheduler.requests.values()):
+            scheduler.abort(request.request_id, reason)
+            self._times[request].finished = now
+        while scheduler.in_flight:
+            plan = scheduler.in_flight[0]
+            scheduler.commit(plan, [0] * plan.num_sampled)
+        self._handles.clear()
+        self._awaiting_first_token.clear()
+
+    def _note_first_scheduled(self, requests: list[Request]) -> None:
+        now = time.perf_counter()
+        for request in requests:
+            times = self._times[request]
+            if times.first_scheduled is None:
+                times.first_scheduled = now
+                self._awaiting_first_token.add(request)
+
+    def forget(self, request: Request) -> None:
+        """Drop the times kept for a finished request; a no-op if they are gone."""
+        self._times.pop(request, None)
+        self._awaiting_first_token.discard(request)
+
+    def metrics(self, request: Request) -> RequestMetrics:
+        """Metrics of a finished request that was not forgotten yet."""
+        times = self._times[request]
+        metrics = RequestMetrics(
+            num_cached_tokens=request.num_cached_tokens, num_preemptions=request.num_preemptions
+        )
+        if times.first_scheduled is not None:
+            metrics.queue_time_s = times.first_scheduled - times.arrival
+        if times.finished is not None:
+            metrics.total_time_s = times.finished - times.arrival
+        if times.first_token is not None:
+            metrics.time_to_first_token_s = times.first_token - times.arrival
+            num_later_tokens = len(request.token_ids) - request.num_prompt_tokens - 1
+            if times.finished is not None and num_later_tokens > 0:
+                elapsed = times.finished - times.first_token
+                metrics.tokens_per_second = num_later_tokens / elapsed if elapsed > 0 else None
+        return metrics

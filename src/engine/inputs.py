@@ -1,0 +1,134 @@
+"""Prompts as callers write them, made uniform and checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagespec.errors import InvalidInputError
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """A checked prompt. ``text`` is None when token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: bytes = b""
+
+
+def split_prompts(prompts: Any) -> list[Any]:
+    """One item a request, from what ``generate`` accepts: a text, a list of token ids, a dict, or
+    a list of those."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise InvalidInputError("prompts", prompts, "must be text, token ids, a dict, or a list")
+    if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def pair_params(prompts: Sequence[Any], params: Any, default: Any) -> list[Any]:
+    """One set of sampling parameters a prompt.
+
+    Raises:
+        InvalidInputError: a list of another length than ``prompts``.
+    """
+    if params is None:
+        params = default
+    if not isinstance(params, Sequence):
+        return [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidInputError(
+            "sampling_params", params, f"{len(params)} given for {len(prompts)} prompts"
+        )
+    return list(params)
+
+
+class PromptReader:
+    """Tokenises and checks prompts for one model.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None: then only token ids are accepted.
+        vocab_size: ids must be below it.
+        max_model_len: prompts must leave room for one generated token.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def read(self, prompt: Any, field: str = "prompt") -> PromptInput:
+        """Raises InvalidInputError naming ``field``, the value and the limit."""
+        cache_salt = b""
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - _PROMPT_KEYS
+            if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+                raise InvalidInputError(
+                    field,
+                    dict(prompt),
+                    "must have either 'prompt' or 'prompt_token_ids', and at most 'cache_salt'",
+                )
+            salt = prompt.get("cache_salt", "")
+            if not isinstance(salt, str):
+                raise InvalidInputError(f"{field}.cache_salt", salt, "must be text")
+            cache_salt = salt.encode()
+            prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+        if isinstance(prompt, str):
+            return PromptInput(
+                prompt, self._check(self._tokenize(prompt, field), field), cache_salt
+            )
+        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+            raise InvalidInputError(field, prompt, "must be text or a list of token ids")
+        return PromptInput(None, self._check(list(prompt), field), cache_salt)
+
+    def read_messages(self, messages: Any, field: str = "messages") -> PromptInput:
+        """A conversation (list of {"role", "content"}) through the model's chat template."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise InvalidInputError(field, messages, "this model has no chat template")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InvalidInputError(field, messages, "must be a non-empty list of messages")
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise InvalidInputError(field, message, "a message needs 'role' and 'content'")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template refuses with whatever Jinja raises
+            raise InvalidInputError(field, messages, f"chat template: {error}") from error
+        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return PromptInput(text, self._check(token_ids, field))
+
+    def _tokenize(self, text: str, field: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidInputError(field, text, "this model has no tokenizer: give token ids")
+        if not text:
+            raise InvalidInputError(field, text, "must not be empty")
+        token_ids: list[int] = self._tokenizer(text)["input_ids"]
+        return token_ids
+
+    def _check(self, token_ids: list[Any], field: str) -> list[int]:
+        if not token_ids:
+            raise InvalidInputError(field, token_ids, "must not be empty")
+        if len(token_ids) >= self._max_model_len:
+            raise InvalidInputError(
+                field,
+                f"{len(token_ids)} tokens",
+                f"must be at most {self._max_model_len - 1} tokens, one less than "
+                f"max_model_len = {self._max_model_len}",
+            )
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise InvalidInputError(
+                    field,
+                    token_id,
+                    f"token ids must be integers from 0 to {self._vocab_size - 1}, "
+                    f"the vocabulary has {self._vocab_size}",
+                )
+        return token_ids

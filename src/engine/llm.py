@@ -1,0 +1,311 @@
+"""``LLM``: the class people import. Names as in vLLM where the meaning is the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.config import EngineConfig
+from pagespec.engine.core import Engine
+from pagespec.engine.detokenizer import Detokenizer, StopStringWatcher
+from pagespec.engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
+from pagespec.engine.outputs import RequestOutput
+from pagespec.engine.policy import Policy
+from pagespec.engine.request import Request
+from pagespec.engine.request_factory import RequestFactory
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.engine.scheduler import Scheduler
+from pagespec.errors import InvalidInputError, PagespecError
+
+if TYPE_CHECKING:
+    import os
+
+    from transformers import PreTrainedModel
+
+
+class LLM:
+    """A loaded model, its KV cache and the engine that serves requests from them.
+
+    Args:
+        model: a local folder, a hub id, a GGUF file, or a ``transformers`` causal language model
+            already in memory (used in place: its attention implementation is changed).
+        dtype: "auto" (float32 on CPU, the model's own on a GPU), "float32", "bfloat16", "float16".
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
+        max_model_len: most tokens of prompt plus output a request may have; None takes the
+            model's own limit, or what the KV cache holds if that is less.
+        max_num_seqs: most requests running at a time.
+        max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``.
+        block_size: tokens in a KV block.
+        num_blocks: KV blocks; None sizes the cache from memory.
+        memory_utilization: share of the device's memory for weights and KV cache together (on
+            CPU: of the memory available now, for the cache alone); default 0.9 on a GPU; on CPU,
+            half of what is available and at most 4 GiB. Give this or ``num_blocks``.
+        enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
+        compile: "graph" runs the captured graph after our passes; "inductor" compiles it further
+            (on CPU this needs a C++ compiler); "eager" runs the model without capturing it.
+        policy: order of service, "fcfs", "shortest_first" or "priority".
+        seed: seed of the requests that bring none of their own.
+        load_format: "auto", or "dummy" for random weights from the config alone.
+        on_logits: called after each step with its plan and its logits, a float tensor
+            ``[num_sampled, vocab_size]``; for tests and measurements.
+
+    Raises:
+        InvalidInputError: an argument is outside its limits.
+        UnsupportedModelError: the model needs something this engine does not compute exactly.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_utilization: float | None = None,
+        enable_prefix_caching: bool = True,
+        compile: str = "graph",
+        policy: str = "fcfs",
+        seed: int = 0,
+        load_format: str = "auto",
+        on_logits: Callable[..., None] | None = None,
+    ) -> None:
+        config = EngineConfig(
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_utilization=memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            compile=compile,
+            policy=policy,
+            seed=seed,
+            load_format=load_format,
+        )
+        # Imported here, so that everything before this line works without torch.
+        from pagespec.compile.build import build
+
+        built = build(model, config, on_logits)
+        self.config = config
+        self.tokenizer = built.tokenizer
+        self.max_model_len = built.max_model_len
+        self.num_blocks = built.num_blocks
+        self.device = built.device
+        self._factory = RequestFactory(
+            built.tokenizer,
+            vocab_size=built.vocab_size,
+            eos_token_ids=frozenset(built.eos_token_ids),
+            max_model_len=built.max_model_len,
+            seed=config.seed,
+        )
+        self._reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
+        scheduler = Scheduler(
+            BlockManager(
+                built.num_blocks,
+                config.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.num_tokens_a_step,
+            pipeline_depth=built.runner.pipeline_depth,
+            policy=Policy(config.policy),
+        )
+        self.engine = Engine(scheduler, built.runner)
+
+    # Offline generation -----------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt. Results come in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of token ids, a dict ``{"prompt": ...}`` or
+                ``{"prompt_token_ids": [...]}`` (with ``"cache_salt"`` if the prefix cache must
+                not be shared across salts), or a list of those.
+            sampling_params: one for all, or one a prompt.
+            use_tqdm: show a progress bar on stderr.
+
+        Raises:
+            InvalidInputError: some prompt or parameter is refused; none was started.
+        """
+        items = split_prompts(prompts)
+        params = pair_params(items, sampling_params, SamplingParams())
+        single = len(items) == 1
+        inputs = [
+            self._reader.read(item, "prompt" if single else f"prompts[{i}]")
+            for i, item in enumerate(items)
+        ]
+        return self._run(inputs, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of conversations, through the model's chat
+        template.
+
+        Args:
+            messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
+        """
+        is_many = (
+            isinstance(messages, Sequence)
+            and bool(messages)
+            and (isinstance(messages[0], Sequence) and not isinstance(messages[0], str))
+        )
+        conversations = list(messages) if is_many else [messages]
+        params = pair_params(conversations, sampling_params, SamplingParams())
+        inputs = [self._reader.read_messages(conversation) for conversation in conversations]
+        return self._run(inputs, params, use_tqdm)
+
+    def generate_iter(
+        self,
+        items: Iterable[tuple[Any, SamplingParams]],
+        *,
+        window: int | None = None,
+    ) -> Iterator[RequestOutput | PagespecError]:
+        """Continue a stream of (prompt, parameters), lazily and in order.
+
+        A prompt may also be a ``PromptInput`` (see ``read_messages``). A refused item yields its
+        error in its place and the others go on.
+
+        Args:
+            window: how many items are read ahead of the one yielded; default four times
+                ``max_num_seqs``.
+        """
+        window = window or 4 * self.config.max_num_seqs
+        source = iter(items)
+        pending: deque[tuple[Request, PromptInput] | PagespecError] = deque()
+        is_exhausted = False
+        try:
+            while True:
+                while not is_exhausted and len(pending) < window:
+                    item = next(source, None)
+                    if item is None:
+                        is_exhausted = True
+                        break
+                    try:
+                        prompt = item[0]
+                        checked = (
+                            prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)
+                        )
+                        pending.append((self._submit(checked, item[1]), checked))
+                    except PagespecError as error:
+                        pending.append(error)
+                if not pending:
+                    return
+                head = pending[0]
+                if isinstance(head, PagespecError):
+                    yield head
+                elif head[0].finish_reason is not None:
+                    output = self._output(*head)
+                    self.engine.forget(head[0])
+                    yield output
+                else:
+                    self.engine.step()
+                    continue
+                pending.popleft()
+        finally:
+            self._forget([entry[0] for entry in pending if not isinstance(entry, PagespecError)])
+
+    def read_messages(self, messages: Any) -> PromptInput:
+        """A conversation as a prompt for ``generate_iter`` and ``stream``."""
+        return self._reader.read_messages(messages)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text of one answer as it grows. Closing the iterator aborts the request.
+
+        Args:
+            prompt: as one item of ``generate``, or a ``PromptInput``.
+        """
+        if self.tokenizer is None:
+            raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
+        checked = prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)
+        request = self._factory.make(checked, sampling_params or SamplingParams())
+        return self._stream(request, checked)
+
+    def _stream(self, request: Request, prompt: PromptInput) -> Iterator[str]:
+        watcher = request.on_token
+        detokenizer = Detokenizer(self.tokenizer, prompt.token_ids)
+        num_read = request.num_prompt_tokens
+        num_yielded = 0
+        # Added on the first step of the iterator: one that is never read must not be served.
+        self.engine.add(request)
+        try:
+            while request.finish_reason is None:
+                self.engine.step()
+                if isinstance(watcher, StopStringWatcher):
+                    text = watcher.settled_text
+                else:
+                    for token_id in request.token_ids[num_read:]:
+                        detokenizer.push(token_id)
+                    num_read = len(request.token_ids)
+                    text = detokenizer.text
+                if len(text) > num_yielded:
+                    yield text[num_yielded:]
+                    num_yielded = len(text)
+            tail = self._output(request, prompt).outputs[0].text[num_yielded:]
+            if tail:
+                yield tail
+        finally:
+            self._forget([request])
+
+    # ------------------------------------------------------------------------------------------
+
+    def _run(
+        self, inputs: list[PromptInput], params: list[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        requests = [self._factory.make(*pair) for pair in zip(inputs, params, strict=True)]
+        try:
+            for request in requests:
+                self.engine.add(request)
+            num_output_tokens = 0
+            with tqdm(total=len(requests), desc="generate", disable=not use_tqdm) as bar:
+                remaining = set(requests)
+                while remaining:
+                    for request in self.engine.step():
+                        if request in remaining:
+                            remaining.discard(request)
+                            num_output_tokens += len(request.token_ids) - request.num_prompt_tokens
+                            bar.update()
+                    if not bar.disable and bar.format_dict["elapsed"] > 0:
+                        rate = num_output_tokens / bar.format_dict["elapsed"]
+                        bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
+            return [self._output(*pair) for pair in zip(requests, inputs, strict=True)]
+        finally:
+            self._forget(requests)
+
+    def _submit(self, prompt: PromptInput, params: SamplingParams) -> Request:
+        """Make a request and add it. Raises InvalidInputError; then nothing was added."""
+        request = self._factory.make(prompt, params)
+        self.engine.add(request)
+        return request
+
+    def _output(self, request: Request, prompt: PromptInput) -> RequestOutput:
+        return self._factory.output(request, prompt, self.engine.metrics(request))
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """End what an interrupted call left behind, so that the next one starts clean."""
+        for request in requests:
+            if request.request_id in self.engine.scheduler.requests:
+                self.engine.abort(request.request_id)
+            self.engine.forget(request)
+        while self.engine.has_work and not self.engine.scheduler.requests:
+            self.engine.step()

@@ -1,0 +1,42 @@
+"""Whom to preempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.request import Request
+
+
+def choose_victims(
+    blocks: BlockManager,
+    running: Sequence[Request],
+    asker: Request,
+    num_blocks: int,
+    hits: Sequence[int] = (),
+) -> list[Request] | None:
+    """The fewest youngest of ``running``, all younger than ``asker``, whose release together makes
+    ``num_blocks`` more blocks available. Changes nothing.
+
+    Args:
+        running: in rank order, eldest first.
+        hits: blocks the asker is about to share; they become available to nobody.
+
+    Returns:
+        The victims, youngest first, each of which gives at least one block (S21): one that shares
+        all its blocks with requests that stay would lose its work for nothing. None if not even
+        all the younger ones together have enough.
+    """
+    num_refs = {block: blocks.ref_counts[block] + 1 for block in hits}
+    num_gained = 0
+    victims: list[Request] = []
+    for victim in reversed(running):
+        if victim.rank <= asker.rank or num_gained >= num_blocks:
+            break
+        victims.append(victim)
+        for block in victim.block_table:
+            num_refs[block] = num_refs.get(block, blocks.ref_counts[block]) - 1
+            num_gained += num_refs[block] == 0
+    if num_gained < num_blocks:
+        return None
+    return [v for v in victims if any(num_refs[block] == 0 for block in v.block_table)]

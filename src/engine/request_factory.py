@@ -1,0 +1,99 @@
+"""From a checked prompt to a request, and from a finished request to what the caller gets."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import xxhash
+
+from pagespec.engine.detokenizer import Detokenizer, StopStringWatcher, decode_output
+from pagespec.engine.inputs import PromptInput
+from pagespec.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagespec.engine.request import Request
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.errors import InvalidInputError
+
+
+class RequestFactory:
+    """Makes requests for one model and numbers them.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None.
+        vocab_size: token ids are below it.
+        eos_token_ids: end a request unless it ignores them.
+        max_model_len: most tokens of prompt plus output.
+        seed: engine seed, from which requests without a seed get theirs.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._num_requests = 0
+
+    def make(self, prompt: PromptInput, params: SamplingParams) -> Request:
+        """Raises InvalidInputError if ``params`` do not suit the model."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidInputError("sampling_params", params, "must be a SamplingParams")
+        for token_id in params.stop_token_ids or ():
+            if token_id >= self._vocab_size:
+                raise InvalidInputError(
+                    "stop_token_ids", token_id, f"ids must be below {self._vocab_size}"
+                )
+        watcher = None
+        if params.stop_strings:
+            if self._tokenizer is None:
+                raise InvalidInputError("stop", params.stop, "this model has no tokenizer")
+            detokenizer = Detokenizer(self._tokenizer, prompt.token_ids)
+            watcher = StopStringWatcher(detokenizer, params.stop_strings)
+        max_num_tokens = self._max_model_len
+        if params.max_tokens is not None:
+            max_num_tokens = min(max_num_tokens, len(prompt.token_ids) + params.max_tokens)
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_token_ids |= self._eos_token_ids
+        number = self._num_requests
+        self._num_requests += 1
+        seed = params.seed
+        if seed is None:
+            seed = xxhash.xxh3_64_intdigest(struct.pack("<qq", self._seed, number))
+        return Request(
+            str(number),
+            prompt.token_ids,
+            params,
+            max_num_tokens=max_num_tokens,
+            stop_token_ids=stop_token_ids,
+            on_token=watcher,
+            seed=seed,
+            cache_salt=prompt.cache_salt,
+        )
+
+    def output(
+        self, request: Request, prompt: PromptInput, metrics: RequestMetrics
+    ) -> RequestOutput:
+        """What the caller of a finished ``request`` gets."""
+        token_ids = request.output_token_ids
+        if isinstance(request.on_token, StopStringWatcher):
+            text = request.on_token.finish()
+        elif self._tokenizer is not None:
+            text = decode_output(self._tokenizer, prompt.token_ids, token_ids)
+        else:
+            text = ""
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            outputs=[CompletionOutput(0, text, token_ids, request.finish_reason)],
+            metrics=metrics,
+        )

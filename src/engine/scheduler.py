@@ -1,0 +1,400 @@
+"""The scheduler: decides, step by step, which tokens of which requests are computed.
+
+``schedule`` (dispatch) and ``commit`` (settle) are separate: up to ``pipeline_depth`` earlier
+steps may be unsettled when the next is scheduled. Requests have no phases; a row of a plan is a
+range of positions. All order comes from ``Request.rank``. The rules, with the properties of
+``spec/README.md`` they serve:
+
+* Requests are served in rank order, running and waiting merged. No younger request takes blocks
+  in a step in which an elder wanted some, and none is admitted behind a blocked one (L1).
+* Whoever needs a block when none is available takes it from the youngest, and only from requests
+  whose release makes blocks available (S21). Being younger, they are not rows of the plan yet.
+* A victim gives its blocks back only once none of its tokens is in flight; until then it is held
+  out of the plan, so that it drains (S28).
+* One token of the budget is kept for every running decode, so that a long prompt never stalls
+  them (L6); a prompt is admitted only when blocks for all its present tokens are available.
+
+No torch here: the scheduler runs, and is checked, without a model.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.plan import PlanDraft, StepPlan
+from pagespec.engine.policy import Policy
+from pagespec.engine.preemption import choose_victims
+from pagespec.engine.request import Request, RequestState
+from pagespec.errors import InvalidInputError
+
+_rank = attrgetter("rank")
+_RUNNING = RequestState.RUNNING
+
+
+class Scheduler:
+    """Owns the requests and the block pool.
+
+    Args:
+        blocks: the pool.
+        max_num_seqs: cap on the running set.
+        max_num_batched_tokens: token budget of a step; at least ``max_num_seqs``, so that every
+            running decode has its token.
+        pipeline_depth: unsettled steps allowed when the next one is scheduled.
+        policy: order of service.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        pipeline_depth: int = 0,
+        policy: Policy | None = None,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise InvalidInputError("max_num_seqs", max_num_seqs, "must be 1 or more")
+        if max_num_batched_tokens < max_num_seqs:
+            raise InvalidInputError(
+                "max_num_batched_tokens",
+                max_num_batched_tokens,
+                f"must be at least max_num_seqs = {max_num_seqs}, "
+                "so that every running request can decode one token a step",
+            )
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.pipeline_depth = pipeline_depth
+        self.policy = policy or Policy()
+        self.requests: dict[str, Request] = {}  # live: waiting, running or paused
+        self.waiting: list[Request] = []  # in rank order, as is running
+        self.running: list[Request] = []
+        self.in_flight: deque[StepPlan] = deque()
+        # Finished or paused, but some step in flight still writes their blocks.
+        self.draining: set[Request] = set()
+        self.num_arrivals = 0
+        self.num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request is waiting or running, or some step is in flight."""
+        return bool(self.running or self.waiting or self.in_flight)
+
+    # The life of a request --------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Admit ``request`` to the waiting ones.
+
+        Raises:
+            InvalidInputError: its id is in use, or it could not fit the whole pool even alone
+                (S30); nothing was changed.
+        """
+        if request.request_id in self.requests:
+            raise InvalidInputError("request_id", request.request_id, "is in use")
+        # The last token is sampled but never fed back, so its KV needs no slot.
+        num_blocks = self.blocks.num_blocks_for(request.max_num_tokens - 1)
+        if num_blocks > self.blocks.num_blocks:
+            raise InvalidInputError(
+                "prompt + max_tokens",
+                request.max_num_tokens,
+                f"needs {num_blocks} KV blocks of {self.blocks.block_size} tokens, "
+                f"the pool has num_blocks = {self.blocks.num_blocks}",
+            )
+        request.seniority = self.num_arrivals
+        self.num_arrivals += 1
+        request.rank = self.policy.rank(request)
+        self.requests[request.request_id] = request
+        insort(self.waiting, request, key=_rank)
+
+    def abort(self, request_id: str, reason: str = "abort") -> Request | None:
+        """End a request, whatever it is doing, and return it. Unknown or finished: no-op, None."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, reason)
+        return request
+
+    def pause(self, request_id: str) -> None:
+        """Take a request out of service until ``resume``. What is in flight still settles; then
+        its blocks are given back, so that a paused request never keeps others from theirs."""
+        request = self._live(request_id)
+        if request.state is not RequestState.PAUSED:
+            self._withdraw(request, RequestState.PAUSED)
+
+    def resume(self, request_id: str) -> None:
+        """Put a paused request back in its place: its rank is what it was (S27)."""
+        request = self._live(request_id)
+        if request.state is RequestState.PAUSED:
+            request.state = RequestState.WAITING
+            insort(self.waiting, request, key=_rank)
+
+    # Dispatch ---------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step. A plan without rows means that nothing can be computed now (it
+        is not in flight and must not be committed). Deterministic in the state (S31)."""
+        if len(self.in_flight) > self.pipeline_depth:
+            raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit one first")
+        draft = PlanDraft(self.max_num_batched_tokens)
+        position = 0
+        while True:
+            head = self.waiting[0] if self.waiting and self._may_admit(draft) else None
+            end = len(self.running)
+            if head is not None and end and self.running[-1].rank > head.rank:
+                end = bisect_left(self.running, head.rank, key=_rank)
+            if position < end:
+                self._serve(draft, position, end)
+                position = min(end, len(self.running))
+            elif head is None or not self._admit(draft, head, position):
+                break
+        # A refused head leaves the younger running ones to serve, if any.
+        self._serve(draft, position, len(self.running))
+        plan = draft.freeze(self.num_steps)
+        if plan.requests:
+            self.num_steps += 1
+            self.in_flight.append(plan)
+        return plan
+
+    def _serve(self, draft: PlanDraft, begin: int, end: int) -> None:
+        """Give running requests ``begin .. end`` their rows."""
+        add_request, add_start = draft.requests.append, draft.starts.append
+        held = draft.held
+        for request in self.running[begin:end]:
+            start = request.num_dispatched
+            total = request.num_total
+            # By far the commonest row first: one token to go, not the last one, and a slot for it.
+            if (
+                total - start == 1
+                and total != request.max_num_tokens
+                and not held
+                and (start != request.num_slots or self._grow(draft, request))
+            ):
+                add_request(request)
+                add_start(start)
+                request.num_dispatched = total
+                request.num_total = total + 1
+            elif request.state is _RUNNING and request not in held:
+                self._serve_slowly(draft, request)
+
+    def _grow(self, draft: PlanDraft, request: Request) -> bool:
+        """One more block for ``request`` if that takes no thought."""
+        if draft.is_closed or request.state is not _RUNNING:
+            return False
+        if not self.blocks.num_available_blocks:
+            return False
+        draft.new_blocks[request] = self.blocks.allocate(request, 1)
+        return True
+
+    def _serve_slowly(self, draft: PlanDraft, request: Request) -> None:
+        start = request.num_dispatched
+        num_tokens = request.num_total - start
+        if num_tokens == 0 or request.num_total == request.max_num_tokens:
+            return  # its last token is being sampled
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, self._budget_behind(draft, request))
+        num_slots_left = request.num_slots - start
+        if num_tokens > num_slots_left:
+            num_tokens = min(
+                num_tokens, num_slots_left + self._take_blocks(draft, request, num_tokens)
+            )
+        if num_tokens <= 0:
+            return
+        is_sampled = start + num_tokens == request.num_total
+        draft.add_row(request, num_tokens, is_sampled)
+        request.num_dispatched = start + num_tokens
+        request.num_total += is_sampled
+
+    def _budget_behind(self, draft: PlanDraft, request: Request) -> int:
+        """Tokens ``request`` may take beyond one: the rest of the budget less one token for each
+        younger running request that has one token to go."""
+        num_left = draft.num_tokens_left
+        if num_left <= 0:
+            return 0
+        begin = bisect_left(self.running, request.rank, key=_rank)
+        return num_left - sum(
+            1
+            for other in self.running[begin:]
+            if other is not request
+            and other.num_total - other.num_dispatched == 1
+            and other.num_total != other.max_num_tokens
+        )
+
+    def _take_blocks(self, draft: PlanDraft, request: Request, num_tokens: int) -> int:
+        """Allocate what ``num_tokens`` more positions need, or what there is; preempt younger
+        ones if there is none at all. Returns the slots gained."""
+        if draft.is_closed:
+            return 0
+        blocks = self.blocks
+        num_wanted = blocks.num_blocks_for(request.num_dispatched + num_tokens) - len(
+            request.block_table
+        )
+        if blocks.num_available_blocks == 0 and request.num_slots == request.num_dispatched:
+            self._make_room(draft, request, 1)
+        num_taken = min(num_wanted, blocks.num_available_blocks)
+        if num_taken < num_wanted:
+            draft.is_closed = True
+        draft.add_blocks(request, blocks.allocate(request, num_taken))
+        return num_taken * blocks.block_size
+
+    # Admission and preemption -----------------------------------------------------------------
+
+    def _may_admit(self, draft: PlanDraft) -> bool:
+        return (
+            not draft.is_closed
+            and not draft.preempted
+            and not draft.is_admission_over
+            and len(self.running) < self.max_num_seqs
+        )
+
+    def _admit(self, draft: PlanDraft, request: Request, position: int) -> bool:
+        """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
+        False nothing was admitted and nothing younger may be in this step."""
+        draft.is_admission_over = True
+        if request.num_in_flight or self._budget_behind(draft, request) < 1:
+            return False
+        blocks = self.blocks
+        hits = blocks.match(request)
+        num_wanted = blocks.num_blocks_for(request.num_total) - len(hits)
+        num_available = blocks.num_available_blocks - blocks.num_cached_among(hits)
+        if not self._make_room(draft, request, num_wanted - num_available, hits):
+            draft.is_closed = True
+            return False
+        blocks.acquire(request, hits)
+        draft.add_blocks(request, tuple(hits))
+        request.num_computed = request.num_dispatched = request.num_slots
+        request.num_admissions += 1
+        if request.num_admissions == 1:
+            request.num_cached_tokens = request.num_slots
+        self.waiting.pop(0)
+        self.running.insert(position, request)
+        request.state = _RUNNING
+        self._arm(request)
+        draft.is_admission_over = False
+        return True
+
+    def _make_room(
+        self, draft: PlanDraft, request: Request, num_blocks: int, hits: Sequence[int] = ()
+    ) -> bool:
+        """Make ``num_blocks`` more blocks available by preempting younger requests. True when
+        nothing was needed or it was done. On False nobody was preempted; if the victims have
+        tokens in flight they are held out of this step, so that a later one can take them."""
+        if num_blocks <= 0:
+            return True
+        victims = choose_victims(self.blocks, self.running, request, num_blocks, hits)
+        if victims is None:
+            return False
+        if any(victim.num_in_flight for victim in victims):
+            draft.held.update(victims)
+            return False
+        for victim in victims:
+            self._withdraw(victim, RequestState.WAITING)
+            victim.num_preemptions += 1
+            insort(self.waiting, victim, key=_rank)
+        draft.preempted += victims
+        return True
+
+    # Settle -----------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, token_ids: Sequence[int]) -> list[Request]:
+        """Settle the oldest step in flight: count its positions as computed, append its tokens,
+        publish full blocks, apply stop conditions, give blocks back.
+
+        Args:
+            plan: the oldest plan that ``schedule`` returned and nobody committed.
+            token_ids: one id for each sampled row, in row order.
+
+        Returns:
+            The requests that finished.
+
+        Raises:
+            ValueError: another plan is older, or the count is wrong; nothing was changed.
+        """
+        if not self.in_flight or self.in_flight[0] is not plan:
+            raise ValueError(f"step {plan.step} is not the oldest step in flight")
+        if len(token_ids) != plan.num_sampled:
+            raise ValueError(f"{len(token_ids)} tokens for {plan.num_sampled} sampled rows")
+        self.in_flight.popleft()
+        finished: list[Request] = []
+        if plan.is_decode_only:
+            for request, token in zip(plan.requests, token_ids, strict=True):
+                num_computed = request.num_computed + 1
+                if num_computed < request.next_event and token not in request.stop_token_ids:
+                    request.num_computed = num_computed
+                    request.token_ids.append(token)
+                else:
+                    self._settle(request, 1, token, finished)
+            return finished
+        tokens = iter(token_ids)
+        for request, _, num_tokens, is_sampled in plan.rows():
+            self._settle(request, num_tokens, next(tokens) if is_sampled else None, finished)
+        return finished
+
+    def _settle(
+        self, request: Request, num_tokens: int, token: int | None, finished: list[Request]
+    ) -> None:
+        request.num_computed += num_tokens
+        if request.state is not RequestState.FINISHED:
+            if token is not None:
+                request.token_ids.append(token)
+            self.blocks.publish(request)
+            reason = None if token is None else self._stop_reason(request, token)
+            if reason is not None:
+                self._finish(request, reason)
+                finished.append(request)
+            elif request.state is _RUNNING:
+                self._arm(request)
+        if request in self.draining and not request.num_in_flight:
+            self.draining.discard(request)
+            self._give_back(request)
+
+    @staticmethod
+    def _stop_reason(request: Request, token: int) -> str | None:
+        """Stop token before stop string before length (S25)."""
+        if token in request.stop_token_ids:
+            return "stop"
+        if request.on_token is not None and request.on_token(token):
+            return "stop"
+        return "length" if len(request.token_ids) >= request.max_num_tokens else None
+
+    # ------------------------------------------------------------------------------------------
+
+    def _live(self, request_id: str) -> Request:
+        request = self.requests.get(request_id)
+        if request is None:
+            raise InvalidInputError("request_id", request_id, "is no live request")
+        return request
+
+    def _arm(self, request: Request) -> None:
+        """Set the smallest ``num_computed`` at which commit has more to do than append."""
+        next_event = 0
+        if request.on_token is None:
+            next_event = request.max_num_tokens - 1
+            if self.blocks.enable_prefix_caching:
+                next_full = (request.num_published + 1) * self.blocks.block_size
+                next_event = min(next_event, next_full)
+        request.next_event = next_event
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self._withdraw(request, RequestState.FINISHED)
+        request.finish_reason = reason
+        del self.requests[request.request_id]
+
+    def _withdraw(self, request: Request, state: RequestState) -> None:
+        """Take ``request`` out of its queue into ``state``; its blocks go back now, or when the
+        last step that writes them settles (S28)."""
+        queue = {_RUNNING: self.running, RequestState.WAITING: self.waiting}.get(request.state)
+        if queue is not None:
+            del queue[bisect_left(queue, request.rank, key=_rank)]
+        request.state = state
+        request.next_event = 0
+        if request.num_in_flight:
+            self.draining.add(request)
+        else:
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        self.blocks.release(request)
+        request.num_computed = request.num_dispatched = 0
