@@ -1,0 +1,121 @@
+"""Structural properties of a scheduler's state, checked on the real objects.
+
+``LLM(check_invariants=True)`` runs ``check_state`` after every schedule and commit and
+``check_plan`` on every plan. Numbers are those of ``spec/README.md``; properties about contents
+and about runs as a whole are checked by the tests, not here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.request import Request, RequestState
+from pagespec.engine.scheduler import Scheduler
+
+
+class InvariantError(AssertionError):
+    """A property of the specification does not hold; ``property_id`` names it."""
+
+    def __init__(self, property_id: str, detail: str) -> None:
+        self.property_id = property_id
+        super().__init__(f"{property_id}: {detail}")
+
+
+def _require(condition: bool, property_id: str, detail: str) -> None:
+    if not condition:
+        raise InvariantError(property_id, detail)
+
+
+def check_state(scheduler: Scheduler) -> None:
+    """Raises InvariantError if the state breaks S1-S4, S7, S8, S10, S14, S18, S20, S23 or S27."""
+    _check_pool(scheduler)
+    _check_requests(scheduler)
+
+
+def _check_pool(scheduler: Scheduler) -> None:
+    blocks = scheduler.blocks
+    holders = {*scheduler.requests.values(), *scheduler.draining}
+    owners = Counter(block for request in holders for block in request.block_table)
+    free, lru = Counter(blocks.free_blocks), Counter(list(blocks.lru_blocks))
+    most = max((*free.values(), *lru.values()), default=1)
+    _require(most == 1, "S2", "a block is queued twice")
+    for block in range(blocks.num_blocks):
+        count, key = blocks.ref_counts[block], blocks.keys[block]
+        _require(count >= 0, "S3", f"block {block} has count {count}")
+        _require(count == owners[block], "S1", f"block {block}: {count} counted, {owners[block]}")
+        places = (count > 0) + free[block] + lru[block]
+        _require(places == 1, "S2", f"block {block} is in {places} places")
+        _require(free[block] == (count == 0 and key is None), "S4", f"block {block} on free list")
+        _require(lru[block] == (count == 0 and key is not None), "S4", f"block {block} in LRU")
+        if key is not None:
+            _require(blocks.index.get(key) == block, "S8", f"key of block {block} leads elsewhere")
+    for key, block in blocks.index.items():
+        _require(blocks.keys[block] == key, "S8", f"index entry of block {block} is stale")
+    if not scheduler.requests and not scheduler.in_flight:
+        num_idle = len(blocks.free_blocks) + len(blocks.lru_blocks)
+        _require(num_idle == blocks.num_blocks, "S14", f"{num_idle} blocks idle with no request")
+
+
+def _check_requests(scheduler: Scheduler) -> None:
+    by_state = {RequestState.WAITING: scheduler.waiting, RequestState.RUNNING: scheduler.running}
+    for state, queue in by_state.items():
+        _require(all(r.state is state for r in queue), "S23", f"a stranger among the {state.value}")
+        _require(len({id(r) for r in queue}) == len(queue), "S23", f"twice {state.value}")
+        ranks = [r.rank for r in queue]
+        _require(all(a < b for a, b in pairwise(ranks)), "S27", f"{state.value} out of rank order")
+    num_running = len(scheduler.running)
+    _require(num_running <= scheduler.max_num_seqs, "S18", f"{num_running} requests running")
+    num_queued = len(scheduler.waiting) + num_running
+    num_paused = sum(r.state is RequestState.PAUSED for r in scheduler.requests.values())
+    _require(num_queued + num_paused == len(scheduler.requests), "S23", "a request is in no queue")
+    for request in (*scheduler.requests.values(), *scheduler.draining):
+        _check_counters(scheduler, request)
+
+
+def _check_counters(scheduler: Scheduler, request: Request) -> None:
+    blocks = scheduler.blocks
+    is_ordered = 0 <= request.num_computed <= request.num_dispatched <= request.num_total
+    _require(is_ordered, "S17", f"counters out of order: {request}")
+    num_blocks = blocks.num_blocks_for(request.num_dispatched)
+    _require(len(request.block_table) == num_blocks, "S10", f"{request} needs {num_blocks} blocks")
+    _require(request.num_slots == num_blocks * blocks.block_size, "S10", f"slots of {request}")
+    _require(len(request.token_ids) <= request.max_num_tokens, "S18", f"{request} is too long")
+    has_drained = request.num_in_flight == 0
+    if request.state is not RequestState.RUNNING and has_drained:
+        _require(not request.block_table, "S20", f"idle {request} holds blocks")
+    if request.state is RequestState.FINISHED:
+        _require(request.finish_reason is not None, "S24", f"{request} finished for no reason")
+        return
+    for i, block in enumerate(request.block_table):
+        key = blocks.keys[block]
+        is_settled = (i + 1) * blocks.block_size <= request.num_computed
+        _require(key is None or is_settled, "S7", f"block {block} of {request} is not settled")
+        if key is not None:
+            _require(key == request.block_keys[i][0], "S6", f"block {block} has another's key")
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19 or S20."""
+    blocks = scheduler.blocks
+    num_tokens = plan.total_num_tokens
+    _require(num_tokens <= scheduler.max_num_batched_tokens, "S18", f"{num_tokens} tokens")
+    _require(len(plan) <= scheduler.max_num_seqs, "S18", f"{len(plan)} rows")
+    _require(not set(plan.preempted) & set(plan.requests), "S20", "a victim stayed in the plan")
+    for request in plan.preempted:
+        _require(not request.block_table and not request.num_computed, "S20", f"{request}")
+    written: set[int] = set()
+    for request, start, num_row_tokens, is_sampled in plan.rows():
+        end = start + num_row_tokens
+        _require(num_row_tokens >= 1, "S18", f"empty row of {request}")
+        _require(request.state is RequestState.RUNNING, "S27", f"{request} is not running")
+        _require(end == request.num_dispatched, "S17", f"{request} does not end at {end}")
+        num_known = request.num_total - is_sampled
+        _require(is_sampled == (end == num_known), "S19", f"{request} sampled={is_sampled}")
+        for block_index in range(start // blocks.block_size, -(-end // blocks.block_size)):
+            block = request.block_table[block_index]
+            _require(block not in written, "S15", f"block {block} is written by two rows")
+            is_own = blocks.ref_counts[block] == 1 and blocks.keys[block] is None
+            _require(is_own, "S9", f"{request} writes block {block}, shared or published")
+            written.add(block)

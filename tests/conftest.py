@@ -1,0 +1,14 @@
+"""Hypothesis profiles, chosen with HYPOTHESIS_PROFILE: `ci` (default: derandomised, the same
+examples every time), `dev` (random, short), `deep` (random, long)."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
+settings.register_profile("dev", max_examples=150, **_COMMON)
+settings.register_profile("deep", max_examples=5000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
