@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
 
+from pagespec.engine.invariants import check_plan, check_state
 from pagespec.engine.outputs import RequestMetrics
 from pagespec.engine.request import Request
 from pagespec.engine.runner import Runner
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.trace import TraceWriter
 from pagespec.errors import EngineError
 
 
@@ -27,9 +30,19 @@ class Engine:
     Args:
         scheduler: holds the requests. Its ``pipeline_depth`` must be the runner's.
         runner: computes plans; a model runner, or any fake that meets the protocol.
+        trace: a file to write the step trace to (see ``engine.trace``).
+        check_invariants: check the structural properties after every step, and raise
+            InvariantError (after which the engine is of no more use) at the first that fails.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        trace: str | os.PathLike[str] | None = None,
+        check_invariants: bool = False,
+    ) -> None:
         if scheduler.pipeline_depth != runner.pipeline_depth:
             raise ValueError(
                 f"scheduler.pipeline_depth = {scheduler.pipeline_depth} and "
@@ -37,6 +50,8 @@ class Engine:
             )
         self.scheduler = scheduler
         self.runner = runner
+        self._trace = TraceWriter(trace, scheduler) if trace is not None else None
+        self._check_invariants = check_invariants
         self._handles: deque[object] = deque()
         self._times: dict[Request, _Times] = {}
         self._awaiting_first_token: set[Request] = set()
@@ -45,12 +60,31 @@ class Engine:
         """Raises InvalidInputError if the request can never be served; see Scheduler.add."""
         self.scheduler.add(request)
         self._times[request] = _Times(arrival=time.perf_counter())
+        if self._trace is not None:
+            self._trace.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; a no-op if it has ended already."""
-        request = self.scheduler.abort(request_id)
+        self._end(request_id, "abort")
+
+    def pause(self, request_id: str) -> None:
+        """See Scheduler.pause."""
+        self.scheduler.pause(request_id)
+        if self._trace is not None:
+            self._trace.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """See Scheduler.resume."""
+        self.scheduler.resume(request_id)
+        if self._trace is not None:
+            self._trace.resume(request_id)
+
+    def _end(self, request_id: str, reason: str) -> None:
+        request = self.scheduler.abort(request_id, reason)
         if request is not None:
             self._times[request].finished = time.perf_counter()
+            if self._trace is not None:
+                self._trace.abort(request_id, reason)
 
     @property
     def has_work(self) -> bool:
@@ -67,7 +101,12 @@ class Engine:
         scheduler = self.scheduler
         if len(self._handles) <= scheduler.pipeline_depth:
             plan = scheduler.schedule()
+            if self._check_invariants:
+                check_state(scheduler)
+                check_plan(scheduler, plan)
             if plan.requests:
+                if self._trace is not None:
+                    self._trace.plan(plan)
                 if plan.new_blocks:
                     self._note_first_scheduled([plan.requests[row] for row in plan.new_blocks])
                 try:
@@ -91,6 +130,10 @@ class Engine:
             self.abandon("error")
             raise EngineError(f"step {plan.step} failed: {error}") from error
         self._handles.popleft()
+        if self._trace is not None:
+            self._trace.result(plan, result.token_ids, finished)
+        if self._check_invariants:
+            check_state(self.scheduler)
         now = time.perf_counter()
         if self._awaiting_first_token:
             for request in [
@@ -106,13 +149,14 @@ class Engine:
         """End every live request with ``reason`` and drop the steps in flight, uncollected. Their
         blocks are given back unpublished: what a failed step wrote is never found again."""
         scheduler = self.scheduler
-        now = time.perf_counter()
-        for request in list(scheduler.requests.values()):
-            scheduler.abort(request.request_id, reason)
-            self._times[request].finished = now
+        for request_id in list(scheduler.requests):
+            self._end(request_id, reason)
         while scheduler.in_flight:
             plan = scheduler.in_flight[0]
-            scheduler.commit(plan, [0] * plan.num_sampled)
+            unread = [0] * plan.num_sampled
+            finished = scheduler.commit(plan, unread)
+            if self._trace is not None:
+                self._trace.result(plan, unread, finished)
         self._handles.clear()
         self._awaiting_first_token.clear()
 

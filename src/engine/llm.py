@@ -50,6 +50,9 @@ class LLM:
         policy: order of service, "fcfs", "shortest_first" or "priority".
         seed: seed of the requests that bring none of their own.
         load_format: "auto", or "dummy" for random weights from the config alone.
+        trace: file to write the step trace to; ``pagespec trace check`` replays it against the
+            specification.
+        check_invariants: check the scheduler's structural properties after every step (slow).
         on_logits: called after each step with its plan and its logits, a float tensor
             ``[num_sampled, vocab_size]``; for tests and measurements.
 
@@ -75,6 +78,8 @@ class LLM:
         policy: str = "fcfs",
         seed: int = 0,
         load_format: str = "auto",
+        trace: str | os.PathLike[str] | None = None,
+        check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
     ) -> None:
         config = EngineConfig(
@@ -120,7 +125,9 @@ class LLM:
             pipeline_depth=built.runner.pipeline_depth,
             policy=Policy(config.policy),
         )
-        self.engine = Engine(scheduler, built.runner)
+        self.engine = Engine(
+            scheduler, built.runner, trace=trace, check_invariants=check_invariants
+        )
 
     # Offline generation -----------------------------------------------------------------------
 

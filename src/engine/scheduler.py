@@ -1,18 +1,10 @@
-"""The scheduler: decides, step by step, which tokens of which requests are computed.
+"""The scheduler: owns the requests and the pool, plans steps and settles them.
 
 ``schedule`` (dispatch) and ``commit`` (settle) are separate: up to ``pipeline_depth`` earlier
 steps may be unsettled when the next is scheduled. Requests have no phases; a row of a plan is a
-range of positions. All order comes from ``Request.rank``. The rules, with the properties of
-``spec/README.md`` they serve:
-
-* Requests are served in rank order, running and waiting merged. No younger request takes blocks
-  in a step in which an elder wanted some, and none is admitted behind a blocked one (L1).
-* Whoever needs a block when none is available takes it from the youngest, and only from requests
-  whose release makes blocks available (S21). Being younger, they are not rows of the plan yet.
-* A victim gives its blocks back only once none of its tokens is in flight; until then it is held
-  out of the plan, so that it drains (S28).
-* One token of the budget is kept for every running decode, so that a long prompt never stalls
-  them (L6); a prompt is admitted only when blocks for all its present tokens are available.
+range of positions. All order comes from ``Request.rank``. How a step is decided is in
+``engine/planner.py``; everything irreversible (tokens, publishing, finishing, giving blocks back)
+happens in ``commit``.
 
 No torch here: the scheduler runs, and is checked, without a model.
 """
@@ -22,16 +14,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
 
 from pagespec.engine.block_manager import BlockManager
-from pagespec.engine.plan import PlanDraft, StepPlan
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.planner import Planner, by_rank
 from pagespec.engine.policy import Policy
-from pagespec.engine.preemption import choose_victims
 from pagespec.engine.request import Request, RequestState
 from pagespec.errors import InvalidInputError
 
-_rank = attrgetter("rank")
 _RUNNING = RequestState.RUNNING
 
 
@@ -108,7 +98,7 @@ class Scheduler:
         self.num_arrivals += 1
         request.rank = self.policy.rank(request)
         self.requests[request.request_id] = request
-        insort(self.waiting, request, key=_rank)
+        insort(self.waiting, request, key=by_rank)
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """End a request, whatever it is doing, and return it. Unknown or finished: no-op, None."""
@@ -129,7 +119,7 @@ class Scheduler:
         request = self._live(request_id)
         if request.state is RequestState.PAUSED:
             request.state = RequestState.WAITING
-            insort(self.waiting, request, key=_rank)
+            insort(self.waiting, request, key=by_rank)
 
     # Dispatch ---------------------------------------------------------------------------------
 
@@ -138,163 +128,31 @@ class Scheduler:
         is not in flight and must not be committed). Deterministic in the state (S31)."""
         if len(self.in_flight) > self.pipeline_depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit one first")
-        draft = PlanDraft(self.max_num_batched_tokens)
-        position = 0
-        while True:
-            head = self.waiting[0] if self.waiting and self._may_admit(draft) else None
-            end = len(self.running)
-            if head is not None and end and self.running[-1].rank > head.rank:
-                end = bisect_left(self.running, head.rank, key=_rank)
-            if position < end:
-                self._serve(draft, position, end)
-                position = min(end, len(self.running))
-            elif head is None or not self._admit(draft, head, position):
-                break
-        # A refused head leaves the younger running ones to serve, if any.
-        self._serve(draft, position, len(self.running))
-        plan = draft.freeze(self.num_steps)
+        plan = Planner(self).plan()
         if plan.requests:
             self.num_steps += 1
             self.in_flight.append(plan)
         return plan
 
-    def _serve(self, draft: PlanDraft, begin: int, end: int) -> None:
-        """Give running requests ``begin .. end`` their rows."""
-        add_request, add_start = draft.requests.append, draft.starts.append
-        held = draft.held
-        for request in self.running[begin:end]:
-            start = request.num_dispatched
-            total = request.num_total
-            # By far the commonest row first: one token to go, not the last one, and a slot for it.
-            if (
-                total - start == 1
-                and total != request.max_num_tokens
-                and not held
-                and (start != request.num_slots or self._grow(draft, request))
-            ):
-                add_request(request)
-                add_start(start)
-                request.num_dispatched = total
-                request.num_total = total + 1
-            elif request.state is _RUNNING and request not in held:
-                self._serve_slowly(draft, request)
-
-    def _grow(self, draft: PlanDraft, request: Request) -> bool:
-        """One more block for ``request`` if that takes no thought."""
-        if draft.is_closed or request.state is not _RUNNING:
-            return False
-        if not self.blocks.num_available_blocks:
-            return False
-        draft.new_blocks[request] = self.blocks.allocate(request, 1)
-        return True
-
-    def _serve_slowly(self, draft: PlanDraft, request: Request) -> None:
-        start = request.num_dispatched
-        num_tokens = request.num_total - start
-        if num_tokens == 0 or request.num_total == request.max_num_tokens:
-            return  # its last token is being sampled
-        if num_tokens > 1:
-            num_tokens = min(num_tokens, self._budget_behind(draft, request))
-        num_slots_left = request.num_slots - start
-        if num_tokens > num_slots_left:
-            num_tokens = min(
-                num_tokens, num_slots_left + self._take_blocks(draft, request, num_tokens)
-            )
-        if num_tokens <= 0:
-            return
-        is_sampled = start + num_tokens == request.num_total
-        draft.add_row(request, num_tokens, is_sampled)
-        request.num_dispatched = start + num_tokens
-        request.num_total += is_sampled
-
-    def _budget_behind(self, draft: PlanDraft, request: Request) -> int:
-        """Tokens ``request`` may take beyond one: the rest of the budget less one token for each
-        younger running request that has one token to go."""
-        num_left = draft.num_tokens_left
-        if num_left <= 0:
-            return 0
-        begin = bisect_left(self.running, request.rank, key=_rank)
-        return num_left - sum(
-            1
-            for other in self.running[begin:]
-            if other is not request
-            and other.num_total - other.num_dispatched == 1
-            and other.num_total != other.max_num_tokens
-        )
-
-    def _take_blocks(self, draft: PlanDraft, request: Request, num_tokens: int) -> int:
-        """Allocate what ``num_tokens`` more positions need, or what there is; preempt younger
-        ones if there is none at all. Returns the slots gained."""
-        if draft.is_closed:
-            return 0
-        blocks = self.blocks
-        num_wanted = blocks.num_blocks_for(request.num_dispatched + num_tokens) - len(
-            request.block_table
-        )
-        if blocks.num_available_blocks == 0 and request.num_slots == request.num_dispatched:
-            self._make_room(draft, request, 1)
-        num_taken = min(num_wanted, blocks.num_available_blocks)
-        if num_taken < num_wanted:
-            draft.is_closed = True
-        draft.add_blocks(request, blocks.allocate(request, num_taken))
-        return num_taken * blocks.block_size
-
-    # Admission and preemption -----------------------------------------------------------------
-
-    def _may_admit(self, draft: PlanDraft) -> bool:
-        return (
-            not draft.is_closed
-            and not draft.preempted
-            and not draft.is_admission_over
-            and len(self.running) < self.max_num_seqs
-        )
-
-    def _admit(self, draft: PlanDraft, request: Request, position: int) -> bool:
-        """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
-        False nothing was admitted and nothing younger may be in this step."""
-        draft.is_admission_over = True
-        if request.num_in_flight or self._budget_behind(draft, request) < 1:
-            return False
-        blocks = self.blocks
-        hits = blocks.match(request)
-        num_wanted = blocks.num_blocks_for(request.num_total) - len(hits)
-        num_available = blocks.num_available_blocks - blocks.num_cached_among(hits)
-        if not self._make_room(draft, request, num_wanted - num_available, hits):
-            draft.is_closed = True
-            return False
-        blocks.acquire(request, hits)
-        draft.add_blocks(request, tuple(hits))
+    def enter_running(self, request: Request, position: int) -> None:
+        """Admit the head of the waiting ones, its prefix hits in its table, at its place in rank
+        order. For the planner."""
+        assert self.waiting[0] is request
+        self.waiting.pop(0)
+        self.running.insert(position, request)
+        request.state = _RUNNING
         request.num_computed = request.num_dispatched = request.num_slots
         request.num_admissions += 1
         if request.num_admissions == 1:
             request.num_cached_tokens = request.num_slots
-        self.waiting.pop(0)
-        self.running.insert(position, request)
-        request.state = _RUNNING
         self._arm(request)
-        draft.is_admission_over = False
-        return True
 
-    def _make_room(
-        self, draft: PlanDraft, request: Request, num_blocks: int, hits: Sequence[int] = ()
-    ) -> bool:
-        """Make ``num_blocks`` more blocks available by preempting younger requests. True when
-        nothing was needed or it was done. On False nobody was preempted; if the victims have
-        tokens in flight they are held out of this step, so that a later one can take them."""
-        if num_blocks <= 0:
-            return True
-        victims = choose_victims(self.blocks, self.running, request, num_blocks, hits)
-        if victims is None:
-            return False
-        if any(victim.num_in_flight for victim in victims):
-            draft.held.update(victims)
-            return False
-        for victim in victims:
-            self._withdraw(victim, RequestState.WAITING)
-            victim.num_preemptions += 1
-            insort(self.waiting, victim, key=_rank)
-        draft.preempted += victims
-        return True
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks; its outputs, seed and rank stay (S20). For the
+        planner, and only with nothing in flight."""
+        self._withdraw(request, RequestState.WAITING)
+        request.num_preemptions += 1
+        insort(self.waiting, request, key=by_rank)
 
     # Settle -----------------------------------------------------------------------------------
 
@@ -387,7 +245,7 @@ class Scheduler:
         last step that writes them settles (S28)."""
         queue = {_RUNNING: self.running, RequestState.WAITING: self.waiting}.get(request.state)
         if queue is not None:
-            del queue[bisect_left(queue, request.rank, key=_rank)]
+            del queue[bisect_left(queue, request.rank, key=by_rank)]
         request.state = state
         request.next_event = 0
         if request.num_in_flight:

@@ -1,0 +1,246 @@
+"""How one step is decided: a single walk over running and waiting requests in rank order.
+
+The rules, with the properties of ``spec/README.md`` they serve:
+
+* No younger request takes blocks in a step in which an elder wanted some, and none is admitted
+  behind a blocked one (L1).
+* Whoever needs a block when none is available takes it from the youngest, and only from requests
+  whose release makes blocks available (S21). Being younger, they are not rows of the plan yet.
+* A victim gives its blocks back only once none of its tokens is in flight; until then it is held
+  out of the plan, so that it drains (S28).
+* One token of the budget is kept for every running decode, so that a long prompt never stalls
+  them (L6); a prompt is admitted only when blocks for all its present tokens are available.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.preemption import choose_victims
+from pagespec.engine.request import Request, RequestState
+
+if TYPE_CHECKING:
+    from pagespec.engine.scheduler import Scheduler
+
+by_rank = attrgetter("rank")
+
+
+class Planner:
+    """The draft of one step. Used once: ``plan()``.
+
+    Rows of one sampled token are the rule, so only the exceptions are written down a row at a
+    time; ``_freeze`` fills in the rest.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_held",
+        "_is_admission_over",
+        "_is_closed",
+        "_new_blocks",
+        "_num_extra_tokens",
+        "_preempted",
+        "_requests",
+        "_running",
+        "_scheduler",
+        "_starts",
+        "_unusual_rows",
+    )
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
+        self._running = scheduler.running
+        self._requests: list[Request] = []
+        self._starts: list[int] = []
+        self._unusual_rows: dict[int, tuple[int, bool]] = {}
+        self._num_extra_tokens = 0
+        self._new_blocks: dict[Request, tuple[int, ...]] = {}
+        self._preempted: list[Request] = []
+        # Victims with tokens in flight: kept out of the plan until they have drained.
+        self._held: set[Request] = set()
+        # An elder went without blocks it wanted: nobody younger takes any in this step.
+        self._is_closed = False
+        self._is_admission_over = False
+
+    def plan(self) -> StepPlan:
+        """Walk, moving requests between the queues and blocks into tables; return the plan."""
+        running, waiting = self._running, self._scheduler.waiting
+        position = 0
+        while True:
+            head = waiting[0] if waiting and self._may_admit() else None
+            end = len(running)
+            if head is not None and end and running[-1].rank > head.rank:
+                end = bisect_left(running, head.rank, key=by_rank)
+            if position < end:
+                self._serve(position, end)
+                position = min(end, len(running))
+            elif head is None or not self._admit(head, position):
+                break
+        # A refused head leaves the younger running ones to serve, if any.
+        self._serve(position, len(running))
+        return self._freeze()
+
+    # Running requests -------------------------------------------------------------------------
+
+    def _serve(self, begin: int, end: int) -> None:
+        """Give running requests ``begin .. end`` their rows."""
+        add_request, add_start = self._requests.append, self._starts.append
+        held = self._held
+        for request in self._running[begin:end]:
+            start = request.num_dispatched
+            total = request.num_total
+            # By far the commonest row first: one token to go, not the last one, and a slot for it.
+            if (
+                total - start == 1
+                and total != request.max_num_tokens
+                and not held
+                and (start != request.num_slots or self._grow(request))
+            ):
+                add_request(request)
+                add_start(start)
+                request.num_dispatched = total
+                request.num_total = total + 1
+            elif request.state is RequestState.RUNNING and request not in held:
+                self._serve_slowly(request)
+
+    def _grow(self, request: Request) -> bool:
+        """One more block for ``request`` if that takes no thought."""
+        if self._is_closed or request.state is not RequestState.RUNNING:
+            return False
+        if not self._blocks.num_available_blocks:
+            return False
+        self._new_blocks[request] = self._blocks.allocate(request, 1)
+        return True
+
+    def _serve_slowly(self, request: Request) -> None:
+        start = request.num_dispatched
+        num_tokens = request.num_total - start
+        if num_tokens == 0 or request.num_total == request.max_num_tokens:
+            return  # its last token is being sampled
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, self._budget_behind(request))
+        num_slots_left = request.num_slots - start
+        if num_tokens > num_slots_left:
+            num_tokens = min(num_tokens, num_slots_left + self._take_blocks(request, num_tokens))
+        if num_tokens <= 0:
+            return
+        is_sampled = start + num_tokens == request.num_total
+        if num_tokens != 1 or not is_sampled:
+            self._unusual_rows[len(self._requests)] = (num_tokens, is_sampled)
+            self._num_extra_tokens += num_tokens - 1
+        self._requests.append(request)
+        self._starts.append(start)
+        request.num_dispatched = start + num_tokens
+        request.num_total += is_sampled
+
+    def _budget_behind(self, request: Request) -> int:
+        """Tokens ``request`` may take beyond one: the rest of the budget less one token for each
+        younger running request that has one token to go."""
+        budget = self._scheduler.max_num_batched_tokens
+        num_left = budget - len(self._requests) - self._num_extra_tokens
+        if num_left <= 0:
+            return 0
+        begin = bisect_left(self._running, request.rank, key=by_rank)
+        return num_left - sum(
+            1
+            for other in self._running[begin:]
+            if other is not request
+            and other.num_total - other.num_dispatched == 1
+            and other.num_total != other.max_num_tokens
+        )
+
+    def _take_blocks(self, request: Request, num_tokens: int) -> int:
+        """Allocate what ``num_tokens`` more positions need, or what there is; preempt younger
+        ones if there is none at all. Returns the slots gained."""
+        if self._is_closed:
+            return 0
+        blocks = self._blocks
+        num_blocks = blocks.num_blocks_for(request.num_dispatched + num_tokens)
+        num_wanted = num_blocks - len(request.block_table)
+        if blocks.num_available_blocks == 0 and request.num_slots == request.num_dispatched:
+            self._make_room(request, 1)
+        num_taken = min(num_wanted, blocks.num_available_blocks)
+        if num_taken < num_wanted:
+            self._is_closed = True
+        self._add_blocks(request, blocks.allocate(request, num_taken))
+        return num_taken * blocks.block_size
+
+    # Admission and preemption -----------------------------------------------------------------
+
+    def _may_admit(self) -> bool:
+        return (
+            not self._is_closed
+            and not self._preempted
+            and not self._is_admission_over
+            and len(self._running) < self._scheduler.max_num_seqs
+        )
+
+    def _admit(self, request: Request, position: int) -> bool:
+        """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
+        False nothing was admitted, and nothing waiting will be in this step."""
+        if request.num_in_flight or self._budget_behind(request) < 1:
+            self._is_admission_over = True
+            return False
+        blocks = self._blocks
+        hits = blocks.match(request)
+        num_wanted = blocks.num_blocks_for(request.num_total) - len(hits)
+        num_available = blocks.num_available_blocks - blocks.num_cached_among(hits)
+        if not self._make_room(request, num_wanted - num_available, hits):
+            self._is_closed = True
+            return False
+        blocks.acquire(request, hits)
+        self._add_blocks(request, tuple(hits))
+        self._scheduler.enter_running(request, position)
+        return True
+
+    def _make_room(self, request: Request, num_blocks: int, hits: Sequence[int] = ()) -> bool:
+        """Make ``num_blocks`` more blocks available by preempting younger requests. True when
+        nothing was needed or it was done. On False nobody was preempted; if the victims have
+        tokens in flight they are held out of this step, so that a later one can take them."""
+        if num_blocks <= 0:
+            return True
+        victims = choose_victims(self._blocks, self._running, request, num_blocks, hits)
+        if victims is None:
+            return False
+        if any(victim.num_in_flight for victim in victims):
+            self._held.update(victims)
+            return False
+        for victim in victims:
+            self._scheduler.preempt(victim)
+        self._preempted += victims
+        return True
+
+    # ------------------------------------------------------------------------------------------
+
+    def _add_blocks(self, request: Request, block_ids: tuple[int, ...]) -> None:
+        if block_ids:
+            self._new_blocks[request] = self._new_blocks.get(request, ()) + block_ids
+
+    def _freeze(self) -> StepPlan:
+        num_rows = len(self._requests)
+        num_tokens = [1] * num_rows
+        sampled = [True] * num_rows
+        for row, (num_row_tokens, is_sampled) in self._unusual_rows.items():
+            num_tokens[row], sampled[row] = num_row_tokens, is_sampled
+        new_blocks = {}
+        if self._new_blocks:
+            new_blocks = {
+                row: self._new_blocks[request]
+                for row, request in enumerate(self._requests)
+                if request in self._new_blocks
+            }
+        return StepPlan(
+            step=self._scheduler.num_steps,
+            requests=tuple(self._requests),
+            starts=tuple(self._starts),
+            num_tokens=tuple(num_tokens),
+            sampled=tuple(sampled),
+            preempted=tuple(self._preempted),
+            new_blocks=new_blocks,
+            is_decode_only=num_rows > 0 and not self._unusual_rows,
+        )

@@ -1,0 +1,108 @@
+"""The step trace: everything that entered the scheduler and everything it decided, one JSON
+object a line, so that a run can be replayed against the specification (``pagespec trace check``).
+
+=========  =====================================================================================
+event      fields besides ``t`` (seconds since the trace began)
+=========  =====================================================================================
+start      version, and the scheduler's settings
+add        id, prompt (token ids), max_num_tokens, stop_token_ids, salt (hex), priority
+plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool
+result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool
+abort      id, reason
+pause      id
+resume     id
+=========  =====================================================================================
+
+``pool`` is the number of blocks ``[free, cached, owned]`` after the event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.request import Request
+from pagespec.engine.scheduler import Scheduler
+
+TRACE_VERSION = 1
+
+
+class TraceWriter:
+    """Appends events to a file. A line is complete once its event is over.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], scheduler: Scheduler) -> None:
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open for the run
+        self._scheduler = scheduler
+        self._begin = time.perf_counter()
+        blocks = scheduler.blocks
+        self._write(
+            "start",
+            version=TRACE_VERSION,
+            num_blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
+            enable_prefix_caching=blocks.enable_prefix_caching,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            pipeline_depth=scheduler.pipeline_depth,
+            policy=scheduler.policy.name,
+            max_overtakes=scheduler.policy.max_overtakes,
+        )
+
+    def _write(self, event: str, **fields: Any) -> None:
+        seconds = round(time.perf_counter() - self._begin, 6)
+        self._file.write(json.dumps({"event": event, "t": seconds, **fields}) + "\n")
+
+    def _pool(self) -> list[int]:
+        blocks = self._scheduler.blocks
+        num_free, num_cached = len(blocks.free_blocks), len(blocks.lru_blocks)
+        return [num_free, num_cached, blocks.num_blocks - num_free - num_cached]
+
+    def add(self, request: Request) -> None:
+        self._write(
+            "add",
+            id=request.request_id,
+            prompt=request.token_ids[: request.num_prompt_tokens],
+            max_num_tokens=request.max_num_tokens,
+            stop_token_ids=sorted(request.stop_token_ids),
+            salt=request.cache_salt.hex(),
+            priority=request.priority,
+        )
+
+    def plan(self, plan: StepPlan) -> None:
+        self._write(
+            "plan",
+            step=plan.step,
+            rows=[[r.request_id, start, n, sampled] for r, start, n, sampled in plan.rows()],
+            preempted=[r.request_id for r in plan.preempted],
+            pool=self._pool(),
+        )
+
+    def result(self, plan: StepPlan, token_ids: Sequence[int], finished: Sequence[Request]) -> None:
+        self._write(
+            "result",
+            step=plan.step,
+            token_ids=list(token_ids),
+            finished=[[r.request_id, r.finish_reason] for r in finished],
+            pool=self._pool(),
+        )
+        self._file.flush()
+
+    def abort(self, request_id: str, reason: str) -> None:
+        self._write("abort", id=request_id, reason=reason)
+
+    def pause(self, request_id: str) -> None:
+        self._write("pause", id=request_id)
+
+    def resume(self, request_id: str) -> None:
+        self._write("resume", id=request_id)
+
+    def close(self) -> None:
+        self._file.close()
