@@ -15,6 +15,9 @@ from pagespec.engine.request import Request
 _MODULUS = (1 << 61) - 1
 _POISON = -1
 
+TOKEN_STRIDE = 256
+"""Token ids are multiples of this: a key that saw only their low byte would take all for equal."""
+
 
 def kv_of(token: int, previous_kv: int, position: int) -> int:
     return (previous_kv * 1_000_003 + token * 7_919 + position * 104_729 + 12_345) % _MODULUS
@@ -24,7 +27,7 @@ def token_after(kvs: list[int], seed: int, vocab_size: int) -> int:
     mixed = seed
     for kv in kvs:
         mixed = (mixed * 31 + kv) % _MODULUS
-    return (mixed >> 7) % vocab_size
+    return (mixed >> 7) % vocab_size * TOKEN_STRIDE
 
 
 def stream_alone(

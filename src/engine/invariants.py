@@ -29,9 +29,15 @@ def _require(condition: bool, property_id: str, detail: str) -> None:
 
 
 def check_state(scheduler: Scheduler) -> None:
-    """Raises InvariantError if the state breaks S1-S4, S7, S8, S10, S14, S18, S20, S23 or S27."""
+    """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S14, S17, S18, S20, S23, S24,
+    S27 or S28."""
     _check_pool(scheduler)
     _check_requests(scheduler)
+    for plan in scheduler.in_flight:
+        for request, start, num_tokens, _ in plan.rows():
+            num_blocks = scheduler.blocks.num_blocks_for(start + num_tokens)
+            holds = len(request.block_table) >= num_blocks
+            _require(holds, "S28", f"{request} gave back blocks that step {plan.step} writes")
 
 
 def _check_pool(scheduler: Scheduler) -> None:

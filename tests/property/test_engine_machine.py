@@ -23,10 +23,10 @@ from pagespec.engine.request import Request, RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.errors import EngineError
-from tests.content_runner import ContentRunner, stream_alone
+from tests.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
 
 VOCAB_SIZE = 3
-STOP_TOKEN = 2
+STOP_TOKEN = 2 * TOKEN_STRIDE
 _PARAMS = SamplingParams()
 
 
@@ -88,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(
         self, prompt: list[int], num_outputs: int, has_stop: bool, salt: bytes, priority: int
     ) -> None:
-        prompt = prompt[: self.capacity - 1]
+        prompt = [token * TOKEN_STRIDE for token in prompt[: self.capacity - 1]]
         request = Request(
             str(len(self.all)),
             prompt,

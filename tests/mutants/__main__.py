@@ -1,0 +1,83 @@
+"""`python -m tests.mutants [name]`: apply each mutant to a copy of the sources, run the kill suite
+against it, and print which property killed it. Exits with 1 if any survives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.mutants.catalog import MUTANTS, NOT_IN_THIS_DESIGN, Mutant
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+
+
+def kill(mutant: Mutant | None) -> tuple[str, float]:
+    """What the kill suite says of a mutant ("" if it survives), and how long it took. None is
+    the code as it is, which must survive."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "pagespec"
+        shutil.copytree(ROOT / "src", package, ignore=shutil.ignore_patterns("__pycache__"))
+        if mutant is not None:
+            path = package / mutant.file
+            text = path.read_text()
+            if text.count(mutant.old) != 1:
+                raise SystemExit(
+                    f"mutant {mutant.name!r}: its text occurs {text.count(mutant.old)} times in "
+                    f"{mutant.file}; bring the catalog up to date"
+                )
+            path.write_text(text.replace(mutant.old, mutant.new))
+        begin = time.perf_counter()
+        environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.mutants.kill"],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return "KILLED L1: the suite never ended", TIMEOUT_S
+        seconds = time.perf_counter() - begin
+        if done.returncode == 0:
+            return "", seconds
+        lines = [line for line in done.stdout.splitlines() if line.startswith("KILLED")]
+        return (lines or ["KILLED at import: " + done.stderr.strip()[-120:]])[0], seconds
+
+
+def main() -> int:
+    wanted = " ".join(sys.argv[1:])
+    mutants = [m for m in MUTANTS if wanted in m.name]
+    verdict, seconds = kill(None)
+    if verdict:
+        print(f"the unchanged code does not survive: {verdict}")
+        return 1
+    print(f"unchanged code: survives, {seconds:.1f} s\n\nrow  killed by  seconds  mutant: detail")
+    num_alive = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for mutant, (verdict, seconds) in zip(mutants, pool.map(kill, mutants), strict=True):
+            killer, _, detail = verdict.removeprefix("KILLED ").partition(": ")
+            num_alive += not verdict
+            print(
+                f"{mutant.row:>3}  {killer or 'SURVIVED':<9}  {seconds:>7.1f}  {mutant.name}: "
+                f"{detail[:110]}",
+                flush=True,
+            )
+    for row, reason in NOT_IN_THIS_DESIGN.items():
+        print(f"{row:>3}  (none)              {reason}")
+    rows = {m.row for m in mutants}
+    print(f"\n{len(mutants)} mutants of {len(rows)} rows, {num_alive} survived")
+    return 1 if num_alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

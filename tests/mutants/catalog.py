@@ -1,0 +1,322 @@
+"""Named mutants: the bugs of `shared/BUGS.md` as small patches of our own code.
+
+Each replaces one text that occurs exactly once in one file. `row` is the row of BUGS.md. A row
+that has no mutant is in `NOT_IN_THIS_DESIGN` with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_BLOCKS = "engine/block_manager.py"
+_PLANNER = "engine/planner.py"
+_SCHEDULER = "engine/scheduler.py"
+_VICTIMS = "engine/preemption.py"
+_REQUEST = "engine/request.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    row: int
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+NOT_IN_THIS_DESIGN = {
+    18: "no staging buffer outlives its step: the runner is synchronous and copies at dispatch",
+}
+
+MUTANTS = [
+    Mutant(1, "evicted block keeps its index entry", _BLOCKS, "        del self.index[key]\n", ""),
+    Mutant(
+        2,
+        "hit covers the whole prompt",
+        _BLOCKS,
+        "(len(request.token_ids) - 1) // self.block_size",
+        "len(request.token_ids) // self.block_size",
+    ),
+    Mutant(
+        3,
+        "whoever has outputs is taken for decoding",
+        _PLANNER,
+        "is_sampled = start + num_tokens == request.num_total\n",
+        "is_sampled = (\n            start + num_tokens == request.num_total\n"
+        "            or len(request.token_ids) > request.num_prompt_tokens\n        )\n",
+    ),
+    Mutant(
+        4,
+        "published before settled",
+        _BLOCKS,
+        "num_full_blocks = request.num_computed // self.block_size",
+        "num_full_blocks = request.num_dispatched // self.block_size",
+    ),
+    Mutant(
+        5,
+        "dispatched count not set to the hits",
+        _SCHEDULER,
+        "request.num_computed = request.num_dispatched = request.num_slots",
+        "request.num_computed = request.num_slots",
+    ),
+    Mutant(
+        6,
+        "blocks for the whole sequence, not for computed + scheduled",
+        _PLANNER,
+        "blocks.num_blocks_for(request.num_dispatched + num_tokens)",
+        "blocks.num_blocks_for(request.num_total)",
+    ),
+    Mutant(
+        7,
+        "a token is sampled at a chunk boundary",
+        _PLANNER,
+        "is_sampled = start + num_tokens == request.num_total\n",
+        "is_sampled = start + num_tokens == request.num_total or num_tokens > 3\n",
+    ),
+    Mutant(
+        8,
+        "the chain of keys forgets its parent when it grows",
+        _BLOCKS,
+        "parent = keys[-1][0] if keys else root_key(request.cache_salt)",
+        "parent = root_key(request.cache_salt)",
+    ),
+    Mutant(9, "position off by one", _PLANNER, "add_start(start)", "add_start(start + 1)"),
+    Mutant(
+        10,
+        "a request that can never fit is admitted",
+        _SCHEDULER,
+        "if num_blocks > self.blocks.num_blocks:",
+        "if num_blocks > self.blocks.num_blocks + 1:",
+    ),
+    Mutant(
+        11,
+        "equal blocks overwrite one index entry",
+        _BLOCKS,
+        "            if key not in self.index:\n",
+        "            if True:\n",
+    ),
+    Mutant(
+        12,
+        "one block too many at an exact multiple",
+        _BLOCKS,
+        "return -(-num_tokens // self.block_size)",
+        "return num_tokens // self.block_size + 1",
+    ),
+    Mutant(
+        13,
+        "only the root of a hit chain is counted",
+        _BLOCKS,
+        "        for block in hits:\n            if ref_counts",
+        "        for block in hits[:1]:\n            if ref_counts",
+    ),
+    Mutant(
+        14,
+        "the last block of a hit chain is not counted",
+        _BLOCKS,
+        "        for block in hits:\n            if ref_counts",
+        "        for block in hits[:-1]:\n            if ref_counts",
+    ),
+    Mutant(
+        15,
+        "a request keeps a view of its caller's list",
+        _REQUEST,
+        "self.token_ids = list(prompt_token_ids)",
+        "self.token_ids = prompt_token_ids",
+    ),
+    Mutant(
+        16,
+        "blocks taken for tokens",
+        _PLANNER,
+        "return num_taken * blocks.block_size",
+        "return num_taken",
+    ),
+    Mutant(
+        17,
+        "a block with one owner left goes to the free list",
+        _BLOCKS,
+        "            ref_counts[block] -= 1\n            if ref_counts[block] == 0:",
+        "            ref_counts[block] -= 1\n            if ref_counts[block] <= 1:",
+    ),
+    Mutant(
+        19,
+        "the token budget is never used up",
+        _PLANNER,
+        "self._num_extra_tokens += num_tokens - 1",
+        "pass",
+    ),
+    Mutant(
+        19,
+        "a token is delivered twice",
+        _SCHEDULER,
+        "            if token is not None:\n                request.token_ids.append(token)\n",
+        "            if token is not None:\n                request.token_ids += [token, token]\n",
+    ),
+    Mutant(
+        20,
+        "an allocation touches blocks before it fails",
+        _BLOCKS,
+        "        if num_new_blocks > self.num_available_blocks:\n",
+        "        if num_new_blocks > self.num_available_blocks:\n"
+        "            if self.free_blocks:\n"
+        "                self.ref_counts[self.free_blocks.pop()] = 1\n",
+    ),
+    Mutant(
+        21,
+        "acquired hits can still be evicted",
+        _BLOCKS,
+        "            if ref_counts[block] == 0:\n                del lru[block]\n",
+        "",
+    ),
+    Mutant(
+        22,
+        "an owner that leaves un-caches a block others share",
+        _BLOCKS,
+        "            ref_counts[block] -= 1\n",
+        "            ref_counts[block] -= 1\n"
+        "            if ref_counts[block]:\n"
+        "                self.index.pop(keys[block] or b'', None)\n",
+    ),
+    Mutant(
+        23,
+        "an evicted block keeps its key",
+        _BLOCKS,
+        "        del self.index[key]\n        self.keys[block] = None\n",
+        "        del self.index[key]\n",
+    ),
+    Mutant(
+        24,
+        "the last chunk of k blocks is not sampled",
+        _PLANNER,
+        "is_sampled = start + num_tokens == request.num_total\n",
+        "is_sampled = start + num_tokens == request.num_total and (\n"
+        "            num_tokens == 1 or request.num_total % self._blocks.block_size != 0\n        )\n",
+    ),
+    Mutant(
+        25,
+        "a victim stays in the plan",
+        _VICTIMS,
+        "        if victim.rank <= asker.rank or num_gained >= num_blocks:\n",
+        "        if victim is asker or num_gained >= num_blocks:\n",
+    ),
+    Mutant(
+        25,
+        "the eldest is preempted first",
+        _VICTIMS,
+        "    for victim in reversed(running):\n        if victim.rank <= asker.rank or num_gained",
+        "    for victim in running:\n        if victim is asker:\n            continue\n"
+        "        if num_gained",
+    ),
+    Mutant(
+        26,
+        "removal takes the neighbour",
+        _SCHEDULER,
+        "del queue[bisect_left(queue, request.rank, key=by_rank)]",
+        "del queue[bisect_left(queue, request.rank, key=by_rank) - 1]",
+    ),
+    Mutant(
+        27,
+        "a preempted request goes to the back of the queue",
+        _SCHEDULER,
+        "        request.num_preemptions += 1\n        insort(self.waiting, request, key=by_rank)",
+        "        request.num_preemptions += 1\n        self.waiting.append(request)",
+    ),
+    Mutant(
+        28,
+        "a block enters the free list twice",
+        _BLOCKS,
+        "                    self.free_blocks.append(block)\n",
+        "                    self.free_blocks += [block, block]\n",
+    ),
+    Mutant(
+        29,
+        "blocks are freed while a step in flight writes them",
+        _SCHEDULER,
+        "        if request.num_in_flight:\n            self.draining.add(request)\n        else:\n",
+        "        if request.num_in_flight:\n            self.draining.add(request)\n        if True:\n",
+    ),
+    Mutant(
+        30,
+        "a victim in flight is preempted at once",
+        _PLANNER,
+        "if any(victim.num_in_flight for victim in victims):",
+        "if False:",
+    ),
+    Mutant(
+        31,
+        "victims that free nothing are preempted too",
+        _VICTIMS,
+        "    return [v for v in victims if any(num_refs[block] == 0 for block in v.block_table)]\n",
+        "    return victims\n",
+    ),
+    Mutant(
+        32,
+        "a paused request keeps its blocks",
+        _SCHEDULER,
+        "        else:\n            self._give_back(request)\n",
+        "        elif state is not RequestState.PAUSED:\n            self._give_back(request)\n",
+    ),
+    Mutant(
+        33,
+        "admission stops one short of the cap",
+        _PLANNER,
+        "len(self._running) < self._scheduler.max_num_seqs",
+        "len(self._running) < self._scheduler.max_num_seqs - 1",
+    ),
+    Mutant(
+        33,
+        "a younger request takes blocks its elder wanted",
+        _PLANNER,
+        "        if num_taken < num_wanted:\n            self._is_closed = True\n",
+        "",
+    ),
+    Mutant(
+        34,
+        "the key ignores the salt",
+        _BLOCKS,
+        'b"pagespec prefix root:" + cache_salt',
+        'b"pagespec prefix root:"',
+    ),
+    Mutant(
+        35,
+        "the key sees the low byte of a token",
+        _BLOCKS,
+        'tokens = array("i", token_ids).tobytes()',
+        'tokens = array("i", [t & 255 for t in token_ids]).tobytes()',
+    ),
+    Mutant(
+        36,
+        "a released cached block is in no queue",
+        _BLOCKS,
+        "                    self.lru_blocks[block] = None\n",
+        "                    pass\n",
+    ),
+    Mutant(
+        37,
+        "the result of a step reaches a request that ended",
+        _SCHEDULER,
+        "        if request.state is not RequestState.FINISHED:\n            if token",
+        "        if True:\n            if token",
+    ),
+    Mutant(
+        38,
+        "cached before its last owner let go",
+        _BLOCKS,
+        "            ref_counts[block] -= 1\n            if ref_counts[block] == 0:",
+        "            if ref_counts[block] > 1:\n                ref_counts[block] -= 1\n"
+        "            if ref_counts[block] <= 1:",
+    ),
+    Mutant(
+        39,
+        "a partial chunk is not counted as computed",
+        _SCHEDULER,
+        "        request.num_computed += num_tokens\n",
+        "        request.num_computed += num_tokens if token is not None else num_tokens - 1\n",
+    ),
+    Mutant(
+        40,
+        "the cap limits a step and not the running set",
+        _PLANNER,
+        "            and len(self._running) < self._scheduler.max_num_seqs\n",
+        "            and len(self._requests) < self._scheduler.max_num_seqs\n",
+    ),
+]
