@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line. Importing it loads neither torch nor transformers; the commands do."""

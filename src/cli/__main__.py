@@ -1,0 +1,5 @@
+"""``python -m pagespec.cli``: the command line without its script."""
+
+from pagespec.cli.main import app
+
+app(prog_name="pagespec")

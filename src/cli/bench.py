@@ -1,0 +1,147 @@
+"""``pagespec bench``: offline throughput on random prompts, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+import pagespec
+from pagespec.cli import start
+from pagespec.cli.command import note
+from pagespec.cli.options import EngineOptions
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.errors import EngineError
+
+if TYPE_CHECKING:
+    from pagespec.engine.llm import LLM
+    from pagespec.engine.outputs import RequestOutput
+
+_WARMUP_PROMPTS = 4
+_WARMUP_TOKENS = 4
+_VOCABULARY_WITHOUT_TOKENIZER = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests of one length each way, all sent at once."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    temperature: float
+    seed: int
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        """Random ids, so that no two prompts share a prefix and the prefix cache stays out."""
+        chance = random.Random(self.seed)
+        return [
+            [chance.randrange(vocabulary) for _ in range(self.input_len)]
+            for _ in range(self.num_prompts)
+        ]
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, max_tokens=max_tokens, ignore_eos=True, seed=self.seed
+        )
+
+
+def report(engine: EngineOptions, workload: Workload, *, warmup: bool, as_json: bool) -> None:
+    """Run the workload and print what it took.
+
+    Raises:
+        PagespecError: an option is refused, or the engine did not generate every token.
+    """
+    params = workload.params(workload.output_len)
+    began = time.perf_counter()
+    llm = start.start_llm(engine)
+    load_seconds = time.perf_counter() - began
+    tokenizer: Any = llm.tokenizer
+    vocabulary = len(tokenizer) if tokenizer is not None else _VOCABULARY_WITHOUT_TOKENIZER
+    if warmup:
+        _warm_up(llm, workload, vocabulary)
+    note(f"running {workload.num_prompts} requests ...")
+    prompts = workload.prompts(vocabulary)
+    began = time.perf_counter()
+    results = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    numbers = _measured(results, workload, seconds) | {"load_seconds": round(load_seconds, 3)}
+    numbers |= _setting(llm, engine)
+    typer.echo(json.dumps(numbers) if as_json else _table(numbers))
+
+
+def _warm_up(llm: LLM, workload: Workload, vocabulary: int) -> None:
+    """A few tokens of other prompts (another seed: their blocks must not be hits later)."""
+    few = Workload(
+        num_prompts=min(_WARMUP_PROMPTS, workload.num_prompts),
+        input_len=workload.input_len,
+        output_len=min(_WARMUP_TOKENS, workload.output_len),
+        temperature=workload.temperature,
+        seed=workload.seed + 1,
+    )
+    llm.generate(few.prompts(vocabulary), few.params(few.output_len), use_tqdm=False)
+
+
+def _measured(
+    results: Sequence[RequestOutput], workload: Workload, seconds: float
+) -> dict[str, Any]:
+    num_in = sum(len(result.prompt_token_ids) for result in results)
+    num_out = sum(len(result.outputs[0].token_ids) for result in results)
+    due = workload.num_prompts * workload.output_len
+    if num_out != due:
+        # A short run would look fast; better no number than a wrong one.
+        raise EngineError(f"{num_out} tokens were generated where {due} were due")
+    waits = [result.metrics.time_to_first_token_s for result in results]
+    first = [wait for wait in waits if wait is not None]
+    return {
+        "requests": len(results),
+        "tokens_in": num_in,
+        "tokens_out": num_out,
+        "seconds": round(seconds, 3),
+        "output_tokens_per_second": round(num_out / seconds, 1),
+        "total_tokens_per_second": round((num_in + num_out) / seconds, 1),
+        "ttft_median_s": round(percentile(first, 50), 4),
+        "ttft_p99_s": round(percentile(first, 99), 4),
+        "preemptions": sum(result.metrics.num_preemptions for result in results),
+    }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that ``percent`` of them do not exceed (nearest rank)."""
+    if not values:
+        return math.nan
+    rank = max(1, math.ceil(len(values) * percent / 100))
+    return sorted(values)[rank - 1]
+
+
+def _setting(llm: LLM, engine: EngineOptions) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    where = torch.device(llm.device)
+    if where.type == "cuda":
+        device = torch.cuda.get_device_name(where)
+    else:
+        device = f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
+    return {
+        "model": start.model_label(engine),
+        "dtype": engine.dtype,
+        "compile": engine.compile.value,
+        "device": device,
+        "pagespec": pagespec.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _table(numbers: dict[str, Any]) -> str:
+    width = max(len(name) for name in numbers)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in numbers.items())

@@ -1,0 +1,134 @@
+"""``pagespec chat``: a conversation on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import typer
+
+from pagespec.cli import start
+from pagespec.cli.command import note
+from pagespec.cli.options import EngineOptions, SamplingOptions
+from pagespec.cli.prompts import Message, conversation_prompt, has_chat_template
+from pagespec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from pagespec.engine.llm import LLM
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+class StopFlag:
+    """Set by Ctrl-C while an answer is streamed."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+
+@contextmanager
+def ctrl_c_sets() -> Iterator[StopFlag]:
+    """While open, the first Ctrl-C sets the flag; a second one interrupts as usual.
+
+    A KeyboardInterrupt raised inside an engine step would leave that step half settled, and the
+    engine must answer the next question. The flag is looked at between two pieces of text.
+    """
+    flag = StopFlag()
+
+    def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+        if flag.is_set:
+            raise KeyboardInterrupt
+        flag.is_set = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Conversation:
+    """Messages so far, and how the next answer is sampled."""
+
+    def __init__(self, llm: LLM, sampling: SamplingOptions, system: str | None) -> None:
+        self._llm = llm
+        self._sampling = sampling
+        self._opening: list[Message] = (
+            [{"role": "system", "content": system}] if system is not None else []
+        )
+        self._turn = 0
+        self.messages: list[Message] = list(self._opening)
+
+    def reset(self) -> None:
+        self.messages = list(self._opening)
+
+    def ask(self, text: str) -> None:
+        """Print the answer as it comes and remember both; a stopped answer is remembered as far
+        as it got.
+
+        Raises:
+            InvalidInputError: the conversation is refused (too long, say); it is then unchanged.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        params = self._sampling.params(self._turn)
+        pieces: list[str] = []
+        stream = self._llm.stream(conversation_prompt(self._llm, messages), params)
+        with contextlib.closing(stream), ctrl_c_sets() as stop:  # type: ignore[type-var]
+            for piece in stream:
+                pieces.append(piece)
+                typer.echo(piece, nl=False)
+                sys.stdout.flush()
+                if stop.is_set:
+                    note(" [stopped]")
+                    break
+        typer.echo()
+        self._turn += 1
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def talk(engine: EngineOptions, sampling: SamplingOptions, *, system: str | None) -> None:
+    """Read, answer, repeat, until the user leaves.
+
+    Raises:
+        PagespecError: the model is refused or has no chat template.
+    """
+    sampling.params(0)
+    llm = start.start_llm(engine)
+    if not has_chat_template(llm):
+        limit = "has no chat template; use `pagespec generate --raw --prompt ...`"
+        raise InvalidInputError("--model", engine.model, limit)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # editing and history of the input line
+    conversation = Conversation(llm, sampling, system)
+    note(HELP)
+    while (text := _read()) is not None:
+        word = text.strip()
+        if word == "/exit":
+            break
+        if word == "/reset":
+            conversation.reset()
+            note("forgotten")
+        elif word.startswith("/"):
+            note(f"unknown command {word.split()[0]}; {HELP}")
+        elif word:
+            try:
+                conversation.ask(text)
+            except InvalidInputError as error:
+                note(f"refused: {error}. /reset starts a new conversation.")
+
+
+def _read() -> str | None:
+    """The next line, or None at its end. Ctrl-C drops the line being typed."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            typer.echo()
+            return None
+        except KeyboardInterrupt:
+            note(f"\n{HELP}")

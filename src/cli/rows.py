@@ -1,0 +1,198 @@
+"""The two files of a batch: lines of the input, rows of the output, and where to resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pagespec.cli.options import SAMPLING_FIELDS, SamplingOptions
+from pagespec.cli.prompts import require_unicode
+from pagespec.errors import InvalidInputError
+
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+_OTHER_FIELDS = frozenset({"id", "cache_salt"})
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One non-empty line of the input; ``index`` is its line number, from 0."""
+
+    index: int
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A line that could be read: exactly one of the prompt fields, and the rest of it."""
+
+    kind: str
+    content: Any
+    identity: str | int | None
+    cache_salt: Any
+    overrides: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What an answer depends on besides its line; part of every row's key.
+
+    It lets a resumed run see that an output belongs to other questions or other settings, which
+    line numbers alone would not show.
+    """
+
+    model: str
+    chat: bool
+    sampling: SamplingOptions
+
+    def key(self, line: Line) -> str:
+        settings = json.dumps([self.model, self.chat, asdict(self.sampling)], sort_keys=True)
+        digest = hashlib.sha256(settings.encode("utf-8", "surrogateescape"))
+        digest.update(b"\n" + line.raw)
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an output got: rows complete, how many of them errors, bytes they take, and how
+    many lines the input has in all."""
+
+    rows: int
+    errors: int
+    size: int
+    total: int
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The non-empty lines of ``path``. They stay bytes: one bad encoding spoils one line only."""
+    with path.open("rb") as file:
+        for index, raw in enumerate(file):
+            stripped = (raw.removeprefix(_BOM) if index == 0 else raw).strip()
+            if stripped:
+                yield Line(index, stripped)
+
+
+def parse_question(line: Line) -> Question:
+    """Read a line.
+
+    Raises:
+        InvalidInputError: it is not a JSON object, a field is unknown, or there is not exactly one
+            prompt in it. Values are checked by those who use them.
+    """
+    shown = line.raw.decode("utf-8", "replace")
+    try:
+        given = json.loads(
+            line.raw.decode("utf-8"),
+            object_pairs_hook=_object_without_duplicates,
+            parse_constant=_refuse_constant,
+        )
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError("line", shown, f"must be a JSON object ({error})") from error
+    if not isinstance(given, dict):
+        raise InvalidInputError("line", shown, "must be a JSON object")
+    require_unicode("line", json.dumps(given, ensure_ascii=False))
+    known = SAMPLING_FIELDS | _OTHER_FIELDS | set(_PROMPT_FIELDS)
+    unknown = sorted(set(given) - known)
+    if unknown:
+        allowed = ", ".join(sorted(known))
+        raise InvalidInputError("field", unknown[0], f"is unknown; the fields are {allowed}")
+    kinds = [name for name in _PROMPT_FIELDS if name in given]
+    if len(kinds) != 1:
+        limit = f"needs exactly one of {', '.join(_PROMPT_FIELDS)}, not {len(kinds)}"
+        raise InvalidInputError("line", shown, limit)
+    content = given[kinds[0]]
+    if not isinstance(content, str if kinds[0] == "prompt" else list):
+        wanted = "text" if kinds[0] == "prompt" else "a list"
+        raise InvalidInputError(kinds[0], content, f"must be {wanted}")
+    identity = given.get("id")
+    if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
+        raise InvalidInputError("id", identity, "must be text or an integer")
+    overrides = {name: given[name] for name in given if name in SAMPLING_FIELDS}
+    return Question(kinds[0], content, identity, given.get("cache_salt"), overrides)
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json keeps the last of two equal names and drops the first without a word.
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is given twice")
+    return dict(pairs)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def encode_row(row: dict[str, Any]) -> bytes:
+    """A row as one line. A lone surrogate, which JSON can spell and UTF-8 cannot, is escaped."""
+    text = json.dumps(row, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")
+
+
+def row_start(line: Line, key: str) -> dict[str, Any]:
+    """The fields that begin every row; ``find_progress`` knows our rows by them."""
+    return {"index": line.index, "key": key}
+
+
+def find_progress(
+    output: BinaryIO, output_name: str, source: Path, fingerprint: Fingerprint
+) -> Progress:
+    """Compare an output, row by row, with the input it should belong to. Reads both, writes none.
+
+    A last row without its newline was being written when the run ended; it does not count.
+
+    Raises:
+        InvalidInputError: the output holds something else than the first rows of this run.
+    """
+    lines = read_lines(source)
+    rows = errors = size = 0
+    for raw in output:
+        line = next(lines, None)
+        if line is None:
+            raise _foreign(output_name, rows, f"{source} has only {rows} lines")
+        expected = row_start(line, fingerprint.key(line))
+        if not raw.endswith(b"\n"):
+            _check_partial(raw, expected, output_name, rows)
+            return Progress(rows, errors, size, rows + 1 + sum(1 for _ in lines))
+        row = _parse_row(raw)
+        if row is None or "index" not in row or "key" not in row:
+            raise _foreign(output_name, rows, "it is no row of `pagespec generate`")
+        if row["index"] != expected["index"]:
+            reason = f"it has index {row['index']!r} where {expected['index']} is due"
+            raise _foreign(output_name, rows, reason)
+        if row["key"] != expected["key"]:
+            reason = f"it answers another line, model or sampling flags than {source} now has"
+            raise _foreign(output_name, rows, reason)
+        rows += 1
+        errors += "error" in row
+        size += len(raw)
+    return Progress(rows, errors, size, rows + sum(1 for _ in lines))
+
+
+def _parse_row(raw: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _check_partial(raw: bytes, expected: dict[str, Any], name: str, rows: int) -> None:
+    # Cutting the end of a file that is not ours would destroy a user's data.
+    start = encode_row(expected).rstrip(b"}\n")
+    length = min(len(raw), len(start))
+    if raw[:length] != start[:length]:
+        raise _foreign(name, rows, "it is no row of this run")
+
+
+def _foreign(name: str, rows: int, reason: str) -> InvalidInputError:
+    limit = (
+        f"row {rows + 1} does not belong to this run: {reason}. "
+        "Choose another --output, or --overwrite to start anew"
+    )
+    return InvalidInputError("--output", name, limit)

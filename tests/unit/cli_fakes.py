@@ -1,0 +1,101 @@
+"""A fake engine that answers in upper case, and a desk from which commands are given."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pagespec.cli import start
+from pagespec.cli.main import app
+from pagespec.engine.inputs import PromptReader
+from pagespec.engine.outputs import CompletionOutput, RequestOutput
+from pagespec.errors import InvalidInputError
+
+
+class FakeTokenizer:
+    chat_template = "fake"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        if any(m["role"] not in {"system", "user", "assistant"} for m in messages):
+            raise RuntimeError("no such role")
+        return "".join(f"[{m['role']}]{m['content']}" for m in messages)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+
+class FakeLLM:
+    """Pulls ``window`` requests ahead, as the engine does, so that order is not a given."""
+
+    window = 3
+    stop_after: int | None = None  # requests until a Ctrl-C
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer
+        self.read_messages = PromptReader(tokenizer, 1 << 21, 1000).read_messages
+        self.seen: list[tuple[Any, Any]] = []
+
+    def generate_iter(
+        self, requests: Iterable[tuple[Any, Any]], *, window: int | None = None
+    ) -> Iterator[RequestOutput | Exception]:
+        source = iter(requests)
+        ahead: deque[tuple[Any, Any]] = deque()
+        while True:
+            while len(ahead) < (window or self.window) and (item := next(source, None)):
+                ahead.append(item)
+            if not ahead:
+                return
+            prompt, params = ahead.popleft()
+            if self.stop_after is not None and len(self.seen) == self.stop_after:
+                raise KeyboardInterrupt
+            self.seen.append((prompt, params))
+            yield self._answer(prompt, params)
+
+    def _answer(self, prompt: Any, params: Any) -> RequestOutput | Exception:
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        ids = prompt["prompt_token_ids"] if text is None else [ord(c) for c in text]
+        if not ids:
+            return InvalidInputError("prompt", text, "must not be empty")
+        answer = "".join(chr(i) for i in ids).upper()[: params.max_tokens]
+        reason = "error" if answer == "FAIL" else "stop"
+        output = CompletionOutput(0, answer, [ord(c) for c in answer], reason)
+        return RequestOutput("r", text, ids, [output])
+
+
+class Desk:
+    """One command after another in one folder, with a fresh fake engine each."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.source = folder / "in.jsonl"
+        self.output = folder / "out.jsonl"
+        self.llm = FakeLLM()
+        self.started: list[tuple[str, dict[str, Any]]] = []
+        monkeypatch.setattr(start, "make_llm", self._make)
+
+    def _make(self, model: str, **arguments: Any) -> FakeLLM:
+        self.started.append((model, arguments))
+        return self.llm
+
+    def lines(self, *lines: Any) -> None:
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        self.source.write_text("".join(text + "\n" for text in texts))
+
+    def run(self, *options: str) -> Result:
+        return call("generate", "-m", "tiny", *options)
+
+    def run_file(self, *options: str) -> Result:
+        self.llm = FakeLLM(self.llm.tokenizer)
+        return self.run("--input", str(self.source), "--output", str(self.output), *options)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()]
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
