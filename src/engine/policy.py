@@ -8,38 +8,19 @@ never changes, "elder" is a total order and the liveness proof is one for all po
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pagespec.engine.request import Request
 from pagespec.errors import InvalidInputError
 
 # Ranks are compared once a row and step: one integer is cheaper to compare than a tuple.
-_SENIORITY_BITS = 48
+SENIORITY_BITS = 48
 
-AGEING_ARRIVALS_PER_PRIORITY = 16
-"""A request of priority p yields to requests of priority 0 among the next 16 * p arrivals."""
+ARRIVALS_PER_PRIORITY = 16
+"""A request of priority p yields to more urgent ones among the next 16 * p arrivals."""
 
 TOKENS_PER_ARRIVAL = 64
 """Under shortest first, a request yields one later arrival for each so many tokens of its own."""
 
-
-def _no_delay(_request: Request) -> int:
-    return 0
-
-
-def _delay_by_length(request: Request) -> int:
-    return request.max_num_tokens // TOKENS_PER_ARRIVAL
-
-
-def _delay_by_priority(request: Request) -> int:
-    return request.priority * AGEING_ARRIVALS_PER_PRIORITY
-
-
-_POLICIES: dict[str, tuple[Callable[[Request], int], int]] = {
-    "fcfs": (_no_delay, 0),
-    "shortest_first": (_delay_by_length, 256),
-    "priority": (_delay_by_priority, 4096),
-}
+_MAX_OVERTAKES = {"fcfs": 0, "shortest_first": 256, "priority": 4096}
 
 
 class Policy:
@@ -49,16 +30,32 @@ class Policy:
         name: "fcfs", "shortest_first" or "priority".
         max_overtakes: K, how many later arrivals may be served before a request; None takes the
             policy's own (0, 256, 4096).
+        tokens_per_arrival: how much length is worth one place, under "shortest_first".
+        arrivals_per_priority: how many places a level of priority is worth, under "priority"
+            (0 is the most urgent).
     """
 
-    def __init__(self, name: str = "fcfs", max_overtakes: int | None = None) -> None:
-        if name not in _POLICIES:
-            raise InvalidInputError("policy", name, f"must be one of {sorted(_POLICIES)}")
+    def __init__(
+        self,
+        name: str = "fcfs",
+        max_overtakes: int | None = None,
+        *,
+        tokens_per_arrival: int = TOKENS_PER_ARRIVAL,
+        arrivals_per_priority: int = ARRIVALS_PER_PRIORITY,
+    ) -> None:
+        if name not in _MAX_OVERTAKES:
+            raise InvalidInputError("policy", name, f"must be one of {sorted(_MAX_OVERTAKES)}")
         self.name = name
-        self._delay, default = _POLICIES[name]
-        self.max_overtakes = default if max_overtakes is None else max_overtakes
+        self.max_overtakes = _MAX_OVERTAKES[name] if max_overtakes is None else max_overtakes
+        self.tokens_per_arrival = tokens_per_arrival
+        self.arrivals_per_priority = arrivals_per_priority
 
     def rank(self, request: Request) -> int:
         """Smaller is served first. Reads ``seniority``, ``priority`` and ``max_num_tokens``."""
-        delay = min(self.max_overtakes, max(0, self._delay(request)))
-        return ((request.seniority + delay) << _SENIORITY_BITS) | request.seniority
+        delay = 0
+        if self.name == "shortest_first":
+            delay = request.max_num_tokens // self.tokens_per_arrival
+        elif self.name == "priority":
+            delay = request.priority * self.arrivals_per_priority
+        place = request.seniority + min(self.max_overtakes, max(0, delay))
+        return (place << SENIORITY_BITS) | request.seniority

@@ -80,11 +80,17 @@ class Scheduler:
         """Admit ``request`` to the waiting ones.
 
         Raises:
-            InvalidInputError: its id is in use, or it could not fit the whole pool even alone
-                (S30); nothing was changed.
+            InvalidInputError: its id is in use, its prompt leaves no room for an output, or it
+                could not fit the whole pool even alone (S30); nothing was changed.
         """
         if request.request_id in self.requests:
             raise InvalidInputError("request_id", request.request_id, "is in use")
+        if not 1 <= request.num_prompt_tokens < request.max_num_tokens:
+            raise InvalidInputError(
+                "prompt",
+                f"{request.num_prompt_tokens} tokens",
+                f"must have 1 to {request.max_num_tokens - 1} tokens",
+            )
         # The last token is sampled but never fed back, so its KV needs no slot.
         num_blocks = self.blocks.num_blocks_for(request.max_num_tokens - 1)
         if num_blocks > self.blocks.num_blocks:
