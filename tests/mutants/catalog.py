@@ -189,14 +189,14 @@ MUTANTS = [
         _PLANNER,
         "is_sampled = start + num_tokens == request.num_total\n",
         "is_sampled = start + num_tokens == request.num_total and (\n"
-        "            num_tokens == 1 or request.num_total % self._blocks.block_size != 0\n        )\n",
+        "            num_tokens == 1 or request.num_total % self._blocks.block_size\n        )\n",
     ),
     Mutant(
         25,
         "a victim stays in the plan",
-        _VICTIMS,
-        "        if victim.rank <= asker.rank or num_gained >= num_blocks:\n",
-        "        if victim is asker or num_gained >= num_blocks:\n",
+        _PLANNER,
+        "            elif request.state is RequestState.RUNNING and request not in held:\n",
+        "            elif request not in held:\n",
     ),
     Mutant(
         25,
@@ -231,8 +231,8 @@ MUTANTS = [
         29,
         "blocks are freed while a step in flight writes them",
         _SCHEDULER,
-        "        if request.num_in_flight:\n            self.draining.add(request)\n        else:\n",
-        "        if request.num_in_flight:\n            self.draining.add(request)\n        if True:\n",
+        "            self.draining.add(request)\n        else:\n",
+        "            self.draining.add(request)\n        if True:\n",
     ),
     Mutant(
         30,

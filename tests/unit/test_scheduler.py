@@ -224,6 +224,21 @@ def test_a_blocked_head_lets_nobody_pass() -> None:
     assert [row[0] for row in rows(step(scheduler))] == ["a"]
 
 
+def test_no_younger_takes_blocks_in_a_step_in_which_an_elder_wanted_some() -> None:
+    scheduler = make_scheduler(num_blocks=11, block_size=1, max_num_seqs=3, budget=4, caching=False)
+    add(scheduler, "elder", 6, 1)
+    scheduler.pause("elder")
+    add(scheduler, "b", 1, 8)
+    add(scheduler, "c", 1, 8)
+    step(scheduler)
+    scheduler.resume("elder")
+    for start in (0, 2):
+        assert rows(step(scheduler))[0] == ("elder", start, 2, False)
+    plan = step(scheduler)  # one block is left, the elder wants two
+    assert rows(plan) == [("elder", 4, 1, False)]
+    assert plan.preempted == ()
+
+
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [("fcfs", ["long", "a", "b", "c"]), ("shortest_first", ["a", "b", "long", "c"])],

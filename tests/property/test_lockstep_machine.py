@@ -1,0 +1,120 @@
+"""The real scheduler and block manager in lockstep with the specification, one rule an action,
+in worlds from tiny to large."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from pagespec.engine.invariants import check_state
+from spec import model
+from spec.state import Abort, Add, Pause, Resume, Schedule, Scope, Template
+from tests.refinement import Pair
+
+
+class LockstepMachine(RuleBasedStateMachine):
+    @initialize(
+        is_large=st.booleans(),
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(2, 6),
+        cap=st.integers(1, 4),
+        spare_budget=st.integers(0, 6),
+        depth=st.integers(0, 2),
+        policy=st.sampled_from(["fcfs", "shortest_first", "priority"]),
+        overtaking=st.integers(0, 3),
+        caching=st.booleans(),
+    )
+    def start(
+        self,
+        is_large: bool,
+        block_size: int,
+        num_blocks: int,
+        cap: int,
+        spare_budget: int,
+        depth: int,
+        policy: str,
+        overtaking: int,
+        caching: bool,
+    ) -> None:
+        scale = 4 if is_large else 1
+        self.pair = Pair(
+            Scope(
+                "drawn",
+                (),
+                num_requests=12 * scale,
+                num_blocks=num_blocks * scale,
+                block_size=block_size,
+                budget=cap * scale + spare_budget * scale,
+                cap=cap * scale,
+                max_model_len=num_blocks * scale * block_size + 1,
+                depth=depth,
+                policy=policy,
+                overtaking=overtaking if policy != "fcfs" else 0,
+                cost_unit=2,
+                caching=caching,
+            )
+        )
+
+    @property
+    def state(self):
+        return self.pair.state
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.state.requests) if hasattr(self, "pair") else 0
+
+    @precondition(lambda self: self.num_requests < self.pair.scope.num_requests)
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        shared=st.integers(0, 40),
+        max_tokens=st.integers(1, 8),
+        salt=st.sampled_from([0, 0, 1]),
+        priority=st.integers(0, 2),
+    )
+    def add(
+        self, prompt: list[int], shared: int, max_tokens: int, salt: int, priority: int
+    ) -> None:
+        if self.state.requests:  # begin as an earlier request did, so that the cache is met
+            old = self.state.requests[shared % len(self.state.requests)].tokens
+            prompt = list(old[: shared % (len(old) + 1)]) + prompt
+        template = Template(tuple(prompt), max_tokens, salt, priority)
+        self.pair.apply(Add(len(self.state.requests), template))
+
+    @precondition(lambda self: model.can_schedule(self.state, self.pair.scope))
+    @rule(data=st.data())
+    def schedule(self, data: st.DataObject) -> None:
+        made, _ = model.plan(self.state, self.pair.scope)
+        count = sum(row.sampled for row in made.rows)
+        token = st.sampled_from([0, 0, 0, 1, 1, 1, 2])
+        tokens = data.draw(st.lists(token, min_size=count, max_size=count))
+        self.pair.apply(Schedule(tuple(tokens)))
+        check_state(self.pair.scheduler)
+
+    @precondition(lambda self: self.state.flight)
+    @rule()
+    def settle(self) -> None:
+        self.pair.apply(model.settle_label(self.state))
+        check_state(self.pair.scheduler)
+
+    @precondition(lambda self: self.state.requests)
+    @rule(index=st.integers(0, 50), really=st.integers(0, 3))
+    def abort(self, index: int, really: int) -> None:
+        if really == 0:  # rarely, or nothing ever grows
+            self.pair.apply(Abort(index % len(self.state.requests)))
+
+    @precondition(lambda self: self.state.running or self.state.waiting)
+    @rule(index=st.integers(0, 50), really=st.integers(0, 1))
+    def pause(self, index: int, really: int) -> None:
+        if really == 0:
+            live = (*self.state.running, *self.state.waiting)
+            self.pair.apply(Pause(live[index % len(live)]))
+
+    @precondition(lambda self: self.state.paused)
+    @rule(index=st.integers(0, 50))
+    def resume(self, index: int) -> None:
+        self.pair.apply(Resume(self.state.paused[index % len(self.state.paused)]))
+
+
+TestLockstepMachine = LockstepMachine.TestCase
+TestLockstepMachine.settings = settings(stateful_step_count=40)
