@@ -3,8 +3,11 @@ examples every time), `dev` (random, short), `deep` (random, long)."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -12,3 +15,14 @@ settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
 settings.register_profile("dev", max_examples=150, **_COMMON)
 settings.register_profile("deep", max_examples=5000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_dynamo() -> Iterator[None]:
+    """Keep Dynamo's structured trace away from pytest's log capture, which formats every record
+    and makes a capture several times slower."""
+    logger = logging.getLogger("torch.__trace")
+    before = logger.disabled
+    logger.disabled = True
+    yield
+    logger.disabled = before

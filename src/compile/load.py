@@ -1,0 +1,210 @@
+"""From a folder, a hub id, a GGUF file or a built model to a module ready for the probe."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from pagespec.compile.gguf import converted_folder
+from pagespec.errors import InvalidInputError, UnsupportedModelError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device.
+
+    Attributes:
+        tokenizer: None if the model came without one.
+        eos_token_ids: the tokens that end generation, from the generation config, else the config.
+        vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
+        max_position_embeddings: the longest context the model was made for, in tokens.
+    """
+
+    module: PreTrainedModel
+    config: PreTrainedConfig
+    tokenizer: Any | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_position_embeddings: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and KV caches."""
+        return self.module.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @property
+    def architecture(self) -> str:
+        return type(self.module).__name__
+
+
+def load_model(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> LoadedModel:
+    """Load a causal language model.
+
+    Args:
+        model: a local folder, a hub id, a ``.gguf`` file, or a model already built (then it is
+            used as it is, and dtype applies only if it is not "auto").
+        dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is float32 on CPU and what the
+            config says elsewhere.
+        load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
+        cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
+            ``~/.cache/pagespec``.
+
+    Raises:
+        InvalidInputError: nothing there, no config, no or incomplete weights, unknown dtype.
+        UnsupportedModelError: an architecture transformers has no causal language model for.
+    """
+    device = torch.device(device)
+    torch_dtype = _resolved_dtype(dtype)
+    if load_format not in _LOAD_FORMATS:
+        raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
+    if isinstance(model, PreTrainedModel):
+        given: Any = model
+        given.to(device)
+        module = given.to(torch_dtype).eval() if torch_dtype else given.eval()
+        return _described(module, tokenizer=None)
+
+    source = _resolved_source(model, cache_dir)
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        if "model type" in str(error) or "model_type" in str(error):
+            raise UnsupportedModelError(f"{model}: {_first_line(error)}") from error
+        raise InvalidInputError(
+            "model", str(model), f"must have a readable config.json ({_first_line(error)})"
+        ) from error
+    if torch_dtype is None:
+        text_config = config.get_text_config(decoder=True)
+        configured = text_config.dtype or config.dtype or torch.bfloat16
+        torch_dtype = torch.float32 if device.type == "cpu" else configured
+    module = _built(source, str(model), config, torch_dtype, load_format)
+    return _described(module.to(device).eval(), _tokenizer(source))  # type: ignore[arg-type]
+
+
+def _resolved_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
+        return dtype
+    if dtype == "auto":
+        return None
+    if isinstance(dtype, str) and dtype in _DTYPES:
+        return _DTYPES[dtype]
+    raise InvalidInputError("dtype", dtype, f"must be 'auto' or one of {sorted(_DTYPES)}")
+
+
+def _resolved_source(
+    model: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None
+) -> str:
+    """A folder or a hub id that transformers reads."""
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InvalidInputError("model", str(model), "must be an existing .gguf file")
+        return str(converted_folder(path, cache_dir))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InvalidInputError("model", str(model), "must be a folder with a config.json")
+        return str(path)
+    name = str(model)
+    if path.exists():
+        raise InvalidInputError("model", name, "must be a folder, a .gguf file or a hub id")
+    if name.count("/") > 1 or name.startswith((".", "~", "/")) or not name:
+        raise InvalidInputError("model", name, "must be an existing folder or .gguf file")
+    return name
+
+
+def _built(
+    source: str, name: str, config: PreTrainedConfig, dtype: torch.dtype, load_format: str
+) -> PreTrainedModel:
+    try:
+        if load_format == "dummy":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return module
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True
+        )
+        module, info = result
+    except OSError as error:
+        raise InvalidInputError(
+            "model", name, f"must have weights ({_first_line(error)})"
+        ) from error
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModelError(
+                f"{name}: transformers has no causal language model for {type(config).__name__}"
+            ) from error
+        raise
+    # Transformers would go on with random weights for these.
+    missing = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
+    if missing:
+        raise InvalidInputError(
+            "model", name, f"must have all weights; {len(missing)} are missing: {missing[:3]}"
+        )
+    return module
+
+
+def _tokenizer(source: str) -> Any | None:
+    folder = Path(source)
+    if folder.is_dir() and not any(
+        (folder / name).exists()
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
+    config = module.config
+    text_config = config.get_text_config(decoder=True)
+    generation_config = getattr(module, "generation_config", None)
+    eos = getattr(generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text_config, "eos_token_id", None)
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    head = module.get_output_embeddings()
+    if head is None or not hasattr(text_config, "vocab_size"):
+        raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: its config gives no max_position_embeddings"
+        )
+    return LoadedModel(
+        module, config, tokenizer, frozenset(ids), int(text_config.vocab_size), limit
+    )

@@ -1,0 +1,60 @@
+"""Removes calls that do nothing: conversions to the same dtype, API logging, dropout at rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pagespec.compile.passes.context import PassContext, example
+
+# Views of one tensor with equal arguments, asked for again in every layer (cos, sin).
+_REPEATED_VIEWS = frozenset({"unsqueeze", "squeeze", "transpose"})
+
+
+def _is_noop_conversion(node: Node) -> bool:
+    if node.op != "call_method" or node.target not in ("to", "float", "type_as"):
+        return False
+    source = node.args[0]
+    if not isinstance(source, Node) or node.kwargs.get("copy"):
+        return False
+    before, after = example(source), example(node)
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    return before.dtype == after.dtype and before.device == after.device
+
+
+def _is_idle_dropout(node: Node) -> bool:
+    if node.op != "call_function" or node.target is not torch.nn.functional.dropout:
+        return False
+    arguments: list[Any] = [*node.args, *[None] * 3]
+    probability = node.kwargs.get("p", arguments[1])
+    training = node.kwargs.get("training", arguments[2])
+    return training is False or probability == 0.0
+
+
+def cleanup(gm: GraphModule, _context: PassContext) -> int:
+    """Rewrites, and returns the number of nodes removed. Results are unchanged bit for bit."""
+    graph, count = gm.graph, 0
+    views: dict[tuple[Any, ...], Node] = {}
+    for node in list(graph.nodes):
+        replacement: Node | None = None
+        if _is_noop_conversion(node) or _is_idle_dropout(node):
+            replacement = node.args[0]
+        elif node.op == "call_method" and node.target in _REPEATED_VIEWS and not node.kwargs:
+            replacement = views.setdefault((node.target, *node.args), node)
+            if replacement is node:
+                continue
+        elif node.op == "call_function" and "_log_api_usage" in getattr(
+            node.target, "__name__", ""
+        ):
+            graph.erase_node(node)
+            count += 1
+            continue
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
+            graph.erase_node(node)
+            count += 1
+    return count

@@ -1,0 +1,33 @@
+"""What a pass may know beyond the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.fx import Node
+
+
+@dataclass(slots=True)
+class PassContext:
+    """The module a graph was captured from, and the tensors bound to its placeholders.
+
+    Attributes:
+        module: the model; the parameters of it may move in storage, never change in value.
+        constants: placeholder name to the parameter or buffer bound to it. A pass that adds a
+            placeholder for a constant enters it here.
+    """
+
+    module: nn.Module
+    constants: dict[str, Tensor]
+
+    def constant(self, node: object) -> Tensor | None:
+        """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""
+        if isinstance(node, Node) and node.op == "placeholder":
+            return self.constants.get(node.name)
+        return None
+
+
+def example(node: Node) -> object:
+    """The fake tensor (or other value) Dynamo recorded for a node's result, or None."""
+    return node.meta.get("example_value")

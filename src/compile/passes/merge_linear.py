@@ -1,0 +1,156 @@
+"""Merges linear layers that read the same input (q, k, v; gate, up) into one product.
+
+The weights are concatenated in storage once, and the original parameters become views of it::
+
+    big      [ q rows ....... | k rows .. | v rows .. ]  x in_features
+    q.data = big[0:a]   k.data = big[a:b]   v.data = big[b:c]
+
+So there is no second copy, state dicts and in-place weight updates keep working, and the graph
+gets one constant more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from pagespec.compile.passes.context import PassContext, example
+
+_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
+
+
+def is_linear(node: Node) -> bool:
+    """Is ``node`` a call of ``torch.nn.functional.linear``?"""
+    return node.op == "call_function" and node.target in _LINEAR
+
+
+def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:
+    """(input, weight, bias or None) of a linear call."""
+    names = ("input", "weight", "bias")
+    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return found["input"], found["weight"], found.get("bias")  # type: ignore[return-value]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def consecutive_views(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor that spans ``tensors`` if they lie back to back in one storage, else None."""
+    first = tensors[0]
+    offset = first.storage_offset()
+    for tensor in tensors:
+        if _storage(tensor) != _storage(first) or tensor.storage_offset() != offset:
+            return None
+        if not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
+            return None
+        offset += tensor.numel()
+    num_rows = sum(tensor.shape[0] for tensor in tensors)
+    shape = (num_rows, *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
+
+
+def merge_storage(parameters: Sequence[Tensor]) -> Tensor:
+    """Lay ``parameters`` back to back along dim 0 and make each a view; returns the whole.
+
+    Parameters merged before (an earlier capture of the same model) are left where they are.
+    """
+    # Normal tensors even when a capture runs in inference mode: the parameters may be trained.
+    with torch.inference_mode(False), torch.no_grad():
+        whole = consecutive_views(parameters)
+        if whole is not None:
+            return whole
+        whole = torch.cat([parameter.detach() for parameter in parameters])
+        begin = 0
+        for parameter in parameters:
+            end = begin + parameter.shape[0]
+            parameter.data = whole[begin:end]
+            begin = end
+        return whole
+
+
+def _movable(context: PassContext, users: Counter[int]) -> set[str]:
+    """Placeholders of parameters used once in the graph and sharing storage with no other."""
+    owners: Counter[int] = Counter()
+    for tensor in {id(t): t for t in context.module.parameters()}.values():
+        owners[tensor.data_ptr()] += 1
+    return {
+        name
+        for name, tensor in context.constants.items()
+        if isinstance(tensor, nn.Parameter)
+        and tensor.is_contiguous()
+        and owners[tensor.data_ptr()] == 1
+        and users[id(tensor)] == 1
+    }
+
+
+def merge_linear(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites, and returns the number of linear calls that were merged away.
+
+    Skips weights that are tied, used elsewhere, of another dtype or width, and groups in which
+    some have a bias and some have none.
+    """
+    graph = gm.graph
+    users: Counter[int] = Counter()
+    for node in graph.nodes:
+        if (tensor := context.constant(node)) is not None:
+            users[id(tensor)] += len(node.users)
+    movable = _movable(context, users)
+
+    groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if not is_linear(node):
+            continue
+        source, weight, bias = linear_operands(node)
+        tensor = context.constant(weight)
+        if tensor is None or weight.name not in movable:
+            continue
+        if bias is not None and (context.constant(bias) is None or bias.name not in movable):
+            continue
+        key = (source, tensor.dtype, tensor.shape[1], tensor.device, bias is None)
+        groups[key].append(node)
+
+    return sum(_merge_group(gm, context, nodes) for nodes in groups.values() if len(nodes) > 1)
+
+
+def _merge_group(gm: GraphModule, context: PassContext, nodes: list[Node]) -> int:
+    graph = gm.graph
+    operands = [linear_operands(node) for node in nodes]
+    source = operands[0][0]
+    weight = _merged_placeholder(gm, context, [w for _, w, _ in operands])
+    biases = [b for _, _, b in operands if b is not None]
+    bias = _merged_placeholder(gm, context, biases) if biases else None
+    sizes = [context.constants[w.name].shape[0] for _, w, _ in operands]
+    with graph.inserting_before(nodes[0]):
+        merged = graph.call_function(torch.nn.functional.linear, (source, weight, bias))
+        parts = graph.call_method("split", (merged, sizes, -1))
+        outputs = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
+    for node, output in zip(nodes, outputs, strict=True):
+        output.meta["example_value"] = example(node)
+        for user in list(node.users):
+            # A slice of the merged result is strided, which view() may refuse.
+            if user.op == "call_method" and user.target == "view" and user.args[0] is node:
+                user.target = "reshape"
+        node.replace_all_uses_with(output)
+        graph.erase_node(node)
+    for placeholder in [w for _, w, _ in operands] + biases:
+        del context.constants[placeholder.name]
+        graph.erase_node(placeholder)
+    return len(nodes) - 1
+
+
+def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]) -> Node:
+    whole = merge_storage([context.constants[part.name] for part in parts])
+    with gm.graph.inserting_before(parts[0]):
+        node = gm.graph.placeholder(f"merged_{parts[0].name}")
+    fake = example(parts[0])
+    if isinstance(fake, torch._subclasses.FakeTensor):
+        with torch.inference_mode(False):
+            node.meta["example_value"] = fake.fake_mode.from_tensor(whole, static_shapes=True)
+    context.constants[node.name] = whole
+    return node

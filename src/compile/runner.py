@@ -1,0 +1,88 @@
+"""The runner: packs a plan, runs the graph, samples. Synchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagespec.compile.attention import AttentionSpec, allocate_kv_caches
+from pagespec.compile.batch import BatchPacker
+from pagespec.compile.capture import CapturedModel
+from pagespec.compile.load import LoadedModel
+from pagespec.engine.plan import StepPlan, StepResult
+from pagespec.errors import InvalidInputError
+from pagespec.kernels.sampling import sample
+
+OnLogits = Callable[[StepPlan, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device."""
+
+    step: int
+    token_ids: Tensor
+
+
+class ModelRunner:
+    """Meets :class:`pagespec.engine.runner.Runner` with a captured model and its own KV caches.
+
+    Args:
+        captured: may be shared by several runners, each with its own caches.
+        block_size: tokens a KV block. num_blocks: blocks besides the null block.
+        on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
+            its sampled rows, before sampling. Must not keep the tensor without cloning it.
+
+    Raises:
+        InvalidInputError: a size below 1.
+    """
+
+    pipeline_depth: int = 0
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        *,
+        block_size: int,
+        num_blocks: int,
+        on_logits: OnLogits | None = None,
+    ) -> None:
+        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
+            if value < 1:
+                raise InvalidInputError(name, value, "must be 1 or more")
+        loaded = captured.loaded
+        self.kv_caches = allocate_kv_caches(
+            captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
+        )
+        self.captured = captured
+        self._forward = captured.bind(self.kv_caches)
+        self._packer = BatchPacker(
+            block_size=block_size, num_blocks=num_blocks, device=loaded.device
+        )
+        self._on_logits = on_logits
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Compute the step. If it raises, the runner stays usable: the only state a step leaves
+        is KV at the slots of its own tokens, and block tables read from the plan."""
+        with torch.inference_mode():
+            packed = self._packer.pack(plan)
+            logits = self._forward(packed.inputs)[: packed.num_sampled]
+            if self._on_logits is not None:
+                self._on_logits(plan, logits)
+            if packed.num_sampled == 0:
+                return StepHandle(plan.step, torch.empty(0, dtype=torch.int64))
+            return StepHandle(plan.step, sample(logits, packed.sampling))
+
+    def collect(self, handle: object) -> StepResult:
+        """The tokens of a dispatched step."""
+        if not isinstance(handle, StepHandle):
+            raise TypeError(f"not a handle of this runner: {handle!r}")
+        return StepResult(handle.token_ids.tolist())
+
+
+def kv_bytes_per_block(loaded: LoadedModel, specs: Sequence[AttentionSpec], block_size: int) -> int:
+    """Bytes one block of ``block_size`` tokens takes in the caches of all attention calls."""
+    return sum(spec.num_kv_elements for spec in specs) * block_size * loaded.dtype.itemsize

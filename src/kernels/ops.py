@@ -1,0 +1,101 @@
+"""The custom ops a captured graph calls: ``pagespec::kv_store`` and ``pagespec::paged_attention``.
+
+Shapes: T tokens of B rows lie back to back; row b owns tokens ``[query_starts[b],
+query_starts[b + 1])``; tokens from ``query_starts[B]`` on are padding. Caches are contiguous
+``[num_blocks + 1, block_size, Hkv, D]``. The last block is the *null block*, into which the slots
+of padding tokens point. slot = block id * block_size + offset.
+
+A step stores before it attends: ``context_lens[b]`` counts the row's own new tokens. The j-th
+query of a row with n queries sits at position ``context_lens[b] - n + j`` and sees positions up to
+its own, the last ``window`` of them if ``window > 0``. Padding tokens yield zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagespec.kernels import reference
+
+# Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
+# The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us a
+# call, 60 calls a step.
+_LIBRARY = torch.library.Library("pagespec", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+_LIBRARY.define(
+    "kv_store(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping) -> ()",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    "paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor query_starts, "
+    "Tensor context_lens, Tensor block_tables, float scale, int window, float softcap, "
+    "Tensor? sinks) -> Tensor",
+    tags=_TAGS,
+)
+_LIBRARY.impl("kv_store", reference.kv_store, "CompositeExplicitAutograd")
+_LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("pagespec::kv_store", lib=_LIBRARY)
+def _kv_store_fake(*_: object) -> None:
+    return None
+
+
+@torch.library.register_fake("pagespec::paged_attention", lib=_LIBRARY)
+def _paged_attention_fake(query: Tensor, _k_cache: Tensor, v_cache: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
+
+
+def kv_store(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write new keys and values into the caches, in place.
+
+    Args:
+        key: ``[T, Hkv, Dk]``. value: ``[T, Hkv, Dv]``.
+        k_cache: ``[num_blocks + 1, block_size, Hkv, Dk]``. v_cache: the same with Dv.
+        slot_mapping: int64 ``[T]``.
+    """
+    torch.ops.pagespec.kv_store(key, value, k_cache, v_cache, slot_mapping)
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of packed rows over paged caches.
+
+    Args:
+        query: ``[T, Hq, Dk]``, Hq a multiple of Hkv.
+        k_cache: ``[num_blocks + 1, block_size, Hkv, Dk]``. v_cache: the same with Dv.
+        query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
+        block_tables: int32 ``[B, M]``.
+        scale: factor on the scores. window: 0 for none. softcap: 0 for none.
+        sinks: ``[Hq]``, one more logit a head that takes probability only, or None.
+
+    Returns:
+        ``[T, Hq, Dv]``.
+    """
+    out: Tensor = torch.ops.pagespec.paged_attention(
+        query,
+        k_cache,
+        v_cache,
+        query_starts,
+        context_lens,
+        block_tables,
+        scale,
+        window,
+        softcap,
+        sinks,
+    )
+    return out

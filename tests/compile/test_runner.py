@@ -1,0 +1,140 @@
+"""The runner: failures, sampling, packing, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagespec.compile.batch import BatchPacker
+from pagespec.compile.capture import CapturedModel, capture_model
+from pagespec.compile.load import load_model
+from pagespec.compile.probe import probe_model
+from pagespec.compile.runner import ModelRunner
+from pagespec.engine.plan import StepPlan
+from pagespec.errors import InvalidInputError, UnsupportedModelError
+from tests.compile.driving import drive, make_requests
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def captured() -> CapturedModel:
+    loaded = load_model(tiny_model("llama"))
+    return capture_model(loaded, probe_model(loaded))
+
+
+def run(runner: ModelRunner, chunk: int, seed: int = 0, **params: float) -> list[list[int]]:
+    requests = make_requests([[9, 8, 7, 6, 5], [100, 200, 300], [4] * 20], 12, **params)
+    drive(runner, requests, block_size=4, num_blocks=60, chunk=chunk, seed=seed)
+    return [request.output_token_ids for request in requests]
+
+
+def test_a_failing_step_leaves_the_runner_usable(captured: CapturedModel) -> None:
+    runner = ModelRunner(captured, block_size=4, num_blocks=60)
+    expected = run(runner, chunk=5)
+    fails = True
+
+    def on_logits(plan: StepPlan, logits: torch.Tensor) -> None:
+        if fails:
+            raise ValueError("from the user's hook")
+
+    runner = ModelRunner(captured, block_size=4, num_blocks=60, on_logits=on_logits)
+    with pytest.raises(ValueError, match="hook"):
+        run(runner, chunk=5)
+    request = make_requests([[1, 2, 3]], 4)[0]
+    with pytest.raises(ValueError, match="does not cover 3 tokens"):
+        runner.dispatch(StepPlan(0, (request,), (0,), (3,), (True,)))
+    fails = False
+    assert run(runner, chunk=5) == expected
+
+
+def test_random_sampling_does_not_depend_on_the_schedule(captured: CapturedModel) -> None:
+    runner = ModelRunner(captured, block_size=4, num_blocks=60)
+    outputs = [
+        run(runner, chunk, seed, temperature=1.0, top_k=50) for chunk, seed in ((3, 0), (9, 1))
+    ]
+    assert outputs[0] == outputs[1]
+    assert outputs[0] != run(runner, 3)
+
+
+def test_one_graph_serves_all_sizes(captured: CapturedModel) -> None:
+    for block_size, num_blocks in ((1, 80), (8, 20)):
+        runner = ModelRunner(captured, block_size=block_size, num_blocks=num_blocks)
+        for num_rows in (1, 2, 5):
+            requests = make_requests([[3, 1, 4, 1, 5]] * num_rows, 3)
+            drive(runner, requests, block_size=block_size, num_blocks=num_blocks, chunk=4)
+            assert len({tuple(r.token_ids) for r in requests}) == 1
+    assert captured.num_captures == 1
+
+
+def test_a_step_without_samples_returns_none(captured: CapturedModel) -> None:
+    runner = ModelRunner(captured, block_size=4, num_blocks=4)
+    request = make_requests([[1, 2, 3]], 4)[0]
+    request.block_table = [2]
+    for start, n in ((0, 1), (1, 2)):
+        plan = StepPlan(0, (request,), (start,), (n,), (False,))
+        assert list(runner.collect(runner.dispatch(plan)).token_ids) == []
+
+
+def test_packing() -> None:
+    packer = BatchPacker(block_size=4, num_blocks=10, device=torch.device("cpu"))
+    a, b = make_requests([[11, 12, 13, 14, 15, 16], [21, 22]], 4)
+    a.block_table, b.block_table = [7, 3], [5]
+    packed = packer.pack(StepPlan(0, (a, b), (1, 1), (4, 1), (False, True)))
+    inputs = packed.inputs
+    assert inputs.input_ids.tolist() == [[12, 13, 14, 15, 22]]
+    assert inputs.position_ids.tolist() == [[1, 2, 3, 4, 1]]
+    assert inputs.slot_mapping.tolist() == [29, 30, 31, 12, 21]
+    assert inputs.query_starts.tolist() == [0, 4, 5]
+    assert inputs.context_lens.tolist() == [5, 2]
+    assert inputs.block_tables.tolist() == [[7, 3], [5, 10]]
+    assert inputs.logits_to_keep.tolist() == [4, 4]
+    assert packed.num_sampled == 1
+    # One token alone is padded into the null block.
+    inputs = packer.pack(StepPlan(1, (b,), (1,), (1,), (True,))).inputs
+    assert inputs.slot_mapping.tolist() == [21, 40]
+    assert inputs.query_starts.tolist() == [0, 1, 1]
+    assert inputs.context_lens.tolist() == [2, 0]
+
+
+def test_block_tables_follow_growth_and_preemption() -> None:
+    packer = BatchPacker(block_size=1, num_blocks=99, device=torch.device("cpu"))
+    (request,) = make_requests([[1, 2, 3, 4]], 60)
+
+    def table(new: tuple[int, ...], preempted: bool = False) -> list[int]:
+        if preempted:
+            packer.pack(StepPlan(0, (), (), (), (), (request,)))
+            request.block_table = []
+        request.block_table = [*request.block_table, *new]
+        plan = StepPlan(0, (request,), (0,), (1,), (False,), (), {0: new} if new else {})
+        return packer.pack(plan).inputs.block_tables[0].tolist()
+
+    assert table((5, 6)) == [5, 6]
+    assert table(()) == [5, 6]
+    assert table((7,)) == [5, 6, 7]
+    assert table((8, 9), preempted=True) == [8, 9]
+    assert table(tuple(range(20, 60))) == [8, 9, *range(20, 60)]
+    # Blocks that went and came back without the packer being told of a preemption.
+    request.block_table = []
+    assert table((1, 2, 3)) == [1, 2, 3]
+
+
+def test_refusals(captured: CapturedModel) -> None:
+    with pytest.raises(InvalidInputError, match="block_size"):
+        ModelRunner(captured, block_size=0, num_blocks=4)
+    with pytest.raises(InvalidInputError, match="compile"):
+        capture_model(captured.loaded, captured.specs, compile="magic")
+
+
+def test_a_graph_break_is_refused() -> None:
+    model = tiny_model("llama")
+    loaded = load_model(model)
+    specs = probe_model(loaded)
+    mlp = model.model.layers[0].mlp  # type: ignore[union-attr]
+    inner = mlp.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) if float(x.sum()) > 0 else inner(x) + 0
+
+    mlp.forward = forward
+    with pytest.raises(UnsupportedModelError, match="not one graph"):
+        capture_model(loaded, specs)

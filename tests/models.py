@@ -1,0 +1,133 @@
+"""Tiny random models of many architectures, for golden tests.
+
+Weights are large enough that attention decides tokens: windows, softcaps and sinks all show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 320
+WINDOW = 24
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_TWO_TYPES = ["sliding_attention", "full_attention"]
+_SPECIFIC: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16, "num_attention_heads": 4},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {"sliding_window": WINDOW, "head_dim": 8},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "layer_types": _TWO_TYPES,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 30.0,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": _TWO_TYPES,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"sliding_window": None},
+    "gpt2": {
+        "vocab_size": VOCAB_SIZE,
+        "n_positions": 512,
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    },
+    "gpt_neox": {"num_attention_heads": 4, "rotary_pct": 0.5},
+    "gpt_oss": {
+        "sliding_window": WINDOW,
+        "layer_types": _TWO_TYPES,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+ARCHITECTURES = list(_SPECIFIC)
+
+
+def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A float32 model of 2 or 3 layers with random weights from ``seed``, in evaluation mode.
+
+    Architectures that know two kinds of layers have both. ``generate`` runs to full length.
+    """
+    options = dict(_SPECIFIC[arch]) if arch == "gpt2" else {**_COMMON, **_SPECIFIC[arch]}
+    config = AutoConfig.for_model(arch, **{**options, **overrides})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() >= 2:
+                    # Wide enough for peaked attention, scaled by fan-in.
+                    std = (
+                        1.0
+                        if "embed" in name or "wte" in name
+                        else 1.6 / parameter.shape[-1] ** 0.5
+                    )
+                    parameter.normal_(0.0, std)
+                elif "norm" in name or "ln_" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                else:
+                    parameter.normal_(0.0, 0.5)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()

@@ -1,0 +1,113 @@
+"""The specification holds in the small scopes, and notices every seeded defect."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import spec
+from spec import model
+from spec.canonical import digest
+from spec.checker import ALL_PROPERTIES, Report, explore
+from spec.defects import DEFECTS
+from spec.scopes import CI, SEEDED
+from spec.state import Schedule, State
+from spec.trace import render
+from spec.walk import random_scope, walk
+
+DEFECT_CASES = [(name, prop) for name, known in DEFECTS.items() for prop in known.violates]
+
+
+@pytest.fixture(scope="module")
+def ci_reports() -> list[Report]:
+    return [explore(scope) for scope in CI]
+
+
+def test_no_property_is_violated_in_the_ci_scopes(ci_reports: list[Report]) -> None:
+    for report in ci_reports:
+        assert report.complete
+        assert not report.violated, render(report.trace, report.scope, report.cycle)
+
+
+def test_ci_scopes_exercise_every_kind_of_plan(ci_reports: list[Report]) -> None:
+    seen = sum((report.seen for report in ci_reports), Counter())
+    for event in ("preempt", "hold", "hit", "evict", "chunk", "mixed", "flight 2", "flight 3"):
+        assert seen[event] > 0, event
+
+
+@pytest.mark.parametrize(("name", "prop"), DEFECT_CASES)
+def test_a_seeded_defect_violates_its_property(name: str, prop: str) -> None:
+    known = DEFECTS[name]
+    report = explore(known.scope, only=[prop], max_states=20_000)
+    assert prop in report.violated
+    assert len(report.trace) <= 30
+    assert "r0" in render(report.trace, report.scope, report.cycle)
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_scope_of_a_defect_is_clean_without_it(name: str) -> None:
+    report = explore(DEFECTS[name].scope._replace(defects=frozenset()), max_states=1_500)
+    assert not report.violated
+
+
+def test_no_property_is_vacuous() -> None:
+    broken = {prop for known in DEFECTS.values() for prop in known.violates}
+    assert broken == set(ALL_PROPERTIES)
+
+
+def reachable(max_depth: int) -> set[State]:
+    scope = SEEDED
+    frontier, seen = [model.initial(scope)], {model.initial(scope)}
+    for _ in range(max_depth):
+        found = {s for state in frontier for _, s in model.actions(state, scope)} - seen
+        seen |= found
+        frontier = list(found)
+    return seen
+
+
+def test_symmetry_reduction_loses_no_state() -> None:
+    raw = reachable(max_depth=100)
+    names = {digest(state, SEEDED) for state in raw}
+    report = explore(SEEDED)
+    assert report.states == len(names) < len(raw)
+
+
+def test_random_walks_in_larger_worlds_violate_nothing() -> None:
+    rng = random.Random(7)
+    for _ in range(60):
+        scope = random_scope(rng)
+        bad, trace = walk(scope, rng, 120)
+        assert not bad, f"{scope}\n{render(trace, scope)}"
+
+
+def test_step_applies_one_named_action() -> None:
+    for state in reachable(max_depth=5):
+        for label, successor in model.actions(state, SEEDED):
+            assert model.step(state, label, SEEDED) == successor
+
+
+def test_a_plan_is_readable_from_the_state() -> None:
+    state = model.initial(SEEDED)
+    state = next(s for _, s in model.actions(state, SEEDED))
+    made, _ = model.plan(state, SEEDED)
+    assert [tuple(row) for row in made.rows] == [(0, 0, 2, True)]
+    after = model.step(state, Schedule((0,)), SEEDED)
+    assert [tuple(row)[:4] for row in after.flight[0]] == [(0, 0, 2, 0)]
+
+
+def test_the_specification_imports_the_standard_library_only() -> None:
+    for path in Path(spec.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            for module in modules:
+                assert module.split(".")[0] not in ("src", "pagespec", "torch"), path
