@@ -180,7 +180,8 @@ def _tokenizer(source: str) -> Any | None:
     ):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source)
+        # Without clean-up decoding is lossless, and text can be cut and joined anywhere.
+        return AutoTokenizer.from_pretrained(source, clean_up_tokenization_spaces=False)
     except (OSError, ValueError):
         return None
 

@@ -44,10 +44,6 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 ForwardFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class _Refusal(UnsupportedModelError):
-    pass
-
-
 class _Recorder:
     """The attention and mask functions of the first run, and what they saw."""
 
@@ -60,7 +56,7 @@ class _Recorder:
         self.specs: list[AttentionSpec] = []
 
     def refuse(self, reason: str) -> UnsupportedModelError:
-        return _Refusal(f"{self.architecture}: {reason}")
+        return UnsupportedModelError(f"{self.architecture}: {reason}")
 
     def mask(self, *_: Any, mask_function: MaskFunction, **kwargs: Any) -> Tensor:
         q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
@@ -212,7 +208,7 @@ def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
                 use_cache=False,
                 slot_mapping=slot_mapping,
             ).logits
-        except _Refusal:
+        except UnsupportedModelError:
             raise
         except Exception as error:
             raise UnsupportedModelError(
