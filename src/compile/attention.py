@@ -7,11 +7,13 @@ they are plain inputs of the captured graph. What never changes is an :class:`At
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -158,11 +160,17 @@ def allocate_kv_caches(
 
     Zeroed, and with the null block as the last one.
     """
-    shape = (num_blocks + 1, block_size)
+
+    def zeros(num_heads: int, dim: int) -> Tensor:
+        shape = (num_blocks + 1, block_size, num_heads, dim)
+        if torch.device(device).type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # numpy asks the system for zeroed pages, which take memory only once they are written;
+        # torch.zeros would write them all now.
+        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(pages).view(dtype).view(shape)
+
     return [
-        (
-            torch.zeros(*shape, spec.num_kv_heads, spec.k_dim, dtype=dtype, device=device),
-            torch.zeros(*shape, spec.num_kv_heads, spec.v_dim, dtype=dtype, device=device),
-        )
+        (zeros(spec.num_kv_heads, spec.k_dim), zeros(spec.num_kv_heads, spec.v_dim))
         for spec in specs
     ]
