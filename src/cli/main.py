@@ -28,6 +28,7 @@ app = typer.Typer(
   pagespec generate --input prompts.jsonl --output answers.jsonl
   pagespec chat
   pagespec bench
+  pagespec trace check run.jsonl
 
 Without --model the commands use the embedded SmolLM2-135M, if it is
 installed. Answers go to stdout, all else to stderr. Exit codes: 0 done,
@@ -162,6 +163,29 @@ def bench(
         seed=seed,
     )
     report(engine, workload, warmup=warmup, as_json=as_json)
+
+
+trace_app = typer.Typer(no_args_is_help=True, help="Step traces, written with --trace FILE.")
+app.add_typer(trace_app, name="trace")
+
+
+@trace_app.command()
+@command
+def check(
+    file: Annotated[Path, typer.Argument(help="A trace written with --trace or LLM(trace=...).")],
+) -> None:
+    """Replay a trace against the specification of scheduler and block manager.
+
+    \b
+      pagespec generate --input prompts.jsonl --output answers.jsonl --trace run.jsonl
+      pagespec trace check run.jsonl
+
+    Exit code 0 if every plan and result is what the specification makes of the
+    same requests, 1 with the first step and property that fail.
+    """
+    from pagespec.cli.trace import check_trace
+
+    check_trace(file)
 
 
 @app.command()

@@ -135,6 +135,15 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = "auto"
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write every plan and result here, for `pagespec trace check`.",
+            show_default=False,
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
 
     def llm_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``LLM``, all but the model."""

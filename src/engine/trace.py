@@ -5,7 +5,8 @@ object a line, so that a run can be replayed against the specification (``pagesp
 event      fields besides ``t`` (seconds since the trace began)
 =========  =====================================================================================
 start      version, and the scheduler's settings
-add        id, prompt (token ids), max_num_tokens, stop_token_ids, salt (hex), priority
+add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
+           priority
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool
 result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool
 abort      id, reason
@@ -39,7 +40,8 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], scheduler: Scheduler) -> None:
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open for the run
+        # Line-buffered: the trace of a run that dies is whole up to its last event.
+        self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._scheduler = scheduler
         self._begin = time.perf_counter()
         blocks = scheduler.blocks
@@ -54,6 +56,8 @@ class TraceWriter:
             pipeline_depth=scheduler.pipeline_depth,
             policy=scheduler.policy.name,
             max_overtakes=scheduler.policy.max_overtakes,
+            tokens_per_arrival=scheduler.policy.tokens_per_arrival,
+            arrivals_per_priority=scheduler.policy.arrivals_per_priority,
         )
 
     def _write(self, event: str, **fields: Any) -> None:
@@ -72,6 +76,7 @@ class TraceWriter:
             prompt=request.token_ids[: request.num_prompt_tokens],
             max_num_tokens=request.max_num_tokens,
             stop_token_ids=sorted(request.stop_token_ids),
+            has_stop_strings=request.on_token is not None,
             salt=request.cache_salt.hex(),
             priority=request.priority,
         )
@@ -93,7 +98,6 @@ class TraceWriter:
             finished=[[r.request_id, r.finish_reason] for r in finished],
             pool=self._pool(),
         )
-        self._file.flush()
 
     def abort(self, request_id: str, reason: str) -> None:
         self._write("abort", id=request_id, reason=reason)
@@ -103,6 +107,3 @@ class TraceWriter:
 
     def resume(self, request_id: str) -> None:
         self._write("resume", id=request_id)
-
-    def close(self) -> None:
-        self._file.close()

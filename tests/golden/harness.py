@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from pagespec import LLM, SamplingParams
 from pagespec.compile import build as build_module
 from pagespec.engine.invariants import check_plan, check_state
 from pagespec.engine.plan import StepPlan
+from spec import replay
 
 MAX_RELATIVE_ERROR = 1e-4
 
@@ -48,10 +51,11 @@ class GoldenRow:
     num_chunks: int = 0
     num_mixed_steps: int = 0
     num_steps: int = 0
+    trace: replay.Verdict | None = None
 
     HEADER = (
         "model            condition       prompts tokens wrong  max rel err "
-        "preempted  cached  chunks  mixed  steps"
+        "preempted  cached  chunks  mixed  steps  trace"
     )
 
     def __str__(self) -> str:
@@ -59,8 +63,13 @@ class GoldenRow:
             f"{self.model:<16} {self.condition:<15} {self.num_prompts:>7} {self.num_tokens:>6} "
             f"{self.num_wrong_tokens:>5}  {self.max_relative_error:>11.2e} "
             f"{self.num_preemptions:>9} {self.num_cached_tokens:>7} {self.num_chunks:>7} "
-            f"{self.num_mixed_steps:>6} {self.num_steps:>6}"
+            f"{self.num_mixed_steps:>6} {self.num_steps:>6}  {self._trace_word()}"
         )
+
+    def _trace_word(self) -> str:
+        if self.trace is None:
+            return "none"
+        return self.trace.property_id or "accepted"
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,18 @@ class Subject:
     def run(self, condition: Condition, reference: Reference) -> GoldenRow:
         row = GoldenRow(self.name, condition.name, len(reference.prompts))
         watcher = _Watcher(row)
-        llm = watcher.llm = self.llm(on_logits=watcher, **condition.settings)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.jsonl"
+            llm = watcher.llm = self.llm(on_logits=watcher, trace=trace, **condition.settings)
+            self._compare(llm, condition, reference, watcher)
+            with trace.open() as lines:
+                row.trace = replay.check(lines)
+        return row
+
+    def _compare(
+        self, llm: LLM, condition: Condition, reference: Reference, watcher: _Watcher
+    ) -> None:
+        row = watcher.row
         params = [
             SamplingParams(temperature=0.0, max_tokens=len(output), ignore_eos=True)
             for output in reference.outputs
@@ -217,12 +237,14 @@ class Subject:
                 )
                 error = (ours - logits).abs().amax(-1) / logits.abs().amax(-1)
                 row.max_relative_error = max(row.max_relative_error, error.max().item())
-        return row
 
 
 def check(row: GoldenRow, condition: Condition) -> None:
     """Fails unless the row is equal to the reference and its condition was met."""
     assert row.num_wrong_tokens == 0, str(row)
+    assert row.trace is not None, "no trace was written"
+    assert not row.trace.property_id, f"the specification refuses the run: {row.trace}"
+    assert row.trace.num_steps == row.num_steps, "the trace is not of this run"
     assert row.max_relative_error <= MAX_RELATIVE_ERROR, str(row)
     assert row.num_preemptions or not condition.must_preempt, f"nothing was preempted: {row}"
     assert row.num_cached_tokens or not condition.must_hit, f"nothing was cached: {row}"

@@ -1,0 +1,276 @@
+"""Replays a real engine's step trace against the specification.
+
+The trace (``pagespec.engine.trace`` describes the format) says what entered the engine, what it
+planned and what came back. What entered is given to the specification's machine; what was planned
+and what finished must be what the machine plans and finishes, row by row, block counts included.
+The first event that differs is named with the property it breaks; a plan that breaks none by
+itself and is yet another than the specified one breaks S31, for a plan is a function of the state.
+
+The contents of blocks are not in a trace, so the machine here does without them: keys name exact
+prefixes still, interned instead of spelt out, since real prompts are long.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from . import model
+from .model import Machine
+from .state import NO_TOKEN, Plan, Request, Row, Scope, Template
+
+VERSION = 1
+
+
+class TraceError(ValueError):
+    """The file is no step trace, or of another version."""
+
+
+class Verdict(NamedTuple):
+    """``property_id`` is "" if the whole trace was accepted; else ``line`` is the first that
+    differs."""
+
+    num_steps: int
+    num_requests: int
+    num_preemptions: int
+    num_hit_blocks: int
+    line: int = 0
+    step: int | None = None
+    property_id: str = ""
+    detail: str = ""
+
+
+class _Refused(Exception):
+    def __init__(self, property_id: str, detail: str) -> None:
+        super().__init__(detail)
+        self.property_id = property_id
+
+
+class ReplayMachine(Machine):
+    """The specification's machine for one run, without contents, its tokens told by the trace."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(model.initial(scope), scope)
+        self.stop_ids: list[frozenset[int]] = []
+        self.watches_text: list[bool] = []
+        self.told_reasons: dict[int, str] = {}
+        self._names: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._chains: dict[int, list[int]] = {}
+
+    def block_key(self, request: Request, i: int) -> int:
+        chain = self._chains.setdefault(request.rank[1], [])
+        for block in range(len(chain), i + 1):
+            parent = chain[-1] if chain else -1 - request.salt
+            begin = block * self.block_size
+            name = (parent, request.tokens[begin : begin + self.block_size])
+            chain.append(self._names.setdefault(name, len(self._names)))
+        return chain[i]
+
+    def clear_contents(self, block: int) -> None:
+        pass
+
+    def dispatch(self, plan: Plan, _tokens: tuple[int, ...]) -> None:
+        self.flight.append(
+            tuple(
+                Row(row.request, row.start, row.n, 0 if row.sampled else NO_TOKEN, ())
+                for row in plan.rows
+            )
+        )
+
+    def finish_reason(self, r: int) -> str:
+        request = self.requests[r]
+        if request.tokens[-1] in self.stop_ids[r]:
+            return "stop"
+        # Only the engine sees text; that a stop string was met is the environment's to say.
+        if self.watches_text[r] and self.told_reasons.get(r) == "stop":
+            return "stop"
+        return "length" if len(request.tokens) >= request.limit else ""
+
+
+class Replay:
+    """Takes events one by one; ``_Refused`` at the first that the specification does not allow."""
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        if start.get("event") != "start" or start.get("version") != VERSION:
+            raise TraceError(f"not a step trace of version {VERSION}")
+        scope = Scope(
+            "trace",
+            (),
+            num_blocks=start["num_blocks"],
+            block_size=start["block_size"],
+            budget=start["max_num_batched_tokens"],
+            cap=start["max_num_seqs"],
+            max_model_len=1 << 62,
+            depth=start["pipeline_depth"],
+            policy=start["policy"],
+            overtaking=start["max_overtakes"],
+            ageing=start["arrivals_per_priority"],
+            cost_unit=start["tokens_per_arrival"],
+            caching=start["enable_prefix_caching"],
+        )
+        self.machine = ReplayMachine(scope)
+        self.numbers: dict[str, int] = {}
+        self.salts: dict[str, int] = {}
+        self.num_steps = self.num_preemptions = self.num_hit_blocks = 0
+
+    def apply(self, event: dict[str, Any]) -> None:
+        handler = getattr(self, "_on_" + str(event.get("event")), None)
+        if handler is None:
+            raise TraceError(f"unknown event {event.get('event')!r}")
+        handler(event)
+
+    def _number(self, event: dict[str, Any]) -> int:
+        if event["id"] not in self.numbers:
+            raise _Refused("S23", f"request {event['id']} was never added")
+        return self.numbers[event["id"]]
+
+    def _on_add(self, event: dict[str, Any]) -> None:
+        machine, number = self.machine, len(self.machine.requests)
+        salt = self.salts.setdefault(event["salt"], len(self.salts))
+        prompt = tuple(event["prompt"])
+        limit = event["max_num_tokens"]
+        template = Template(prompt, limit - len(prompt), salt, event["priority"])
+        machine.stop_ids.append(frozenset(event["stop_token_ids"]))
+        machine.watches_text.append(event["has_stop_strings"])
+        machine.add(template)
+        if len(machine.requests) == number:
+            raise _Refused("S30", f"request {event['id']} can never fit, and was admitted")
+        self.numbers[event["id"]] = number
+
+    def _on_plan(self, event: dict[str, Any]) -> None:
+        machine = self.machine
+        if len(machine.flight) > machine.scope.depth:
+            raise _Refused("S28", f"planned while {len(machine.flight)} steps are in flight")
+        rows = [(self.numbers.get(name, -1), *rest) for name, *rest in event["rows"]]
+        preempted = [self.numbers.get(name, -1) for name in event["preempted"]]
+        self._check_rows(rows, preempted)
+        made = machine.schedule()
+        if [tuple(row) for row in made.rows] != rows or list(made.preempted) != preempted:
+            raise _Refused(
+                "S31",
+                f"planned rows {_short(rows)}, preempted {preempted}; the specification plans "
+                f"{_short([tuple(row) for row in made.rows])}, preempts {list(made.preempted)}",
+            )
+        machine.dispatch(made, ())
+        self.num_steps += 1
+        self.num_preemptions += len(made.preempted)
+        self.num_hit_blocks += sum(len(hits) for _, hits in made.admitted)
+        self._check_pool(event)
+
+    def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int]) -> None:
+        """What a plan may not be whatever the state of the pool."""
+        machine = self.machine
+        total = sum(row[2] for row in rows)
+        if total > machine.scope.budget:
+            raise _Refused("S18", f"{total} tokens in a step of at most {machine.scope.budget}")
+        if len(rows) > machine.scope.cap or any(row[2] < 1 for row in rows):
+            raise _Refused("S18", f"{len(rows)} rows in a step of at most {machine.scope.cap}")
+        both = {row[0] for row in rows}.intersection(preempted)
+        if both:
+            raise _Refused("S20", f"requests {sorted(both)} are preempted and in the plan")
+        for r, start, n, sampled in rows:
+            if r < 0 or machine.requests[r].reason or r in machine.paused:
+                raise _Refused("S27", f"request {r} is not there to be scheduled")
+            request = machine.requests[r]
+            if r in machine.running and start != request.dispatched:
+                raise _Refused(
+                    "S17", f"request {r} is computed from {start}, it has {request.dispatched}"
+                )
+            if start + n > request.total:
+                raise _Refused("S17", f"request {r} is computed to {start + n} of {request.total}")
+            if sampled != (start + n == request.total):
+                raise _Refused("S19", f"request {r}: sampled = {sampled} at {start + n}")
+
+    def _on_result(self, event: dict[str, Any]) -> None:
+        machine = self.machine
+        if not machine.flight:
+            raise _Refused("S24", "a result of no step")
+        tokens = list(event["token_ids"])
+        step = machine.flight[0]
+        if len(tokens) != sum(row.token != NO_TOKEN for row in step):
+            raise _Refused("S19", f"{len(tokens)} tokens for {len(step)} rows")
+        told = iter(tokens)
+        machine.flight[0] = tuple(
+            row if row.token == NO_TOKEN else row._replace(token=next(told)) for row in step
+        )
+        told_ends = [(self.numbers.get(name, -1), reason) for name, reason in event["finished"]]
+        machine.told_reasons = dict(told_ends)
+        live = [row.request for row in step if not machine.requests[row.request].reason]
+        machine.settle()
+        ends = [(r, machine.requests[r].reason) for r in live if machine.requests[r].reason]
+        if ends != told_ends:
+            raise _Refused("S25", f"finished {told_ends}, the specification finishes {ends}")
+        self._check_pool(event)
+
+    def _on_abort(self, event: dict[str, Any]) -> None:
+        self.machine.abort(self._number(event))
+
+    def _on_pause(self, event: dict[str, Any]) -> None:
+        r = self._number(event)
+        if r in (*self.machine.waiting, *self.machine.running):
+            self.machine.pause(r)
+
+    def _on_resume(self, event: dict[str, Any]) -> None:
+        r = self._number(event)
+        if r in self.machine.paused:
+            self.machine.resume(r)
+
+    def _check_pool(self, event: dict[str, Any]) -> None:
+        machine = self.machine
+        num_free, num_cached = len(machine.free), len(machine.lru)
+        pool = [num_free, num_cached, len(machine.refs) - num_free - num_cached]
+        if pool != list(event["pool"]):
+            raise _Refused(
+                "S2", f"free, cached, owned blocks {event['pool']}, the specification has {pool}"
+            )
+
+
+def _short(rows: list[tuple[Any, ...]]) -> str:
+    text = str(rows)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TraceError(f"line {number} is no JSON: {error}") from error
+        if not isinstance(event, dict):
+            raise TraceError(f"line {number} is no event")
+        yield number, event
+
+
+def check(lines: Iterable[str]) -> Verdict:
+    """Replay a trace.
+
+    Raises:
+        TraceError: it is no trace; a trace that breaks a property is a Verdict, not an error.
+    """
+    events = _events(lines)
+    first = next(events, None)
+    if first is None:
+        raise TraceError("the trace is empty")
+    replay = Replay(first[1])
+    broken: dict[str, Any] = {}
+    for line, event in events:
+        try:
+            replay.apply(event)
+        except _Refused as refusal:
+            broken = {
+                "line": line,
+                "step": event.get("step"),
+                "property_id": refusal.property_id,
+                "detail": str(refusal),
+            }
+            break
+        except (KeyError, TypeError) as error:
+            raise TraceError(f"line {line} is no event of a step trace: {error!r}") from error
+    return Verdict(
+        replay.num_steps,
+        len(replay.machine.requests),
+        replay.num_preemptions,
+        replay.num_hit_blocks,
+        **broken,
+    )

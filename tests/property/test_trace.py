@@ -1,0 +1,85 @@
+"""Step traces replayed against the specification: true ones are accepted, and one altered line is
+refused with the property it breaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagespec.engine.core import Engine
+from spec import replay
+from tests.scenario import Scenario
+
+NUM_SCENARIOS = 60
+
+
+def trace_of(seed: int, path: Path) -> list[str]:
+    scenario = Scenario(seed)
+    scenario.engine = Engine(scenario.scheduler, scenario.runner, trace=path)
+    scenario.run()
+    return path.read_text().splitlines()
+
+
+def test_traces_of_random_runs_are_accepted(tmp_path: Path) -> None:
+    verdicts = [replay.check(trace_of(s, tmp_path / "t.jsonl")) for s in range(NUM_SCENARIOS)]
+    assert [v for v in verdicts if v.property_id] == []
+    assert sum(v.num_preemptions for v in verdicts) > 10
+    assert sum(v.num_hit_blocks for v in verdicts) > 10
+
+
+def alter(event: dict, how: str) -> bool:
+    """Alter a plan or result in place; False if it has nothing of the kind."""
+    rows = event.get("rows", [])
+    if how == "start" and rows:
+        rows[0][1] += 1
+    elif how == "sampled" and rows:
+        rows[-1][3] = not rows[-1][3]
+    elif how == "missing row" and len(rows) > 1:
+        rows.pop()
+    elif how == "victim" and event.get("preempted"):
+        event["preempted"][0] = rows[0][0]
+    elif how == "finished" and event.get("finished"):
+        event["finished"].pop()
+    elif how == "pool" and "pool" in event:
+        event["pool"][0] += 1
+    elif how == "token" and event.get("token_ids"):
+        event["token_ids"].append(0)
+    else:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("how", "property_ids"),
+    [
+        ("start", {"S17", "S19", "S31"}),
+        ("sampled", {"S19"}),
+        ("missing row", {"S31"}),
+        ("victim", {"S20"}),
+        ("finished", {"S25"}),
+        ("pool", {"S2"}),
+        ("token", {"S19"}),
+    ],
+)
+def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[str]) -> None:
+    num_altered = 0
+    for seed in range(NUM_SCENARIOS):
+        lines = trace_of(seed, tmp_path / "t.jsonl")
+        for i, line in enumerate(lines):
+            event = json.loads(line)
+            if alter(event, how):
+                lines[i] = json.dumps(event)
+                verdict = replay.check(lines)
+                assert verdict.property_id in property_ids, verdict
+                assert verdict.line == i + 1
+                num_altered += 1
+                break
+    assert num_altered > 5
+
+
+def test_what_is_no_trace_is_refused() -> None:
+    for lines in (["{}"], [], ["no json"], ['{"event": "start", "version": 99}']):
+        with pytest.raises(replay.TraceError):
+            replay.check(lines)
