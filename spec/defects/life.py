@@ -1,0 +1,78 @@
+"""Defects in the life of a request."""
+
+from __future__ import annotations
+
+from ..model import Machine
+from ..state import STOP, Row, Template
+from .registry import defect
+
+
+@defect("preempted-request-forgotten", "S23", "26")
+class PreemptedRequestForgotten(Machine):
+    def preempt(self, victim: int) -> None:
+        super().preempt(victim)
+        self.waiting.remove(victim)
+
+
+@defect("abort-of-the-finished", "S24 S26", "37")
+class AbortOfTheFinished(Machine):
+    def abort(self, r: int) -> None:
+        self.update(r, reason="")
+        super().abort(r)
+
+
+@defect("length-before-stop", "S25")
+class LengthBeforeStop(Machine):
+    def finish_reason(self, r: int) -> str:
+        request = self.requests[r]
+        if len(request.tokens) >= request.limit:
+            return "length"
+        return "stop" if request.tokens[-1] == STOP else ""
+
+
+@defect("paused-cannot-be-aborted", "S26")
+class PausedCannotBeAborted(Machine):
+    def abort(self, r: int) -> None:
+        if r not in self.paused:
+            super().abort(r)
+
+
+@defect("paused-still-runs", "S27")
+class PausedStillRuns(Machine):
+    def pause(self, r: int) -> None:
+        self.paused.append(r)
+
+
+@defect("resumed-joins-the-tail", "S27", num_blocks=5)
+class ResumedJoinsTheTail(Machine):
+    def resume(self, r: int) -> None:
+        super().resume(r)
+        self.waiting.remove(r)
+        self.waiting.append(r)
+
+
+@defect("abort-frees-at-once", "S28", "29, 37")
+class AbortFreesAtOnce(Machine):
+    def release_if_drained(self, r: int) -> None:
+        self.release(r)
+
+
+@defect("result-of-the-finished-applied", "S24 S29", "29, 30, 37")
+class ResultOfTheFinishedApplied(Machine):
+    def drop_result(self, row: Row) -> None:
+        if row.token >= 0:
+            self.append_token(row.request, row.token)
+        super().drop_result(row)
+
+
+@defect("door-open", "S30 L2", "10", templates=(Template((0,) * 6, 2),), num_requests=1)
+class DoorOpen(Machine):
+    def fits(self, _: Template) -> bool:
+        return True
+
+
+@defect("plan-peeks-at-the-unsettled", "S31", depth=1, pause=False)
+class PlanPeeksAtTheUnsettled(Machine):
+    def serve(self, r: int) -> None:
+        if STOP not in self.all_tokens(r):
+            super().serve(r)

@@ -1,0 +1,288 @@
+"""The actions. ``actions(state, scope)`` is the whole next-state relation.
+
+=========  ================================================================
+Add        the environment sends a request; the door refuses what can never fit
+Schedule   one plan is made and dispatched (engine)
+Settle     the oldest step in flight is committed (engine)
+Abort      the user gives a request up, at any moment
+Pause      a request stops being scheduled and gives its blocks back
+Resume     it goes on, at its old place
+=========  ================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+from .pool import ceil_div
+from .scheduler import Scheduler
+from .state import (
+    EMPTY,
+    NO_TOKEN,
+    STOP,
+    Abort,
+    Add,
+    Label,
+    Pause,
+    Plan,
+    Request,
+    Resume,
+    Row,
+    Schedule,
+    Scope,
+    Settle,
+    State,
+    Template,
+    prefixes,
+)
+
+
+class Machine(Scheduler):
+    # ------------------------------------------------------------------ arrival
+    def fits(self, template: Template) -> bool:
+        """S30: the last token is sampled but never computed, hence the - 1."""
+        limit = self.scope.limit(template)
+        blocks = ceil_div(limit - 1, self.block_size)
+        return blocks <= self.scope.num_blocks and len(template.prompt) <= limit - 1
+
+    def rank(self, number: int, template: Template) -> tuple[int, int]:
+        """Fixed at arrival. Whoever arrives more than K later has a larger rank (L5)."""
+        delay = {
+            "fcfs": 0,
+            "shortest_first": self.scope.limit(template) // self.scope.cost_unit,
+            "priority": template.priority * self.scope.ageing,
+        }[self.scope.policy]
+        return number + min(self.scope.overtaking, delay), number
+
+    def add(self, template: Template) -> None:
+        if not self.fits(template):
+            return
+        number, prompt = len(self.requests), template.prompt
+        self.requests.append(
+            Request(
+                prompt,
+                len(prompt),
+                self.scope.limit(template),
+                template.salt,
+                self.rank(number, template),
+                total=len(prompt),
+            )
+        )
+        self.enter(self.waiting, number)
+
+    # ------------------------------------------------------------------ dispatch
+    def dispatch(self, plan: Plan, tokens: tuple[int, ...]) -> None:
+        """The step writes the KV of its positions now (steps run in order on one stream)."""
+        sampled = iter(tokens)
+        known = [self.all_tokens(row.request) for row in plan.rows]
+        for row, ids in zip(plan.rows, known, strict=True):
+            self.write(row.request, row.start, row.n, ids)
+        self.write_padding(sum(row.n for row in plan.rows))
+        self.flight.append(
+            tuple(
+                Row(
+                    row.request,
+                    row.start,
+                    row.n,
+                    next(sampled) if row.sampled else NO_TOKEN,
+                    self.requests[row.request].table,
+                )
+                for row in plan.rows
+            )
+        )
+
+    def all_tokens(self, r: int) -> tuple[int, ...]:
+        """Settled tokens and those being sampled, which only the device knows."""
+        pending = tuple(
+            row.token
+            for step in self.flight
+            for row in step
+            if row.request == r and row.token != NO_TOKEN
+        )
+        return self.requests[r].tokens + pending
+
+    def write(self, r: int, start: int, n: int, ids: tuple[int, ...]) -> None:
+        request = self.requests[r]
+        names = prefixes(request.salt, ids)
+        for position in range(start, start + n):
+            block, slot = divmod(position, self.block_size)
+            # A position outside table or tokens is a defect's: it is found by S10, S17 or S18.
+            if block < len(request.table) and position < len(names):
+                self.write_slot(request.table[block], slot, names[position])
+
+    def write_slot(self, block: int, slot: int, prefix: int) -> None:
+        old = self.contents[block]
+        self.contents[block] = (*old[:slot], prefix, *old[slot + 1 :])
+
+    def write_padding(self, num_tokens: int) -> None:
+        """A graph of a fixed size computes the rows up to the next power of two; these write to
+        the null block, which is not part of the pool."""
+
+    # ------------------------------------------------------------------ settle
+    def settle(self) -> None:
+        for row in self.flight.pop(0):
+            self.settle_row(row)
+
+    def settle_row(self, row: Row) -> None:
+        r = row.request
+        self.update(r, computed=self.requests[r].computed + row.n)
+        if self.requests[r].reason:
+            self.drop_result(row)
+        else:
+            self.apply_result(row)
+
+    def drop_result(self, row: Row) -> None:
+        self.release_if_drained(row.request)
+
+    def apply_result(self, row: Row) -> None:
+        r = row.request
+        if row.token != NO_TOKEN:
+            self.append_token(r, row.token)
+        self.publish(r)
+        reason = self.finish_reason(r) if row.token != NO_TOKEN else ""
+        if reason:
+            self.finish(r, reason)
+        elif r not in self.running:
+            self.take_back_if_drained(r)
+
+    def append_token(self, r: int, token: int) -> None:
+        self.update(r, tokens=(*self.requests[r].tokens, token))
+
+    def finish_reason(self, r: int) -> str:
+        """ "stop" comes before "length"."""
+        request = self.requests[r]
+        if request.tokens[-1] == STOP:
+            return "stop"
+        return "length" if len(request.tokens) >= request.limit else ""
+
+    def finish(self, r: int, reason: str) -> None:
+        self.leave(r)
+        self.update(r, reason=reason)
+        self.mark_stale(r)
+        self.release_if_drained(r)
+
+    def leave(self, r: int) -> None:
+        for queue in (self.waiting, self.running, self.paused):
+            if r in queue:
+                queue.remove(r)
+
+    def release_if_drained(self, r: int) -> None:
+        """S28: what a step in flight refers to stays owned until that step settles."""
+        if self.requests[r].in_flight == 0:
+            self.release(r)
+
+    def take_back_if_drained(self, r: int) -> None:
+        if self.requests[r].in_flight == 0:
+            self.take_back(r)
+
+    # ------------------------------------------------------------------ the user
+    def abort(self, r: int) -> None:
+        if not self.requests[r].reason:
+            self.finish(r, "abort")
+
+    def pause(self, r: int) -> None:
+        """It holds no block once drained: a paused request must not starve the others."""
+        self.leave(r)
+        self.paused.append(r)
+        self.paused.sort()
+        self.take_back_if_drained(r)
+
+    def resume(self, r: int) -> None:
+        self.paused.remove(r)
+        self.enter(self.waiting, r)
+
+
+# --------------------------------------------------------------------------- the interface
+@cache
+def machine_class(defects: frozenset[str]) -> type[Machine]:
+    """The machine, with the named rules replaced by broken ones."""
+    if not defects:
+        return Machine
+    from .defects import DEFECTS
+
+    return type("Broken", (*(DEFECTS[name].rule for name in sorted(defects)), Machine), {})
+
+
+def machine(state: State, scope: Scope) -> Machine:
+    return machine_class(scope.defects)(state, scope)
+
+
+def initial(scope: Scope) -> State:
+    count = scope.num_blocks
+    empty = (EMPTY,) * scope.block_size
+    free = tuple(reversed(range(count)))  # block 0 on top
+    return State((), (), (), (), (), (0,) * count, (None,) * count, (), free, (), (empty,) * count)
+
+
+def can_schedule(state: State, scope: Scope) -> bool:
+    return len(state.flight) <= scope.depth and bool(state.running or state.waiting)
+
+
+def plan(state: State, scope: Scope) -> tuple[Plan, State]:
+    """The plan of a state, and the state with that plan made but not dispatched."""
+    m = machine(state, scope)
+    made = m.schedule()
+    return made, m.freeze()
+
+
+def dispatch(planned: State, made: Plan, tokens: tuple[int, ...], scope: Scope) -> State:
+    m = machine(planned, scope)
+    m.dispatch(made, tokens)
+    return m.freeze()
+
+
+def settle_label(state: State) -> Settle:
+    return Settle(tuple(row.token for row in state.flight[0] if row.token != NO_TOKEN))
+
+
+def step(state: State, label: Label, scope: Scope) -> State:
+    """Apply one named action. A Schedule whose plan has no row leaves the state as it is."""
+    if isinstance(label, Schedule):
+        made, planned = plan(state, scope)
+        return dispatch(planned, made, label.tokens, scope) if made.rows else state
+    m = machine(state, scope)
+    if isinstance(label, Add):
+        m.add(label.template)
+    elif isinstance(label, Settle):
+        m.settle()
+    elif isinstance(label, Abort):
+        m.abort(label.request)
+    elif isinstance(label, Pause):
+        m.pause(label.request)
+    else:
+        m.resume(label.request)
+    return m.freeze()
+
+
+def engine_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, Plan | None]]:
+    if state.flight:
+        label = settle_label(state)
+        yield label, step(state, label, scope), None
+    if can_schedule(state, scope):
+        made, planned = plan(state, scope)
+        if made.rows:
+            for tokens in product(scope.outputs, repeat=sum(row.sampled for row in made.rows)):
+                yield Schedule(tokens), dispatch(planned, made, tokens, scope), made
+
+
+def user_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, None]]:
+    labels: list[Label] = []
+    if len(state.requests) < scope.num_requests:
+        labels += [Add(len(state.requests), template) for template in scope.templates]
+    if scope.abort:
+        labels += [Abort(r) for r in range(len(state.requests))]
+    if scope.pause:
+        labels += [Pause(r) for r in (*state.waiting, *state.running)]
+        labels += [Resume(r) for r in state.paused]
+    for label in labels:
+        yield label, step(state, label, scope), None
+
+
+def actions(state: State, scope: Scope) -> Iterator[tuple[Label, State]]:
+    """Every enabled action with the state it leads to."""
+    for label, successor, _ in engine_actions(state, scope):
+        yield label, successor
+    for label, successor, _ in user_actions(state, scope):
+        yield label, successor

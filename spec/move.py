@@ -1,0 +1,41 @@
+"""One action, as the properties of transitions see it."""
+
+from __future__ import annotations
+
+from .state import Label, Plan, Scope, State
+
+NO_PLAN = Plan(())
+
+
+class Move:
+    """One action, as the predicates see it."""
+
+    def __init__(
+        self, before: State, label: Label, plan: Plan | None, after: State, scope: Scope
+    ) -> None:
+        self.before, self.after, self.scope = before, after, scope
+        self.label = label
+        self.plan = plan or NO_PLAN
+        self.hits = dict(plan.admitted) if plan else {}
+
+    def kept(self, r: int) -> tuple[int, ...]:
+        """The part of r's table that was not allocated in this step."""
+        return self.hits[r] if r in self.hits else self.before.requests[r].table
+
+    def taken(self) -> list[int]:
+        """Blocks allocated in this step."""
+        return [
+            block
+            for row in self.plan.rows
+            for block in self.after.requests[row.request].table[len(self.kept(row.request)) :]
+        ]
+
+    def written(self) -> list[tuple[int, int]]:
+        """Every (block, slot) that a row of the plan writes."""
+        size = self.scope.block_size
+        return [
+            (self.after.requests[row.request].table[p // size], p % size)
+            for row in self.plan.rows
+            for p in range(row.start, row.start + row.n)
+            if p // size < len(self.after.requests[row.request].table)
+        ]

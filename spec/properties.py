@@ -1,0 +1,175 @@
+"""Predicates on one state, by the numbers of PROPERTIES.md. True means that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from .pool import ceil_div
+from .state import BASE, EMPTY, NO_TOKEN, Scope, State
+
+
+def owners(state: State) -> list[int]:
+    """own(b): how many table entries are b."""
+    own = [0] * len(state.refs)
+    for request in state.requests:
+        for block in request.table:
+            own[block] += 1
+    return own
+
+
+def is_live(state: State, r: int) -> bool:
+    return not state.requests[r].reason
+
+
+# --------------------------------------------------------------------------- pool
+def s1(state: State, _: Scope) -> bool:
+    return owners(state) == list(state.refs)
+
+
+def s2(state: State, _: Scope) -> bool:
+    owned = {block for request in state.requests for block in request.table}
+    everything = sorted([*state.free, *state.lru, *owned])
+    return everything == list(range(len(state.refs)))
+
+
+def s3(state: State, _: Scope) -> bool:
+    return min(state.refs) >= 0
+
+
+def s4(state: State, _: Scope) -> bool:
+    cached = {b for b, ref in enumerate(state.refs) if ref == 0 and state.keys[b] is not None}
+    plain = {b for b, ref in enumerate(state.refs) if ref == 0 and state.keys[b] is None}
+    return set(state.lru) == cached and set(state.free) == plain
+
+
+def s6(state: State, scope: Scope) -> bool:
+    for block, key in enumerate(state.keys):
+        if key is not None:
+            for slot in reversed(range(scope.block_size)):
+                if state.contents[block][slot] != key:
+                    return False
+                key //= BASE  # the prefix without its last token
+    return True
+
+
+def s7(state: State, scope: Scope) -> bool:
+    published = {block for block, key in enumerate(state.keys) if key is not None}
+    if any(EMPTY in state.contents[block] for block in published):
+        return False
+    for step in state.flight:
+        for row in step:
+            first, last = row.start // scope.block_size, (row.start + row.n - 1) // scope.block_size
+            if published.intersection(row.blocks[first : last + 1]):
+                return False
+    return True
+
+
+def s8(state: State, _: Scope) -> bool:
+    inverse = sorted((key, block) for block, key in enumerate(state.keys) if key is not None)
+    return inverse == list(state.index)
+
+
+def s10(state: State, scope: Scope) -> bool:
+    return all(
+        len(request.table) == ceil_div(request.dispatched, scope.block_size)
+        for request in state.requests
+        if request.table or not request.reason
+    )
+
+
+def s14(state: State, _: Scope) -> bool:
+    if state.flight or any(not request.reason for request in state.requests):
+        return True
+    return not any(state.refs) and len(state.free) + len(state.lru) == len(state.refs)
+
+
+# --------------------------------------------------------------------------- step, life cycle
+def s18(state: State, scope: Scope) -> bool:
+    """The running set; the plan's part is in transitions.py."""
+    return len(state.running) <= scope.cap and all(
+        len(request.tokens) <= request.limit <= scope.max_model_len
+        and request.computed <= request.dispatched <= request.total
+        for request in state.requests
+    )
+
+
+def s23(state: State, _: Scope) -> bool:
+    finished = [r for r, request in enumerate(state.requests) if request.reason]
+    everywhere = sorted([*state.waiting, *state.running, *state.paused, *finished])
+    return everywhere == list(range(len(state.requests)))
+
+
+def s27(state: State, _: Scope) -> bool:
+    """Its place is its rank; what happens to a paused request is in transitions.py."""
+    return all(
+        state.requests[a].rank < state.requests[b].rank
+        for queue in (state.waiting, state.running)
+        for a, b in pairwise(queue)
+    )
+
+
+def s28(state: State, _: Scope) -> bool:
+    return all(
+        row.blocks == state.requests[row.request].table[: len(row.blocks)]
+        for step in state.flight
+        for row in step
+    )
+
+
+def s30(state: State, scope: Scope) -> bool:
+    return all(
+        ceil_div(request.limit - 1, scope.block_size) <= scope.num_blocks
+        and request.num_prompt < request.limit
+        for request in state.requests
+    )
+
+
+# --------------------------------------------------------------------------- liveness, by state
+def l5(state: State, scope: Scope) -> bool:
+    """The order of service is the order of ranks; who overtakes in it is bounded by K."""
+    ranks = [request.rank for request in state.requests]
+    return all(
+        sum(later < rank for later in ranks[number + 1 :]) <= scope.overtaking
+        and not any(later < rank for later in ranks[number + scope.overtaking + 1 :])
+        for number, rank in enumerate(ranks)
+    )
+
+
+def l7(state: State, scope: Scope) -> bool:
+    """Blocks of a finished request are kept by steps in flight alone, at most depth + 1."""
+    busy = {row.request for step in state.flight for row in step}
+    return len(state.flight) <= scope.depth + 1 and all(
+        r in busy for r, request in enumerate(state.requests) if request.reason and request.table
+    )
+
+
+STATE_PROPERTIES: dict[str, Callable[[State, Scope], bool]] = {
+    "S1": s1,
+    "S2": s2,
+    "S3": s3,
+    "S4": s4,
+    "S6": s6,
+    "S7": s7,
+    "S8": s8,
+    "S10": s10,
+    "S14": s14,
+    "S18": s18,
+    "S23": s23,
+    "S27": s27,
+    "S28": s28,
+    "S30": s30,
+    "L5": l5,
+    "L7": l7,
+}
+
+
+def all_tokens(state: State, r: int) -> tuple[int, ...]:
+    """Settled tokens, then those being sampled (nature's secret)."""
+    pending = (
+        row.token
+        for step in state.flight
+        for row in step
+        if row.request == r and row.token != NO_TOKEN and not row.stale
+    )
+    return state.requests[r].tokens + tuple(pending)

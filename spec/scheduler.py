@@ -1,0 +1,201 @@
+"""The scheduler: one deterministic walk over all requests in rank order makes a plan."""
+
+from __future__ import annotations
+
+from .pool import Pool, ceil_div
+from .state import Plan, PlanRow, Request
+
+
+class Scheduler(Pool):
+    # ------------------------------------------------------------------ the walk
+    def schedule(self) -> Plan:
+        """Decide one step. Mutates pool, tables and counters, but contents and flight do not
+        change before ``dispatch``. The fields set here live for this one plan only."""
+        self.budget_left = self.scope.budget
+        self.rows: list[PlanRow] = []
+        self.preempted: list[int] = []
+        self.askers: list[int] = []
+        self.admitted: list[tuple[int, tuple[int, ...]]] = []
+        self.held: list[int] = []
+        self.closed_by: int | None = None
+        self.admission_open = True
+        self.to_come = self.walk_order(self.running)
+        candidates = self.walk_order(self.waiting)
+        while self.to_come or candidates:
+            if candidates and (not self.to_come or self.elder(candidates[0], self.to_come[0])):
+                waiter = candidates.pop(0)
+                if self.admit(waiter):
+                    self.serve(waiter)
+                else:
+                    self.admission_open = False
+            else:
+                self.serve(self.to_come.pop(0))
+        return Plan(
+            tuple(self.rows),
+            tuple(self.preempted),
+            tuple(self.askers),
+            tuple(self.admitted),
+            tuple(self.held),
+            self.closed_by,
+        )
+
+    def walk_order(self, queue: list[int]) -> list[int]:
+        return list(queue)
+
+    def elder(self, a: int, b: int) -> bool:
+        return self.requests[a].rank < self.requests[b].rank
+
+    def close(self, r: int) -> None:
+        """From here on nobody younger than r takes a block in this step."""
+        if self.closed_by is None:
+            self.closed_by = r
+
+    # ------------------------------------------------------------------ budget
+    def num_wanted(self, request: Request) -> int:
+        if request.total >= request.limit:  # its last token is being sampled: nothing follows
+            return 0
+        return request.total - request.dispatched
+
+    def num_reserved(self) -> int:
+        """One token for each decode that is still to come in this walk (L6)."""
+        return sum(self.num_wanted(self.requests[r]) == 1 for r in self.to_come)
+
+    def within_budget(self, wanted: int) -> int:
+        if wanted == 1 and self.budget_left > 0:
+            return 1
+        return min(wanted, self.budget_left - self.num_reserved())
+
+    def is_sampled(self, request: Request, start: int, n: int) -> bool:
+        """S19"""
+        return start + n == request.total
+
+    # ------------------------------------------------------------------ serving a running request
+    def serve(self, r: int) -> None:
+        if r in self.held:
+            return
+        request = self.requests[r]
+        wanted = self.within_budget(self.num_wanted(request))
+        if wanted <= 0:
+            return
+        n = self.fit(r, wanted)
+        if n <= 0:
+            return
+        blocks = ceil_div(request.dispatched + n, self.block_size)
+        self.allocate(r, blocks - len(request.table))
+        self.add_row(r, n)
+
+    def fit(self, r: int, wanted: int) -> int:
+        """How many of the wanted tokens have a slot or can get one."""
+        request = self.requests[r]
+        slots = len(request.table) * self.block_size - request.dispatched
+        if wanted <= slots:
+            return wanted
+        if self.closed_by is not None:
+            return slots
+        n = min(wanted, slots + self.num_available() * self.block_size)
+        if n == 0 and self.make_room(r, 1, ()):
+            n = min(wanted, self.num_available() * self.block_size)
+        if n < wanted:
+            self.close(r)
+        return n
+
+    def add_row(self, r: int, n: int) -> None:
+        request = self.requests[r]
+        sampled = self.is_sampled(request, request.dispatched, n)
+        self.rows.append(PlanRow(r, request.dispatched, n, sampled))
+        self.budget_left -= n
+        self.update(r, dispatched=request.dispatched + n, total=request.total + sampled)
+
+    # ------------------------------------------------------------------ admission
+    def may_admit(self, r: int) -> bool:
+        """Once an elder was refused, nobody waiting overtakes it; once somebody was preempted or
+        wants blocks, nobody new takes any; a resumed request first drains."""
+        return (
+            self.admission_open
+            and self.closed_by is None
+            and not self.preempted
+            and len(self.running) < self.scope.cap
+            and self.budget_left - self.num_reserved() >= 1
+            and self.requests[r].in_flight == 0
+        )
+
+    def admit(self, r: int) -> bool:
+        if not self.may_admit(r):
+            return False
+        request = self.requests[r]
+        hits = self.look_up(r)
+        # All its present tokens must fit, although it takes blocks on demand: else it would be
+        # admitted only to be stopped half-way.
+        needed = ceil_div(len(request.tokens), self.block_size) - len(hits)
+        shortage = needed - (self.num_available() - sum(b in self.lru for b in hits))
+        if shortage > 0 and not self.make_room(r, shortage, hits):
+            self.close(r)
+            return False
+        self.acquire(r, hits)
+        length = len(hits) * self.block_size
+        self.update(r, computed=length, dispatched=length, published=len(hits))
+        self.waiting.remove(r)
+        self.enter(self.running, r)
+        self.admitted.append((r, hits))
+        return True
+
+    def enter(self, queue: list[int], r: int) -> None:
+        queue.append(r)
+        queue.sort(key=lambda q: self.requests[q].rank)
+
+    # ------------------------------------------------------------------ preemption
+    def make_room(self, asker: int, shortage: int, hits: tuple[int, ...]) -> bool:
+        """Preempt younger running requests until ``shortage`` blocks more are available, or
+        nobody. Victims with a step in flight are held instead: they drain, the asker waits."""
+        chosen = self.choose_victims(asker, shortage, hits)
+        if not chosen:
+            return False
+        if any(self.requests[v].in_flight for v in chosen):
+            self.held += chosen
+            return False
+        for victim in chosen:
+            self.preempt(victim)
+            self.askers.append(asker)
+        return True
+
+    def victim_order(self, asker: int) -> list[int]:
+        """L3: only younger ones, the youngest first."""
+        return [v for v in reversed(self.running) if self.elder(asker, v)]
+
+    def choose_victims(self, asker: int, shortage: int, hits: tuple[int, ...]) -> list[int]:
+        refs, gained, chosen = list(self.refs), set(), []
+        for victim in self.victim_order(asker):
+            chosen.append(victim)
+            for block in self.requests[victim].table:
+                refs[block] -= 1
+                if refs[block] == 0 and block not in hits:
+                    gained.add(block)
+            if len(gained) >= shortage:
+                return self.useful(chosen, gained)
+        return []
+
+    def useful(self, chosen: list[int], gained: set[int]) -> list[int]:
+        """S21: whoever frees nothing is spared."""
+        return [v for v in chosen if gained.intersection(self.requests[v].table)]
+
+    def preempt(self, victim: int) -> None:
+        self.take_back(victim)
+        self.running.remove(victim)
+        if victim in self.to_come:
+            self.to_come.remove(victim)
+        self.enter(self.waiting, victim)
+        self.preempted.append(victim)
+
+    def take_back(self, r: int) -> None:
+        """All its blocks go; tokens, rank and seed stay; what was computed will be recomputed."""
+        self.release(r)
+        request = self.requests[r]
+        self.update(r, computed=0, dispatched=0, published=0, total=len(request.tokens))
+        self.mark_stale(r)
+
+    def mark_stale(self, r: int) -> None:
+        """Memory for S29: results still in flight for r are no longer r's."""
+        self.flight = [
+            tuple(row._replace(stale=True) if row.request == r else row for row in step)
+            for step in self.flight
+        ]

@@ -1,0 +1,73 @@
+"""The finite worlds that are explored, and what each is for."""
+
+from __future__ import annotations
+
+from .state import Scope, Template
+
+T = Template
+
+# The ground of the seeded defects: small enough that a counterexample is short and found at once.
+SEEDED = Scope(
+    "seeded", (T((0, 0), 2), T((0, 1, 0), 2)), num_requests=2, num_blocks=3, block_size=2, budget=3
+)
+
+# Prompts share a first token, so that hits of every length occur; LONG is computed in chunks.
+LONG, PAIR, SHORT = T((0, 0, 0), 2), T((0, 1), 2), T((0,), 3)
+_TIGHT = Scope("", (LONG, PAIR), num_blocks=4, cap=2, budget=2)
+
+CI = (
+    _TIGHT._replace(name="ci-sync"),
+    _TIGHT._replace(name="ci-overlap", depth=1, templates=(LONG, SHORT)),
+    _TIGHT._replace(name="ci-depth-2", depth=2, templates=(PAIR, SHORT)),
+    _TIGHT._replace(name="ci-blocks-of-2", depth=1, block_size=2, num_blocks=3, budget=3),
+    # a request that can never fit; equal prompts under different salts
+    _TIGHT._replace(name="ci-door-and-salt", templates=(T((0, 0, 0), 3), T((0, 0), 2, salt=1))),
+    _TIGHT._replace(name="ci-uncached", depth=1, templates=(LONG, SHORT), caching=False),
+    # three at once, so that an elder has a row while a victim is held to drain for another
+    _TIGHT._replace(
+        name="ci-hold",
+        templates=(T((0,), 4), T((0, 1), 3)),
+        num_requests=3,
+        num_blocks=3,
+        block_size=2,
+        budget=3,
+        cap=3,
+        depth=1,
+        abort=False,
+        pause=False,
+    ),
+    _TIGHT._replace(
+        name="ci-shortest-first",
+        templates=(T((0,), 2), PAIR),
+        num_requests=3,
+        num_blocks=3,
+        policy="shortest_first",
+        overtaking=2,
+        cost_unit=2,
+        pause=False,
+    ),
+    _TIGHT._replace(
+        name="ci-priority",
+        templates=(PAIR, PAIR._replace(priority=2)),
+        num_requests=3,
+        policy="priority",
+        overtaking=1,
+        depth=1,
+        pause=False,
+        abort=False,
+    ),
+)
+
+# Three requests: an elder, its victim and one between or beside them.
+_THREE = _TIGHT._replace(num_requests=3, num_blocks=5, cap=3, budget=3)
+_LONGER = _THREE._replace(templates=(LONG, T((0, 1), 3)), num_blocks=4, block_size=2, depth=2)
+
+FULL = (
+    _THREE._replace(name="three-roomy", depth=2, num_blocks=6),
+    _THREE._replace(name="three-depth-2", depth=2),
+    _THREE._replace(name="three-overlap", depth=1),
+    _LONGER._replace(name="three-blocks-of-2", pause=False),
+)
+
+SCOPES = {scope.name: scope for scope in (*CI, *FULL)}
+GROUPS = {"ci": CI, "full": (*FULL, *CI)}

@@ -1,0 +1,186 @@
+"""What a state is. Everything here is an immutable value; nothing here decides anything."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+STOP = 2  # the token that ends a request with "stop"
+NO_TOKEN = -1  # a row that samples nothing
+EMPTY = 0  # a slot that nothing was written to since its block was last taken
+
+# --------------------------------------------------------------------------- exact prefixes
+# A prefix (salt, t0, t1, ...) is named by one integer, digit by digit: exact, not a hash. The
+# digits are never 0, so two prefixes have the same name only if they are the same prefix.
+BASE = 8
+
+
+def root(salt: int) -> int:
+    return salt + 1
+
+
+def extend(prefix: int, token: int) -> int:
+    return prefix * BASE + token + 1
+
+
+@cache
+def prefixes(salt: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Entry p names the prefix of p + 1 tokens: what the KV of position p stands for."""
+    names, prefix = [], root(salt)
+    for token in tokens:
+        prefix = extend(prefix, token)
+        names.append(prefix)
+    return tuple(names)
+
+
+def spell(prefix: int) -> str:
+    """A prefix in words, for traces: '0|011' is salt 0, tokens 0 1 1."""
+    digits = []
+    while prefix:
+        prefix, digit = divmod(prefix, BASE)
+        digits.append(str(digit - 1))
+    return "".join([*digits[-1:], "|", *reversed(digits[:-1])]) if digits else "-"
+
+
+# --------------------------------------------------------------------------- the world
+class Template(NamedTuple):
+    """A request the environment may send."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    salt: int = 0
+    priority: int = 0
+
+
+class Scope(NamedTuple):
+    """One finite world to explore."""
+
+    name: str
+    templates: tuple[Template, ...]
+    num_requests: int = 2
+    num_blocks: int = 3
+    block_size: int = 1
+    budget: int = 4  # max_num_batched_tokens
+    cap: int = 2  # max_num_seqs
+    max_model_len: int = 8
+    depth: int = 0  # steps that may be unsettled when the next one is scheduled
+    outputs: tuple[int, ...] = (0, STOP)
+    policy: str = "fcfs"
+    overtaking: int = 0  # K: the policy's bound on overtaking
+    ageing: int = 1  # arrivals that one level of priority is worth
+    cost_unit: int = 1  # tokens that one arrival is worth under shortest_first
+    caching: bool = True
+    abort: bool = True
+    pause: bool = True
+    defects: frozenset[str] = frozenset()
+
+    def limit(self, template: Template) -> int:
+        return min(len(template.prompt) + template.max_tokens, self.max_model_len)
+
+
+class Request(NamedTuple):
+    """``computed <= dispatched <= total``: settled; settled or in flight; known or being sampled.
+
+    ``rank`` orders requests, smaller is elder, and never changes. ``limit`` is the length at which
+    it ends. ``published`` counts leading blocks that are hits or were offered to the index.
+    """
+
+    tokens: tuple[int, ...]
+    num_prompt: int
+    limit: int
+    salt: int
+    rank: tuple[int, int]
+    reason: str = ""
+    computed: int = 0
+    dispatched: int = 0
+    total: int = 0
+    table: tuple[int, ...] = ()
+    published: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.dispatched - self.computed
+
+
+class Row(NamedTuple):
+    """One request in a dispatched step: positions [start, start + n).
+
+    ``token`` is what will be sampled. Nature has chosen it, nobody may look before the settle (S31
+    checks that the plan does not). ``blocks`` is the table the step was given, ``stale`` tells
+    that the request was finished or preempted meanwhile: memory for S28 and S29, not for deciding.
+    """
+
+    request: int
+    start: int
+    n: int
+    token: int
+    blocks: tuple[int, ...]
+    stale: bool = False
+
+
+class State(NamedTuple):
+    """Requests are named by their number of arrival, blocks by their index."""
+
+    requests: tuple[Request, ...]
+    waiting: tuple[int, ...]  # in rank order
+    running: tuple[int, ...]  # in rank order
+    paused: tuple[int, ...]  # in order of arrival
+    flight: tuple[tuple[Row, ...], ...]  # dispatched, unsettled steps, oldest first
+    refs: tuple[int, ...]
+    keys: tuple[int | None, ...]  # by block
+    index: tuple[tuple[int, int], ...]  # (key, block), sorted
+    free: tuple[int, ...]  # a stack, top last
+    lru: tuple[int, ...]  # unowned and published, oldest first
+    contents: tuple[tuple[int, ...], ...]  # by block and slot: the prefix written there, or EMPTY
+
+
+# --------------------------------------------------------------------------- plans and labels
+class PlanRow(NamedTuple):
+    request: int
+    start: int
+    n: int
+    sampled: bool
+
+
+class Plan(NamedTuple):
+    """What one schedule decided. Only ``rows`` and ``preempted`` leave the scheduler; the rest is
+    the account of why, which the properties examine."""
+
+    rows: tuple[PlanRow, ...]
+    preempted: tuple[int, ...] = ()
+    askers: tuple[int, ...] = ()  # for whom, parallel to preempted
+    admitted: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (request, its hit blocks)
+    held: tuple[int, ...] = ()  # victims that must drain first, not scheduled
+    closed_by: int | None = None  # the first request that wanted more blocks than it could get
+
+
+class Add(NamedTuple):
+    request: int
+    template: Template
+
+
+class Schedule(NamedTuple):
+    """Plan and dispatch a step. ``tokens``: what its sampled rows will turn out to be."""
+
+    tokens: tuple[int, ...]
+
+
+class Settle(NamedTuple):
+    """Settle the oldest step. ``tokens``: what its sampled rows turned out to be."""
+
+    tokens: tuple[int, ...]
+
+
+class Abort(NamedTuple):
+    request: int
+
+
+class Pause(NamedTuple):
+    request: int
+
+
+class Resume(NamedTuple):
+    request: int
+
+
+Label = Add | Schedule | Settle | Abort | Pause | Resume

@@ -1,0 +1,95 @@
+"""Counterexamples in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import model
+from .state import (
+    NO_TOKEN,
+    STOP,
+    Abort,
+    Add,
+    Label,
+    Pause,
+    Plan,
+    Schedule,
+    Scope,
+    Settle,
+    State,
+    spell,
+)
+
+
+def tokens_text(tokens: tuple[int, ...]) -> str:
+    return " ".join("stop" if token == STOP else str(token) for token in tokens)
+
+
+def label_text(label: Label, plan: Plan | None) -> str:
+    if isinstance(label, Add):
+        t = label.template
+        extra = f", salt {t.salt}" * bool(t.salt) + f", priority {t.priority}" * bool(t.priority)
+        prompt = tokens_text(t.prompt)
+        return f"Add r{label.request}: prompt [{prompt}], max_tokens {t.max_tokens}{extra}"
+    if isinstance(label, Settle):
+        return f"Settle the oldest step; sampled [{tokens_text(label.tokens)}]"
+    if isinstance(label, Schedule):
+        return f"Schedule {plan_text(plan)}"
+    verb = {Abort: "Abort", Pause: "Pause"}.get(type(label), "Resume")
+    return f"{verb} r{label.request}"
+
+
+def plan_text(plan: Plan | None) -> str:
+    if plan is None:
+        return "(nothing)"
+    parts = [
+        f"r{row.request}[{row.start}:{row.start + row.n}]{'*' * row.sampled}" for row in plan.rows
+    ]
+    parts += [f"admit r{r} with {len(hits)} hits" for r, hits in plan.admitted]
+    parts += [
+        f"preempt r{victim} for r{asker}"
+        for victim, asker in zip(plan.preempted, plan.askers, strict=True)
+    ]
+    parts += [f"hold r{r}" for r in plan.held]
+    return ", ".join(parts)
+
+
+def state_lines(state: State) -> Iterator[str]:
+    for r, request in enumerate(state.requests):
+        place = request.reason or next(
+            (n for n in ("running", "waiting", "paused") if r in getattr(state, n)), "nowhere"
+        )
+        yield (
+            f"r{r} {place:8} [{tokens_text(request.tokens)}] "
+            f"computed {request.computed} dispatched {request.dispatched} total {request.total} "
+            f"blocks {list(request.table)}"
+        )
+    cells = []
+    for block, (ref, key) in enumerate(zip(state.refs, state.keys, strict=True)):
+        written = ",".join(map(spell, state.contents[block]))
+        cells.append(f"b{block} ref {ref} ({written})" + f" key {spell(key or 0)}" * bool(key))
+    yield "; ".join(cells)
+    yield f"free {list(state.free)} lru {list(state.lru)} steps in flight {len(state.flight)}"
+    for step in state.flight:
+        rows = [
+            f"r{w.request}[{w.start}:{w.start + w.n}]"
+            + (f" will sample {tokens_text((w.token,))}" if w.token != NO_TOKEN else "")
+            for w in step
+        ]
+        yield f"  in flight: {', '.join(rows)}"
+
+
+def render(trace: list[Label], scope: Scope, cycle: int = 0) -> str:
+    """Each action, and the states around the last one ('*' marks a sampled row)."""
+    state, lines = model.initial(scope), []
+    for number, label in enumerate(trace, 1):
+        if cycle and number == len(trace) - cycle + 1:
+            lines.append("  -- from here it goes round for ever:")
+        made = model.plan(state, scope)[0] if isinstance(label, Schedule) else None
+        if number == len(trace) - cycle:
+            lines += [f"       | {line}" for line in state_lines(state)]
+        lines.append(f"  {number:3}. {label_text(label, made)}")
+        state = model.step(state, label, scope)
+        if number == len(trace):
+            lines += [f"       | {line}" for line in state_lines(state)]
+    return "\n".join(lines)

@@ -1,0 +1,253 @@
+"""Predicates on one action: (state before, label, plan or None, state after). True: it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+
+from . import model, progress
+from .move import Move
+from .properties import all_tokens, owners
+from .state import EMPTY, NO_TOKEN, STOP, Abort, Add, Pause, Resume, Schedule, Settle, prefixes
+
+HIDDEN = 6  # a token that no request ever has
+
+
+# --------------------------------------------------------------------------- pool
+def s5(m: Move) -> bool:
+    taken, lru = m.taken(), m.before.lru
+    if any(m.after.keys[block] is not None for block in taken):
+        return False
+    evicted = [i for i, block in enumerate(lru) if block in taken]
+    if not evicted:
+        return True
+    kept = [i for i, block in enumerate(lru) if block in m.after.lru]
+    unused = set(m.before.free).intersection(m.after.free)
+    return not unused and (not kept or max(evicted) < min(kept))
+
+
+def s9(m: Move) -> bool:
+    own = owners(m.after)
+    return all(own[block] == 1 and m.after.keys[block] is None for block, _ in m.written())
+
+
+def s11(m: Move) -> bool:
+    return all(
+        len(hits) <= (len(m.before.requests[r].tokens) - 1) // m.scope.block_size
+        for r, hits in m.plan.admitted
+    )
+
+
+def s12(m: Move) -> bool:
+    for r, hits in m.plan.admitted:
+        request = m.after.requests[r]
+        names = prefixes(request.salt, request.tokens)
+        if request.table[: len(hits)] != hits or any(
+            m.after.keys[block] != names[(i + 1) * m.scope.block_size - 1]
+            for i, block in enumerate(hits)
+        ):
+            return False
+    return True
+
+
+def s13(m: Move) -> bool:
+    """Whatever no changed table accounts for is as before; so is every request refused."""
+    touched: set[int] = set()
+    for old, new in zip(m.before.requests, m.after.requests, strict=True):
+        if old.table != new.table:
+            touched.update(old.table, new.table)
+    a, b = m.before, m.after
+    return all(
+        a.refs[i] == b.refs[i]
+        and a.keys[i] == b.keys[i]
+        and (i in a.lru) == (i in b.lru)
+        and (i in a.free) == (i in b.free)
+        for i in range(len(a.refs))
+        if i not in touched
+    ) and all(a.requests[r] == b.requests[r] for r in a.waiting if r in b.waiting)
+
+
+# --------------------------------------------------------------------------- step
+def s15(m: Move) -> bool:
+    return len(set(m.written())) == len(m.written())
+
+
+def s16(m: Move) -> bool:
+    size = m.scope.block_size
+    for row in m.plan.rows:
+        request = m.after.requests[row.request]
+        names = prefixes(request.salt, all_tokens(m.after, row.request))
+        end = row.start + row.n
+        if end > len(names) or end > len(request.table) * size:
+            return False
+        if any(
+            m.after.contents[request.table[p // size]][p % size] != names[p] for p in range(end)
+        ):
+            return False
+    return True
+
+
+def s17(m: Move) -> bool:
+    for row in m.plan.rows:
+        done = m.before.requests[row.request].dispatched
+        if row.request in m.hits:
+            done = len(m.hits[row.request]) * m.scope.block_size
+        after = m.after.requests[row.request]
+        if row.start != done or after.dispatched != row.start + row.n:
+            return False
+        if row.start + row.n > m.before.requests[row.request].total:
+            return False
+    return True
+
+
+def s18(m: Move) -> bool:
+    rows = m.plan.rows
+    return (
+        all(row.n >= 1 for row in rows)
+        and sum(row.n for row in rows) <= m.scope.budget
+        and len({row.request for row in rows}) == len(rows) <= m.scope.cap
+    )
+
+
+def s19(m: Move) -> bool:
+    return all(
+        row.sampled == (row.start + row.n == m.before.requests[row.request].total)
+        for row in m.plan.rows
+    )
+
+
+def s20(m: Move) -> bool:
+    batch = {row.request for row in m.plan.rows}
+    for r in m.plan.preempted:
+        old, new = m.before.requests[r], m.after.requests[r]
+        if new.table or new.computed or new.dispatched or r in batch or r not in m.after.waiting:
+            return False
+        if (old.tokens, old.rank, old.limit, old.salt) != (
+            new.tokens,
+            new.rank,
+            new.limit,
+            new.salt,
+        ):
+            return False
+    return True
+
+
+def s21(m: Move) -> bool:
+    gone: set[int] = set()
+    for asker in dict.fromkeys(m.plan.askers):
+        victims = [v for v, a in zip(m.plan.preempted, m.plan.askers, strict=True) if a == asker]
+        gone.update(victims)
+        kept = {
+            block
+            for r, request in enumerate(m.before.requests)
+            if r not in gone
+            for block in request.table
+        }
+        kept.update(m.hits.get(asker, ()))
+        if any(kept.issuperset(m.before.requests[v].table) for v in victims):
+            return False
+    return True
+
+
+def s22(m: Move) -> bool:
+    """Nothing but the rows' own slots is written (emptied slots are the pool's doing)."""
+    rows = set(m.written())
+    return all(
+        new in (old, EMPTY) or (block, slot) in rows
+        for block, (olds, news) in enumerate(zip(m.before.contents, m.after.contents, strict=True))
+        for slot, (old, new) in enumerate(zip(olds, news, strict=True))
+    )
+
+
+def s31(m: Move) -> bool:
+    """The plan does not know what steps in flight will turn out to have sampled."""
+    if any(token != m.scope.outputs[0] for token in m.label.tokens):
+        return True  # this plan was examined at the first choice of its own tokens
+    if not any(row.token != NO_TOKEN for step in m.before.flight for row in step):
+        return True
+    masked = tuple(
+        tuple(row if row.token == NO_TOKEN else row._replace(token=HIDDEN) for row in step)
+        for step in m.before.flight
+    )
+    return model.plan(m.before._replace(flight=masked), m.scope)[0] == m.plan
+
+
+# --------------------------------------------------------------------------- life cycle
+def s24(m: Move) -> bool:
+    return all(
+        old.reason == new.reason and old.tokens == new.tokens
+        for old, new in zip(m.before.requests, m.after.requests, strict=False)
+        if old is not new and old.reason
+    )
+
+
+def s25(m: Move) -> bool:
+    for old, new in zip_longest(m.before.requests, m.after.requests):
+        if old is new:
+            continue
+        if old is not None and new.tokens[: len(old.tokens)] != old.tokens:
+            return False
+        outputs = new.tokens[new.num_prompt :]
+        if STOP in outputs[:-1] or len(new.tokens) > new.limit:
+            return False
+        full = len(new.tokens) == new.limit
+        expected = "stop" if outputs[-1:] == (STOP,) else "length" if full else ""
+        if new.reason not in ("abort", expected):
+            return False
+    return True
+
+
+def s26(m: Move) -> bool:
+    if m.before.requests[m.label.request].reason:
+        return m.after == m.before
+    return m.after.requests[m.label.request].reason == "abort"
+
+
+def s27(m: Move) -> bool:
+    if type(m.label) is Resume:
+        old, new = m.before.requests[m.label.request], m.after.requests[m.label.request]
+        return old == new and m.label.request in m.after.waiting
+    return not any(row.request in m.before.paused for row in m.plan.rows)
+
+
+def s29(m: Move) -> bool:
+    for row in m.before.flight[0]:
+        old, new = m.before.requests[row.request], m.after.requests[row.request]
+        told = (row.token,) if row.token != NO_TOKEN and not row.stale else ()
+        if new.tokens != old.tokens + told or (row.stale and new.published != old.published):
+            return False
+    return True
+
+
+Property = Callable[[Move], bool]
+ANY = (Add, Schedule, Settle, Abort, Pause, Resume)
+
+# By the kind of action that could violate them.
+ON_SCHEDULE: dict[str, Property] = {
+    "S5": s5,
+    "S9": s9,
+    "S11": s11,
+    "S12": s12,
+    "S13": s13,
+    "S15": s15,
+    "S16": s16,
+    "S17": s17,
+    "S18": s18,
+    "S19": s19,
+    "S20": s20,
+    "S21": s21,
+    "S22": s22,
+    "S31": s31,
+    "L3": progress.l3,
+    "L5": progress.l5,
+    "L6": progress.l6,
+}
+TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
+    **{name: ((Schedule,), holds) for name, holds in ON_SCHEDULE.items()},
+    "S24": (ANY, s24),
+    "S25": (ANY, s25),
+    "S26": ((Abort,), s26),
+    "S27": ((Schedule, Resume), s27),
+    "S29": ((Settle,), s29),
+    "L4": ((Schedule, Settle), progress.l4),
+}

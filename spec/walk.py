@@ -1,0 +1,101 @@
+"""``python -m spec.walk``: random walks, with every check, in worlds too large to explore.
+
+Not a proof of anything; it looks where the exhaustive scopes cannot reach: more requests at once,
+longer prompts, all features together."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+
+from . import model
+from .checker import successors, unfinished
+from .move import Move
+from .properties import STATE_PROPERTIES
+from .state import Abort, Label, Pause, Schedule, Scope, Settle, Template
+from .trace import render
+from .transitions import TRANSITION_PROPERTIES
+
+PROMPTS = ((0,), (0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1, 0))
+
+
+def random_scope(rng: random.Random) -> Scope:
+    policy = rng.choice(["fcfs", "shortest_first", "priority"])
+    cap = rng.randint(2, 4)
+    templates = tuple(
+        Template(prompt, rng.randint(1, 4), salt=rng.randint(0, 1), priority=rng.randint(0, 2))
+        for prompt in rng.sample(PROMPTS, 3)
+    )
+    return Scope(
+        "walk",
+        templates,
+        num_requests=rng.randint(3, 7),
+        num_blocks=rng.randint(4, 8),
+        block_size=rng.randint(1, 3),
+        budget=cap + rng.randint(0, 4),
+        cap=cap,
+        max_model_len=9,
+        depth=rng.randint(0, 2),
+        policy=policy,
+        overtaking=0 if policy == "fcfs" else rng.randint(1, 4),
+        caching=rng.random() < 0.85,
+        pause=rng.random() < 0.5,
+    )
+
+
+def weight(label: Label) -> float:
+    """Mostly the engine works; abort and pause are rare, else nothing ever grows."""
+    if isinstance(label, Abort):
+        return 0.02
+    if isinstance(label, Pause):
+        return 0.1
+    return 3.0 if isinstance(label, Schedule) else 1.5 if isinstance(label, Settle) else 1.0
+
+
+def walk(scope: Scope, rng: random.Random, length: int) -> tuple[list[str], list[Label]]:
+    """The properties violated, and the way there."""
+    state, trace = model.initial(scope), []
+    for _ in range(length):
+        options = list(successors(state, scope))
+        engine = [o for o in options if isinstance(o[0], Schedule | Settle)]
+        if unfinished(state) and not engine:
+            return ["L2"], trace
+        if not options:
+            break
+        label, after, plan = rng.choices(options, [weight(o[0]) for o in options])[0]
+        trace.append(label)
+        move = Move(state, label, plan, after, scope)
+        bad = [
+            name
+            for name, (kinds, holds) in TRANSITION_PROPERTIES.items()
+            if type(label) in kinds and not holds(move)
+        ]
+        bad += [name for name, holds in STATE_PROPERTIES.items() if not holds(after, scope)]
+        if bad:
+            return bad, trace
+        state = after
+    return [], trace
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m spec.walk", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=30)
+    args = parser.parse_args()
+    rng, began, walks, steps = random.Random(args.seed), time.perf_counter(), 0, 0
+    while time.perf_counter() - began < args.seconds:
+        scope = random_scope(rng)
+        bad, trace = walk(scope, rng, 120)
+        walks, steps = walks + 1, steps + len(trace)
+        if bad:
+            print(f"{', '.join(bad)} violated in {scope}")
+            print(render(trace, scope))
+            return 1
+    print(f"{walks:,} walks, {steps:,} actions, {args.seconds:.0f} s: no violation")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
