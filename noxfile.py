@@ -90,6 +90,29 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def spec(session: nox.Session) -> None:
+    """Model check every scope (minutes), prove the pool, drive the real classes through it."""
+    install_all(session)
+    python(session, "-m", "spec", *(session.posargs or ["--scope", "full"]))
+    python(session, "-m", "spec.proof")
+    python(session, "-m", "tests.property.test_refinement")
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Apply each named mutant to a copy of the sources; each must be killed."""
+    install_all(session)
+    python(session, "-m", "tests.mutants", *session.posargs)
+
+
+@nox.session
+def golden(session: nox.Session) -> None:
+    """Print the golden table: every architecture under every condition beside `generate`."""
+    install_all(session)
+    python(session, "-m", "tests.golden", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
     install(session, ("-c", "constraints.txt", "ruff"))

@@ -29,7 +29,7 @@ def _require(condition: bool, property_id: str, detail: str) -> None:
 
 
 def check_state(scheduler: Scheduler) -> None:
-    """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S14, S17, S18, S20, S23, S24,
+    """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23, S24,
     S27 or S28."""
     _check_pool(scheduler)
     _check_requests(scheduler)
@@ -94,6 +94,8 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
     if request.state is RequestState.FINISHED:
         _require(request.finish_reason is not None, "S24", f"{request} finished for no reason")
         return
+    has_work_left = request.num_computed < len(request.token_ids)
+    _require(has_work_left, "S11", f"nothing is left to compute of {request}")
     for i, block in enumerate(request.block_table):
         key = blocks.keys[block]
         is_settled = (i + 1) * blocks.block_size <= request.num_computed

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.mutants.catalog import MUTANTS, NOT_IN_THIS_DESIGN, Mutant
@@ -18,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
 
 
-def kill(mutant: Mutant | None) -> tuple[str, float]:
-    """What the kill suite says of a mutant ("" if it survives), and how long it took. None is
-    the code as it is, which must survive."""
+@contextmanager
+def mutated_sources(mutant: Mutant | None) -> Iterator[dict[str, str]]:
+    """Environment variables under which `import pagespec` finds a copy with the mutant in it."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "pagespec"
         shutil.copytree(ROOT / "src", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -33,13 +35,19 @@ def kill(mutant: Mutant | None) -> tuple[str, float]:
                     f"{mutant.file}; bring the catalog up to date"
                 )
             path.write_text(text.replace(mutant.old, mutant.new))
+        yield {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def kill(mutant: Mutant | None) -> tuple[str, float]:
+    """What the kill suite says of a mutant ("" if it survives), and how long it took. None is
+    the code as it is, which must survive."""
+    with mutated_sources(mutant) as environment:
         begin = time.perf_counter()
-        environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "tests.mutants.kill"],
                 cwd=ROOT,
-                env=environment,
+                env={**os.environ, **environment},
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_S,
