@@ -1,4 +1,5 @@
-"""`python -m tests.golden [device]`: the golden table, every architecture under every condition.
+"""`python -m tests.golden [device [names]]`: the golden table, every architecture (or the named
+ones) under every condition.
 
 Exits with 1 if any row differs from Hugging Face `generate`."""
 
@@ -15,7 +16,7 @@ def main() -> int:
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     num_failed = 0
     print(GoldenRow.HEADER)
-    for name in [*ARCHITECTURES, "smollm2"]:
+    for name in sys.argv[2:] or [*ARCHITECTURES, "smollm2"]:
         subject, reference = smollm2(device) if name == "smollm2" else tiny(name, device)
         for condition in SMOLLM2_CONDITIONS if name == "smollm2" else TINY_CONDITIONS:
             row = subject.run(condition, reference)

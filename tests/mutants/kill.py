@@ -20,6 +20,7 @@ from tests.scenario import PropertyError, Scenario
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
 WALK_STEPS = 50
+UNIT_TESTS = ("block_manager", "planner", "policy", "scheduler")
 
 
 def walk(seed: int) -> None:
@@ -89,7 +90,7 @@ def main() -> int:
     return 1
 
 
-class _FirstFailure:
+class FirstFailure:
     """A pytest plugin that remembers the first failure."""
 
     name = ""
@@ -100,8 +101,8 @@ class _FirstFailure:
 
 
 def run_unit_tests() -> int:
-    first = _FirstFailure()
-    names = ["tests/unit/test_scheduler.py", "tests/unit/test_block_manager.py"]
+    first = FirstFailure()
+    names = [f"tests/unit/test_{name}.py" for name in UNIT_TESTS]
     status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *names], plugins=[first])
     if status != pytest.ExitCode.OK:
         print(f"KILLED unit: {first.name or status}")

@@ -4,51 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pagespec import InvalidInputError, SamplingParams
-from pagespec.engine.block_manager import BlockManager
-from pagespec.engine.invariants import check_plan, check_state
-from pagespec.engine.plan import StepPlan
-from pagespec.engine.policy import Policy
-from pagespec.engine.request import Request, RequestState
-from pagespec.engine.scheduler import Scheduler
-
-
-def make_scheduler(num_blocks=16, block_size=2, max_num_seqs=4, budget=16, **more) -> Scheduler:
-    return Scheduler(
-        BlockManager(num_blocks, block_size, enable_prefix_caching=more.pop("caching", True)),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        **more,
-    )
-
-
-def add(
-    scheduler: Scheduler, name: str, num_prompt_tokens: int, num_outputs=4, token=None, **more
-) -> Request:
-    first = ord(name[0]) if token is None else token
-    request = Request(
-        name,
-        [first] * num_prompt_tokens,
-        SamplingParams(),
-        max_num_tokens=num_prompt_tokens + num_outputs,
-        **more,
-    )
-    scheduler.add(request)
-    return request
-
-
-def rows(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
-    return [(r.request_id, start, n, sampled) for r, start, n, sampled in plan.rows()]
-
-
-def step(scheduler: Scheduler, token: int = 1) -> StepPlan:
-    plan = scheduler.schedule()
-    check_state(scheduler)
-    check_plan(scheduler, plan)
-    if plan.requests:
-        scheduler.commit(plan, [token] * plan.num_sampled)
-        check_state(scheduler)
-    return plan
+from pagespec import InvalidInputError
+from pagespec.engine.invariants import check_state
+from pagespec.engine.request import RequestState
+from tests.unit.schedules import add, make_scheduler, rows, step
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_sampled_once_at_its_end() -> None:
@@ -239,34 +198,6 @@ def test_no_younger_takes_blocks_in_a_step_in_which_an_elder_wanted_some() -> No
     assert plan.preempted == ()
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [("fcfs", ["long", "a", "b", "c"]), ("shortest_first", ["a", "b", "long", "c"])],
-)
-def test_later_arrivals_overtake_at_most_k_times(policy: str, expected: list[str]) -> None:
-    scheduler = make_scheduler(
-        num_blocks=400, max_num_seqs=1, budget=600, policy=Policy(policy, max_overtakes=3)
-    )
-    add(scheduler, "long", 500, 1)
-    for name in "abc":
-        add(scheduler, name, 1, 1)
-    order = []
-    while scheduler.has_work:
-        order += [row[0] for row in rows(step(scheduler))]
-    assert order == expected
-
-
-def test_priorities_go_first_but_age() -> None:
-    scheduler = make_scheduler(max_num_seqs=1, policy=Policy("priority", max_overtakes=3))
-    add(scheduler, "low", 1, 1, priority=5)
-    for name in "abc":
-        add(scheduler, name, 1, 1)
-    order = []
-    while scheduler.has_work:
-        order += [row[0] for row in rows(step(scheduler))]
-    assert order == ["a", "b", "low", "c"]
-
-
 def test_stop_reasons_have_a_fixed_precedence() -> None:
     scheduler = make_scheduler()
     both = add(scheduler, "a", 1, 1, stop_token_ids=frozenset({1}), on_token=lambda token: True)
@@ -274,3 +205,73 @@ def test_stop_reasons_have_a_fixed_precedence() -> None:
     length = add(scheduler, "c", 1, 1, on_token=lambda token: False)
     step(scheduler)
     assert [r.finish_reason for r in (both, text, length)] == ["stop", "stop", "length"]
+
+
+def test_on_token_sees_every_output_once_and_nothing_else() -> None:
+    """Neither a chunk that samples nothing nor the fast path of decodes may leave it out."""
+    scheduler = make_scheduler(budget=4)
+    seen: list[int] = []
+    add(scheduler, "a", 6, 3, on_token=lambda token: seen.append(token) or False)
+    for token in (5, 6, 7, 8):  # the first step is a chunk, and its token is not used
+        step(scheduler, token)
+    assert seen == [6, 7, 8]
+
+
+def test_hits_are_counted_at_the_first_admission_only() -> None:
+    scheduler = make_scheduler()
+    first = add(scheduler, "a", 5)
+    step(scheduler)
+    second = add(scheduler, "b", 7, token=ord("a"))
+    step(scheduler)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 4)
+    scheduler.pause("b")
+    scheduler.resume("b")
+    step(scheduler)
+    assert second.num_dispatched > 6, "it found its own blocks too"
+    assert second.num_cached_tokens == 4
+
+
+def test_every_preemption_is_counted() -> None:
+    scheduler = make_scheduler(num_blocks=4, caching=False)
+    elder, younger = add(scheduler, "a", 3, 6), add(scheduler, "b", 3, 6)
+    for count in (1, 2):
+        while not step(scheduler).preempted:
+            pass
+        assert younger.num_preemptions == count
+        scheduler.pause("a")
+        step(scheduler)
+        scheduler.resume("a")
+    assert elder.num_preemptions == 0
+
+
+def refusal(act) -> tuple[str, object, str]:
+    with pytest.raises(InvalidInputError) as caught:
+        act()
+    return caught.value.field, caught.value.value, caught.value.limit
+
+
+def test_refusals_name_the_field_the_value_and_the_limit() -> None:
+    scheduler = make_scheduler(num_blocks=2)
+    add(scheduler, "a", 1)
+    pool = "needs 3 KV blocks of 2 tokens, the pool has num_blocks = 2"
+    limit = (
+        "must be at least max_num_seqs = 4, so that every running request can decode one token "
+        "a step"
+    )
+    assert [
+        refusal(lambda: add(scheduler, "a", 1)),
+        refusal(lambda: add(scheduler, "b", 0)),
+        refusal(lambda: add(scheduler, "b", 3, 0)),
+        refusal(lambda: add(scheduler, "b", 3, 3)),
+        refusal(lambda: scheduler.pause("b")),
+        refusal(lambda: make_scheduler(max_num_seqs=0)),
+        refusal(lambda: make_scheduler(max_num_seqs=4, budget=3)),
+    ] == [
+        ("request_id", "a", "is in use"),
+        ("prompt", "0 tokens", "must have 1 to 3 tokens"),
+        ("prompt", "3 tokens", "must have 1 to 2 tokens"),
+        ("prompt + max_tokens", 6, pool),
+        ("request_id", "b", "is no live request"),
+        ("max_num_seqs", 0, "must be 1 or more"),
+        ("max_num_batched_tokens", 3, limit),
+    ]

@@ -1,0 +1,19 @@
+"""The golden tests on a GPU: float32 models, token-equal with Hugging Face on the same GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.harness import Condition, check
+from tests.golden.subjects import TINY_CONDITIONS, tiny
+from tests.models import ARCHITECTURES
+
+CONDITIONS = [c for c in TINY_CONDITIONS if c.name in ("plain", "tiny pool+cache", "budget 16")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
+def test_tiny_models_equal_generate_on_the_gpu(arch: str, condition: Condition) -> None:
+    subject, reference = tiny(arch, "cuda")
+    check(subject.run(condition, reference), condition)
