@@ -92,9 +92,9 @@ def greedy(logits: Tensor) -> Tensor:
 def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
     """Choose one token a row.
 
-    Temperature first; then top_k keeps the k likeliest (ties to the lowest ids), top_p the
-    smallest set of those whose renormalised probability reaches p, at least one token; min_p
-    drops what is less likely than min_p times the likeliest.
+    In vLLM's order: temperature; min_p drops what is less likely than min_p times the likeliest;
+    top_k keeps the k likeliest of the rest (ties to the lowest ids), top_p the smallest set of
+    those whose renormalised probability reaches p, at least one token.
 
     Args:
         logits: ``[S, V]``, any float dtype.
@@ -114,11 +114,11 @@ def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
     scaled = logits[rows].float()
     scaled = scaled - scaled.amax(-1, keepdim=True)
     scaled = scaled / params.temperature[rows].unsqueeze(1)
-    if params.any_top:
-        scaled = _keep_top(scaled, params.top_k[rows], params.top_p[rows])
     if params.any_min_p:
         threshold = params.min_p[rows].log().unsqueeze(1)
         scaled = scaled.masked_fill(scaled < threshold, _NEG_INF)
+    if params.any_top:
+        scaled = _keep_top(scaled, params.top_k[rows], params.top_p[rows])
     tokens[rows] = _gumbel_argmax(scaled, params.seeds[rows], params.positions[rows])
     return tokens
 
