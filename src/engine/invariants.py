@@ -29,8 +29,8 @@ def _require(condition: bool, property_id: str, detail: str) -> None:
 
 
 def check_state(scheduler: Scheduler) -> None:
-    """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23, S24,
-    S27 or S28."""
+    """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23,
+    S24, S27 or S28."""
     _check_pool(scheduler)
     _check_requests(scheduler)
     for plan in scheduler.in_flight:
