@@ -25,8 +25,8 @@ TINY_CONDITIONS = conditions(longest=128, pool_tokens=136)
 
 # 32 lengths from 1 to 900, close together where block and chunk boundaries are.
 SMOLLM2_PROMPT_LENGTHS = [
-    *(1, 2, 3, 5, 8, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 55),
-    *(63, 64, 65, 80, 96, 100, 127, 128, 129, 150, 200, 255, 257, 400, 511, 900),
+    *(1, 2, 3, 5, 8, 15, 16, 17, 20, 24, 31, 32, 33, 36, 40, 47),
+    *(48, 49, 55, 63, 64, 65, 70, 80, 96, 100, 127, 128, 129, 150, 257, 900),
 ]
 SMOLLM2_NUM_OUTPUTS = 8
 SMOLLM2_CONDITIONS = conditions(longest=908, pool_tokens=1024)
