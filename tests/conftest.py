@@ -10,6 +10,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported. Tiny matrices gain nothing from threads, and on a machine that is shared
+# OpenMP's threads wait for one another at every product: a hundred times slower was seen.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
 settings.register_profile("dev", max_examples=150, **_COMMON)
