@@ -39,7 +39,6 @@ class Planner:
     __slots__ = (
         "_blocks",
         "_held",
-        "_is_admission_over",
         "_is_closed",
         "_new_blocks",
         "_num_extra_tokens",
@@ -65,7 +64,6 @@ class Planner:
         self._held: set[Request] = set()
         # An elder went without blocks it wanted: nobody younger takes any in this step.
         self._is_closed = False
-        self._is_admission_over = False
 
     def plan(self) -> StepPlan:
         """Walk, moving requests between the queues and blocks into tables; return the plan."""
@@ -176,15 +174,13 @@ class Planner:
         return (
             not self._is_closed
             and not self._preempted
-            and not self._is_admission_over
             and len(self._running) < self._scheduler.max_num_seqs
         )
 
     def _admit(self, request: Request, position: int) -> bool:
         """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
-        False nothing was admitted, and nothing waiting will be in this step."""
+        False nothing was admitted, and the walk admits nobody else in this step."""
         if request.num_in_flight or self._budget_behind(request) < 1:
-            self._is_admission_over = True
             return False
         blocks = self._blocks
         hits = blocks.match(request)
