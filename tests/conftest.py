@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
 settings.register_profile("dev", max_examples=150, **_COMMON)
-settings.register_profile("deep", max_examples=5000, **_COMMON)
+settings.register_profile("deep", max_examples=10_000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
