@@ -58,7 +58,8 @@ class Planner:
         self._starts: list[int] = []
         self._unusual_rows: dict[int, tuple[int, bool]] = {}
         self._num_extra_tokens = 0
-        self._new_blocks: dict[Request, tuple[int, ...]] = {}
+        # By row. Blocks are taken for the row that is written next.
+        self._new_blocks: dict[int, tuple[int, ...]] = {}
         self._preempted: list[Request] = []
         # Victims with tokens in flight: kept out of the plan until they have drained.
         self._held: set[Request] = set()
@@ -112,7 +113,7 @@ class Planner:
             return False
         if not self._blocks.num_available_blocks:
             return False
-        self._new_blocks[request] = self._blocks.allocate(request, 1)
+        self._new_blocks[len(self._requests)] = self._blocks.allocate(request, 1)
         return True
 
     def _serve_slowly(self, request: Request) -> None:
@@ -165,7 +166,7 @@ class Planner:
         num_taken = min(num_wanted, blocks.num_available_blocks)
         if num_taken < num_wanted:
             self._is_closed = True
-        self._add_blocks(request, blocks.allocate(request, num_taken))
+        self._add_blocks(blocks.allocate(request, num_taken))
         return num_taken * blocks.block_size
 
     # Admission and preemption -----------------------------------------------------------------
@@ -190,7 +191,7 @@ class Planner:
             self._is_closed = True
             return False
         blocks.acquire(request, hits)
-        self._add_blocks(request, tuple(hits))
+        self._add_blocks(tuple(hits))
         self._scheduler.enter_running(request, position)
         return True
 
@@ -213,9 +214,10 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------
 
-    def _add_blocks(self, request: Request, block_ids: tuple[int, ...]) -> None:
+    def _add_blocks(self, block_ids: tuple[int, ...]) -> None:
         if block_ids:
-            self._new_blocks[request] = self._new_blocks.get(request, ()) + block_ids
+            row = len(self._requests)
+            self._new_blocks[row] = self._new_blocks.get(row, ()) + block_ids
 
     def _freeze(self) -> StepPlan:
         num_rows = len(self._requests)
@@ -223,13 +225,6 @@ class Planner:
         sampled = [True] * num_rows
         for row, (num_row_tokens, is_sampled) in self._unusual_rows.items():
             num_tokens[row], sampled[row] = num_row_tokens, is_sampled
-        new_blocks = {}
-        if self._new_blocks:
-            new_blocks = {
-                row: self._new_blocks[request]
-                for row, request in enumerate(self._requests)
-                if request in self._new_blocks
-            }
         return StepPlan(
             step=self._scheduler.num_steps,
             requests=tuple(self._requests),
@@ -237,6 +232,6 @@ class Planner:
             num_tokens=tuple(num_tokens),
             sampled=tuple(sampled),
             preempted=tuple(self._preempted),
-            new_blocks=new_blocks,
+            new_blocks=self._new_blocks,
             is_decode_only=num_rows > 0 and not self._unusual_rows,
         )

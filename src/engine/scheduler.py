@@ -210,7 +210,7 @@ class Scheduler:
                 finished.append(request)
             elif request.state is _RUNNING:
                 self._arm(request)
-        if request in self.draining and not request.num_in_flight:
+        if self.draining and request in self.draining and not request.num_in_flight:
             self.draining.discard(request)
             self._give_back(request)
 
