@@ -3,6 +3,7 @@ examples every time), `dev` (random, short), `deep` (random, long)."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -13,6 +14,16 @@ from hypothesis import HealthCheck, settings
 # Before torch is imported. Tiny matrices gain nothing from threads, and on a machine that is shared
 # OpenMP's threads wait for one another at every product: a hundred times slower was seen.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+# Before Triton is imported, which any test that compiles may do: without a GPU its kernels are
+# interpreted. With one they are compiled, and kernels/test_triton_gpu.py tests the same on it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+collect_ignore = []
+if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+    collect_ignore.append("kernels/test_triton.py")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)

@@ -8,6 +8,10 @@ of padding tokens point. slot = block id * block_size + offset.
 A step stores before it attends: ``context_lens[b]`` counts the row's own new tokens. The j-th
 query of a row with n queries sits at position ``context_lens[b] - n + j`` and sees positions up to
 its own, the last ``window`` of them if ``window > 0``. Padding tokens yield zeros.
+
+Called as they are, the ops run the Triton kernels for tensors on a GPU that those can serve, and
+the reference for all others. An engine replaces them in its graph by the functions of a
+:class:`pagespec.kernels.choice.Choice`.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import reference
+from pagespec.kernels.choice import Attend, triton_limit
 
 # Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
 # The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us a
@@ -36,6 +41,54 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("kv_store", reference.kv_store, "CompositeExplicitAutograd")
 _LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
+
+
+def _kv_store_cuda(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    widest = max(key.shape[2], value.shape[2])
+    store = reference.kv_store
+    if triton_limit(key.device, key.dtype, widest, k_cache.shape[1]) is None:
+        from pagespec.kernels import triton_store
+
+        store = triton_store.kv_store
+    store(key, value, k_cache, v_cache, slot_mapping)
+
+
+def _paged_attention_cuda(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    widest = max(query.shape[2], v_cache.shape[3])
+    attend: Attend = reference.paged_attention
+    if triton_limit(query.device, query.dtype, widest, k_cache.shape[1]) is None:
+        from pagespec.kernels import triton_attention
+
+        attend = triton_attention.paged_attention
+    return attend(
+        query,
+        k_cache,
+        v_cache,
+        query_starts,
+        context_lens,
+        block_tables,
+        scale,
+        window,
+        softcap,
+        sinks,
+    )
+
+
+_LIBRARY.impl("kv_store", _kv_store_cuda, "CUDA")
+_LIBRARY.impl("paged_attention", _paged_attention_cuda, "CUDA")
 
 
 @torch.library.register_fake("pagespec::kv_store", lib=_LIBRARY)

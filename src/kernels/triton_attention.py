@@ -1,0 +1,264 @@
+"""``pagespec::paged_attention`` on a GPU: chooses tiles and grids, and launches the kernels.
+
+Everything here follows shapes and dtypes alone. Nothing waits for the device, so that calls can be
+captured in a CUDA graph and replayed with other contents.
+
+- At most as many tokens as rows (decode, with or without padding): one decode program (or several
+  lanes of them) a token and KV head.
+- More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
+  the other's alone.
+
+Tile and split of the keys depend on dtype and head sizes only, never on the batch: see
+:mod:`pagespec.kernels.triton_softmax` for what that buys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from pagespec.kernels.triton_decode import decode_kernel, merge_kernel
+from pagespec.kernels.triton_prefill import prefill_kernel
+from pagespec.kernels.triton_softmax import LOG2E
+from pagespec.kernels.triton_store import has_dependent_launch, steps
+
+_ALL = 1 << 20  # splits; more than any context has
+_MIN_DOT = 16  # smallest side of a matrix instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """Tile sizes of one dtype and head size; measured in benchmarks/NOTES.md, "Attention".
+
+    Attributes:
+        block_n: keys a tile. short_split: keys a split up to position ``knee``, long_split: beyond;
+            multiples of it. These four decide the bits.
+        decode_warps, decode_stages: of the decode kernel.
+        block_m: lines (queries x heads of a group) of a prefill tile.
+        prefill_warps, prefill_stages: of the prefill kernel.
+        few_registers: cap on the registers of a decode thread where every split is a program and
+            blocks are smaller than a tile, None for no cap: a few more programs a multiprocessor
+            gain 2 to 9% there, and lose as much elsewhere.
+        merge_chunk: pieces whose loads the merge kernel has under way together.
+        whole_from: decode programs (rows x KV heads) from which each walks its whole context.
+        knee_from: those from which the first piece reaches to the knee.
+        max_programs: what contexts of many pieces are spread over.
+    """
+
+    block_n: int
+    decode_warps: int
+    decode_stages: int
+    block_m: int
+    prefill_warps: int
+    prefill_stages: int
+    short_split: int = 128
+    long_split: int = 512
+    knee: int = 512
+    few_registers: int | None = None
+    merge_chunk: int = 8
+    whole_from: int = 1024
+    knee_from: int = 128
+    max_programs: int = 4096
+
+    def num_splits(self, num_positions: int) -> int:
+        """Splits that begin below ``num_positions``."""
+        short = math.ceil(min(num_positions, self.knee) / self.short_split)
+        return short + math.ceil(max(num_positions - self.knee, 0) / self.long_split)
+
+
+@cache
+def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
+    """The tiling for ``dtype`` and head sizes, by what fits shared memory and registers."""
+    widest = triton.next_power_of_2(max(k_dim, v_dim))
+    if dtype == torch.float32:
+        return Tiling(
+            block_n=16,
+            decode_warps=4,
+            decode_stages=2,
+            block_m=32,
+            prefill_warps=8,
+            prefill_stages=2,
+        )
+    if widest > 128:
+        return Tiling(
+            block_n=32,
+            decode_warps=4,
+            decode_stages=3,
+            block_m=128,
+            prefill_warps=8,
+            prefill_stages=2,
+        )
+    return Tiling(
+        block_n=64,
+        decode_warps=4,
+        decode_stages=3,
+        block_m=128,
+        prefill_warps=8,
+        prefill_stages=3,
+        few_registers=128,
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """As :func:`pagespec.kernels.ops.paged_attention`, with shapes as there.
+
+    ``query`` may be strided in tokens and heads. Products have operands of the query's dtype and
+    float32 sums; float32 operands are multiplied as such, not as TF32. Any block size that is a
+    power of two.
+
+    Args:
+        tiling: to try another than :func:`choose_tiling` gives; may change the bits.
+    """
+    num_tokens, num_q_heads, k_dim = query.shape
+    page, num_kv_heads, v_dim = v_cache.shape[1:]
+    num_rows, table_width = block_tables.shape
+    if page & (page - 1):
+        raise ValueError(f"block size {page}: the Triton kernels need a power of two")
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    out = query.new_empty(num_tokens, num_q_heads, v_dim)
+    if num_tokens == 0:
+        return out
+    if num_rows == 0:
+        return out.zero_()
+    t = tiling or choose_tiling(query.dtype, k_dim, v_dim)
+    group_size = num_q_heads // num_kv_heads
+    # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
+    log2e = LOG2E.value
+    factor = log2e if softcap else scale * log2e
+    cap_in = scale / softcap if softcap else 0.0
+    v_padded = max(_MIN_DOT, triton.next_power_of_2(v_dim))
+    shared = {
+        "HQ": num_q_heads,
+        "DV": v_dim,
+        "DV_PAD": v_padded,
+        "SHORT": t.short_split,
+        "LONG": t.long_split,
+        "KNEE": t.knee,
+        "HAS_WINDOW": window > 0,
+        "HAS_SINKS": sinks is not None,
+    }
+    token_stride, head_stride, step = steps(query)
+    walking = {
+        **shared,
+        "HKV": num_kv_heads,
+        "DK": k_dim,
+        "DK_PAD": max(_MIN_DOT, triton.next_power_of_2(k_dim)),
+        "BLOCK_N": t.block_n,
+        "PAGE": page,
+        "ONES": _MIN_DOT,
+        "Q_STEP": step,
+        "HAS_SOFTCAP": softcap > 0,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+    strides = (token_stride, head_stride, block_tables.stride(0))
+
+    by_token = num_tokens <= num_rows
+    num_units = num_tokens if by_token else num_rows
+    num_programs = num_units * num_kv_heads
+    max_splits = t.num_splits(table_width * page)
+    if num_programs >= t.whole_from:
+        splits_in_first = _ALL
+    else:
+        splits_in_first = t.num_splits(t.knee) if num_programs >= t.knee_from else 1
+    max_pieces = max(1, max_splits - splits_in_first + 1)
+    if window:
+        max_pieces = min(max_pieces, (window - 2) // t.short_split + 2)
+    num_lanes = min(max_pieces, max(1, t.max_programs // num_programs))
+    # With one piece at most, nothing is merged: these are empty, of the dtype they always have.
+    shape = (num_units if max_pieces > 1 else 0, num_q_heads, max_pieces)
+    partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=query.device)
+    stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    overlap = has_dependent_launch(query.device)
+    decode_kernel[(num_kv_heads * num_lanes, num_units)](
+        query,
+        k_cache,
+        v_cache,
+        out,
+        partial,
+        stats,
+        query_starts,
+        context_lens,
+        block_tables,
+        sinks,
+        factor,
+        cap_in,
+        float(softcap),
+        window,
+        *strides,
+        num_rows,
+        num_lanes,
+        max_pieces,
+        **walking,
+        BLOCK_M=max(_MIN_DOT, triton.next_power_of_2(group_size)),
+        BY_TOKEN=by_token,
+        FIRST=splits_in_first,
+        PDL=overlap,
+        num_warps=t.decode_warps,
+        num_stages=t.decode_stages,
+        maxnreg=t.few_registers if splits_in_first == 1 and page < t.block_n else None,
+        launch_pdl=overlap,
+    )
+    if max_pieces > 1:
+        merge_kernel[(num_q_heads, num_units)](
+            partial,
+            stats,
+            out,
+            query_starts,
+            context_lens,
+            sinks,
+            factor,
+            window,
+            num_rows,
+            max_pieces,
+            **shared,
+            CHUNK=t.merge_chunk,
+            FIRST=splits_in_first,
+            BY_TOKEN=by_token,
+            PDL=overlap,
+            num_warps=1,
+            launch_pdl=overlap,
+        )
+    if not by_token:
+        block_m = max(t.block_m, triton.next_power_of_2(group_size))
+        num_tiles = num_tokens // (block_m // group_size) + num_rows + 1
+        prefill_kernel[(num_tiles * num_kv_heads,)](
+            query,
+            k_cache,
+            v_cache,
+            out,
+            query_starts,
+            context_lens,
+            block_tables,
+            sinks,
+            factor,
+            cap_in,
+            float(softcap),
+            window,
+            *strides,
+            num_tokens,
+            num_rows,
+            num_tiles,
+            **walking,
+            BLOCK_M=block_m,
+            num_warps=t.prefill_warps,
+            num_stages=t.prefill_stages,
+        )
+    return out

@@ -1,0 +1,278 @@
+"""Attention of single queries over pages: split-KV decode, and the merge of its splits.
+
+A program serves one token, one KV head with its G query heads, and some of the *pieces* of the
+context. The first piece is the first ``FIRST`` splits, folded by the program; each later split is
+a piece. Programs beside each other take pieces ``lane``, ``lane + num_lanes``, ...; if a context
+has more than one, their states go to ``partial`` and ``stats``, and the merge kernel folds them in
+order. All choices of ``FIRST`` and ``num_lanes`` give the same bits
+(:mod:`pagespec.kernels.triton_softmax`), so they may follow the size of the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pagespec.kernels.triton_softmax import (
+    block_ids,
+    count_at_most,
+    finish,
+    fold,
+    piece_begin,
+    pieces_of,
+    split_begin,
+    walk,
+)
+
+
+@triton.jit
+def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(row, token, position) of a unit; position -1 if there is nothing to do.
+
+    A unit is a token if BY_TOKEN (then at most B units), else a row, served if it has one query.
+    """
+    if BY_TOKEN:
+        row = unit
+        token = unit
+        begin = tl.load(starts + unit)
+        end = tl.load(starts + unit + 1)
+        context = tl.load(contexts + unit)
+        if (begin != unit) | (end != unit + 1):  # not the usual batch of one query each
+            row = count_at_most(starts + 1, num_rows, unit, 1, False)
+            end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+            context = tl.load(contexts + row, mask=row < num_rows, other=0)
+        position = tl.where(row < num_rows, context - (end - token), -1)
+    else:
+        row = unit
+        token = tl.load(starts + unit)
+        is_single = tl.load(starts + unit + 1) - token == 1
+        context = tl.load(contexts + unit)
+        position = tl.where(is_single, context - 1, -1)
+    return row, token, position
+
+
+@triton.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=[
+        "window",
+        "q_token_stride",
+        "q_head_stride",
+        "table_stride",
+        "num_rows",
+        "num_lanes",
+        "max_pieces",
+    ],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+)
+def decode_kernel(  # type: ignore[no-untyped-def]
+    query,
+    k_cache,
+    v_cache,
+    out,
+    partial,  # float32 [units, HQ, max_pieces, DV]
+    stats,  # float32 [units, HQ, max_pieces, 2]: peak and mass
+    starts,
+    contexts,
+    tables,
+    sinks,
+    factor,
+    cap_in,
+    cap_out,
+    window,
+    q_token_stride,  # in units of Q_STEP elements
+    q_head_stride,
+    table_stride,
+    num_rows,
+    num_lanes,
+    max_pieces,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    Q_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    KNEE: tl.constexpr,
+    FIRST: tl.constexpr,
+    PAGE: tl.constexpr,
+    ONES: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        # All that ran before has to have ended. Then the merge may be put on the machine as soon
+        # as all of these programs are on it; it waits there in turn.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    G: tl.constexpr = HQ // HKV
+    unit = tl.program_id(1)
+    head = tl.program_id(0) % HKV
+    lane = tl.program_id(0) // HKV
+    row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+
+    in_group = tl.arange(0, BLOCK_M)
+    heads = head * G + in_group
+    dims = tl.arange(0, DV_PAD)
+    is_head = in_group < G
+    mask = is_head[:, None] & (dims < DV)[None, :]
+    target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
+    if position < 0:
+        if BY_TOKEN:  # padding; every lane writes it
+            tl.store(target, tl.zeros((BLOCK_M, DV_PAD), out.dtype.element_ty), mask=mask)
+        return
+
+    low, first_piece, last_piece = pieces_of(position, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
+    if first_piece + lane > last_piece:
+        return
+    table = tables + row.to(tl.int64) * table_stride
+    # Asked for before the queries, whose way into registers ends with a barrier.
+    begin = piece_begin(first_piece + lane, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
+    blocks = block_ids(table, begin, position, PAGE, BLOCK_N)
+    k_dims = tl.arange(0, DK_PAD)
+    q = tl.load(
+        query
+        + token.to(tl.int64) * (q_token_stride * Q_STEP)
+        + heads.to(tl.int64)[:, None] * (q_head_stride * Q_STEP)
+        + k_dims[None, :],
+        mask=is_head[:, None] & (k_dims < DK)[None, :],
+        other=0.0,
+    )
+    positions = tl.zeros((BLOCK_M,), tl.int32) + position
+    nothing = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    zero_mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+    zero_acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    for piece in range(first_piece + lane, last_piece + 1, num_lanes):
+        next_begin = piece_begin(piece + num_lanes, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
+        next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
+        end = split_begin(piece + FIRST, SHORT, LONG, KNEE)
+        _, total_peak, total_mass, total_acc, peak, mass, acc = walk(
+            q,
+            k_cache + head * DK,
+            v_cache + head * DV,
+            table,
+            blocks,
+            begin,
+            tl.minimum(end, position + 1),
+            position,
+            positions,
+            window,
+            nothing,
+            zero_mass,
+            zero_acc,
+            nothing,
+            zero_mass,
+            zero_acc,
+            factor,
+            cap_in,
+            cap_out,
+            HKV,
+            DK,
+            DV,
+            DK_PAD,
+            DV_PAD,
+            BLOCK_N,
+            SHORT,
+            LONG,
+            KNEE,
+            PAGE,
+            ONES,
+            FIRST > 1,
+            True,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            PRECISION,
+        )
+        begin = next_begin
+        blocks = next_blocks
+        # The last split of the piece, if its end was not reached; else empty, which is harmless.
+        total_peak, total_mass, total_acc = fold(
+            total_peak, total_mass, total_acc, peak, mass, acc, factor
+        )
+        if first_piece == last_piece:
+            result = finish(
+                total_peak, total_mass, total_acc, sinks, heads, is_head, factor, HAS_SINKS
+            )
+            tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+        else:
+            index = (unit.to(tl.int64) * HQ + heads) * max_pieces + (piece - first_piece)
+            tl.store(partial + index[:, None] * DV + dims[None, :], total_acc, mask=mask)
+            tl.store(stats + index * 2, total_peak, mask=is_head)
+            tl.store(stats + index * 2 + 1, tl.max(total_mass, 1), mask=is_head)
+
+
+@triton.jit(
+    do_not_specialize=["window", "num_rows", "max_pieces"],
+    do_not_specialize_on_alignment=["starts", "contexts"],
+)
+def merge_kernel(  # type: ignore[no-untyped-def]
+    partial,
+    stats,
+    out,
+    starts,
+    contexts,
+    sinks,
+    factor,
+    window,
+    num_rows,
+    max_pieces,
+    HQ: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    KNEE: tl.constexpr,
+    FIRST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Fold the pieces of one unit and query head; those of one piece are finished already."""
+    unit = tl.program_id(1)
+    head = tl.program_id(0)
+    _, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    if PDL:
+        # All programs wait: the end of this kernel has to mean the end of the decode kernel too.
+        tl.extra.cuda.gdc_wait()
+    if position < 0:
+        return
+    _, first_piece, last_piece = pieces_of(position, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
+    if first_piece == last_piece:
+        return
+    one = tl.arange(0, 1)
+    heads = head + one
+    dims = tl.arange(0, DV_PAD)
+    mask = (one == 0)[:, None] & (dims < DV)[None, :]
+    index = (unit.to(tl.int64) * HQ + heads) * max_pieces
+    total_peak = tl.full((1,), float("-inf"), tl.float32)
+    total_mass = tl.zeros((1, 1), tl.float32)
+    total_acc = tl.zeros((1, DV_PAD), tl.float32)
+    num_pieces = last_piece - first_piece + 1
+    # A chunk's loads are under way together; beyond the last piece, empty ones change nothing.
+    for first in range(0, num_pieces, CHUNK):
+        for i in tl.static_range(CHUNK):
+            piece = first + i
+            here = index + piece
+            some = one + piece < num_pieces
+            acc = tl.load(
+                partial + here[:, None] * DV + dims[None, :],
+                mask=some[:, None] & (dims < DV)[None, :],
+                other=0.0,
+            )
+            peak = tl.load(stats + here * 2, mask=some, other=float("-inf"))
+            mass = tl.load(stats + here * 2 + 1, mask=some, other=0.0)[:, None]
+            total_peak, total_mass, total_acc = fold(
+                total_peak, total_mass, total_acc, peak, mass, acc, factor
+            )
+    result = finish(total_peak, total_mass, total_acc, sinks, heads, one == 0, factor, HAS_SINKS)
+    target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=mask)

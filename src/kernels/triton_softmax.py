@@ -1,0 +1,289 @@
+"""The arithmetic that the Triton attention kernels share, so that their bits agree.
+
+Online softmax over tiles of keys (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023), with
+splits of the keys merged at the end (Flash-Decoding, Dao et al. 2023). What makes the result of
+a query independent of how it was scheduled (decode, extend, prefill; alone or with others):
+
+- tiles of ``BLOCK_N`` positions and splits begin at fixed positions of the sequence, wherever the
+  query's program begins and ends. Splits hold ``SHORT`` positions up to position ``KNEE``, so
+  that few short sequences still make many programs, and ``LONG`` beyond. A tile or a split in
+  which a query sees nothing leaves its state as it was, to the bit;
+- every split has fresh accumulators, and splits are folded into the total one by one in order of
+  position, whether by the program that walked them or by a merge kernel;
+- no sum depends on a layout: scores, weighted values and the sum of the weights (a product with
+  ones) come from ``tl.dot``, each output element of which is one chain over the tile in order of
+  position. Maxima are exact in any order;
+- where the compiler could contract a product and a sum or not, ``tl.fma`` says which.
+
+State of a split or a total: ``peak [M]``, the largest score so far; ``mass [M, W]``, the sum of the
+weights exp(score - peak), the same in all W columns; ``acc [M, DV]``, the sum of weighted values.
+All float32. ``factor`` turns scores into logarithms to base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def split_of(position, SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of the split that holds ``position``."""
+    return tl.where(position < KNEE, position // SHORT, KNEE // SHORT + (position - KNEE) // LONG)
+
+
+@triton.jit
+def split_begin(split, SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First position of a split."""
+    return tl.where(split < KNEE // SHORT, split * SHORT, KNEE + (split - KNEE // SHORT) * LONG)
+
+
+@triton.jit
+def pieces_of(  # type: ignore[no-untyped-def]
+    position,
+    window,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    KNEE: tl.constexpr,
+    FIRST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """First position in view, and the first and last piece of a query at ``position``."""
+    low = tl.zeros_like(position)
+    if HAS_WINDOW:
+        low = tl.maximum(position - window + 1, 0)
+    first_piece = tl.maximum(split_of(low, SHORT, LONG, KNEE) - (FIRST - 1), 0)
+    last_piece = tl.maximum(split_of(position, SHORT, LONG, KNEE) - (FIRST - 1), 0)
+    return low, first_piece, last_piece
+
+
+@triton.jit
+def piece_begin(  # type: ignore[no-untyped-def]
+    piece,
+    low,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    KNEE: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """First tile in view of a piece."""
+    begin = tl.where(piece == 0, 0, split_begin(piece + (FIRST - 1), SHORT, LONG, KNEE))
+    return tl.maximum(begin, low // BLOCK_N * BLOCK_N)
+
+
+@triton.jit
+def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
+    """Softcap: ``cap_out * tanh(scores * cap_in)``."""
+    # tanh x = 1 - 2 / (e^2x + 1), right at both ends where e^2x is 0 or infinite.
+    power = tl.exp2(scores * (cap_in * (2.0 * LOG2E)))
+    return (1.0 - 2.0 / (power + 1.0)) * cap_out
+
+
+@triton.jit
+def add_tile(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    ones,
+    visible,
+    peak,
+    mass,
+    acc,
+    factor,
+    cap_in,
+    cap_out,
+    MASKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One more tile: ``q [M, DK]``, ``k [N, DK]``, ``v [N, DV]``, ``visible [M, N]``."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_SOFTCAP:
+        scores = capped(scores, cap_in, cap_out)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # Rows that have seen nothing yet: without this, -inf - -inf.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[:, None]))
+    shrink = tl.exp2((peak - base) * factor)
+    weights = weights.to(v.dtype)
+    mass = tl.dot(weights, ones, mass * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision=PRECISION)
+    return new_peak, mass, acc
+
+
+@triton.jit
+def fold(total_peak, total_mass, total_acc, peak, mass, acc, factor):  # type: ignore[no-untyped-def]
+    """Fold a split into the total of the splits before it."""
+    new_peak = tl.maximum(total_peak, peak)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    a = tl.exp2((total_peak - base) * factor)[:, None]
+    b = tl.exp2((peak - base) * factor)[:, None]
+    total_mass = tl.fma(mass, b, total_mass * a)
+    total_acc = tl.fma(acc, b, total_acc * a)
+    return new_peak, total_mass, total_acc
+
+
+@triton.jit
+def finish(peak, mass, acc, sinks, heads, mask, factor, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The output ``[M, DV]`` of a total; ``heads [M]`` are query heads, ``mask`` says which."""
+    weight = tl.max(mass, 1)
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32)
+        weight += tl.exp2(tl.fma(-peak, factor, sink * LOG2E))
+    return acc * (1.0 / weight)[:, None]
+
+
+@triton.jit
+def block_ids(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Block ids of the tile at ``start``: one if a tile lies in one block, else ``[BLOCK_N]``.
+
+    Positions beyond ``last`` stand for ``last``: the unused ends of tables are not looked at.
+    """
+    if PAGE >= BLOCK_N:
+        positions = tl.minimum(start, last)
+    else:
+        positions = tl.minimum(start + tl.arange(0, BLOCK_N), last)
+    return tl.load(table + positions.to(tl.uint32) // PAGE)
+
+
+@triton.jit
+def load_rows(  # type: ignore[no-untyped-def]
+    cache,
+    blocks,
+    start,
+    last,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ZEROED: tl.constexpr,
+):
+    """``[BLOCK_N, D_PAD]`` of one KV head, zeros beyond D, and beyond ``last`` if ZEROED.
+
+    ``cache`` points to that head; WIDTH are the elements of a slot. The kernels are bound by
+    instructions where they are not by memory: what can be a constant of the loop is one.
+    """
+    dims = tl.arange(0, D_PAD)
+    offsets = tl.arange(0, BLOCK_N)
+    base = cache + blocks.to(tl.int64) * (PAGE * WIDTH)
+    if PAGE >= BLOCK_N:
+        rows = base + (start & (PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
+    else:  # the tile begins where a block begins
+        rows = base[:, None] + ((offsets & (PAGE - 1)) * WIDTH)[:, None]
+    pointers = rows + dims[None, :]
+    if ZEROED:
+        exists = (offsets <= last - start)[:, None]
+        mask = exists if D == D_PAD else exists & (dims < D)[None, :]
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    elif D == D_PAD:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=(dims < D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def walk(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    table,
+    blocks,
+    begin,
+    end,
+    last,
+    positions,
+    window,
+    total_peak,
+    total_mass,
+    total_acc,
+    peak,
+    mass,
+    acc,
+    factor,
+    cap_in,
+    cap_out,
+    HKV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    KNEE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ONES: tl.constexpr,
+    FOLD: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the tiles that begin in ``[begin, end)``, ``begin`` a multiple of BLOCK_N, to the state
+    of a split; at its end fold it into the total and begin the next.
+
+    Args:
+        k_cache, v_cache: pointers to the KV head in the first slot.
+        blocks: the :func:`block_ids` of ``begin``, loaded early; those of the tile behind the last
+            one come back as the first result.
+        positions: of the queries, ``[M]``; only looked at if MASKED.
+        FOLD: False if all tiles are of one split, which is then left to the caller to fold.
+        last: last position any of the queries sees.
+    """
+    offsets = tl.arange(0, BLOCK_N)
+    ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
+    for start in tl.range(begin, end, BLOCK_N):
+        # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
+        k = load_rows(k_cache, blocks, start, last, DK, DK_PAD, HKV * DK, PAGE, BLOCK_N, False)
+        v = load_rows(v_cache, blocks, start, last, DV, DV_PAD, HKV * DV, PAGE, BLOCK_N, MASKED)
+        # One tile ahead: an address must not wait for the load of its block id.
+        blocks = block_ids(table, start + BLOCK_N, last, PAGE, BLOCK_N)
+        visible = (start + offsets)[None, :] <= positions[:, None]
+        if HAS_WINDOW:
+            visible &= (start + offsets)[None, :] > positions[:, None] - window
+        peak, mass, acc = add_tile(
+            q,
+            k,
+            v,
+            ones,
+            visible,
+            peak,
+            mass,
+            acc,
+            factor,
+            cap_in,
+            cap_out,
+            MASKED,
+            HAS_SOFTCAP,
+            PRECISION,
+        )
+        end_of_tile = start + BLOCK_N
+        if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
+            if end_of_tile & (tl.where(end_of_tile <= KNEE, SHORT, LONG) - 1) == 0:
+                total_peak, total_mass, total_acc = fold(
+                    total_peak, total_mass, total_acc, peak, mass, acc, factor
+                )
+                peak = tl.full(peak.shape, float("-inf"), tl.float32)
+                mass = tl.zeros_like(mass)
+                acc = tl.zeros_like(acc)
+    return blocks, total_peak, total_mass, total_acc, peak, mass, acc
+
+
+@triton.jit
+def count_at_most(starts, count, bound, STEP: tl.constexpr, INDEXED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many i < count have ``starts[i] // STEP + (i if INDEXED) <= bound``."""
+    total = 0
+    for first in range(0, count, 256):
+        i = first + tl.arange(0, 256)
+        keys = tl.load(starts + i, mask=i < count, other=0) // STEP
+        if INDEXED:
+            keys += i
+        total += tl.sum(((keys <= bound) & (i < count)).to(tl.int32))
+    return total

@@ -1,0 +1,188 @@
+"""Paged caches with random contents for kernel tests, and attention over them in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Rows = list[tuple[int, int]]
+"""(tokens already in the cache, new tokens) of each row of a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a model fixes about attention."""
+
+    hq: int = 4
+    hkv: int = 2
+    dk: int = 64
+    dv: int = 64
+    block_size: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        words = [f"{self.hq}/{self.hkv}", f"d{self.dk}", f"b{self.block_size}"]
+        words += [f"v{self.dv}"] if self.dv != self.dk else []
+        words += [f"w{self.window}"] if self.window else []
+        words += [f"cap{self.softcap}"] if self.softcap else []
+        words += ["sinks"] if self.has_sinks else []
+        return " ".join([*words, str(self.dtype).removeprefix("torch.")])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of ``kv_store`` and of ``paged_attention`` but for the caches, and the truth.
+
+    Attributes:
+        store: key ``[T, Hkv, Dk]``, value ``[T, Hkv, Dv]``, k_cache, v_cache, slot_mapping.
+        attend: query, k_cache, v_cache, query_starts, context_lens, block_tables, scale, window,
+            softcap, sinks.
+        histories: (K ``[context, Hkv, Dk]``, V) of each row, new tokens included.
+        num_tokens: of the rows, without padding.
+    """
+
+    store: tuple[Tensor, ...]
+    attend: tuple
+    histories: list[tuple[Tensor, Tensor]]
+    num_tokens: int
+
+
+def make_batch(
+    rows: Rows, shape: Shape, *, num_padding: int = 3, seed: int = 0, device: str = "cpu"
+) -> Batch:
+    """A batch whose old tokens are in the caches already. All that no row owns holds NaN: unused
+    slots and blocks, the null block, which padding and the tables' unused ends point to, and the
+    padding's own keys and values."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    s = shape
+    size = s.block_size
+    needed = [math.ceil((start + n) / size) for start, n in rows]
+    num_blocks = sum(needed) + 2
+    order = rng.sample(range(num_blocks), sum(needed))
+    num_tokens = sum(n for _, n in rows)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device).to(s.dtype)
+
+    def nans(*sizes: int) -> Tensor:
+        return torch.full(sizes, math.nan, dtype=s.dtype, device=device)
+
+    k_cache = nans(num_blocks + 1, size, s.hkv, s.dk)
+    v_cache = nans(num_blocks + 1, size, s.hkv, s.dv)
+    key, value = (
+        nans(num_tokens + num_padding, s.hkv, s.dk),
+        nans(num_tokens + num_padding, s.hkv, s.dv),
+    )
+    slots = torch.full((num_tokens + num_padding,), num_blocks * size, device=device)
+    tables = torch.full((len(rows), max(*needed, 1) + 1), num_blocks, dtype=torch.int32)
+    histories, starts, taken = [], [0], 0
+    for b, (start, n) in enumerate(rows):
+        mine = torch.tensor(order[taken : taken + needed[b]], dtype=torch.int32)
+        taken += needed[b]
+        tables[b, : len(mine)] = mine
+        positions = torch.arange(start + n)
+        own = (mine[positions // size].long() * size + positions % size).to(device)
+        k, v = normal(start + n, s.hkv, s.dk), normal(start + n, s.hkv, s.dv)
+        k_cache.view(-1, s.hkv, s.dk)[own[:start]] = k[:start]
+        v_cache.view(-1, s.hkv, s.dv)[own[:start]] = v[:start]
+        first = starts[-1]
+        key[first : first + n], value[first : first + n] = k[start:], v[start:]
+        slots[first : first + n] = own[start:]
+        starts.append(first + n)
+        histories.append((k, v))
+    query = normal(num_tokens + num_padding, s.hq, s.dk)
+    contexts = torch.tensor([start + n for start, n in rows], dtype=torch.int32)
+    return Batch(
+        (key, value, k_cache, v_cache, slots),
+        (
+            query,
+            k_cache,
+            v_cache,
+            torch.tensor(starts, dtype=torch.int32).to(device),
+            contexts.to(device),
+            tables.to(device),
+            s.dk**-0.5,
+            s.window,
+            s.softcap,
+            normal(s.hq) if s.has_sinks else None,
+        ),
+        histories,
+        num_tokens,
+    )
+
+
+def float64_attention(batch: Batch, rows: Rows, shape: Shape) -> Tensor:
+    """``[num_tokens, Hq, Dv]`` in float64, from the histories rather than the caches."""
+    query, sinks = batch.attend[0], batch.attend[-1]
+    outputs, first = [], 0
+    for (start, n), (k, v) in zip(rows, batch.histories, strict=True):
+        for a in range(0, n, 256):
+            b = min(a + 256, n)
+            q = query[first + a : first + b]
+            outputs.append(_float64_row(q, k[: start + b], v[: start + b], start + a, shape, sinks))
+        first += n
+    return torch.cat(outputs)
+
+
+def _float64_row(
+    q: Tensor, k: Tensor, v: Tensor, start: int, shape: Shape, sinks: Tensor | None
+) -> Tensor:
+    """Queries ``q [n, Hq, Dk]`` at positions from ``start`` over ``k``, ``v [context, Hkv, D]``."""
+    n, context = len(q), len(k)
+    grouped = q.double().view(n, shape.hkv, -1, shape.dk)
+    scores = torch.einsum("nhgd,chd->nhgc", grouped, k.double()) * shape.dk**-0.5
+    if shape.softcap:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    queries = torch.arange(start, start + n, device=q.device)[:, None]
+    keys = torch.arange(context, device=q.device)
+    visible = keys <= queries
+    if shape.window:
+        visible &= keys > queries - shape.window
+    scores.masked_fill_(~visible[:, None, None], -math.inf)
+    if sinks is not None:
+        column = sinks.double().view(1, shape.hkv, -1, 1).expand(n, -1, -1, 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., :context]
+    return torch.einsum("nhgc,chd->nhgd", weights, v.double()).reshape(n, shape.hq, shape.dv)
+
+
+def rescheduled(batch: Batch, chunks: Sequence[tuple[int, int]]) -> tuple:
+    """Arguments of ``paged_attention`` in which ranges ``[begin, end)`` of the queries of a batch
+    of one row, prefilled from position 0 and stored, are rows of their own."""
+    query, k_cache, v_cache, _, _, tables, *rest = batch.attend
+    tokens = torch.cat([torch.arange(begin, end) for begin, end in chunks])
+    starts = torch.tensor([0, *(end - begin for begin, end in chunks)]).cumsum(0)
+    contexts = torch.tensor([end for _, end in chunks])
+    device = query.device
+    return (
+        query[tokens.to(device)],
+        k_cache,
+        v_cache,
+        starts.to(device, torch.int32),
+        contexts.to(device, torch.int32),
+        tables.expand(len(chunks), -1),
+        *rest,
+    )
+
+
+@contextmanager
+def poisoned_memory(device: str) -> Iterator[None]:
+    """Inside, fresh tensors hold NaN: whatever a kernel does not write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        if not torch.empty(64, device=device).isnan().all():
+            raise RuntimeError("fresh tensors are not filled with NaN")
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
