@@ -1,0 +1,212 @@
+"""Linear layers on a GPU: one kernel for few rows, cuBLAS for many, the same bits from both.
+
+cuBLAS picks another algorithm, and with it another order of summation, as the number of rows
+changes. Where it may not split K it keeps to the plain order from some number of rows up, which is
+the order of :mod:`pagespec.kernels.triton_linear`. Below that number our kernel is the faster one
+anyway. So a shape needs one number, its *few rows*: up to it our kernel, above it cuBLAS.
+:func:`choose_plan` finds that number on the card at hand, by comparing bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagespec.kernels import fused
+from pagespec.kernels.linear_tiles import choose_tile, rows_worth_it
+from pagespec.kernels.triton_linear import Gate, matmul
+
+MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried
+ALL_ROWS = 1 << 30
+SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
+REFERENCE_ROWS = 512
+
+_MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above this, it is not used for the shape at all
+
+
+def _ours(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gate: Gate
+) -> Tensor:
+    """The Triton kernel; leading dims as x has them."""
+    rows = x.reshape(-1, x.shape[-1])
+    num_outs = weight.shape[0] // (2 if gate == "output" else 1)
+    if residual is not None:
+        residual = residual.reshape(-1, num_outs)
+    num_sms = 1
+    if x.is_cuda:
+        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    tile = choose_tile(len(rows), num_outs, weight.shape[1], x.itemsize, num_sms)
+    out = matmul(rows, weight, bias, residual, tile=tile, gate=gate)
+    return out.view(*x.shape[:-1], num_outs)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    few_rows: int = MAX_FEW_ROWS,
+) -> Tensor:
+    """``residual + F.linear(x, weight, bias)``, rounded as the two operations round.
+
+    Args:
+        x: ``[..., K]`` on a GPU. weight: ``[N, K]``. bias: ``[N]`` or None.
+        residual: ``[..., N]`` or None.
+        few_rows: up to how many rows our kernel computes, from a :class:`Plan`.
+
+    Returns:
+        ``[..., N]``.
+    """
+    if x.numel() <= few_rows * x.shape[-1]:
+        return _ours(x, weight, bias, residual, "none")
+    out = F.linear(x, weight, bias)
+    return out if residual is None else residual + out
+
+
+def silu_mul_linear(
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, few_rows: int = MAX_FEW_ROWS
+) -> Tensor:
+    """``residual + F.linear(silu(gate) * up, weight)``; gate and up are the halves of x.
+
+    Args:
+        x: ``[..., 2 K]``. weight: ``[N, K]``. residual: ``[..., N]`` or None.
+        few_rows: as of :func:`linear`.
+
+    Returns:
+        ``[..., N]``.
+    """
+    if x.numel() <= few_rows * x.shape[-1]:
+        return _ours(x, weight, None, residual, "input")
+    gate, up = x.chunk(2, dim=-1)
+    return linear(fused.act_mul(gate, up, "silu"), weight, None, residual, few_rows)
+
+
+def linear_silu_mul(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, few_rows: int = MAX_FEW_ROWS
+) -> Tensor:
+    """``silu(gate) * up`` of ``F.linear(x, weight, bias)``, gate and up being its halves.
+
+    Computes each value once, where :func:`silu_mul_linear` does it once a program.
+
+    Args:
+        x: ``[..., K]``. weight: ``[2 N, K]``. bias: ``[2 N]`` or None.
+        few_rows: as of :func:`linear`.
+
+    Returns:
+        ``[..., N]``.
+    """
+    if x.numel() <= few_rows * x.shape[-1]:
+        return _ours(x, weight, bias, None, "output")
+    gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+    return fused.act_mul(gate, up, "silu")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """Which row counts gave other bits than :data:`REFERENCE_ROWS` rows through cuBLAS did.
+
+    Attributes:
+        counts: the row counts tried, ascending.
+        cublas_differs: those at which some row of cuBLAS's result differs.
+        ours_differs: the same for our kernel, as far as it was tried.
+    """
+
+    counts: tuple[int, ...]
+    cublas_differs: tuple[int, ...]
+    ours_differs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who computes a shape. ``few_rows`` is what the functions above take.
+
+    Attributes:
+        num_outs, k_size: of the weight.
+        few_rows: up to how many rows our kernel computes; :data:`ALL_ROWS` for all.
+    """
+
+    num_outs: int
+    k_size: int
+    few_rows: int
+
+    def as_dict(self) -> dict[str, int]:
+        """For JSON; ``Plan(**d)`` reads it."""
+        return asdict(self)
+
+
+def sweep(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    counts: Sequence[int] = SWEEP_ROWS,
+    ours_up_to: int = ALL_ROWS,
+) -> SweepReport:
+    """Compare every row of products with ``counts`` rows with cuBLAS's for 512, bit by bit.
+
+    Args:
+        weight: ``[N, K]`` on a GPU. bias: ``[N]`` or None.
+        counts: row counts. The inputs of rows beyond 512 repeat the first.
+        ours_up_to: the highest at which to try our kernel; each of its tiles is compiled once.
+
+    Returns:
+        The report. It holds for this card, these libraries, and the settings in force
+        (:func:`pagespec.kernels.pinned.pinned_algorithms`).
+    """
+    counts = sorted(set(counts))
+    generator = torch.Generator(weight.device).manual_seed(0)
+    shape = (REFERENCE_ROWS, weight.shape[1])
+    x = torch.randn(shape, generator=generator, device=weight.device, dtype=torch.float32)
+    x = x.to(weight.dtype).repeat(-(-counts[-1] // REFERENCE_ROWS), 1)
+    expected = F.linear(x[:REFERENCE_ROWS], weight, bias)
+
+    def differs(out: Tensor) -> bool:
+        return any(
+            not torch.equal(_bits(part), _bits(expected[: len(part)]))
+            for part in out.split(REFERENCE_ROWS)
+        )
+
+    return SweepReport(
+        tuple(counts),
+        tuple(c for c in counts if differs(F.linear(x[:c], weight, bias))),
+        tuple(
+            c
+            for c in counts
+            if c <= ours_up_to and differs(_ours(x[:c], weight, bias, None, "none"))
+        ),
+    )
+
+
+def _bits(values: Tensor) -> Tensor:
+    """As integers, so that NaN equals itself and 0 is not -0."""
+    return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
+
+
+def choose_plan(weight: Tensor, bias: Tensor | None = None) -> Plan:
+    """The plan for weights of this shape, dtype and device, by :func:`sweep`.
+
+    Some milliseconds and the compilation of the tiles that will be used; to be kept.
+    """
+    few_rows = rows_worth_it(*weight.shape)
+    while True:
+        plan = plan_from(sweep(weight, bias, ours_up_to=few_rows), *weight.shape)
+        if plan.few_rows in (few_rows, ALL_ROWS):
+            return plan
+        few_rows = plan.few_rows  # so our kernel is to be tried further
+
+
+def plan_from(report: SweepReport, num_outs: int, k_size: int) -> Plan:
+    """cuBLAS from where it is known to be of one class, and of the same class as our kernel.
+
+    Row counts between two that were tried count as the lower one. If the last that differs is above
+    64, or our kernel differs wherever it would be used, our kernel computes all rows.
+    """
+    last_bad = max(report.cublas_differs, default=0)
+    first_good = next((c for c in report.counts if c > last_bad), ALL_ROWS)
+    few_rows = max(rows_worth_it(num_outs, k_size), first_good - 1)
+    has_two_classes = any(c <= few_rows for c in report.ours_differs)
+    if last_bad > _MAX_UNSAFE_ROWS or has_two_classes:
+        few_rows = ALL_ROWS
+    return Plan(num_outs, k_size, few_rows)

@@ -1,0 +1,211 @@
+"""Few-row products on a GPU: against float64, bit against bit, and against cuBLAS kept in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+# Largest error relative to the size of an output: rounding of it, and of a gate before.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+GATES = ["none", "input", "output"]
+# block_m, block_n, block_k, num_stages, num_warps; matrix instructions of a warp and of four
+TILES = [
+    (16, 16, 64, 3, 4),
+    (16, 8, 256, 3, 2),
+    (16, 64, 128, 3, 4),
+    (32, 32, 32, 2, 4),
+    (64, 16, 64, 3, 4),
+    (64, 64, 64, 3, 4),
+    (128, 64, 64, 3, 8),
+]
+TILES_IEEE = [(16, 32, 32, 3, 4), (64, 32, 32, 3, 4), (16, 16, 16, 2, 4), (32, 32, 64, 2, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh tensors hold NaN: whatever a kernel does not write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(64, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def product(block: tuple[int, ...], *args: Tensor | None, **options: object) -> Tensor:
+    from pagespec.kernels.triton_linear import Tile, matmul
+
+    m, n, k, stages, warps = block
+    tile = Tile(
+        block_m=m,
+        block_n=n,
+        block_k=k,
+        num_stages=stages,
+        num_warps=warps,
+        prefetch_k=(16 << 10) // (2 * n),
+    )
+    return matmul(*args, tile=tile, **options)  # type: ignore[arg-type]
+
+
+def tiles_of(dtype: torch.dtype) -> list[tuple[int, ...]]:
+    return list(TILES_IEEE if dtype == torch.float32 else TILES)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (200, 328), (33, 50)])
+def test_matches_float64_with_the_same_bits_from_every_tile(
+    dtype: torch.dtype, gate: str, n: int, k: int
+) -> None:
+    num_rows = 70
+    x = normal(num_rows, 2 * k if gate == "input" else k, dtype=dtype)
+    weight = normal(2 * n if gate == "output" else n, k, dtype=dtype, seed=1)
+    weight = weight / k**0.5
+    bias = normal(len(weight), dtype=dtype, seed=2)
+    residual = normal(num_rows, n, dtype=dtype, seed=3)
+    hidden = x.double()
+    if gate == "input":
+        hidden = F.silu(hidden[:, :k]) * hidden[:, k:]
+    expected = hidden @ weight.double().T + bias.double()
+    if gate == "output":
+        expected = F.silu(expected[:, :n]) * expected[:, n:]
+    first = product(tiles_of(dtype)[0], x, weight, bias, gate=gate)
+    error = (first.double() - expected).abs() / expected.abs().clamp(min=1)
+    assert error.max().item() <= 2 * TOLERANCE[dtype]  # false for NaN
+    for block in tiles_of(dtype):
+        for rows in (1, 2, 16, 17, num_rows):
+            out = product(block, x[:rows], weight, bias, gate=gate)
+            assert torch.equal(out, first[:rows]), (block, rows)
+        added = product(block, x, weight, bias, residual, gate=gate)
+        assert torch.equal(added, residual + first), block
+        moved = product(block, x.roll(5, 0), weight, bias, gate=gate)
+        assert torch.equal(moved.roll(-5, 0), first), block
+
+
+def test_silu_is_torchs_for_every_gate() -> None:
+    """All finite bfloat16 gates, on both ways, bit for bit but for what is next to nothing."""
+
+    def rounded_off(values: Tensor) -> Tensor:  # subnormal numbers become 0 on some of the ways
+        return torch.where(values.abs() < 1e-30, 0, values)
+
+    gates = torch.arange(65536, device="cuda").to(torch.int16).view(torch.bfloat16)
+    gates = torch.where(gates.isfinite(), gates, 0)
+    ups = normal(65536)
+    ups = torch.where((F.silu(gates) * ups).isfinite(), ups, 0)
+    expected = rounded_off(F.silu(gates) * ups)
+    x = torch.cat([gates.view(64, 1024), ups.view(64, 1024)], 1)
+    identity = torch.eye(1024, device="cuda", dtype=torch.bfloat16)
+    on_load = product((16, 64, 128, 3, 4), x, identity, gate="input")
+    assert torch.equal(rounded_off(on_load.view(-1)), expected)
+    columns = torch.zeros(65536, 16, device="cuda", dtype=torch.bfloat16)
+    columns[:, 0], columns[:, 1] = gates, ups
+    at_store = product((16, 16, 16, 2, 4), columns, identity[:2, :16], gate="output")
+    assert torch.equal(rounded_off(at_store.view(-1)), expected)
+
+
+def test_strided_rows() -> None:
+    wide, weights, residuals = normal(20, 1024), normal(96, 1024, seed=1), normal(20, 192, seed=2)
+    x, weight, residual = wide[:, 512:], weights[:, 256:768], residuals[:, 96:]
+    for block in TILES:
+        assert torch.equal(
+            product(block, x, weight, None, residual),
+            product(block, x.clone(), weight.clone(), None, residual.clone()),
+        )
+
+
+def test_a_captured_chain_gives_the_bits_of_single_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels that start before their input is there must wait for it, and for their weight."""
+    from pagespec.kernels import gpu_linear
+
+    # Filling memory puts a kernel between any two of ours, and nothing would overlap.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+    width = 512
+    weights = [normal(width, width, seed=i) / width**0.5 for i in range(12)]
+
+    def chain(x: Tensor, wait: bool) -> Tensor:
+        for weight in weights:
+            out = gpu_linear.linear(x, weight, None, x)
+            if wait:
+                torch.cuda.synchronize()
+            x = out / out.float().square().mean().sqrt().to(out.dtype)
+            # Two of ours back to back; the second's weight is what the first is writing.
+            first = gpu_linear.linear(weight[:16], weights[0], None)
+            if wait:
+                torch.cuda.synchronize()
+            second = gpu_linear.linear(x, first)
+            if wait:
+                torch.cuda.synchronize()
+            for _ in range(3):
+                x = gpu_linear.linear(x, weights[1], None, x)
+                if wait:
+                    torch.cuda.synchronize()
+            x = torch.cat([x[:, :-16], second[:, -16:]], 1).clamp(-4, 4)
+        return x
+
+    given = normal(3, width)
+    chain(given, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(given, False)
+    for seed in range(20):
+        given.copy_(normal(3, width, seed=seed))
+        graph.replay()
+        assert torch.equal(out, chain(given.clone(), True)), seed
+    assert out.isfinite().all()
+
+
+PINNED = """
+import json, torch
+from pagespec.kernels.gpu_linear import SWEEP_ROWS, choose_plan, linear, sweep
+from pagespec.kernels.pinned import pinned_algorithms
+
+found = []
+with pinned_algorithms():
+    for n, k, has_bias in ((1024, 3072, 0), (1024, 2048, 0), (1152, 896, 1), (4096, 4096, 0)):
+        torch.manual_seed(0)
+        weight = torch.randn(n, k, device="cuda").bfloat16()
+        bias = torch.randn(n, device="cuda").bfloat16() if has_bias else None
+        report, plan = sweep(weight, bias), choose_plan(weight, bias)
+        x = torch.randn(1, 1024, k, device="cuda").bfloat16()
+        whole = linear(x, weight, bias, few_rows=plan.few_rows)
+        changed = [
+            m for m in SWEEP_ROWS
+            if not torch.equal(linear(x[:, :m], weight, bias, few_rows=plan.few_rows), whole[:, :m])
+        ]
+        found.append({"shape": [n, k], "has_bias": has_bias, "few_rows": plan.few_rows,
+                      "changed": changed, "cublas": report.cublas_differs,
+                      "ours": report.ours_differs})
+print(json.dumps(found))
+"""
+
+
+def test_rows_keep_their_bits_under_a_plan() -> None:
+    """In a process of its own, as cuBLAS reads its settings once."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    run = subprocess.run(
+        [sys.executable, "-c", PINNED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert [f["changed"] for f in found] == [[], [], [], []], found
+    if torch.cuda.get_device_capability() == (9, 0):
+        # Measured on an H100: our order is the one cuBLAS keeps to.
+        assert [f["few_rows"] for f in found if not f["has_bias"]] == [16] * 3, found
+        assert [f["ours"] for f in found if not f["has_bias"]] == [[]] * 3, found

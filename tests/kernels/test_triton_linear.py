@@ -1,0 +1,258 @@
+"""The Triton product on the CPU, under Triton's interpreter, at tiny shapes; and its routing.
+
+The interpreter multiplies with NumPy, whose order of summation is its own. So bitwise tests across
+tiles use small integers, whose sums are exact: they show that every summand is counted once.
+It cuts bfloat16 off rather than rounding it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="Triton's interpreter is off: the kernels are compiled here, not interpreted",
+    ),
+]
+
+# block_m, block_n, block_k
+TILES = [(16, 16, 16), (16, 32, 64), (32, 16, 32), (64, 64, 16)]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 2e-3}
+
+
+def product(block: tuple[int, int, int], *args: Tensor | None, **options: object) -> Tensor:
+    from pagespec.kernels.triton_linear import Tile, matmul
+
+    m, n, k = block
+    tile = Tile(block_m=m, block_n=n, block_k=k, num_stages=2, num_warps=1)
+    return matmul(*args, tile=tile, **options)  # type: ignore[arg-type]
+
+
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).float()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("block", TILES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (40, 64), (33, 50), (7, 8)])
+def test_counts_every_summand_once(block: tuple[int, int, int], n: int, k: int) -> None:
+    weight, bias = integers(n, k), integers(n, seed=1)
+    for num_rows in (1, 3, 16, 17, 35):
+        x, residual = integers(num_rows, k, seed=2), integers(num_rows, n, seed=3)
+        exact = x @ weight.T
+        assert torch.equal(product(block, x, weight), exact)
+        assert torch.equal(product(block, x, weight, bias), exact + bias)
+        assert torch.equal(product(block, x, weight, None, residual), exact + residual)
+        assert torch.equal(product(block, x, weight, bias, residual), exact + bias + residual)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("gate", ["none", "input", "output"])
+def test_rounds_as_separate_operations(dtype: torch.dtype, gate: str) -> None:
+    num_rows, n, k = 5, 24, 40
+    x = normal(num_rows, 2 * k if gate == "input" else k, dtype=dtype)
+    weight = normal(2 * n if gate == "output" else n, k, dtype=dtype, seed=1) / 8
+    bias = normal(len(weight), dtype=dtype, seed=2)
+    residual = normal(num_rows, n, dtype=dtype, seed=3)
+    hidden = x
+    if gate == "input":
+        hidden = F.silu(x[:, :k]) * x[:, k:]
+    expected = F.linear(hidden, weight, bias)
+    if gate == "output":
+        expected = F.silu(expected[:, :n]) * expected[:, n:]
+    out = product((16, 16, 16), x, weight, bias, gate=gate)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    added = product((16, 16, 16), x, weight, bias, residual, gate=gate)
+    if dtype == torch.bfloat16:
+        torch.testing.assert_close(added, residual + out, rtol=3e-2, atol=3e-2)
+    else:  # the residual is added to what was rounded already
+        assert torch.equal(added, residual + out)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("gate", ["none", "input", "output"])
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, gate: str) -> None:
+    k = 48
+    x, weight = normal(37, 2 * k if gate == "input" else k, dtype=dtype), normal(40, k, dtype=dtype)
+    whole = product((16, 16, 32), x, weight, gate=gate)
+    for num_rows in (1, 2, 15, 16, 17, 33):
+        assert torch.equal(product((16, 16, 32), x[:num_rows], weight, gate=gate), whole[:num_rows])
+
+
+def test_takes_strided_rows_and_no_rows() -> None:
+    wide, weight, residual = integers(9, 64), integers(20, 32), integers(9, 40)
+    exact = wide[:, 32:] @ weight.T
+    block = (16, 16, 16)
+    assert torch.equal(product(block, wide[:, 32:], weight), exact)
+    assert torch.equal(product(block, wide[:, 32:].T.contiguous().T, weight), exact)
+    assert torch.equal(
+        product(block, wide[:, 32:], integers(20, 64)[:, 32:]),
+        exact * 0 + (wide[:, 32:] @ integers(20, 64)[:, 32:].T),
+    )
+    assert torch.equal(
+        product(block, wide[:, 32:], weight, None, residual[:, ::2]), exact + residual[:, ::2]
+    )
+    assert product(block, wide[:0, 32:], weight).shape == (0, 20)
+
+
+def test_refuses_what_does_not_fit() -> None:
+    x, weight, block = integers(2, 8), integers(4, 8), (16, 16, 16)
+    with pytest.raises(ValueError, match="does not fit"):
+        product(block, x, weight, gate="input")
+    with pytest.raises(ValueError, match="does not fit"):
+        product(block, x.bfloat16(), weight)
+    with pytest.raises(ValueError, match="residual"):
+        product(block, x, weight, None, integers(2, 8))
+    with pytest.raises(ValueError, match="bias"):
+        product(block, x, weight, integers(8))
+
+
+@pytest.mark.parametrize("few_rows", [0, 3, 100])
+@pytest.mark.parametrize("lead", [(3,), (1, 3), (1, 4), (2, 2)])
+def test_functions_keep_leading_dims_on_both_ways(few_rows: int, lead: tuple[int, ...]) -> None:
+    from pagespec.kernels import gpu_linear
+
+    x, weight, bias = normal(*lead, 32), normal(24, 32, seed=1), normal(24, seed=2)
+    residual = normal(*lead, 24, seed=3)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    plain = F.linear(x, weight, bias)
+    for given, expected in ((None, plain), (residual, residual + plain)):
+        out = gpu_linear.linear(x, weight, bias, given, few_rows=few_rows)
+        torch.testing.assert_close(out, expected, **close)
+    gate, up = x.chunk(2, -1)
+    out = gpu_linear.silu_mul_linear(x, weight[:, :16], residual, few_rows)
+    expected = residual + F.linear(F.silu(gate) * up, weight[:, :16])
+    torch.testing.assert_close(out, expected, **close)
+    gate, up = plain.chunk(2, -1)
+    out = gpu_linear.linear_silu_mul(x, weight, bias, few_rows)
+    torch.testing.assert_close(out, F.silu(gate) * up, **close)
+
+
+def test_few_rows_decides_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagespec.kernels import gpu_linear
+
+    rows: list[int] = []
+    plain = F.linear
+
+    def counted(x: Tensor, *rest: Tensor | None) -> Tensor:
+        rows.append(x.shape[1])
+        return plain(x, *rest)
+
+    monkeypatch.setattr(F, "linear", counted)
+    for num_rows in (4, 5):
+        gpu_linear.linear(integers(1, num_rows, 8), integers(4, 8), few_rows=4)
+        gpu_linear.silu_mul_linear(integers(1, num_rows, 16), integers(4, 8), few_rows=4)
+        gpu_linear.linear_silu_mul(integers(1, num_rows, 8), integers(4, 8), few_rows=4)
+    assert rows == [5, 5, 5]
+
+
+def test_tiles_follow_the_bucket_and_fit() -> None:
+    from pagespec.kernels.linear_tiles import choose_tile
+
+    for n, k in ((1024, 2048), (4096, 12288), (151936, 1024), (50, 24)):
+        for itemsize in (2, 4):
+            for rows in (range(1, 17), range(17, 33), range(33, 65), range(257, 9000, 500)):
+                tiles = {choose_tile(r, n, k, itemsize, 132) for r in rows}
+                (tile,) = tiles
+                # What lies in shared memory beside the tile being multiplied; an H100 has 227 KiB.
+                size = (tile.block_m + tile.block_n) * tile.block_k * itemsize
+                assert size * (tile.num_stages - 1) <= 100 << 10
+
+
+def test_a_plan_trusts_only_what_was_compared() -> None:
+    from pagespec.kernels.gpu_linear import ALL_ROWS, Plan, SweepReport, plan_from
+
+    counts = (1, 2, 8, 15, 16, 17, 31, 32, 64, 65, 512)
+
+    def few(cublas: tuple[int, ...], ours: tuple[int, ...] = ()) -> int:
+        return plan_from(SweepReport(counts, cublas, ours), 10, 20).few_rows
+
+    assert few(()) == 16
+    assert few((1, 2, 8)) == 16
+    assert few((1, 17)) == 30  # 18 to 30 were not compared
+    assert few((32,)) == 63
+    assert few((65,)) == ALL_ROWS
+    assert few((1, 512)) == ALL_ROWS
+    assert few((), (16,)) == ALL_ROWS  # ours is another class: then for all rows
+    assert few((), (512,)) == 16  # where ours is not used
+    assert few((17,), (17,)) == ALL_ROWS
+    plan = plan_from(SweepReport(counts, (17,), ()), 10, 20)
+    assert Plan(**json.loads(json.dumps(plan.as_dict()))) == plan
+
+
+def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagespec.kernels import gpu_linear
+
+    plain = F.linear
+
+    def off_at_three(x: Tensor, *rest: Tensor | None) -> Tensor:
+        out = plain(x.double(), *(r if r is None else r.double() for r in rest)).float()
+        if len(x) == 3:
+            out[2, 0] = torch.nextafter(out[2, 0], torch.tensor(9e9))
+        return out
+
+    monkeypatch.setattr(F, "linear", off_at_three)
+    # One summand: no rounding but the product's, so that all who compute it agree.
+    report = gpu_linear.sweep(normal(8, 1), None, (600, 1, 3, 2))
+    assert report == gpu_linear.SweepReport((1, 2, 3, 600), (3,), ())
+    assert gpu_linear.sweep(normal(8, 1), None, (1,)).cublas_differs == ()
+    monkeypatch.setattr(gpu_linear, "matmul", lambda x, *_, **__: off_at_three(x, normal(8, 1)) + 1)
+    assert gpu_linear.sweep(normal(8, 1), None, (1, 3)).ours_differs == (1, 3)
+
+
+def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagespec.kernels import gpu_linear
+
+    plain, ours = F.linear, gpu_linear.matmul
+    tried: set[int] = set()
+    bad: set[int] = set()
+
+    def library(x: Tensor, *rest: Tensor | None) -> Tensor:
+        return plain(x, *rest) + (len(x) == 17)
+
+    def watched(x: Tensor, *args: Tensor | None, **options: object) -> Tensor:
+        tried.add(len(x))
+        return ours(x, *args, **options) + (len(x) in bad)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gpu_linear, "matmul", watched)
+    weight = normal(8, 1)  # one summand: all who compute it agree
+    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 1, 16)
+    assert tried == {1, 2, 3, 4, 8, 15, 16}
+    monkeypatch.setattr(F, "linear", library)
+    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 1, 30)
+    assert max(tried) == 17
+    bad.add(17)
+    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 1, gpu_linear.ALL_ROWS)
+
+
+def test_pinning_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagespec.kernels.pinned import pinned_algorithms
+
+    flags = torch.backends.cuda.matmul
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    before = flags.allow_bf16_reduced_precision_reduction
+    with pinned_algorithms():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"
+        assert not flags.allow_bf16_reduced_precision_reduction
+        assert not flags.allow_fp16_reduced_precision_reduction
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:2"
+    assert "CUBLASLT_WORKSPACE_SIZE" not in os.environ
+    assert flags.allow_bf16_reduced_precision_reduction == before
