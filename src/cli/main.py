@@ -28,12 +28,13 @@ app = typer.Typer(
   pagespec generate --input prompts.jsonl --output answers.jsonl
   pagespec chat
   pagespec bench
+  pagespec verify --quick
   pagespec trace check run.jsonl
 
 Without --model the commands use the embedded SmolLM2-135M, if it is
 installed. Answers go to stdout, all else to stderr. Exit codes: 0 done,
-1 some rows are errors, 2 refused (one line says why; the environment
-variable PAGESPEC_TRACEBACK=1 shows where), 130 interrupted.""",
+1 some rows are errors or a check failed, 2 refused (one line says why; the
+environment variable PAGESPEC_TRACEBACK=1 shows where), 130 interrupted.""",
 )
 
 
@@ -163,6 +164,35 @@ def bench(
         seed=seed,
     )
     report(engine, workload, warmup=warmup, as_json=as_json)
+
+
+@app.command()
+@command
+def verify(
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Fewer cases: a minute or two for a small model on a CPU."),
+    ] = False,
+    *,
+    engine: EngineOptions,
+) -> None:
+    """Check that an answer does not depend on its schedule, on this machine.
+
+    \b
+      pagespec verify --quick
+      pagespec verify --model Qwen/Qwen3-0.6B --device cuda --max-num-seqs 256
+
+    Requests are answered alone in a fresh engine, and then again in batches of
+    every size up to --max-num-seqs, beside neighbours that come, go and are
+    aborted, with their prompts cut everywhere, from the prefix cache, and
+    preempted after every token. Their tokens and every bit of their logits must
+    be the same. Some cases are run again without transparency, to show that the
+    check finds differences where there are any. Exit code 0 if no answer
+    differs, 1 if any does.
+    """
+    from pagespec.cli.verify import verify_schedules
+
+    verify_schedules(engine, quick=quick)
 
 
 trace_app = typer.Typer(no_args_is_help=True, help="Step traces, written with --trace FILE.")

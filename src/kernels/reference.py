@@ -77,7 +77,7 @@ def kv_store(
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
 
 
-def _grouped_by_length(rows: list[int], lengths: list[int]) -> list[list[int]]:
+def grouped_by_length(rows: list[int], lengths: list[int]) -> list[list[int]]:
     """Split row numbers so that no group is padded beyond ``_MAX_PADDING_RATIO``."""
     if not rows:
         return []
@@ -117,7 +117,7 @@ def build_layout(
     seen = [min(c, window) if window else c for c in contexts]
 
     groups = []
-    for rows in _grouped_by_length(decode, seen):
+    for rows in grouped_by_length(decode, seen):
         lengths = torch.tensor([seen[row] for row in rows], device=device).unsqueeze(1)
         last = torch.tensor([contexts[row] - 1 for row in rows], device=device).unsqueeze(1)
         longest = max(seen[row] for row in rows)

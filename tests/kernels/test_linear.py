@@ -1,11 +1,26 @@
-"""The few-rows linear against the plain one."""
+"""Linear layers on a CPU: the few-rows product, and the row-invariant operators."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from pagespec.kernels import rowwise
 from pagespec.kernels.linear import linear_few_rows
+
+# [out, in]: shapes of the tiny models, of SmolLM2-135M (its LM head cut to a twelfth), and odd.
+SHAPES = [
+    (320, 48),
+    (48, 96),
+    (4, 48),
+    (7, 13),
+    (321, 48),
+    (576, 576),
+    (960, 576),
+    (576, 1536),
+    (4096, 576),
+]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 9, 16, 64, 65])
@@ -24,3 +39,70 @@ def test_equals_linear(num_rows: int, bias: bool) -> None:
         rtol=1e-5,
         atol=1e-4,
     )
+
+
+def products(shape: tuple[int, int], dtype: torch.dtype) -> list[rowwise.Product]:
+    """What is chosen for a weight, the fallback, and oneDNN where large weights get it."""
+    found = [rowwise.choose_product(*shape, dtype), rowwise.FALLBACK]
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        found.append(rowwise.Product("onednn", 2))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_among_any_others(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
+    x = torch.randn(130, shape[1]).to(dtype)
+    for product in products(shape, dtype):
+        whole = rowwise.linear(x, weight, bias, product)
+        close = F.linear(x.double(), weight.double(), bias.double())
+        tolerance = 1e-4 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(whole.double(), close, rtol=tolerance, atol=tolerance * 10)
+        for begin in (0, 1, 17):
+            for count in (*range(1, 34), 64, 65, 100):
+                part = rowwise.linear(x[begin : begin + count], weight, bias, product)
+                assert torch.equal(part, whole[begin : begin + count]), (product, begin, count)
+
+
+def test_a_trial_refuses_what_depends_on_the_number_of_rows() -> None:
+    """MKL without filling up: one row goes another way than many."""
+    torch.manual_seed(0)
+    weight, rows = torch.randn(576, 576), torch.randn(129, 576)
+    assert not rowwise.is_row_invariant(rowwise.Product("mkl", 1), rows, weight)
+
+
+def test_an_expert_does_not_see_the_rows_of_others() -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(41, 48), torch.randn(3, 48, 64)
+    product = rowwise.choose_product(64, 48, torch.float32, is_contiguous=False)
+    whole = rowwise.grouped_mm(rows, weight, torch.tensor([9, 9, 38]), product)
+    assert (whole[38:] == 0).all()
+    torch.testing.assert_close(whole[9:38], rows[9:38] @ weight[2], rtol=1e-5, atol=1e-4)
+    for row in range(38):
+        offs = torch.tensor([1, 1, 1] if row < 9 else [0, 0, 1])
+        alone = rowwise.grouped_mm(rows[row : row + 1], weight, offs, product)
+        assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.parametrize("name", sorted(rowwise.ELEMENTWISE))
+@pytest.mark.parametrize("width", [1, 3, 32, 96, 1536])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_element_has_the_same_bits_at_any_place(
+    name: str, width: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, width).abs().to(dtype) if name == "rsqrt" else torch.randn(40, width)
+    x = x.to(dtype)
+    whole = rowwise.elementwise(name, x)
+    # 0 has no reciprocal, but the zeros that fill a row up are cut off again.
+    expected = rowwise.ELEMENTWISE[name](x.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(whole.double(), expected, rtol=tolerance, atol=tolerance)
+    for begin in range(0, 40, 3):
+        for count in (1, 2, 7):
+            part = rowwise.elementwise(name, x[None, begin : begin + count])
+            assert torch.equal(part[0], whole[begin : begin + count])

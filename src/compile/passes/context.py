@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.fx import Node
 
+from pagespec.kernels.choice import Choice
+
 
 @dataclass(slots=True)
 class PassContext:
@@ -16,10 +18,14 @@ class PassContext:
         module: the model; the parameters of it may move in storage, never change in value.
         constants: placeholder name to the parameter or buffer bound to it. A pass that adds a
             placeholder for a constant enters it here.
+        transparent: whether a row's bits must not depend on the rest of the batch.
+        attention: the implementation to call in place of the ops; None keeps the ops.
     """
 
     module: nn.Module
     constants: dict[str, Tensor]
+    transparent: bool = True
+    attention: Choice | None = None
 
     def constant(self, node: object) -> Tensor | None:
         """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""

@@ -1,13 +1,17 @@
 """For a graph run as it is on a CPU: call our kernels directly, and share what a step shares.
 
-- ``paged_attention`` becomes :func:`~pagespec.kernels.reference.attend` on a layout that is built
-  once a step for each window, not once a layer;
+- ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
+  not once a layer;
 - ``kv_store`` is called without going through the dispatcher;
-- ``linear`` with a float32 constant weight becomes
-  :func:`~pagespec.kernels.linear.linear_few_rows`.
+- matrix products, and the activations whose bits depend on where an element lies, become calls of
+  :mod:`pagespec.kernels.rowwise` if the context is transparent; if not, ``linear`` with a float32
+  constant weight becomes :func:`~pagespec.kernels.linear.linear_few_rows`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +19,12 @@ from torch.fx import GraphModule, Node
 
 from pagespec.compile.passes.context import PassContext, example
 from pagespec.compile.passes.merge_linear import is_linear, linear_operands
-from pagespec.kernels import reference
+from pagespec.kernels import aligned_attention, reference, rowwise
 from pagespec.kernels.linear import linear_few_rows
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+_GROUPED_MM_NAMES = ("grouped_mm_fallback", "_grouped_mm", "grouped_mm")
 
 
 def _layout_of_step(
@@ -32,14 +40,31 @@ def _layout_of_step(
     )
 
 
+def _aligned_layout_of_step(
+    _: Tensor,
+    k_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    window: int,
+) -> aligned_attention.AlignedLayout:
+    return aligned_attention.build_layout(
+        query_starts, context_lens, block_tables, k_cache.shape[1], window
+    )
+
+
 def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
     layouts: dict[tuple[object, ...], Node] = {}
-    has_onednn = torch.backends.mkldnn.is_available()
+    build_layout = _aligned_layout_of_step if context.transparent else _layout_of_step
+    attend: Callable[..., Tensor] = (
+        aligned_attention.attend if context.transparent else reference.attend
+    )
+    rewritten = _RowwiseCalls() if context.transparent else _FastCalls(context)
     ops = torch.ops.pagespec
     for node in list(graph.nodes):
-        if node.op != "call_function":
+        if node.op not in ("call_function", "call_method"):
             continue
         if node.target in (ops.paged_attention, ops.paged_attention.default):
             query, k_cache, v_cache, starts, lengths, tables, scale, window, softcap, sinks = (
@@ -50,27 +75,87 @@ def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
             with graph.inserting_before(node):
                 if key not in layouts:
                     layouts[key] = graph.call_function(
-                        _layout_of_step, (query, k_cache, starts, lengths, tables, window)
+                        build_layout, (query, k_cache, starts, lengths, tables, window)
                     )
                 replacement = graph.call_function(
-                    reference.attend,
-                    (query, k_cache, v_cache, layouts[key], scale, softcap, sinks),
+                    attend, (query, k_cache, v_cache, layouts[key], scale, softcap, sinks)
                 )
         elif node.target in (ops.kv_store, ops.kv_store.default):
             node.target = reference.kv_store
             count += 1
             continue
-        elif has_onednn and is_linear(node):
-            operands = linear_operands(node)
-            weight = context.constant(operands[1])
-            if weight is None or weight.dtype != torch.float32 or not weight.is_contiguous():
+        else:
+            call = rewritten(node)
+            if call is None:
                 continue
             with graph.inserting_before(node):
-                replacement = graph.call_function(linear_few_rows, operands)
-        else:
-            continue
+                replacement = graph.call_function(*call)
         replacement.meta["example_value"] = example(node)
         node.replace_all_uses_with(replacement)
         graph.erase_node(node)
         count += 1
     return count
+
+
+class _FastCalls:
+    """The quickest product, whose order of summation follows the number of rows."""
+
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
+        self._has_onednn = torch.backends.mkldnn.is_available()
+
+    def __call__(self, node: Node) -> _Call | None:
+        if not self._has_onednn or not is_linear(node):
+            return None
+        operands = linear_operands(node)
+        weight = self._context.constant(operands[1])
+        if weight is None or weight.dtype != torch.float32 or not weight.is_contiguous():
+            return None
+        return linear_few_rows, operands, {}
+
+
+class _RowwiseCalls:
+    """Calls with the same bits for a row in any batch. A product is chosen once for all weights
+    of one shape."""
+
+    def __init__(self) -> None:
+        self._products: dict[tuple[object, ...], rowwise.Product] = {}
+
+    def __call__(self, node: Node) -> _Call | None:
+        if is_linear(node):
+            operands = linear_operands(node)
+            return rowwise.linear, (*operands, self._product(operands[1], (0, 1))), {}
+        name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
+        if name in _GROUPED_MM_NAMES:
+            # (rows, weight [E, in, out], offs), the last often by name.
+            rows, weight, *rest = node.args
+            offs = rest[0] if rest else node.kwargs.get("offs")
+            if node.kwargs.get("bias") is None and isinstance(weight, Node) and offs is not None:
+                product = self._product(weight, (2, 1))
+                return rowwise.grouped_mm, (rows, weight, offs, product), {}
+        if node.target in (torch.addmm, "addmm") and not node.kwargs:
+            bias, rows, weight = node.args
+            if isinstance(weight, Node):
+                return rowwise.addmm, (bias, rows, weight, self._product(weight, (1, 0))), {}
+        # In float32 rsqrt is the same everywhere, and its input one number a row.
+        is_float32 = getattr(example(node), "dtype", None) == torch.float32
+        is_in_place = bool(node.kwargs.get("inplace"))
+        is_even = name == "rsqrt" and is_float32
+        if name in rowwise.ELEMENTWISE and not is_in_place and not is_even:
+            kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+            return rowwise.elementwise, (name, *node.args), kwargs
+        return None
+
+    def _product(self, weight: Node, dims: tuple[int, int]) -> rowwise.Product:
+        """For the weight whose outputs and inputs lie at ``dims``."""
+        value: Any = example(weight)
+        num_outputs, num_inputs = (int(value.shape[dim]) for dim in dims)
+        is_contiguous = dims[0] < dims[1] and value.is_contiguous()
+        if dims == (2, 1):
+            is_contiguous = value.stride(1) == 1
+        key = (num_outputs, num_inputs, value.dtype, is_contiguous)
+        if key not in self._products:
+            self._products[key] = rowwise.choose_product(
+                num_outputs, num_inputs, value.dtype, is_contiguous=is_contiguous
+            )
+        return self._products[key]

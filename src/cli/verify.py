@@ -1,0 +1,105 @@
+"""``pagespec verify``: is an answer the same, bit for bit, whatever runs beside it? Here?"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from pagespec.cli import start
+from pagespec.cli.command import note
+from pagespec.cli.options import EngineOptions
+from pagespec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from pagespec.verify import GateReport
+
+# Ids of prompts: every model has these, and few are special.
+_MAX_VOCABULARY = 50_000
+
+
+def verify_schedules(engine: EngineOptions, *, quick: bool) -> None:
+    """Run the gate and print a verdict; exit code 1 if any answer differs.
+
+    Raises:
+        PagespecError: an option is refused.
+    """
+    if engine.trace is not None:
+        raise InvalidInputError("--trace", engine.trace, "verify starts several engines")
+    from pagespec.compile.build import resolve_device
+    from pagespec.compile.load import load_model
+    from pagespec.verify import GateSize, run_gate
+
+    device = resolve_device(engine.device)
+    loaded = load_model(
+        start.model_of(engine), dtype=engine.dtype, device=device, load_format=engine.load_format
+    )
+    given = engine.llm_arguments()
+    del given["trace"]
+
+    module: Any = loaded.module  # loaded once, for all engines
+
+    def make_llm(**overrides: Any) -> Any:
+        # The gate says how large the cache is.
+        arguments = given | {"dtype": "auto", "load_format": "auto", "memory_utilization": None}
+        return start.make_llm(module, **(arguments | overrides))
+
+    size = GateSize.quick() if quick else GateSize(max_batch=engine.max_num_seqs)
+    if engine.max_num_seqs < size.max_batch:
+        size = dataclasses.replace(size, max_batch=engine.max_num_seqs)
+    began = time.perf_counter()
+    report = run_gate(
+        make_llm,
+        vocabulary=min(loaded.vocab_size, _MAX_VOCABULARY),
+        block_size=engine.block_size,
+        size=size,
+        note=lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
+    )
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    typer.echo(f"{start.model_label(engine)} in {dtype} on {device}")
+    typer.echo(_table(report))
+    typer.echo(_verdict(report))
+    if report.num_different:
+        raise typer.Exit(1)
+
+
+def _table(report: GateReport) -> str:
+    families = [*report.families, dataclasses.replace(report.control)]
+    families[-1].name = "control: not transparent"
+    width = max(len(family.name) for family in families)
+    lines = [f"{'schedules':<{width}}  {'cases':>6}  {'equal':>6}  {'different':>9}"]
+    for family in families:
+        lines.append(
+            f"{family.name:<{width}}  {family.num_cases:>6}  {family.num_equal:>6}  "
+            f"{family.num_different:>9}"
+        )
+    lines += [
+        f"first difference in {family.name}: {family.first_difference}"
+        for family in report.families
+        if family.first_difference
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(report: GateReport) -> str:
+    if report.num_different:
+        return (
+            f"NOT TRANSPARENT: {report.num_different} of {report.num_cases} answers depend on "
+            "their schedule."
+        )
+    proven = (
+        f"transparent: all {report.num_cases} answers have the tokens and the bits of the logits "
+        f"they have alone ({report.num_hit_blocks} cached blocks were used, "
+        f"{report.num_preemptions} requests preempted)."
+    )
+    if report.has_power:
+        return (
+            f"{proven}\nWithout transparency {report.control.num_different} of "
+            f"{report.control.num_cases} differ."
+        )
+    return (
+        f"{proven}\nThe control has no power: without transparency nothing differs here either, "
+        "so these cases could not have shown a failure."
+    )

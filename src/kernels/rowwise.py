@@ -1,0 +1,223 @@
+"""CPU operators whose bits for a row depend on that row alone, not on the rows beside it.
+
+Libraries choose another order of summation for another number of rows. Measured with torch 2.13 on
+an AVX2 machine, weights from 320 x 48 to 49,152 x 576 in float32, 1 to 64, 100 and 300 rows, every
+row and element compared; the orders were found by emulation with fused multiply-adds:
+
+- MKL (``F.linear``, ``mm``, ``bmm``): one class for all row counts from 4 up, each sum taken in
+  chunks of 192 products; 1, and 2 to 3 rows differ;
+- oneDNN: one class from 2 rows up (576 products in plain order); 1 row differs;
+- bfloat16 ``F.linear``: one class.
+
+So a product with few rows is given rows of zeros. Which library a weight gets is fixed by its size
+and dtype, never by a timing: bits must not depend on noise. What was found on one machine is not
+trusted on another: :func:`choose_product` tries the choice out, and falls back to calls of one
+fixed shape.
+
+The price is what the quick choices of :mod:`pagespec.kernels.linear` save: all layers of
+SmolLM2-135M (120 weights, none in the cache) take 37 ms for two rows with the transposed product,
+whose order follows the row count, 56 ms here; 80 and 84 ms for 16 rows, 186 and 194 ms for 64.
+
+Elementwise functions differ too: PyTorch computes the last elements of a range one by one, with
+other bits than those of the vectors before. Silu, sigmoid, gelu and softplus do, exp, log, tanh,
+sin and cos do not (seen over 98 offsets and lengths each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Library = Literal["onednn", "mkl"]
+
+# A weight of so many elements does not stay in the processor's cache, and oneDNN reads it best.
+_MIN_ONEDNN_ELEMENTS = 1 << 22
+_MKL_MIN_ROWS = 4
+_ONEDNN_MIN_ROWS = 2
+_TILE_ROWS = 16
+_EVEN_OUTPUTS = 16
+# Elements of one or more whole vectors of any type (two of AVX-512 in bfloat16 are 64).
+_VECTOR_ELEMENTS = 64
+# PyTorch splits longer ranges between threads, at any element.
+_GRAIN_ELEMENTS = 32_768
+
+_FEW_ROW_COUNTS = (2, 3, 4, 5, 8, 12, 16, 17, 33)
+_ROW_COUNTS = (*_FEW_ROW_COUNTS, 1, 6, 7, 9, 11, 13, 24, 31, 32, 48, 63, 64, 65, 100, 129)
+
+
+class Product(NamedTuple):
+    """How to multiply rows with one weight. A named tuple, which a graph can hold.
+
+    Attributes:
+        library: who multiplies.
+        min_rows: fewer rows are filled up with zeros.
+        tile: if above 0, every call has exactly this many rows.
+        is_even: every call has a number of outputs that 16 divides; the last ones are filled up.
+    """
+
+    library: Library
+    min_rows: int
+    tile: int = 0
+    is_even: bool = False
+
+
+FALLBACK = Product("mkl", _TILE_ROWS, _TILE_ROWS, is_even=True)
+"""One shape for all calls: right wherever a row's place in a tile does not matter."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """``F.linear``, each row with the same bits whatever the number of rows and its place.
+
+    Args:
+        x: ``[..., in]``. weight: ``[out, in]``. bias: ``[out]`` or None.
+        product: what :func:`choose_product` returned for this weight.
+
+    Returns:
+        ``[..., out]``, contiguous.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    out = _multiply(rows, weight, product)
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], -1)
+
+
+def _multiply(rows: Tensor, weight: Tensor, product: Product) -> Tensor:
+    """``rows [M, in]`` by ``weight [out, in]``; returns a fresh ``[M, out]``, contiguous."""
+    num_rows = rows.shape[0]
+    num_even = weight.shape[0] - weight.shape[0] % _EVEN_OUTPUTS
+    if product.is_even and num_even < weight.shape[0]:
+        last = weight[num_even:]
+        last = F.pad(last, (0, 0, 0, _EVEN_OUTPUTS - len(last)))
+        parts = [_multiply(rows, last, product)[:, : weight.shape[0] - num_even]]
+        if num_even:
+            parts.insert(0, _multiply(rows, weight[:num_even], product))
+        return torch.cat(parts, 1)
+    if product.tile:
+        tiles = [_filled(tile, product.tile) for tile in rows.split(product.tile)]
+        return torch.cat([_call(product.library, tile, weight) for tile in tiles])[:num_rows]
+    return _call(product.library, _filled(rows, product.min_rows), weight)[:num_rows]
+
+
+def _filled(rows: Tensor, num_rows: int) -> Tensor:
+    missing = num_rows - rows.shape[0]
+    return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
+
+
+def _call(library: Library, rows: Tensor, weight: Tensor) -> Tensor:
+    if library == "onednn":
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+        return out
+    return F.linear(rows, weight)
+
+
+def choose_product(
+    num_outputs: int, num_inputs: int, dtype: torch.dtype, *, is_contiguous: bool = True
+) -> Product:
+    """The first way to multiply with a weight of this shape that a trial finds row-invariant.
+
+    Costs one product with a random weight of the shape for each row count tried: about 0.5 s for
+    the largest, milliseconds for others.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weight = torch.randn(num_outputs, num_inputs).to(dtype)
+        rows = torch.randn(max(_ROW_COUNTS), num_inputs).to(dtype)
+    if not is_contiguous:
+        weight = weight.t().contiguous().t()
+    is_large = weight.numel() >= _MIN_ONEDNN_ELEMENTS
+    candidates = [
+        Product("mkl", _MKL_MIN_ROWS),
+        Product("mkl", _MKL_MIN_ROWS, is_even=True),
+    ]
+    if dtype != torch.float32:
+        candidates.insert(0, Product("mkl", 1))
+    has_onednn = torch.backends.mkldnn.is_available() and dtype == torch.float32 and is_contiguous
+    if has_onednn and is_large:
+        candidates.insert(0, Product("onednn", _ONEDNN_MIN_ROWS))
+    for product in candidates:
+        if is_row_invariant(product, rows[: 48 if is_large else None], weight):
+            return product
+    return FALLBACK
+
+
+def is_row_invariant(product: Product, rows: Tensor, weight: Tensor) -> bool:
+    """Do all of ``rows``, multiplied in groups of many sizes, keep their bits?"""
+    expected = _multiply(rows, weight, product)
+    counts = _ROW_COUNTS if weight.numel() < _MIN_ONEDNN_ELEMENTS else (1, *_FEW_ROW_COUNTS)
+    for i, count in enumerate(counts):
+        if count > len(rows):
+            continue
+        # Groups begin at different rows, so that a row is seen at several places of a group.
+        first = (5 * i) % (len(rows) - count + 1)
+        group = slice(first, first + count)
+        if not torch.equal(_multiply(rows[group], weight, product), expected[group]):
+            return False
+    return True
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, product: Product) -> Tensor:
+    """Each expert's rows by its weight, a row with the same bits whatever the others chose.
+
+    Args:
+        rows: ``[S, in]``, sorted by expert. weight: ``[E, in, out]``.
+        offs: ``[E]``, where each expert's rows end; rows after the last belong to none and get
+            zeros.
+    """
+    out = rows.new_zeros(rows.shape[0], weight.shape[2])
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > start:
+            out[start:end] = _multiply(rows[start:end], weight[expert].t(), product)
+        start = end
+    return out
+
+
+def addmm(bias: Tensor, rows: Tensor, weight: Tensor, product: Product) -> Tensor:
+    """``bias + rows @ weight``: ``rows [M, in]``, ``weight [in, out]``, ``bias [out]``."""
+    out = _multiply(rows, weight.t(), product)
+    out += bias
+    return out
+
+
+ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "rsqrt": torch.rsqrt,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "softplus": F.softplus,
+}
+"""Functions whose vector code and whose code for the end of a range differ, in some dtype."""
+
+
+def elementwise(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A function of every element, by the vector code alone: each row is a whole number of
+    vectors, and no call is long enough to be split between threads within one.
+
+    Args:
+        name: a key of ``ELEMENTWISE``.
+        x: ``[..., width]``, floating. args, kwargs: further arguments, none of them a tensor.
+
+    Returns:
+        ``[..., width]``, contiguous.
+    """
+    function = ELEMENTWISE[name]
+    width = x.shape[-1]
+    rows = x.reshape(-1, width)
+    missing = -width % _VECTOR_ELEMENTS
+    if missing:
+        rows = F.pad(rows, (0, missing))
+    rows = rows.contiguous()
+    if rows.numel() <= _GRAIN_ELEMENTS or torch.get_num_threads() == 1:
+        out = function(rows, *args, **kwargs)
+    else:
+        num_rows = max(1, _GRAIN_ELEMENTS // rows.shape[1])
+        out = torch.cat([function(part, *args, **kwargs) for part in rows.split(num_rows)])
+    return out[:, :width].contiguous().view(x.shape)

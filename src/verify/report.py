@@ -1,0 +1,102 @@
+"""How much the gate tries, and what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagespec.verify.stage import Answer, Subject
+
+CUT_PROMPT = 64
+"""Tokens of the prompt that is cut, found in the cache and computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateSize:
+    """How much is tried.
+
+    Attributes:
+        max_batch: batches of 1 to this many requests, and one more.
+        batch_step: of those, every so-manieth.
+        neighbour_lengths: prompt lengths of a neighbour, tokens.
+        cuts: where a prompt of 64 tokens is cut in two.
+        budgets: sizes of the chunks that it is cut into.
+        num_tokens: length of each answer, tokens.
+        both_overlaps: run the cases with and without overlapping steps, not only with.
+    """
+
+    max_batch: int = 64
+    batch_step: int = 1
+    neighbour_lengths: tuple[int, ...] = tuple(range(1, 301))
+    cuts: tuple[int, ...] = tuple(range(1, CUT_PROMPT))
+    budgets: tuple[int, ...] = tuple(range(1, CUT_PROMPT + 1))
+    num_tokens: int = 8
+    both_overlaps: bool = True
+
+    @classmethod
+    def quick(cls) -> GateSize:
+        """Two minutes for a model of 135M parameters on one core."""
+        return cls(
+            max_batch=8,
+            neighbour_lengths=(1, 2, 3, 16, 17, 64, 65, 300),
+            cuts=(1, 3, 16, 17, 31, 48, 62, 63),
+            budgets=(1, 7, 16, 33),
+            num_tokens=4,
+            both_overlaps=False,
+        )
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        sizes = set(range(1, self.max_batch + 1, self.batch_step))
+        return sorted(sizes | {self.max_batch, self.max_batch + 1})
+
+
+@dataclass
+class Family:
+    """The cases of one kind. A case is one answer compared with its reference."""
+
+    name: str
+    num_equal: int = 0
+    num_different: int = 0
+    first_difference: str = ""
+
+    @property
+    def num_cases(self) -> int:
+        return self.num_equal + self.num_different
+
+    def compare(self, case: str, subject: Subject, answer: Answer, reference: Answer) -> None:
+        found = reference.first_difference(answer)
+        if not found:
+            self.num_equal += 1
+            return
+        self.num_different += 1
+        self.first_difference = self.first_difference or f"{case}, {subject.name}: {found}"
+
+
+@dataclass
+class GateReport:
+    """What the gate found.
+
+    Attributes:
+        families: of the promise.
+        control: the same cases with ``transparent=False``.
+        num_preemptions: how often a request was preempted for its blocks.
+        num_hit_blocks: how many blocks were found in the prefix cache.
+    """
+
+    families: list[Family] = field(default_factory=list)
+    control: Family = field(default_factory=lambda: Family("control"))
+    num_preemptions: int = 0
+    num_hit_blocks: int = 0
+
+    @property
+    def num_cases(self) -> int:
+        return sum(family.num_cases for family in self.families)
+
+    @property
+    def num_different(self) -> int:
+        return sum(family.num_different for family in self.families)
+
+    @property
+    def has_power(self) -> bool:
+        """Whether the control found what it must find."""
+        return self.control.num_different > 0

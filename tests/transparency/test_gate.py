@@ -1,0 +1,65 @@
+"""The gate on tiny models, cut to a size for every commit. ``pagespec verify`` runs all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagespec import LLM
+from pagespec.compile import build
+from pagespec.verify import GateSize, run_gate
+from tests.models import VOCAB_SIZE, WINDOW, tiny_model
+
+SIZE = GateSize(
+    max_batch=5,
+    neighbour_lengths=(1, 2, 3, 65, 300),
+    cuts=(1, 2, 3, 23, 32, 50, 62, 63),
+    budgets=(2, 5, 33),
+    num_tokens=4,
+)
+
+
+@pytest.fixture
+def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing takes seconds and does not depend on the schedule: engines of one model and one
+    setting share a graph, each with caches of its own."""
+    known: dict[Any, Any] = {}
+    capture_model = build.capture_model
+
+    def capture_once(loaded: Any, specs: Any, **settings: Any) -> Any:
+        key = (loaded.module, tuple(sorted(settings.items())))
+        if key not in known:
+            known[key] = capture_model(loaded, specs, **settings)
+        return known[key]
+
+    monkeypatch.setattr(build, "capture_model", capture_once)
+
+
+@pytest.mark.usefixtures("_one_capture")
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("mistral", torch.float32),
+        ("qwen3_moe", torch.float32),
+    ],
+)
+def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) -> None:
+    """Dense, sliding window (prompts of 64 tokens exceed it), mixture of experts."""
+    assert WINDOW < 64
+    model = tiny_model(arch).to(dtype)
+
+    def make_llm(**arguments: Any) -> LLM:
+        return LLM(model, device="cpu", check_invariants=True, **arguments)
+
+    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=SIZE)
+    assert [f.first_difference for f in report.families if f.num_different] == []
+    assert all(family.num_cases > 0 for family in report.families)
+    assert report.num_cases > 100
+    assert report.num_preemptions >= SIZE.num_tokens
+    assert report.num_hit_blocks > 100
+    # The gate sees differences where there are some. bfloat16 rounds most of them away.
+    assert report.has_power or dtype == torch.bfloat16
