@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any, Literal
 
@@ -26,92 +26,60 @@ from pagespec.compile.attention import (
     attention_implementation,
 )
 from pagespec.compile.load import LoadedModel
-from pagespec.compile.passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, run_passes
+from pagespec.compile.passes import (
+    COMMON_PASSES,
+    CPU_GRAPH_PASSES,
+    PassContext,
+    gpu_passes,
+    run_passes,
+)
 from pagespec.compile.passes.context import example
+from pagespec.compile.regions import compile_regions
+from pagespec.compile.step_inputs import (
+    EXAMPLE_SIZES,
+    INPUT_NAMES,
+    BoundGraph,
+    KVCaches,
+    StepInputs,
+    example_inputs,
+)
 from pagespec.errors import InvalidInputError, UnsupportedModelError
+from pagespec.kernels.choice import Choice
 
 CompileMode = Literal["graph", "inductor", "eager"]
 COMPILE_MODES = ("graph", "inductor", "eager")
-KVCaches = Sequence[tuple[Tensor, Tensor]]
-MIN_SIZE = 2
-"""Smallest T, B, S and M the captured graph is valid for; smaller steps are padded to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The tensors of one step, on the device. T, B, S and M are each at least ``MIN_SIZE``.
-
-    Attributes:
-        input_ids: int64 ``[1, T]``. position_ids: int64 ``[1, T]``.
-        logits_to_keep: int64 ``[S]``, the tokens whose logits are wanted.
-        slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        block_tables: int32 ``[B, M]``. The last four as in :mod:`pagespec.kernels.ops`.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    logits_to_keep: Tensor
-    slot_mapping: Tensor
-    query_starts: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
-
-
-_INPUT_NAMES = tuple(f.name for f in fields(StepInputs))
-# Distinct, so that no size of the example step is taken for another.
-_EXAMPLE_SIZES = {"T": 11, "B": 5, "S": 3, "M": 7, "num_blocks": 12, "block_size": 17}
 
 
 class _Captured(Exception):
     """Ends the capturing call once the backend has what it wants, before anything is computed."""
 
 
-class BoundGraph:
-    """The captured graph with parameters and one set of KV caches filled in.
-
-    ``slots`` says, for each placeholder, where its argument comes from.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: list[Any],
-        input_slots: list[tuple[int, str]],
-        size_slots: list[tuple[int, str, int]],
-    ) -> None:
-        self._function = function
-        self._arguments = arguments
-        self._input_slots = input_slots
-        self._size_slots = size_slots
-
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """Logits ``[S, V]`` of a step; writes its KV into the caches."""
-        arguments = self._arguments.copy()
-        for slot, name in self._input_slots:
-            arguments[slot] = getattr(inputs, name)
-        for slot, name, dim in self._size_slots:
-            arguments[slot] = getattr(inputs, name).shape[dim]
-        logits: Tensor = self._function(*arguments)[0]
-        return logits[0]
-
-
 class CapturedModel:
     """A model and how to run it; independent of the number and size of KV blocks.
 
     Attributes:
-        num_captures: how often a graph was captured; 1 for "graph", and 1 for each set of cache
-            shapes for "inductor", 0 for "eager".
+        num_captures: how often a graph was captured: 1, or 0 for "eager".
+        num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
         rewrites: how many rewrites each pass made.
         graph: the graph module after all passes, None for "eager".
     """
 
     def __init__(
-        self, loaded: LoadedModel, specs: Sequence[AttentionSpec], compile: CompileMode
+        self,
+        loaded: LoadedModel,
+        specs: Sequence[AttentionSpec],
+        compile: CompileMode,
+        transparent: bool = True,
+        attention: Choice | None = None,
     ) -> None:
         self.loaded = loaded
+        self.transparent = transparent
+        self.attention = attention
         self.specs = tuple(specs)
         self.compile = compile
         self.num_captures = 0
+        self.num_compiled = 0
+        self.compile_s = 0.0
         self.rewrites: dict[str, int] = {}
         self.graph: GraphModule | None = None
         self._function: Callable[..., Any] | None = None
@@ -147,12 +115,12 @@ class CapturedModel:
 
     def _capture(self) -> None:
         module, device = self.loaded.module, self.loaded.device
-        sizes = _EXAMPLE_SIZES
+        sizes = EXAMPLE_SIZES
         kv_caches = allocate_kv_caches(
             self.specs, sizes["num_blocks"], sizes["block_size"], self.loaded.dtype, device
         )
-        inputs = _example_inputs(device)
-        for name in _INPUT_NAMES:
+        inputs = example_inputs(device)
+        for name in INPUT_NAMES:
             tensor = getattr(inputs, name)
             dims = {"input_ids": (1,), "position_ids": (1,), "block_tables": (0, 1)}
             for dim in dims.get(name, (0,)):
@@ -212,7 +180,7 @@ class CapturedModel:
         """Bind every placeholder, run the passes, keep the graph."""
         module = self.loaded.module
         places: dict[int, tuple[Any, ...]] = {}
-        for name in _INPUT_NAMES:
+        for name in INPUT_NAMES:
             places[id(getattr(inputs, name))] = ("input", name)
         for call, pair in enumerate(kv_caches):
             for which, cache in enumerate(pair):
@@ -238,10 +206,16 @@ class CapturedModel:
             if node.name not in sources and node.name not in constants:
                 sources[node.name] = self._size_source(node, symbols)
 
-        context = PassContext(module, constants)
+        context = PassContext(module, constants, self.transparent, self.attention)
         self.rewrites = run_passes(gm, context, COMMON_PASSES)
-        if self.compile == "graph" and self.loaded.device.type == "cpu":
-            self.rewrites |= run_passes(gm, context, CPU_GRAPH_PASSES)
+        is_cpu = self.loaded.device.type == "cpu"
+        device_passes = CPU_GRAPH_PASSES if is_cpu else gpu_passes()
+        self.rewrites |= run_passes(gm, context, device_passes)
+        if self.compile == "inductor":
+            begin = time.perf_counter()
+            num_regions, self.num_compiled = compile_regions(gm)
+            self.rewrites["regions"] = num_regions
+            self.compile_s = time.perf_counter() - begin
         self.graph = gm
         final = [node for node in gm.graph.nodes if node.op == "placeholder"]
         self._sources = [
@@ -250,14 +224,7 @@ class CapturedModel:
             else sources[node.name]
             for node in final
         ]
-        if self.compile == "graph":
-            self._function = gm.forward
-            return
-        from torch._inductor.compile_fx import compile_fx
-
-        fakes: list[Any] = [example(node) for node in final]
-        compiled: Any = compile_fx(gm, fakes)
-        self._function = compiled
+        self._function = gm.forward
 
     def _size_source(self, node: Node, symbols: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
         """Where the value of a SymInt placeholder is read at each step."""
@@ -290,33 +257,23 @@ def _forward(
     return logits
 
 
-def _example_inputs(device: torch.device) -> StepInputs:
-    """Inputs of the example sizes. Only shapes and dtypes matter: nothing is computed."""
-    num_tokens, num_rows = _EXAMPLE_SIZES["T"], _EXAMPLE_SIZES["B"]
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-    return StepInputs(
-        input_ids=zeros(1, num_tokens),
-        position_ids=zeros(1, num_tokens),
-        logits_to_keep=zeros(_EXAMPLE_SIZES["S"]),
-        slot_mapping=zeros(num_tokens),
-        query_starts=zeros(num_rows + 1, dtype=torch.int32),
-        context_lens=zeros(num_rows, dtype=torch.int32),
-        block_tables=zeros(num_rows, _EXAMPLE_SIZES["M"], dtype=torch.int32),
-    )
-
-
 def capture_model(
-    loaded: LoadedModel, specs: Sequence[AttentionSpec], *, compile: str = "graph"
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    *,
+    compile: str = "graph",
+    transparent: bool = True,
+    attention: Choice | None = None,
 ) -> CapturedModel:
     """Capture a probed model.
 
     Args:
         specs: what :func:`pagespec.compile.probe.probe_model` returned for it.
-        compile: "graph" runs the captured graph after our passes; "inductor" compiles it with
-            Inductor; "eager" runs the module itself with our attention.
+        compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
+            between its products and kernels (:mod:`pagespec.compile.regions`); "eager" runs the
+            module itself with our attention.
+        transparent: make a row's bits independent of the rest of the batch.
+        attention: the implementation to call; None leaves it to the ops.
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
@@ -330,4 +287,4 @@ def capture_model(
         and not any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     ):
         raise InvalidInputError("compile", compile, "needs a C++ compiler (g++ or clang++)")
-    return CapturedModel(loaded, specs, compile)  # type: ignore[arg-type]
+    return CapturedModel(loaded, specs, compile, transparent, attention)  # type: ignore[arg-type]

@@ -10,15 +10,46 @@ from pagespec.compile.passes.cleanup import cleanup
 from pagespec.compile.passes.context import PassContext
 from pagespec.compile.passes.cpu_kernels import call_cpu_kernels
 from pagespec.compile.passes.merge_linear import merge_linear
+from pagespec.compile.passes.propagate import propagate
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
 # Valid for whoever executes the graph.
-COMMON_PASSES: dict[str, GraphPass] = {"cleanup": cleanup, "merge_linear": merge_linear}
+COMMON_PASSES: dict[str, GraphPass] = {
+    "cleanup": cleanup,
+    "merge_linear": merge_linear,
+    "propagate": propagate,
+}
 # For the graph that is run as it is, on a CPU: calls that a compiler could not look into.
 CPU_GRAPH_PASSES: dict[str, GraphPass] = {"cpu_kernels": call_cpu_kernels}
 
-__all__ = ["COMMON_PASSES", "CPU_GRAPH_PASSES", "GraphPass", "PassContext", "run_passes"]
+__all__ = [
+    "COMMON_PASSES",
+    "CPU_GRAPH_PASSES",
+    "GraphPass",
+    "PassContext",
+    "gpu_passes",
+    "run_passes",
+]
+
+
+def gpu_passes() -> dict[str, GraphPass]:
+    """For a graph run on a GPU: our fused kernels, then the products and attention.
+
+    In this order: the rotary pass takes the norms of queries and keys, and matches the ops.
+    """
+    # Triton, which they need, is only there on machines with a GPU.
+    from pagespec.compile.passes.fuse_activation import fuse_activation
+    from pagespec.compile.passes.fuse_norm import fuse_norm
+    from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
+    from pagespec.compile.passes.gpu_kernels import call_gpu_kernels
+
+    return {
+        "fuse_rope_store": fuse_rope_store,
+        "fuse_norm": fuse_norm,
+        "fuse_activation": fuse_activation,
+        "gpu_kernels": call_gpu_kernels,
+    }
 
 
 def run_passes(

@@ -1,7 +1,9 @@
-"""Removes calls that do nothing: conversions to the same dtype, API logging, dropout at rest."""
+"""Removes calls that do nothing: conversions to the same dtype, API logging, dropout at rest. Turns
+outer products that are written as matrix products (rotary angles) into multiplications."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -35,12 +37,26 @@ def _is_idle_dropout(node: Node) -> bool:
     return training is False or probability == 0.0
 
 
+def _is_outer_product(node: Node) -> bool:
+    if node.op != "call_function" or node.target not in (operator.matmul, torch.matmul):
+        return False
+    left, right = (example(arg) if isinstance(arg, Node) else None for arg in node.args)
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        return False
+    # A sum of one term: broadcasting gives the same bits, and a compiler may fuse it.
+    return left.dim() == right.dim() == 3 and left.shape[2] == 1 and right.shape[1] == 1
+
+
 def cleanup(gm: GraphModule, _context: PassContext) -> int:
     """Rewrites, and returns the number of nodes removed. Results are unchanged bit for bit."""
     graph, count = gm.graph, 0
     views: dict[tuple[Any, ...], Node] = {}
     for node in list(graph.nodes):
         replacement: Node | None = None
+        if _is_outer_product(node):
+            node.target = operator.mul
+            count += 1
+            continue
         if _is_noop_conversion(node) or _is_idle_dropout(node):
             replacement = node.args[0]
         elif node.op == "call_method" and node.target in _REPEATED_VIEWS and not node.kwargs:

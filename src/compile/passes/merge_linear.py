@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext, example
+from pagespec.compile.passes.context import PassContext
 
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
@@ -131,7 +131,6 @@ def _merge_group(gm: GraphModule, context: PassContext, nodes: list[Node]) -> in
         parts = graph.call_method("split", (merged, sizes, -1))
         outputs = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
     for node, output in zip(nodes, outputs, strict=True):
-        output.meta["example_value"] = example(node)
         for user in list(node.users):
             # A slice of the merged result is strided, which view() may refuse.
             if user.op == "call_method" and user.target == "view" and user.args[0] is node:
@@ -148,9 +147,5 @@ def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]
     whole = merge_storage([context.constants[part.name] for part in parts])
     with gm.graph.inserting_before(parts[0]):
         node = gm.graph.placeholder(f"merged_{parts[0].name}")
-    fake = example(parts[0])
-    if isinstance(fake, torch._subclasses.FakeTensor):
-        with torch.inference_mode(False):
-            node.meta["example_value"] = fake.fake_mode.from_tensor(whole, static_shapes=True)
     context.constants[node.name] = whole
     return node

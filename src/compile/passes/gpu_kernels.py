@@ -1,0 +1,116 @@
+"""For a graph run on a GPU: call our kernels directly, and choose who computes each product.
+
+- ``kv_store`` and ``paged_attention`` become the functions of the attention implementation chosen
+  at start-up;
+- ``linear`` with a constant weight becomes :func:`pagespec.kernels.gpu_linear.linear`, which has a
+  kernel of its own for few rows; a gated activation behind it that nothing else reads joins it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pagespec.compile.passes.context import PassContext, example
+from pagespec.compile.passes.merge_linear import is_linear, linear_operands
+from pagespec.kernels import fused, gpu_linear
+from pagespec.kernels.linear_tiles import rows_worth_it
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LinearPlans:
+    """Up to how many rows our kernel computes a product, found once a shape.
+
+    Args:
+        transparent: sweep each shape and take what keeps a row's bits the same for all numbers of
+            rows; else what was measured to be fast.
+    """
+
+    def __init__(self, transparent: bool) -> None:
+        self._transparent = transparent
+        self._few_rows: dict[tuple[object, ...], int] = {}
+
+    def few_rows(self, weight: Tensor, bias: Tensor | None) -> int:
+        if not self._transparent:
+            return rows_worth_it(*weight.shape)
+        key = (*weight.shape, weight.dtype, bias is None)
+        if key not in self._few_rows:
+            self._few_rows[key] = gpu_linear.choose_plan(weight, bias).few_rows
+        return self._few_rows[key]
+
+
+def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites, and returns the number of calls replaced."""
+    graph, count = gm.graph, 0
+    ops = torch.ops.pagespec
+    plans = LinearPlans(context.transparent)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        attention = context.attention
+        if attention is not None and node.target in (
+            ops.paged_attention,
+            ops.paged_attention.default,
+        ):
+            node.target = attention.attend
+        elif attention is not None and node.target in (ops.kv_store, ops.kv_store.default):
+            node.target = attention.store
+        elif is_linear(node):
+            source, weight, bias = linear_operands(node)
+            tensor = context.constant(weight)
+            bias_tensor = context.constant(bias) if bias is not None else None
+            if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
+                continue
+            if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
+                continue
+            few_rows = plans.few_rows(tensor, bias_tensor)
+            gated = _only_gate(node)
+            with graph.inserting_before(node):
+                if gated is not None:
+                    call = graph.call_function(
+                        gpu_linear.linear_silu_mul, (source, weight, bias, few_rows)
+                    )
+                else:
+                    call = graph.call_function(
+                        gpu_linear.linear, (source, weight, bias, None, few_rows)
+                    )
+            replaced = gated or node
+            call.meta["example_value"] = example(replaced)
+            replaced.replace_all_uses_with(call)
+            _erase_chain(graph, replaced, node)
+        else:
+            continue
+        count += 1
+    return count
+
+
+def _only_gate(node: Node) -> Node | None:
+    """The ``act_mul(gate, up, "silu")`` that alone reads the two halves of ``node``, or None."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].target != "split" or len(users[0].users) != 2:
+        return None
+    halves = sorted(users[0].users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
+    readers = {user for half in halves for user in half.users}
+    if len(readers) != 1:
+        return None
+    (reader,) = readers
+    if reader.target is not fused.act_mul or reader.args[:2] != tuple(halves):
+        return None
+    sizes = users[0].args[1]
+    is_halved = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
+    return reader if is_halved and reader.args[2] == "silu" else None
+
+
+def _erase_chain(graph: torch.fx.Graph, last: Node, first: Node) -> None:
+    """Erase ``last`` and all between it and ``first`` that nothing else reads."""
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        if node.users:
+            continue
+        pending += [n for n in node.all_input_nodes if n is not first and n.op != "placeholder"]
+        graph.erase_node(node)
+        if node is not first and first not in pending and not first.users:
+            pending.append(first)

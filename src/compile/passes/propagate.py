@@ -1,0 +1,75 @@
+"""Recomputes what Dynamo recorded about each node's result (shape, strides) after rewrites."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map_only
+
+from pagespec.compile.passes.context import PassContext, example
+
+logger = logging.getLogger("pagespec")
+
+
+def propagate(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites nothing; returns the number of nodes whose record changed.
+
+    Only what reads a new or changed result is run anew, on fake tensors: to run everything could
+    add guards on sizes. What cannot run so keeps what it had.
+    """
+    changed: set[Node] = set()
+    _describe_constants(gm, context)
+    # The Python dispatcher has the decompositions that cope with symbolic sizes.
+    with torch.inference_mode(False), torch.no_grad(), enable_python_dispatcher():
+        for node in gm.graph.nodes:
+            if node.op not in ("call_function", "call_method"):
+                continue
+            inputs = node.all_input_nodes
+            is_new = example(node) is None and bool(node.users)
+            if not is_new and changed.isdisjoint(inputs):
+                continue
+            if any(example(n) is None for n in inputs):
+                continue
+            args, kwargs = tree_map_only(Node, example, (node.args, node.kwargs))
+            try:
+                result = _call(node, args, kwargs)
+            except Exception as error:
+                logger.debug("%s cannot run on fake tensors: %s", node.format_node(), error)
+                continue
+            if is_new or _layout(result) != _layout(example(node)):
+                node.meta["example_value"] = result
+                changed.add(node)
+    return len(changed)
+
+
+def _describe_constants(gm: GraphModule, context: PassContext) -> None:
+    """Record what placeholders for constants stand for, where an earlier pass did not."""
+    fakes = [example(node) for node in gm.graph.nodes if node.op == "placeholder"]
+    # The mode of the trace. Another may be active by now.
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
+    for node in gm.graph.nodes:
+        tensor = context.constant(node)
+        if mode is not None and tensor is not None and not isinstance(example(node), FakeTensor):
+            with torch.inference_mode(False):
+                node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        # As text: to compare symbolic sizes would add a guard.
+        return (str(value.shape), str(value.stride()), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return tuple(_layout(part) for part in value)
+    return None
+
+
+def _call(node: Node, args: Any, kwargs: Any) -> Tensor | Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,0 +1,86 @@
+"""What a captured graph takes at each step, and the captured graph with the rest filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KVCaches = Sequence[tuple[Tensor, Tensor]]
+MIN_SIZE = 2
+"""Smallest T, B, S and M the captured graph is valid for; smaller steps are padded to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tensors of one step, on the device. T, B, S and M are each at least ``MIN_SIZE``.
+
+    Attributes:
+        input_ids: int64 ``[1, T]``. position_ids: int64 ``[1, T]``.
+        logits_to_keep: int64 ``[S]``, the tokens whose logits are wanted.
+        slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
+        block_tables: int32 ``[B, M]``. The last four as in :mod:`pagespec.kernels.ops`.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    logits_to_keep: Tensor
+    slot_mapping: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+INPUT_NAMES = tuple(f.name for f in fields(StepInputs))
+# Distinct, so that no size of the example step is taken for another.
+EXAMPLE_SIZES = {"T": 11, "B": 5, "S": 3, "M": 7, "num_blocks": 12, "block_size": 17}
+
+
+class BoundGraph:
+    """The captured graph with parameters and one set of KV caches filled in.
+
+    ``slots`` says, for each placeholder, where its argument comes from.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: list[Any],
+        input_slots: list[tuple[int, str]],
+        size_slots: list[tuple[int, str, int]],
+    ) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._input_slots = input_slots
+        self._size_slots = size_slots
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """Logits ``[S, V]`` of a step; writes its KV into the caches."""
+        arguments = self._arguments.copy()
+        for slot, name in self._input_slots:
+            arguments[slot] = getattr(inputs, name)
+        for slot, name, dim in self._size_slots:
+            arguments[slot] = getattr(inputs, name).shape[dim]
+        logits: Tensor = self._function(*arguments)[0]
+        return logits[0]
+
+
+def example_inputs(device: torch.device) -> StepInputs:
+    """Inputs of the example sizes. Only shapes and dtypes matter: nothing is computed."""
+    num_tokens, num_rows = EXAMPLE_SIZES["T"], EXAMPLE_SIZES["B"]
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    return StepInputs(
+        input_ids=zeros(1, num_tokens),
+        position_ids=zeros(1, num_tokens),
+        logits_to_keep=zeros(EXAMPLE_SIZES["S"]),
+        slot_mapping=zeros(num_tokens),
+        query_starts=zeros(num_rows + 1, dtype=torch.int32),
+        context_lens=zeros(num_rows, dtype=torch.int32),
+        block_tables=zeros(num_rows, EXAMPLE_SIZES["M"], dtype=torch.int32),
+    )
