@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagespec.compile.capture import MIN_SIZE, StepInputs
+from pagespec.compile.staging import TokenSource
+from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.kernels.sampling import SamplingInputs
@@ -77,6 +78,14 @@ class BatchPacker:
         self._null_block = num_blocks
         self._device = device
         self._tables: dict[int, _Table] = {}
+        self._tokens = TokenSource()
+        self._sampled: NDArray[np.int64] | None = None
+
+    def note(self, plan: StepPlan | None, token_ids: NDArray[np.int64] | None = None) -> None:
+        """``plan`` was computed and sampled ``token_ids``, which the next plan may feed before
+        its requests know them; None forgets the previous plan."""
+        self._tokens.note(plan)
+        self._sampled = token_ids
 
     def pack(self, plan: StepPlan) -> PackedStep:
         """Reads the plan's requests; writes nothing to them.
@@ -98,7 +107,10 @@ class BatchPacker:
         context_lens[:num_rows] = starts + lengths
 
         ids = np.zeros((1, padded_tokens), np.int64)
-        ids[0, :num_tokens] = self._token_ids(plan)
+        ids[0, :num_tokens] = self._tokens.all_ids(plan)
+        if self._sampled is not None:
+            fed = np.flatnonzero(ids[0] < 0)
+            ids[0, fed] = self._sampled[-1 - ids[0, fed]]
         rows = np.repeat(np.arange(num_rows), lengths)
         positions = np.zeros((1, padded_tokens), np.int64)
         positions[0, :num_tokens] = (
@@ -128,16 +140,6 @@ class BatchPacker:
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
-
-    @staticmethod
-    def _token_ids(plan: StepPlan) -> list[int]:
-        ids: list[int] = []
-        for request, start, n, _ in plan.rows():
-            if n == 1:
-                ids.append(request.token_ids[start])
-            else:
-                ids.extend(request.token_ids[start : start + n])
-        return ids
 
     def _block_tables(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
         for request in plan.preempted:

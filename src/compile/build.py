@@ -4,39 +4,53 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from pagespec.compile.attention import AttentionSpec
-from pagespec.compile.capture import capture_model
-from pagespec.compile.load import LoadedModel, load_model
+from pagespec.compile.capture import CapturedModel, capture_model
+from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model
-from pagespec.compile.runner import ModelRunner, kv_bytes_per_block
+from pagespec.compile.runner import ModelRunner, OnLogits, kv_bytes_per_block
 from pagespec.engine.config import EngineConfig
+from pagespec.engine.runner import Runner
+from pagespec.engine.stats import EngineStats
 from pagespec.errors import InvalidInputError
+from pagespec.kernels.choice import choose_attention
+from pagespec.kernels.pinned import pinned_algorithms
 
 logger = logging.getLogger("pagespec")
 
 GIB = 1 << 30
 _CPU_CACHE_LIMIT_BYTES = 4 * GIB
-_GPU_RESERVE_BYTES = 2 * GIB  # activations and the library workspaces of a step
+
+
+class BuiltRunner(Runner, Protocol):
+    """A runner with its KV cache; pack_s and wait_s are seconds spent so far on preparing steps
+    and on waiting for their results."""
+
+    num_blocks: int
+    pack_s: float
+    wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
     """What an ``LLM`` needs to know of its model."""
 
-    runner: ModelRunner
+    runner: BuiltRunner
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_model_len: int
     num_blocks: int
-    device: str
+    device: torch.device
+    stats: EngineStats
 
 
 def build(
@@ -51,35 +65,49 @@ def build(
         UnsupportedModelError: the probe refuses the model.
     """
     device = resolve_device(config.device)
-    loaded = load_model(model, dtype=config.dtype, device=device, load_format=config.load_format)
+    stats = EngineStats()
+    clock = Clock(stats.startup_s)
+    with clock("load"):
+        loaded = load_model(
+            model, dtype=config.dtype, device=device, load_format=config.load_format
+        )
     limit = loaded.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidInputError(
             "max_model_len", config.max_model_len, f"the model's own limit is {limit}"
         )
-    specs = probe_model(loaded)
-    max_model_len = config.max_model_len or limit
-    num_blocks = config.num_blocks or _num_blocks_in_memory(config, loaded, specs, max_model_len)
-    # The last token of a request is sampled but never fed back, so it needs no slot.
-    num_tokens_max = num_blocks * config.block_size + 1
-    if max_model_len > num_tokens_max:
-        if config.max_model_len is not None:
-            raise InvalidInputError(
-                "max_model_len",
-                max_model_len,
-                f"the KV cache of num_blocks = {num_blocks} blocks of {config.block_size} tokens "
-                f"holds one request of at most {num_tokens_max} tokens",
-            )
-        max_model_len = num_tokens_max
-    captured = capture_model(loaded, specs, compile=config.compile)
-    runner = ModelRunner(
-        captured, block_size=config.block_size, num_blocks=num_blocks, on_logits=on_logits
+    with clock("probe"):
+        specs = probe_model(loaded)
+    attention = choose_attention(
+        config.attention,
+        device=device,
+        dtype=loaded.dtype,
+        specs=specs,
+        block_size=config.block_size,
+        transparent=config.transparent,
     )
+    logger.info(attention.reason)
+    stats.attention, stats.attention_reason = attention.name, attention.reason
+    compile = config.compile
+    if compile == "auto":
+        compile = "inductor" if device.type == "cuda" else "graph"
+    is_pinned = device.type == "cuda" and config.transparent
+    with pinned_algorithms() if is_pinned else nullcontext():
+        with clock("capture"):
+            captured = capture_model(
+                loaded, specs, compile=compile, transparent=config.transparent, attention=attention
+            )
+        stats.startup_s["compile"] = captured.compile_s
+        stats.startup_s["capture"] -= captured.compile_s
+        stats.num_captures = captured.num_captures
+        stats.num_compilations = captured.num_compiled
+        make = _make_gpu_runner if device.type == "cuda" else _make_cpu_runner
+        runner, max_model_len = make(config, captured, stats, clock, on_logits)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens, %d tokens a request at most",
         loaded.architecture,
         device,
-        num_blocks,
+        runner.num_blocks,
         config.block_size,
         max_model_len,
     )
@@ -89,9 +117,76 @@ def build(
         eos_token_ids=loaded.eos_token_ids,
         vocab_size=loaded.vocab_size,
         max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        device=str(device),
+        num_blocks=runner.num_blocks,
+        device=device,
+        stats=stats,
     )
+
+
+class Clock:
+    """Adds the seconds of a block to an entry of a dict."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+def _make_cpu_runner(
+    config: EngineConfig,
+    captured: CapturedModel,
+    _stats: EngineStats,
+    clock: Clock,
+    on_logits: OnLogits | None,
+) -> tuple[BuiltRunner, int]:
+    limit = config.max_model_len or captured.loaded.max_position_embeddings
+    with clock("kv_cache"):
+        num_bytes = _cpu_bytes_for_kv(config)
+        num_blocks = config.num_blocks or blocks_in(num_bytes, config, captured, limit)
+        max_model_len = fitting_length(config, num_blocks, limit)
+        runner = ModelRunner(
+            captured,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            overlap=bool(config.overlap),
+            on_logits=on_logits,
+        )
+    return runner, max_model_len
+
+
+def _make_gpu_runner(
+    config: EngineConfig,
+    captured: CapturedModel,
+    stats: EngineStats,
+    clock: Clock,
+    on_logits: OnLogits | None,
+) -> tuple[BuiltRunner, int]:
+    # Its kernels need Triton, which is not there on every machine.
+    from pagespec.compile.gpu_build import make_gpu_runner
+
+    return make_gpu_runner(config, captured, stats, clock, on_logits)
+
+
+def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
+    """The longest request, prompt and output together, that ``num_blocks`` blocks hold.
+
+    Raises:
+        InvalidInputError: it is less than ``config.max_model_len``.
+    """
+    # The last token of a request is sampled but never fed back, so it needs no slot.
+    num_tokens_max = num_blocks * config.block_size + 1
+    if config.max_model_len is not None and config.max_model_len > num_tokens_max:
+        raise InvalidInputError(
+            "max_model_len",
+            config.max_model_len,
+            f"the KV cache of num_blocks = {num_blocks} blocks of {config.block_size} tokens "
+            f"holds one request of at most {num_tokens_max} tokens",
+        )
+    return min(limit, num_tokens_max)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -109,32 +204,32 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _num_blocks_in_memory(
-    config: EngineConfig, loaded: LoadedModel, specs: Sequence[AttentionSpec], max_model_len: int
+def _cpu_bytes_for_kv(config: EngineConfig) -> int:
+    num_available = _available_cpu_bytes()
+    if config.memory_utilization is not None:
+        return int(config.memory_utilization * num_available)
+    return min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
+
+
+def blocks_in(
+    num_bytes: int, config: EngineConfig, captured: CapturedModel, max_model_len: int
 ) -> int:
-    """Blocks that fit the memory allowed, and no more than all running requests could fill."""
-    num_bytes_a_block = kv_bytes_per_block(loaded, specs, config.block_size)
-    share = config.memory_utilization
-    if loaded.device.type == "cuda":
-        num_free, num_total = torch.cuda.mem_get_info(loaded.device)
-        num_allowed = (share or 0.9) * num_total
-        num_bytes = num_allowed - (num_total - num_free) - _GPU_RESERVE_BYTES
-    else:
-        num_available = _available_cpu_bytes()
-        num_bytes = (
-            share * num_available
-            if share is not None
-            else min(0.5 * num_available, _CPU_CACHE_LIMIT_BYTES)
-        )
-    num_blocks = int(num_bytes // num_bytes_a_block) - 1  # one is the null block
-    num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    """Blocks that fit ``num_bytes``, and no more than all running requests could fill.
+
+    Raises:
+        InvalidInputError: not even one fits.
+    """
+    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_blocks = num_bytes // num_bytes_a_block - 1  # one is the null block
     if num_blocks < 1:
         raise InvalidInputError(
             "memory_utilization",
-            share,
+            config.memory_utilization,
             f"leaves {max(0, num_bytes) / GIB:.2f} GiB for the KV cache, less than one block of "
-            f"{num_bytes_a_block / GIB:.4f} GiB; raise it, or lower block_size or the model's size",
+            f"{num_bytes_a_block / GIB:.4f} GiB; raise it, or lower max_num_batched_tokens, "
+            "max_num_seqs, block_size or the model's size",
         )
+    num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     return min(num_blocks, num_useful)
 
 

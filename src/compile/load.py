@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +89,9 @@ def load_model(
         raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
     if isinstance(model, PreTrainedModel):
         given: Any = model
-        given.to(device)
-        module = given.to(torch_dtype).eval() if torch_dtype else given.eval()
+        module: PreTrainedModel = given.to(device).eval()
+        if torch_dtype is not None:
+            _cast(module, torch_dtype)
         return _described(module, tokenizer=None)
 
     source = _resolved_source(model, cache_dir)
@@ -105,8 +107,18 @@ def load_model(
         text_config = config.get_text_config(decoder=True)
         configured = text_config.dtype or config.dtype or torch.bfloat16
         torch_dtype = torch.float32 if device.type == "cpu" else configured
-    module = _built(source, str(model), config, torch_dtype, load_format)
+    module = _built(source, str(model), config, torch_dtype, load_format, device)
     return _described(module.to(device).eval(), _tokenizer(source))  # type: ignore[arg-type]
+
+
+def _cast(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """As ``module.to(dtype)``, but buffers that no checkpoint holds stay what they are: rotary
+    frequencies are float32 in a model of any dtype, and rounded they shift every position."""
+    saved = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point() and id(tensor) in saved and tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
 
 
 def _resolved_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -141,16 +153,30 @@ def _resolved_source(
 
 
 def _built(
-    source: str, name: str, config: PreTrainedConfig, dtype: torch.dtype, load_format: str
+    source: str,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    load_format: str,
+    device: torch.device,
 ) -> PreTrainedModel:
     try:
         if load_format == "dummy":
-            with torch.random.fork_rng(devices=[]):
+            devices = [device] if device.type == "cuda" else []
+            # Made where they will be: a CPU takes minutes over the random numbers of a large model.
+            with torch.random.fork_rng(devices=devices), device:
                 torch.manual_seed(0)
                 module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
             return module
+        # With accelerate, the weights go straight from the file to the device.
+        has_accelerate = importlib.util.find_spec("accelerate") is not None
+        is_direct = device.type == "cuda" and has_accelerate
         result: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True
+            source,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            device_map={"": device} if is_direct else None,
         )
         module, info = result
     except OSError as error:

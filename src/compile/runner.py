@@ -1,7 +1,8 @@
-"""The runner: packs a plan, runs the graph, samples. Synchronous."""
+"""The runner on a CPU: packs a plan, runs the graph, samples; all of it in ``dispatch``."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class ModelRunner:
     Args:
         captured: may be shared by several runners, each with its own caches.
         block_size: tokens a KV block. num_blocks: blocks besides the null block.
+        overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
+            GPU does. It gains nothing on a CPU.
         on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
             its sampled rows, before sampling. Must not keep the tensor without cloning it.
 
@@ -40,20 +43,22 @@ class ModelRunner:
         InvalidInputError: a size below 1.
     """
 
-    pipeline_depth: int = 0
-
     def __init__(
         self,
         captured: CapturedModel,
         *,
         block_size: int,
         num_blocks: int,
+        overlap: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
             if value < 1:
                 raise InvalidInputError(name, value, "must be 1 or more")
         loaded = captured.loaded
+        self.pipeline_depth = int(overlap)
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.pack_s = self.wait_s = 0.0
         self.kv_caches = allocate_kv_caches(
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
@@ -68,13 +73,19 @@ class ModelRunner:
         """Compute the step. If it raises, the runner stays usable: the only state a step leaves
         is KV at the slots of its own tokens, and block tables read from the plan."""
         with torch.inference_mode():
+            begin = time.perf_counter()
             packed = self._packer.pack(plan)
+            self.pack_s += time.perf_counter() - begin
+            self._packer.note(None)
             logits = self._forward(packed.inputs)[: packed.num_sampled]
             if self._on_logits is not None:
                 self._on_logits(plan, logits)
             if packed.num_sampled == 0:
-                return StepHandle(plan.step, torch.empty(0, dtype=torch.int64))
-            return StepHandle(plan.step, sample(logits, packed.sampling))
+                tokens = torch.empty(0, dtype=torch.int64)
+            else:
+                tokens = sample(logits, packed.sampling)
+            self._packer.note(plan, tokens.cpu().numpy())
+            return StepHandle(plan.step, tokens)
 
     def collect(self, handle: object) -> StepResult:
         """The tokens of a dispatched step."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pagespec.engine.policy import Policy
 from pagespec.errors import InvalidInputError
 
-COMPILE_MODES = ("graph", "inductor", "eager")
+COMPILE_MODES = ("auto", "graph", "inductor", "eager")
+ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
@@ -38,7 +39,11 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_utilization: float | None = None
     enable_prefix_caching: bool = True
-    compile: str = "graph"
+    compile: str = "auto"
+    attention: str = "auto"
+    transparent: bool = True
+    overlap: bool | None = None
+    graph_batch_sizes: tuple[int, ...] | None = None
     policy: str = "fcfs"
     seed: int = 0
     load_format: str = "auto"
@@ -46,6 +51,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("compile", self.compile, COMPILE_MODES)
+        _check_choice("attention", self.attention, ATTENTION_KERNELS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         if not isinstance(self.device, str) or not self.device:
             raise InvalidInputError("device", self.device, 'must be "auto", "cpu" or "cuda[:N]"')
@@ -71,10 +77,18 @@ class EngineConfig:
         share = self.memory_utilization
         if share is not None and (not isinstance(share, (int, float)) or not 0.0 < share <= 1.0):
             raise InvalidInputError("memory_utilization", share, "must be above 0 and at most 1")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise InvalidInputError(
-                "enable_prefix_caching", self.enable_prefix_caching, "must be True or False"
-            )
+        for name in ("enable_prefix_caching", "transparent"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(name, getattr(self, name), "must be True or False")
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise InvalidInputError("overlap", self.overlap, "must be True, False or None")
+        if self.graph_batch_sizes is not None:
+            if not isinstance(self.graph_batch_sizes, tuple):
+                raise InvalidInputError(
+                    "graph_batch_sizes", self.graph_batch_sizes, "must be a tuple of integers"
+                )
+            for size in self.graph_batch_sizes:
+                _check_count("graph_batch_sizes", size, 1, self.max_num_seqs)
         bound = 1 << 63
         if (
             isinstance(self.seed, bool)

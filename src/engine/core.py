@@ -55,6 +55,8 @@ class Engine:
         self._handles: deque[object] = deque()
         self._times: dict[Request, _Times] = {}
         self._awaiting_first_token: set[Request] = set()
+        self.schedule_s = self.commit_s = 0.0
+        self.num_steps = 0
 
     def add(self, request: Request) -> None:
         """Raises InvalidInputError if the request can never be served; see Scheduler.add."""
@@ -100,7 +102,9 @@ class Engine:
         """
         scheduler = self.scheduler
         if len(self._handles) <= scheduler.pipeline_depth:
+            begin = time.perf_counter()
             plan = scheduler.schedule()
+            self.schedule_s += time.perf_counter() - begin
             if self._check_invariants:
                 check_state(scheduler)
                 check_plan(scheduler, plan)
@@ -109,6 +113,7 @@ class Engine:
                     self._trace.plan(plan)
                 if plan.new_blocks:
                     self._note_first_scheduled([plan.requests[row] for row in plan.new_blocks])
+                self.num_steps += 1
                 try:
                     self._handles.append(self.runner.dispatch(plan))
                 except Exception as error:
@@ -125,7 +130,9 @@ class Engine:
         plan = self.scheduler.in_flight[0]
         try:
             result = self.runner.collect(self._handles[0])
+            begin = time.perf_counter()
             finished = self.scheduler.commit(plan, result.token_ids)
+            self.commit_s += time.perf_counter() - begin
         except Exception as error:
             self.abandon("error")
             raise EngineError(f"step {plan.step} failed: {error}") from error

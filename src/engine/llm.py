@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -19,6 +20,7 @@ from pagespec.engine.request import Request
 from pagespec.engine.request_factory import RequestFactory
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.stats import EngineStats
 from pagespec.errors import InvalidInputError, PagespecError
 
 if TYPE_CHECKING:
@@ -45,8 +47,16 @@ class LLM:
             CPU: of the memory available now, for the cache alone); default 0.9 on a GPU; on CPU,
             half of what is available and at most 4 GiB. Give this or ``num_blocks``.
         enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
-        compile: "graph" runs the captured graph after our passes; "inductor" compiles it further
-            (on CPU this needs a C++ compiler); "eager" runs the model without capturing it.
+        compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
+            between its products and kernels (on CPU this needs a C++ compiler); "eager" runs the
+            model without capturing it. "auto" is "inductor" on a GPU, "graph" on a CPU.
+        attention: "triton", "flash" (a FlashAttention library), "reference", or "auto": what
+            suits the device.
+        transparent: a request's tokens and logits are the same to the bit whatever else runs;
+            False lets kernels follow the batch.
+        overlap: plan and queue a step while the one before computes; default on a GPU.
+        graph_batch_sizes: batch sizes of decode steps to capture as CUDA graphs; None for a list
+            up to ``max_num_seqs``, an empty one for no graphs. Only on a GPU.
         policy: order of service, "fcfs", "shortest_first" or "priority".
         seed: seed of the requests that bring none of their own.
         load_format: "auto", or "dummy" for random weights from the config alone.
@@ -74,7 +84,11 @@ class LLM:
         num_blocks: int | None = None,
         memory_utilization: float | None = None,
         enable_prefix_caching: bool = True,
-        compile: str = "graph",
+        compile: str = "auto",
+        attention: str = "auto",
+        transparent: bool = True,
+        overlap: bool | None = None,
+        graph_batch_sizes: Sequence[int] | None = None,
         policy: str = "fcfs",
         seed: int = 0,
         load_format: str = "auto",
@@ -93,6 +107,10 @@ class LLM:
             memory_utilization=memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             compile=compile,
+            attention=attention,
+            transparent=transparent,
+            overlap=overlap,
+            graph_batch_sizes=None if graph_batch_sizes is None else tuple(graph_batch_sizes),
             policy=policy,
             seed=seed,
             load_format=load_format,
@@ -102,10 +120,13 @@ class LLM:
 
         built = build(model, config, on_logits)
         self.config = config
+        self._startup = built.stats
         self.tokenizer = built.tokenizer
         self.max_model_len = built.max_model_len
         self.num_blocks = built.num_blocks
-        self.device = built.device
+        self.device = str(built.device)
+        self._device = built.device
+        self._runner = built.runner
         self._factory = RequestFactory(
             built.tokenizer,
             vocab_size=built.vocab_size,
@@ -273,6 +294,24 @@ class LLM:
                 yield tail
         finally:
             self._forget([request])
+
+    def stats(self) -> EngineStats:
+        """Counters, start-up times and memory as they are now."""
+        from pagespec.compile.counters import count_triton_variants, peak_memory_bytes
+
+        engine, runner = self.engine, self._runner
+        return replace(
+            self._startup,
+            num_compilations=self._startup.num_compilations + count_triton_variants(),
+            num_steps=engine.num_steps,
+            memory_bytes=self._startup.memory_bytes | peak_memory_bytes(self._device),
+            host_s={
+                "schedule": engine.schedule_s,
+                "pack": runner.pack_s,
+                "commit": engine.commit_s,
+                "wait": runner.wait_s,
+            },
+        )
 
     # ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,233 @@
+"""The runner on a GPU: nothing waits for the device but ``collect``.
+
+A step is one copy of staged integers to the device, the replay of a CUDA graph (the next larger
+one of those captured), and one copy of the sampled tokens back. With overlap the next step is
+planned, packed and queued while this one computes; the tokens it needs never leave the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagespec.compile.attention import allocate_kv_caches
+from pagespec.compile.capture import CapturedModel
+from pagespec.compile.graphs import StepGraphs, StepShape
+from pagespec.compile.runner import OnLogits
+from pagespec.compile.stager import Stager
+from pagespec.compile.staging import PinnedRing, RowParams
+from pagespec.compile.step_buffers import StepBuffers
+from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
+from pagespec.engine.plan import StepPlan, StepResult
+from pagespec.kernels.pinned import full_precision_sums
+from pagespec.kernels.sampling import SamplingInputs, sample
+from pagespec.kernels.triton_sample import sample_simple
+from pagespec.kernels.triton_step import unpack_decode, unpack_mixed
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStepHandle:
+    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed."""
+
+    step: int
+    event: torch.cuda.Event
+    token_ids: Tensor
+
+
+class GpuRunner:
+    """Meets :class:`pagespec.engine.runner.Runner`.
+
+    Args:
+        captured: the model.
+        block_size: tokens a KV block. num_blocks: blocks besides the null block.
+        max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
+        max_num_blocks: most blocks of a request.
+        transparent: keep float32 sums in products.
+        overlap: plan and queue a step before the tokens of the one before are known.
+        on_logits: as for :class:`pagespec.compile.runner.ModelRunner`.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_num_tokens: int,
+        max_num_rows: int,
+        max_num_blocks: int,
+        overlap: bool = True,
+        transparent: bool = True,
+        on_logits: OnLogits | None = None,
+    ) -> None:
+        loaded = captured.loaded
+        self.pipeline_depth = int(overlap)
+        self.captured = captured
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.kv_caches = allocate_kv_caches(
+            captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
+        )
+        self._forward: Callable[[StepInputs], Tensor] = captured.bind(self.kv_caches)
+        self._on_logits = on_logits
+        self._precision = full_precision_sums if transparent else nullcontext
+        num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
+        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is.
+        num_staged += 2 * (max_num_tokens // block_size + 2 * max_num_rows)
+        self.buffers = StepBuffers(
+            max_num_tokens=max_num_tokens,
+            max_num_rows=max_num_rows,
+            max_num_blocks=max_num_blocks,
+            staging_elements=num_staged,
+            device=loaded.device,
+        )
+        depth = self.pipeline_depth
+        self._stager = Stager(self.buffers, depth + 1)
+        self._results = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
+        self._graphs: StepGraphs | None = None
+        self.pack_s = 0.0
+        self.wait_s = 0.0
+
+    # Warm-up ----------------------------------------------------------------------------------
+
+    def capture_graphs(self, shapes: Sequence[StepShape]) -> None:
+        """Capture steps of these shapes; those that fit none run uncaptured."""
+        with torch.inference_mode(), self._precision():
+            self._graphs = StepGraphs(self.run_staged, shapes)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs) if self._graphs is not None else 0
+
+    def run_worst_case(self) -> None:
+        """Compute a step of as many tokens and rows as there can be, all padding, and sample."""
+        b = self.buffers
+        num_tokens, num_rows = len(b.input_ids), len(b.context_lens)
+        with torch.inference_mode(), self._precision():
+            for tensor in (b.input_ids, b.position_ids, b.kept_tokens, b.temperatures):
+                tensor.zero_()
+            b.slot_mapping.fill_(self.num_blocks * self.block_size)
+            # Every row has tokens, so that each attention kernel has its work space.
+            lengths = torch.full((num_rows,), num_tokens // num_rows, device=b.staged.device)
+            lengths[-1] += num_tokens - int(lengths.sum())
+            b.query_starts[1:] = lengths.cumsum(0)
+            b.context_lens.copy_(lengths)
+            b.block_tables.fill_(self.num_blocks)
+            logits = self._forward(b.mixed_inputs(num_tokens, num_rows))
+            sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled)
+            torch.cuda.synchronize()
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def dispatch(self, plan: StepPlan) -> GpuStepHandle:
+        """Queue the step. If it raises, the runner stays usable: what it left is KV at the slots
+        of the step's own tokens, and tables that are sent anew."""
+        begin = time.perf_counter()
+        with torch.inference_mode(), self._precision():
+            try:
+                handle = self._dispatch(plan)
+            except BaseException:
+                self._stager.forget()
+                raise
+        self.pack_s += time.perf_counter() - begin
+        return handle
+
+    def _dispatch(self, plan: StepPlan) -> GpuStepHandle:
+        shape = None
+        if self._graphs is not None:
+            shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
+        if shape is not None and shape.is_decode:
+            params = self._stager.stage_decode(plan, shape.num_rows)
+        else:
+            params, staged_shape = self._stager.stage_mixed(plan, shape)
+        if shape is not None and self._graphs is not None:
+            logits = self._graphs.replay(shape)
+        else:
+            logits = self.run_staged(staged_shape)
+        num_sampled = plan.num_sampled
+        if params.truncated:
+            self._sample_truncated(plan, logits, params)
+        if self._on_logits is not None:
+            self._on_logits(plan, logits[:num_sampled])
+        self._stager.note(plan)
+        index, pinned, _ = self._results.take()
+        token_ids = pinned[:num_sampled]
+        token_ids.copy_(self.buffers.sampled[:num_sampled], non_blocking=True)
+        return GpuStepHandle(plan.step, self._results.release(index), token_ids)
+
+    def collect(self, handle: object) -> StepResult:
+        """The tokens of a dispatched step; waits for it."""
+        if not isinstance(handle, GpuStepHandle):
+            raise TypeError(f"not a handle of this runner: {handle!r}")
+        begin = time.perf_counter()
+        handle.event.synchronize()
+        self.wait_s += time.perf_counter() - begin
+        return StepResult(handle.token_ids.tolist())
+
+    def run_staged(self, shape: StepShape) -> Tensor:
+        """Queue the step that is staged in this shape, zeros at first; returns its logits
+        ``[num_rows, V]``. This is what a graph captures."""
+        b = self.buffers
+        written = (
+            b.input_ids,
+            b.position_ids,
+            b.slot_mapping,
+            b.query_starts,
+            b.context_lens,
+            b.block_tables,
+        )
+        drawn = (b.temperatures, b.seeds, b.sample_positions)
+        null_slot = self.num_blocks * self.block_size
+        with torch.inference_mode():
+            if shape.is_decode:
+                unpack_decode(
+                    b.staged,
+                    b.sampled,
+                    b.table_store,
+                    *written,
+                    *drawn,
+                    bucket=shape.num_rows,
+                    block_size=self.block_size,
+                    null_slot=null_slot,
+                )
+                inputs = b.decode_inputs(shape.num_rows)
+            else:
+                unpack_mixed(
+                    b.staged,
+                    b.sampled,
+                    b.table_store,
+                    *written,
+                    b.kept_tokens,
+                    *drawn,
+                    num_tokens=shape.num_tokens,
+                    num_rows=shape.num_rows,
+                    num_kept=shape.num_rows,
+                    max_num_blocks=b.width,
+                    block_size=self.block_size,
+                    null_slot=null_slot,
+                )
+                inputs = b.mixed_inputs(shape.num_tokens, shape.num_rows)
+            logits = self._forward(inputs)
+            sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled)
+        return logits
+
+    def _sample_truncated(self, plan: StepPlan, logits: Tensor, params: RowParams) -> None:
+        """Sample the rows that need the whole distribution anew; this waits for the device."""
+        sampled = [row for row, is_sampled in enumerate(plan.sampled) if is_sampled]
+        rows = [sampled[place] for place in params.truncated]
+        chosen = [plan.requests[row].sampling_params for row in rows]
+        places = torch.tensor(params.truncated, device=logits.device)
+        inputs = SamplingInputs.from_lists(
+            temperature=[p.temperature for p in chosen],
+            top_k=[p.top_k for p in chosen],
+            top_p=[p.top_p for p in chosen],
+            min_p=[p.min_p for p in chosen],
+            seeds=[plan.requests[row].seed for row in rows],
+            positions=[plan.starts[row] + plan.num_tokens[row] for row in rows],
+            device=logits.device,
+        )
+        self.buffers.sampled[places] = sample(logits[places], inputs)

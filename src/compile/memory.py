@@ -1,0 +1,103 @@
+"""How much memory of a GPU is left for KV blocks: the largest step is computed to find out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from pagespec.engine.config import EngineConfig
+from pagespec.errors import InvalidInputError
+
+GIB = 1 << 30
+_DEFAULT_SHARE = 0.9
+# A captured graph holds its launches on the device, some hundred KB each; and allocations are
+# rounded up and fragment.
+_BYTES_A_GRAPH = 2 << 20
+_SLACK_BYTES = 192 << 20
+_SETTINGS = "memory_utilization, max_num_batched_tokens, max_num_seqs or graph_batch_sizes"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Bytes on a GPU before there are KV blocks.
+
+    Attributes:
+        total: of the device. budget: what this process and all others there may use together.
+        taken: what is in use before the profile, by this process (weights) and by others.
+        weights: of them, the model's.
+        activations: most a step takes beyond that. graphs: estimate for the captured graphs.
+    """
+
+    total: int
+    budget: int
+    taken: int
+    weights: int
+    activations: int
+    graphs: int
+
+    @property
+    def left_for_kv(self) -> int:
+        return self.budget - self.taken - self.activations - self.graphs - _SLACK_BYTES
+
+
+def profile_memory(
+    config: EngineConfig,
+    device: torch.device,
+    run_worst_case: Callable[[], object],
+    num_graphs: int,
+) -> MemoryProfile:
+    """Run it and see what it takes: as activations if there are no graphs, else in their pool,
+    which every step then runs in.
+
+    Raises:
+        InvalidInputError: the step alone does not fit.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    num_free, num_total = torch.cuda.mem_get_info(device)
+    before = torch.cuda.memory_allocated(device)
+    with named_out_of_memory(config):
+        # The first run loads and compiles kernels and makes the libraries' work spaces, which
+        # stay; the second shows what a step takes and gives back.
+        run_worst_case()
+        peak = _peak_of(run_worst_case, device)
+    torch.cuda.empty_cache()
+    # Work spaces and loaded kernels.
+    lasting = max(0, num_free - torch.cuda.mem_get_info(device)[0])
+    return MemoryProfile(
+        total=num_total,
+        budget=int((config.memory_utilization or _DEFAULT_SHARE) * num_total),
+        taken=num_total - num_free + lasting,
+        weights=before,
+        activations=0 if num_graphs else peak,
+        graphs=peak + num_graphs * _BYTES_A_GRAPH if num_graphs else 0,
+    )
+
+
+def _peak_of(run: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    run()
+    return max(0, torch.cuda.max_memory_reserved(device) - min(before))
+
+
+@contextmanager
+def named_out_of_memory(config: EngineConfig) -> Iterator[None]:
+    """Turns the device's running out of memory into an error that names the settings to change.
+
+    Raises:
+        InvalidInputError: in place of ``torch.OutOfMemoryError``.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError(
+            "memory_utilization",
+            config.memory_utilization or _DEFAULT_SHARE,
+            f"the GPU ran out of memory ({str(error).split('. ')[0]}); lower one of {_SETTINGS}",
+        ) from error

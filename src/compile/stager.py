@@ -1,0 +1,136 @@
+"""Writes a plan into pinned memory and sends it to the device, in the form its kernels unpack."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagespec.compile.graphs import StepShape
+from pagespec.compile.staging import IntArray, PinnedRing, RowParams, TableStore, TokenSource
+from pagespec.compile.step_buffers import StepBuffers
+from pagespec.compile.step_inputs import MIN_SIZE
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.request import Request
+from pagespec.kernels.triton_step import DECODE_FIELDS, update_tables
+
+
+class Stager:
+    """Knows what the device knows already, and sends the rest.
+
+    Args:
+        buffers: where it goes.
+        num_steps_in_flight: most steps queued at a time.
+    """
+
+    def __init__(self, buffers: StepBuffers, num_steps_in_flight: int) -> None:
+        self._buffers = buffers
+        self._ring = PinnedRing(num_steps_in_flight + 1, len(buffers.staged), torch.int32)
+        self._params: tuple[tuple[Request, ...], RowParams] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """A step failed: nothing is known of what the device holds."""
+        self._tokens = TokenSource()
+        self._tables = TableStore(len(self._buffers.table_store), self._buffers.width)
+
+    def note(self, plan: StepPlan) -> None:
+        """``plan`` was queued; the next may feed the tokens it samples."""
+        self._tokens.note(plan)
+
+    def stage_decode(self, plan: StepPlan, bucket: int) -> RowParams:
+        """Send a decode-only plan, padded to ``bucket`` rows."""
+        is_same = self._tables.place(plan)
+        index, pinned, array = self._ring.take()
+        num_rows = len(plan)
+        size = DECODE_FIELDS * bucket + 1
+        fields = array[: size - 1].reshape(DECODE_FIELDS, bucket)
+        fields[:, num_rows:] = 0
+        fields[2, num_rows:] = -1
+        fields[3] = -1
+        fields[0, :num_rows] = self._tokens.decode_ids(plan)
+        fields[1, :num_rows] = plan.starts
+        fields[2, :num_rows] = self._tables.rows
+        where, ids = self._tables.updates(plan, is_same, fields[3])
+        params = self._row_params(plan.requests)
+        fields[4:6, :num_rows] = params.seeds
+        fields[6, :num_rows] = params.temperature_bits
+        array[size - 1] = num_rows
+        self._send(index, pinned, array, size, where, ids)
+        return params
+
+    def stage_mixed(self, plan: StepPlan, shape: StepShape | None) -> tuple[RowParams, StepShape]:
+        """Send any plan, padded to ``shape``, or to the smallest sizes there can be.
+
+        Returns:
+            The parameters of the sampled rows, and the shape.
+        """
+        is_same = self._tables.place(plan)
+        index, pinned, array = self._ring.take()
+        num_rows, num_sampled = len(plan), plan.num_sampled
+        lengths = np.array(plan.num_tokens, np.int32)
+        starts = np.array(plan.starts, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int32)
+        num_tokens = int(ends[-1])
+        if shape is None:
+            shape = StepShape(max(num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False)
+        padded_tokens, padded_rows = shape.num_tokens, shape.num_rows
+
+        tokens = array[: 3 * padded_tokens].reshape(3, padded_tokens)
+        tokens[:, num_tokens:] = 0
+        tokens[2, num_tokens:] = -1
+        tokens[0, :num_tokens] = self._tokens.all_ids(plan)
+        tokens[1, :num_tokens] = np.arange(num_tokens) - np.repeat(ends - lengths - starts, lengths)
+        store_rows = np.array(self._tables.rows, np.int32)
+        tokens[2, :num_tokens] = np.repeat(store_rows, lengths)
+        where, ids = self._tables.updates(plan, is_same, None)
+        at = 3 * padded_tokens
+        array[at] = 0
+        array[at + 1 : at + 1 + num_rows] = ends
+        array[at + 1 + num_rows : at + 1 + padded_rows] = num_tokens
+        at += padded_rows + 1
+        rows = array[at : at + 2 * padded_rows].reshape(2, padded_rows)
+        rows[:] = 0
+        rows[0, :num_rows] = starts + lengths
+        rows[1, :num_rows] = store_rows
+        at += 2 * padded_rows
+        sampled_rows = np.flatnonzero(np.array(plan.sampled, bool))
+        kept = array[at : at + 4 * padded_rows].reshape(4, padded_rows)
+        kept[:] = 0
+        params = RowParams.of([plan.requests[row] for row in sampled_rows])
+        kept[0, :num_sampled] = ends[sampled_rows] - 1
+        kept[1:3, :num_sampled] = params.seeds
+        kept[3, :num_sampled] = params.temperature_bits
+        at += 4 * padded_rows
+        self._send(index, pinned, array, at, where, ids)
+        return params, shape
+
+    def _row_params(self, requests: tuple[Request, ...]) -> RowParams:
+        if self._params is None or self._params[0] != requests:
+            self._params = (requests, RowParams.of(requests))
+        return self._params[1]
+
+    def _send(
+        self,
+        index: int,
+        pinned: Tensor,
+        array: IntArray,
+        size: int,
+        where: list[int],
+        ids: list[int],
+    ) -> None:
+        """Copy the first ``size`` staged elements to the device and apply the table updates."""
+        b = self._buffers
+        end = size + 2 * len(where)
+        if end <= len(array):
+            array[size : size + len(where)] = where
+            array[size + len(where) : end] = ids
+            b.staged[:end].copy_(pinned[:end], non_blocking=True)
+            self._ring.release(index)
+            update_tables(b.staged[size:end], b.table_store, len(where))
+            return
+        # Many requests with long prefix hits at once: sent by themselves, from pageable memory.
+        b.staged[:size].copy_(pinned[:size], non_blocking=True)
+        self._ring.release(index)
+        many = torch.tensor(where + ids, dtype=torch.int32).to(b.staged.device)
+        update_tables(many, b.table_store, len(where))

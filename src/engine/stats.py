@@ -1,0 +1,35 @@
+"""What an engine can say about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot; counters grow, nothing is reset.
+
+    Attributes:
+        attention: the attention implementation chosen, and attention_reason why.
+        num_captures: graphs traced from the model.
+        num_compilations: pieces compiled by Inductor, and Triton kernels compiled, in this
+            process.
+        num_graphs: CUDA graphs captured.
+        num_steps: steps dispatched.
+        startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
+            "graphs").
+        memory_bytes: "weights", "kv_cache", "activations", "graphs", "peak", "budget", "total";
+            empty on a CPU.
+        host_s: seconds of the host's time by part ("schedule", "pack", "commit", "wait"); wait is
+            for the device.
+    """
+
+    attention: str = ""
+    attention_reason: str = ""
+    num_captures: int = 0
+    num_compilations: int = 0
+    num_graphs: int = 0
+    num_steps: int = 0
+    startup_s: dict[str, float] = field(default_factory=dict)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    host_s: dict[str, float] = field(default_factory=dict)

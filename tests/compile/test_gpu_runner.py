@@ -1,0 +1,131 @@
+"""The GPU runner's packing, staging and feeding, on a CPU: its Triton kernels run under the
+interpreter, events pass at once, and a captured decode step is computed anew at each replay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from pagespec.compile.capture import capture_model
+from pagespec.compile.graphs import StepShape, default_buckets, mixed_shapes
+from pagespec.compile.load import load_model
+from pagespec.compile.probe import probe_model
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.core import Engine
+from pagespec.engine.request import Request
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.engine.scheduler import Scheduler
+from tests.compile.driving import hf_greedy
+from tests.models import VOCAB_SIZE, tiny_model
+
+pytest.importorskip("triton")
+gpu_runner = pytest.importorskip("pagespec.compile.gpu_runner")
+
+BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
+
+
+class PassedEvent:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Recomputed:
+    """Stands for captured graphs."""
+
+    def __init__(self, run: Callable[[StepShape], torch.Tensor]) -> None:
+        self._run = run
+        self.replayed: list[StepShape] = []
+
+    def shape_of(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape | None:
+        if is_decode:
+            return next((StepShape(b, b, True) for b in (2, 4) if num_rows <= b), None)
+        fits = num_rows > 1  # both ways occur: replayed and not
+        return StepShape(24, MAX_NUM_SEQS, False) if fits else None
+
+    def replay(self, shape: StepShape) -> torch.Tensor:
+        self.replayed.append(shape)
+        return self._run(shape)
+
+
+@pytest.fixture(autouse=True)
+def events_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("num_blocks", "caching"), [(200, False), (18, True)])
+def test_tokens_are_those_of_hugging_face(overlap: bool, num_blocks: int, caching: bool) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    loaded = load_model(model)
+    captured = capture_model(loaded, probe_model(loaded))
+    runner = gpu_runner.GpuRunner(
+        captured,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_num_tokens=24,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=20,
+        overlap=overlap,
+    )
+    for caches in runner.kv_caches:
+        for cache in caches:
+            cache.fill_(float("nan"))
+    runner._graphs = graphs = Recomputed(runner.run_staged)
+    scheduler = Scheduler(
+        BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=24,
+        pipeline_depth=runner.pipeline_depth,
+    )
+    engine = Engine(scheduler, runner, check_invariants=True)
+    rng = random.Random(4)
+    shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(12)]
+    requests = []
+    for i, length in enumerate((1, 30, 7, 18, 2, 25, 11)):
+        prompt = (shared if i % 2 else []) + [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
+        # The last one samples, with a truncation that leaves one token.
+        params = {"temperature": 1.0, "top_k": 1} if i == 6 else {"temperature": 0.0}
+        num_output_tokens = 14 + 3 * (i % 3)
+        request = Request(
+            f"r{i}",
+            prompt,
+            SamplingParams(max_tokens=num_output_tokens, **params),
+            max_num_tokens=len(prompt) + num_output_tokens,
+            seed=i,
+        )
+        requests.append(request)
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    expected = [hf_greedy(model, r.token_ids[: r.num_prompt_tokens], 20) for r in requests]
+    for request, tokens in zip(requests, expected, strict=True):
+        produced = request.token_ids[request.num_prompt_tokens :]
+        assert produced == tokens[: len(produced)]
+        assert len(produced) == request.max_num_tokens - request.num_prompt_tokens
+    assert {shape.is_decode for shape in graphs.replayed} == {True, False}
+    if num_blocks == 18:
+        assert any(r.num_preemptions for r in requests)
+        assert any(r.num_cached_tokens for r in requests)
+
+
+def test_default_buckets() -> None:
+    assert default_buckets(1) == (2,)
+    assert default_buckets(5) == (2, 4, 5)
+    assert default_buckets(256) == (2, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
+                                    160, 192, 224, 256)  # fmt: skip
+    sizes = default_buckets(2048)
+    assert all(b <= max(2 * a if a < 16 else 1.25 * a, 2) for a, b in pairwise(sizes))
+
+
+def test_mixed_shapes_reach_the_budget_and_all_rows() -> None:
+    shapes = mixed_shapes(5000, 100)
+    assert max(s.num_tokens for s in shapes) == 5000
+    assert {s.num_rows for s in shapes} == {8, 100}
+    assert mixed_shapes(1, 1) == (StepShape(2, 2, False),)

@@ -1,0 +1,243 @@
+"""What the host stages becomes the inputs of the graph; under Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pagespec.compile.batch import BatchPacker
+from pagespec.compile.staging import RowParams, TableStore, TokenSource
+from pagespec.compile.step_buffers import StepBuffers
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.request import Request
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.kernels import triton_step
+
+pytest.importorskip("triton")
+
+BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 50, 8
+
+
+def request(name: str, num_tokens: int, blocks: list[int], seed: int = 0) -> Request:
+    made = Request(
+        name, list(range(10, 10 + num_tokens)), SamplingParams(), max_num_tokens=99, seed=seed
+    )
+    made.block_table.extend(blocks)
+    return made
+
+
+def buffers(max_num_tokens: int = 40, max_num_rows: int = 8) -> StepBuffers:
+    made = StepBuffers(
+        max_num_tokens=max_num_tokens,
+        max_num_rows=max_num_rows,
+        max_num_blocks=WIDTH,
+        staging_elements=1000,
+        device=torch.device("cpu"),
+    )
+    for tensor in (made.input_ids, made.position_ids, made.slot_mapping, made.kept_tokens):
+        tensor.fill_(-77)
+    made.block_tables.fill_(-77)
+    return made
+
+
+def outputs(b: StepBuffers) -> tuple[Tensor, ...]:
+    return (
+        b.input_ids,
+        b.position_ids,
+        b.slot_mapping,
+        b.query_starts,
+        b.context_lens,
+        b.block_tables,
+    )
+
+
+def store_tables(b: StepBuffers, requests: list[Request]) -> None:
+    for row, r in enumerate(requests):
+        b.table_store[row, : len(r.block_table)] = torch.tensor(r.block_table, dtype=torch.int32)
+
+
+def test_updates_land_at_their_places() -> None:
+    b = buffers()
+    where = random.Random(0).sample(range(b.table_store.numel()), 60)
+    staged = torch.tensor(where + list(range(60)), dtype=torch.int32)
+    triton_step.update_tables(staged, b.table_store, 60)
+    assert b.table_store.view(-1)[where].tolist() == list(range(60))
+    assert int((b.table_store != 0).sum()) == 59
+
+
+def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
+    requests = [
+        request("a", 9, [3, 1, 7], seed=-5),
+        request("b", 1, [4], seed=1 << 63),
+        request("c", 6, [9, 2]),
+    ]
+    plan = StepPlan(
+        step=0,
+        requests=tuple(requests),
+        starts=(2, 0, 5),
+        num_tokens=(7, 1, 1),
+        sampled=(True, False, True),
+        new_blocks={0: (3, 1, 7), 1: (4,), 2: (9, 2)},
+    )
+    packer = BatchPacker(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
+    expected = packer.pack(plan).inputs
+
+    b = buffers()
+    store_tables(b, requests)
+    ids = TokenSource().all_ids(plan)
+    params = RowParams.of([requests[0], requests[2]])
+    positions = [*range(2, 9), 0, 5]
+    staged = [*ids, *positions, *[0] * 7, 1, 2]
+    staged += [0, 7, 8, 9, 9, 1, 6, 0, 1, 2]  # query starts, context lengths, store rows
+    staged += [6, 8, *params.seeds[0], *params.seeds[1], *params.temperature_bits]
+    b.staged[: len(staged)] = torch.from_numpy(np.array(staged, np.int32))
+    triton_step.unpack_mixed(
+        b.staged,
+        b.sampled,
+        b.table_store,
+        *outputs(b),
+        b.kept_tokens,
+        b.temperatures,
+        b.seeds,
+        b.sample_positions,
+        num_tokens=9,
+        num_rows=3,
+        num_kept=2,
+        max_num_blocks=3,
+        block_size=BLOCK_SIZE,
+        null_slot=NUM_BLOCKS * BLOCK_SIZE,
+    )
+    made = b.mixed_inputs(9, 3)
+    assert torch.equal(made.input_ids, expected.input_ids)
+    assert torch.equal(made.position_ids, expected.position_ids)
+    assert torch.equal(made.slot_mapping, expected.slot_mapping)
+    assert torch.equal(made.query_starts, expected.query_starts)
+    assert torch.equal(made.context_lens, expected.context_lens)
+    assert torch.equal(made.logits_to_keep[:2], expected.logits_to_keep)
+    for row, r in enumerate(requests):
+        num_used = -(-int(made.context_lens[row]) // BLOCK_SIZE)
+        assert made.block_tables[row, :num_used].tolist() == r.block_table[:num_used]
+    assert b.sample_positions[:2].tolist() == [9, 6]
+    assert b.seeds[:2].tolist() == [-5, 0]
+    assert b.temperatures[:2].tolist() == [1.0, 1.0]
+
+
+def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
+    b = buffers()
+    b.table_store[3, :2] = torch.tensor([11, 12], dtype=torch.int32)
+    b.table_store[5, :3] = torch.tensor([21, 22, -9], dtype=torch.int32)
+    b.sampled[1] = 1234
+    bucket = 4
+    fields = np.zeros((triton_step.DECODE_FIELDS, bucket), np.int32)
+    fields[0, :2] = [77, -2]  # known; the second token the last step sampled
+    fields[1, :2] = [6, 8]
+    fields[2] = [3, 5, -1, -1]
+    fields[3] = [-1, 23, -1, -1]
+    seeds = RowParams.of([request("a", 1, [], seed=-2), request("b", 1, [], seed=3)])
+    fields[4:6, :2] = seeds.seeds
+    fields[6, :2] = np.array([0.5, 0.0], np.float32).view(np.int32)
+    b.staged[: fields.size] = torch.from_numpy(fields.ravel())
+    b.staged[fields.size] = 2
+    triton_step.unpack_decode(
+        b.staged,
+        b.sampled,
+        b.table_store,
+        *outputs(b),
+        b.temperatures,
+        b.seeds,
+        b.sample_positions,
+        bucket=bucket,
+        block_size=BLOCK_SIZE,
+        null_slot=NUM_BLOCKS * BLOCK_SIZE,
+    )
+    assert b.input_ids[:2].tolist() == [77, 1234]
+    assert b.position_ids[:2].tolist() == [6, 8]
+    null_slot = NUM_BLOCKS * BLOCK_SIZE
+    assert b.slot_mapping[:bucket].tolist() == [12 * 4 + 2, 23 * 4, null_slot, null_slot]
+    assert b.query_starts[: bucket + 1].tolist() == [0, 1, 2, 2, 2]
+    assert b.context_lens[:bucket].tolist() == [7, 9, 0, 0]
+    assert b.block_tables[0, :2].tolist() == [11, 12]
+    assert b.block_tables[1, :3].tolist() == [21, 22, 23]
+    assert b.table_store[5, :3].tolist() == [21, 22, 23]
+    assert b.seeds[:2].tolist() == [-2, 3]
+    assert b.temperatures[:2].tolist() == [0.5, 0.0]
+    assert b.sample_positions[:2].tolist() == [7, 9]
+
+
+def decode_plan(step: int, requests: list[Request], new: dict[int, tuple[int, ...]]) -> StepPlan:
+    return StepPlan(
+        step=step,
+        requests=tuple(requests),
+        starts=tuple(len(r.token_ids) for r in requests),
+        num_tokens=(1,) * len(requests),
+        sampled=(True,) * len(requests),
+        new_blocks=new,
+        is_decode_only=True,
+    )
+
+
+def test_the_table_store_sends_only_what_is_new() -> None:
+    a, b = request("a", 8, [1, 2]), request("b", 4, [5])
+    store = TableStore(4, WIDTH)
+    plan = decode_plan(0, [a, b], {0: (1, 2), 1: (5,)})
+    assert not store.place(plan)
+    where, ids = store.updates(plan, False, None)
+    rows = store.rows
+    assert where == [rows[0] * WIDTH, rows[0] * WIDTH + 1, rows[1] * WIDTH]
+    assert ids == [1, 2, 5]
+
+    b.block_table.append(6)
+    plan = decode_plan(1, [a, b], {1: (6,)})
+    new_blocks = np.full(2, -1, np.int32)
+    assert store.place(plan)
+    assert store.updates(plan, True, new_blocks) == ([], [])
+    assert new_blocks.tolist() == [-1, 6]
+
+    # Preempted and admitted again with as many blocks as before, all others: sent whole.
+    plan = StepPlan(
+        step=2, requests=(a,), starts=(8,), num_tokens=(1,), sampled=(True,), preempted=(b,)
+    )
+    store.updates(plan, store.place(plan), None)
+    b.block_table[:] = [8, 9]
+    plan = decode_plan(3, [a, b], {1: (8, 9)})
+    assert not store.place(plan)
+    _, ids = store.updates(plan, False, new_blocks)
+    assert ids == [8, 9]
+
+
+def test_rows_are_taken_from_requests_that_are_gone() -> None:
+    store = TableStore(2, WIDTH)
+    for step in range(6):
+        pair = [request(f"{step}.{i}", 4, [step]) for i in range(2)]
+        plan = decode_plan(step, pair, {0: (step,), 1: (step,)})
+        store.place(plan)
+        assert sorted(store.rows) == [0, 1]
+
+
+def test_unknown_tokens_are_named_by_their_place() -> None:
+    a, b, c = (request(name, 4, [1]) for name in "abc")
+    source = TokenSource()
+    first = decode_plan(0, [a, b], {})
+    source.note(first)
+    second = StepPlan(
+        step=1,
+        requests=(a, b),
+        starts=(5, 5),
+        num_tokens=(1, 1),
+        sampled=(True, True),
+        is_decode_only=True,
+    )
+    assert source.follows(second)
+    assert list(source.decode_ids(second)) == [-1, -2]
+    third = StepPlan(
+        step=1, requests=(b, c), starts=(4, 0), num_tokens=(1, 4), sampled=(True, True)
+    )
+    assert not source.follows(third)
+    assert source.all_ids(third) == [-2, 10, 11, 12, 13]
+    unknown = StepPlan(step=1, requests=(c,), starts=(4,), num_tokens=(1,), sampled=(True,))
+    with pytest.raises(ValueError, match="neither known nor being sampled"):
+        source.all_ids(unknown)
