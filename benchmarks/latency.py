@@ -1,0 +1,120 @@
+"""Milliseconds a token of a single request, beside the memory floor and vLLM.
+
+    python -m benchmarks.latency --model 0.6b [--repeat 3] [--peer FOLDER] [--profile trace.json]
+
+Batch 1, greedy, 128 tokens in and 512 out. "ms/token" is the whole ``generate`` over its tokens,
+as the peer counts it; "decode" leaves out a ``generate`` of one token, that is, the prompt. On a
+machine without a GPU: ``--model tiny``, which proves that this runs and nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import job as options
+from benchmarks.floor import RATES, ModelSize, latency_floor
+from benchmarks.job import Job, given, require_peer, run_job, write_json
+from benchmarks.peer import PeerError, PeerResult, measure_latency
+from benchmarks.throughput import describe, host_line, show_profile
+from benchmarks.workload import latency_workload, model_config
+
+
+def main(
+    model: options.Model = "0.6b",
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    output_tokens: Annotated[int, typer.Option(min=2)] = 512,
+    repeat: options.Repeat = 3,
+    transparent: options.Transparent = True,
+    overlap: options.Overlap = None,
+    compile: options.Compile = "auto",
+    attention: options.Attention = "auto",
+    block_size: options.BlockSize = None,
+    memory_utilization: options.MemoryUtilization = None,
+    peer: options.Peer = None,
+    peer_repeat: options.PeerRepeat = None,
+    profile: options.Profile = None,
+    json: options.Json = None,
+) -> None:
+    """Milliseconds a token at batch 1 beside the memory floor and, with --peer, vLLM."""
+    require_peer(peer, model)
+    settings = given(
+        transparent=transparent,
+        overlap=overlap,
+        compile=compile,
+        attention=attention,
+        block_size=block_size,
+        memory_utilization=memory_utilization,
+    )
+    job = Job(
+        "latency",
+        model,
+        num_prompt_tokens=prompt_tokens,
+        num_output_tokens=output_tokens,
+        repeat=repeat,
+        settings=settings,
+        profile=str(profile.resolve()) if profile else None,
+    )
+    result = run_job(job)
+    write_json(json, {"pagespec": result})
+    their = None
+    if peer is not None:
+        try:
+            their = measure_latency(
+                peer, model, prompt_tokens, output_tokens, peer_repeat or repeat
+            )
+        except PeerError as error:
+            typer.echo(f"no peer: {error}", err=True)
+        else:
+            write_json(json, {"pagespec": result, "peer": asdict(their)})
+    show(job, result, their)
+    if peer is not None and their is None:
+        raise typer.Exit(1)
+
+
+def per_token(
+    total_s: list[float], one_token_s: list[float], num_outputs: int
+) -> list[list[float]]:
+    """Milliseconds a token of each run: of all tokens, and of those after the first."""
+    return [
+        [total / num_outputs * 1e3 for total in total_s],
+        [
+            (total - one) / (num_outputs - 1) * 1e3
+            for total, one in zip(total_s, one_token_s, strict=True)
+        ],
+    ]
+
+
+def show(job: Job, result: dict[str, Any], their: PeerResult | None) -> None:
+    workload = latency_workload(job.num_prompt_tokens, job.num_output_tokens)
+    floor = latency_floor(workload, ModelSize.from_config(model_config(job.model)))
+    floor_ms = floor.weights_s * 1e3
+    typer.echo(describe(job.model, result, their))
+    typer.echo(
+        f"\n{'batch 1':<10} {'median (min..max)':>24} {'floor':>7} {'of floor':>8} "
+        f"{'peer median (min..max)':>24} {'peer / ours':>11}"
+    )
+    ours = per_token(result["total_s"], result["one_token_s"], job.num_output_tokens)
+    peers = their and per_token(their.total_s, their.one_token_s, job.num_output_tokens)
+    for i, name in enumerate(("ms/token", "decode")):
+        median = statistics.median(ours[i])
+        row = f"{name:<10} {spread(ours[i]):>24} {floor_ms:>7.3f} {floor_ms / median:>8.1%}"
+        if peers:
+            row += f" {spread(peers[i]):>24} {statistics.median(peers[i]) / median:>11.2f}"
+        typer.echo(row)
+    first_ms = [s * 1e3 for s in result["one_token_s"]]
+    typer.echo(f"{'1 token':<10} {spread(first_ms):>24}")
+    typer.echo(f"\nfloor, at {RATES} (an H100): {floor}")
+    typer.echo(host_line(result["host_ms_a_step"]))
+    show_profile(result)
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}..{max(values):.3f})"
+
+
+if __name__ == "__main__":
+    typer.run(main)

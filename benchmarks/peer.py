@@ -1,0 +1,209 @@
+"""vLLM, measured in processes of its own with the scripts of ``shared/peers/vllm``.
+
+The kit's folder holds ``bench_vllm.py``, ``bench_more.py`` and ``site``, where vLLM is installed;
+without ``site`` it is installed there from the kit's two parts (``install.py``), which have to lie
+in the folder as well. Caches are kept in ``FOLDER/cache``, so that a second start is a warm one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workload import Workload, make_workload, model_folder
+
+PEER_MODELS = ("0.6b", "8b")
+_BLOCK_SIZE = 16  # vLLM's own default
+_TIMEOUT_S = 560
+# The headings under which bench_more.py prints its loads.
+_MORE = {"32 requests": "nano32", "1,024 requests": "1024", "32 x 8,192 in, 256 out": "long"}
+_MORE_LINE = re.compile(
+    r"^\[vllm (?P<tag>.+)\] (?P<inputs>\d+) in, (?P<outputs>\d+) out, (?P<seconds>[\d.]+) s, "
+    r"\d+ tok/s$"
+)
+
+
+class PeerError(RuntimeError):
+    """The peer is not there, failed, or did something else than was asked for."""
+
+
+@dataclass
+class PeerResult:
+    """What the peer's processes reported.
+
+    Attributes:
+        version: vLLM's and torch's, where it told them.
+        seconds: of each repetition, by workload.
+        total_s, one_token_s: of each repetition of the latency run.
+        kv_tokens: KV slots that fit at its default share of memory; None if it did not say.
+        start_s: seconds its engine took to start, a process each.
+    """
+
+    version: str = "vLLM"
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    total_s: list[float] = field(default_factory=list)
+    one_token_s: list[float] = field(default_factory=list)
+    kv_tokens: int | None = None
+    start_s: list[float] = field(default_factory=list)
+
+
+def read_bench(line: str, into: PeerResult) -> None:
+    """Add what ``bench_vllm.py --json`` wrote for one run (one JSON line)."""
+    row: dict[str, Any] = json.loads(line)
+    into.version = f"vLLM {row['version']}, torch {row['torch']}"
+    into.start_s.append(row["engine_start_s"])
+    if row.get("num_gpu_blocks"):
+        into.kv_tokens = row["num_gpu_blocks"] * _BLOCK_SIZE
+    if "throughput" in row:
+        into.seconds.setdefault("nano", []).extend(run["s"] for run in row["throughput"])
+    for run in row.get("latency", ()):
+        into.total_s.append(run["total_s"])
+        into.one_token_s.append(run["one_token_s"])
+
+
+def read_more(text: str, workloads: dict[str, Workload], into: PeerResult) -> None:
+    """Add the lines that ``bench_more.py`` printed for ``workloads``.
+
+    Raises:
+        PeerError: a workload is missing, or its token counts are not those of ours.
+    """
+    found: dict[str, tuple[int, int, float]] = {}
+    for line in text.splitlines():
+        match = _MORE_LINE.match(line)
+        if match and match["tag"] in _MORE:
+            counts = int(match["inputs"]), int(match["outputs"])
+            found[_MORE[match["tag"]]] = (*counts, float(match["seconds"]))
+    for name, workload in workloads.items():
+        if name not in found:
+            raise PeerError(f"bench_more.py printed no line for {name}")
+        *counts, seconds = found[name]
+        ours = [workload.num_prompt_tokens, workload.num_output_tokens]
+        if counts != ours:
+            raise PeerError(f"{name}: the peer ran {counts} tokens in and out, we ran {ours}")
+        into.seconds.setdefault(name, []).append(seconds)
+
+
+def require_kit(folder: Path, model: str, names: list[str] | None = None) -> None:
+    """Notice before a long measurement that the peer cannot follow it.
+
+    Args:
+        names: the workloads, of which it must know one.
+
+    Raises:
+        PeerError: it does not know the model or the workloads, or the kit is not in the folder.
+    """
+    known = ("nano", *_MORE.values())
+    if model not in PEER_MODELS:
+        raise PeerError(f"the peer knows {' and '.join(PEER_MODELS)}, not {model}")
+    if names is not None and not set(names) & set(known):
+        raise PeerError(f"the peer knows {', '.join(known)}, not {', '.join(names)}")
+    needed = ["bench_vllm.py", "bench_more.py"]
+    if not (folder / "site" / "vllm").is_dir():
+        needed += ["install.py", "core.tar.xz.00", "core.tar.xz.01"]
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        raise PeerError(f"{folder} is not the folder of the vLLM kit: no {', '.join(missing)}")
+
+
+def measure_throughput(folder: Path, model: str, names: list[str], repeat: int) -> PeerResult:
+    """Run each of ``names`` that the peer knows ``repeat`` times. One process repeats "nano";
+    the others are run once a process, all together.
+
+    Raises:
+        PeerError: see there.
+    """
+    result = PeerResult()
+    if "nano" in names:
+        _run_bench(folder, model, ["--mode", "throughput", "--repeat", str(repeat)], result)
+    more = {name: make_workload(name) for name in names if name in _MORE.values()}
+    if more:
+        with model_folder(model) as config_folder:
+            for _ in range(repeat):
+                text = _run(folder, "bench_more.py", [str(config_folder)])
+                read_more(text, more, result)
+    return result
+
+
+def measure_latency(
+    folder: Path, model: str, num_prompt_tokens: int, num_output_tokens: int, repeat: int
+) -> PeerResult:
+    """One request at a time.
+
+    Raises:
+        PeerError: see there.
+    """
+    result = PeerResult()
+    arguments = ["--mode", "latency", "--repeat", str(repeat)]
+    arguments += ["--prompt-tokens", str(num_prompt_tokens)]
+    arguments += ["--output-tokens", str(num_output_tokens)]
+    _run_bench(folder, model, arguments, result)
+    return result
+
+
+def measure_start(folder: Path, model: str, cache: Path) -> PeerResult:
+    """Start an engine with its caches in ``cache``, which makes a few tokens and ends.
+
+    Raises:
+        PeerError: see there.
+    """
+    result = PeerResult()
+    arguments = ["--mode", "latency", "--repeat", "1", "--output-tokens", "2"]
+    _run_bench(folder, model, arguments, result, cache)
+    return result
+
+
+def _run_bench(
+    folder: Path, model: str, arguments: list[str], into: PeerResult, cache: Path | None = None
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "result.json"
+        _run(folder, "bench_vllm.py", ["--model", model, *arguments, "--json", str(output)], cache)
+        read_bench(output.read_text().splitlines()[-1], into)
+
+
+def _run(folder: Path, script: str, arguments: list[str], cache: Path | None = None) -> str:
+    """Run a script of the kit; what it printed."""
+    folder = folder.resolve()
+    site = folder / "site"
+    if not (site / "vllm").is_dir():
+        _checked([sys.executable, str(folder / "install.py"), str(folder), str(site)], {})
+    cache = cache or folder / "cache"
+    environment = {
+        "PYTHONPATH": str(site),
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_CACHE_ROOT": str(cache),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+    }
+    return _checked([sys.executable, str(folder / script), *arguments], environment)
+
+
+def _checked(command: list[str], environment: dict[str, str]) -> str:
+    """Raises PeerError with the end of the output if the command fails or takes too long."""
+    # To files: a pipe that a grandchild keeps open would outlive the time limit.
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            status = subprocess.run(
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=_TIMEOUT_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = f"no result within {_TIMEOUT_S} s"
+        output.seek(0)
+        text = output.read()
+    if status != 0:
+        tail = "\n".join(text.splitlines()[-30:])
+        raise PeerError(f"{' '.join(command[:2])}: {status}\n{tail}")
+    return text

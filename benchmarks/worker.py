@@ -1,0 +1,163 @@
+"""The process that holds the engine: reads a job (JSON) on standard input, measures, writes the
+result. Started by ``benchmarks.job.run_job``; not meant for people.
+
+    python -m benchmarks.worker MODEL_FOLDER RESULT_FILE < JOB
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.job import Job
+from benchmarks.workload import LATENCY, LOADS, Workload, latency_workload, make_workload
+
+MAX_NUM_SEQS = 512
+
+
+def main() -> None:
+    job = Job(**json.load(sys.stdin))
+    folder, output = Path(sys.argv[1]), Path(sys.argv[2])
+    measure = {"throughput": throughput, "latency": latency, "startup": startup}[job.kind]
+    output.write_text(json.dumps(measure(job, folder)))
+
+
+def make_llm(job: Job, folder: Path, workloads: Sequence[Workload], max_model_len: int) -> Any:
+    """An engine for the workloads. Prefix caching is off, as in the peer: repetitions of a
+    workload would otherwise find their prompts computed."""
+    from pagespec import LLM
+
+    settings = {
+        "max_num_seqs": min(MAX_NUM_SEQS, max(len(w.prompts) for w in workloads)),
+        "enable_prefix_caching": False,
+        "max_model_len": max_model_len,
+        **job.settings,
+    }
+    return LLM(str(folder), load_format="dummy", **settings)
+
+
+def timed(llm: Any, workload: Workload, temperature: float, num_outputs: list[int]) -> float:
+    """Seconds of one ``generate``.
+
+    Raises:
+        RuntimeError: not every request got the tokens it asked for.
+    """
+    from pagespec import SamplingParams
+
+    params = [
+        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n) for n in num_outputs
+    ]
+    begin = time.perf_counter()
+    outputs = llm.generate(workload.prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    got = [len(output.outputs[0].token_ids) for output in outputs]
+    if got != num_outputs:
+        raise RuntimeError(f"{workload.name}: {sum(got)} tokens instead of {sum(num_outputs)}")
+    return seconds
+
+
+def host_times(llm: Any, before: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of host time a step since ``before``, by what took them."""
+    after = dataclasses.asdict(llm.stats())
+    num_steps = after["num_steps"] - before["num_steps"]
+    return {
+        name: (seconds - before["host_s"].get(name, 0.0)) / num_steps * 1e3
+        for name, seconds in after["host_s"].items()
+    } | {"steps": num_steps}
+
+
+def throughput(job: Job, folder: Path) -> dict[str, Any]:
+    workloads = [make_workload(name) for name in job.workloads]
+    max_model_len = max(LOADS[name].max_model_len for name in job.workloads)
+    begin = time.perf_counter()
+    llm = make_llm(job, folder, workloads, max_model_len)
+    result = described(llm, time.perf_counter() - begin)
+    # As the peer's bench: one short request before anything is timed.
+    timed(llm, Workload("warm-up", [[1, 2, 3, 4]], [16]), 1.0, [16])
+    result["workloads"] = {}
+    for workload in workloads:
+        before = dataclasses.asdict(llm.stats())
+        seconds = [timed(llm, workload, 0.6, workload.num_outputs) for _ in range(job.repeat)]
+        result["workloads"][workload.name] = {
+            "seconds": seconds,
+            "host_ms_a_step": host_times(llm, before),
+        }
+        print(f"{workload.name}: {[round(s, 3) for s in seconds]} s", file=sys.stderr, flush=True)
+    result["stats"] = dataclasses.asdict(llm.stats())
+    if job.profile is not None:
+        result["profile"] = profiled(llm, workloads[0], 0.6, job.profile)
+    return result
+
+
+def latency(job: Job, folder: Path) -> dict[str, Any]:
+    workload = latency_workload(job.num_prompt_tokens, job.num_output_tokens)
+    begin = time.perf_counter()
+    llm = make_llm(job, folder, [workload], max(LATENCY.max_model_len, workload.longest))
+    result = described(llm, time.perf_counter() - begin)
+    timed(llm, workload, 0.0, [16])
+    before = dataclasses.asdict(llm.stats())
+    result["one_token_s"] = [timed(llm, workload, 0.0, [1]) for _ in range(job.repeat)]
+    result["total_s"] = [timed(llm, workload, 0.0, workload.num_outputs) for _ in range(job.repeat)]
+    result["host_ms_a_step"] = host_times(llm, before)
+    result["stats"] = dataclasses.asdict(llm.stats())
+    if job.profile is not None:
+        result["profile"] = profiled(llm, workload, 0.0, job.profile)
+    return result
+
+
+def startup(job: Job, folder: Path) -> dict[str, Any]:
+    """Times are of the monotonic clock, which all processes of the machine share."""
+    workload = latency_workload(job.num_prompt_tokens, 1)
+    # With all that it imports, which is not the engine's own start.
+    importlib.import_module("pagespec.engine.llm")
+    importlib.import_module("pagespec.compile.build")
+    imported = time.monotonic()
+    llm = make_llm(job, folder, [workload], LATENCY.max_model_len)
+    started = time.monotonic()
+    timed(llm, workload, 0.0, [1])
+    first_token = time.monotonic()
+    result = described(llm, started - imported)
+    result |= {"imported": imported, "engine_ready": started, "first_token": first_token}
+    result["stats"] = dataclasses.asdict(llm.stats())
+    return result
+
+
+def profiled(llm: Any, workload: Workload, temperature: float, trace: str) -> dict[str, Any]:
+    from benchmarks.profiling import profile_steps
+
+    profile = profile_steps(
+        llm,
+        lambda: timed(llm, workload, temperature, workload.num_outputs),
+        Path(trace),
+    )
+    return {"table": str(profile), "workload": workload.name, **profile.summary()}
+
+
+def described(llm: Any, start_s: float) -> dict[str, Any]:
+    """What ran where, and how many KV tokens fit."""
+    import torch
+
+    is_gpu = str(llm.device).startswith("cuda")
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return {
+        "gpu": torch.cuda.get_device_name(llm.device) if is_gpu else "none (CPU)",
+        "torch": torch.__version__,
+        "triton": triton,
+        "start_s": start_s,
+        "kv_tokens": llm.num_blocks * llm.config.block_size,
+        "settings": dataclasses.asdict(llm.config),
+    }
+
+
+if __name__ == "__main__":
+    main()

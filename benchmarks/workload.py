@@ -1,0 +1,164 @@
+"""The models and request loads that the benchmarks measure.
+
+Loads draw their numbers in the order of ``shared/peers/vllm/bench_vllm.py`` (seed 0) and
+``bench_more.py`` (seed 1): each prompt (its length, then its tokens), then every output length. So
+both engines get the same token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+LARGEST_TOKEN_ID = 10_000
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+    # For a machine without a GPU: proves that a benchmark runs, says nothing about speed.
+    "tiny": {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "vocab_size": LARGEST_TOKEN_ID + 240,
+    },
+}
+MODELS = tuple(_SHAPES)
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """``config.json`` of a Qwen3 model at its real shape (``tiny``: at none)."""
+    config = {**_QWEN3, **_SHAPES[name]}
+    config["max_window_layers"] = config["num_hidden_layers"]
+    return config
+
+
+@contextmanager
+def model_folder(name: str) -> Iterator[Path]:
+    """A temporary folder that holds nothing but the model's ``config.json``."""
+    with TemporaryDirectory(prefix=f"qwen3-{name}-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model_config(name), indent=2))
+        yield Path(folder)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that all arrive at once.
+
+    Attributes:
+        prompts: token ids of each.
+        num_outputs: tokens that each generates; end tokens are ignored.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    num_outputs: list[int]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.num_outputs)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(len(p) + n for p, n in zip(self.prompts, self.num_outputs, strict=True))
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a workload is drawn: lengths are uniform in the (low, high) given, ends included.
+
+    Attributes:
+        max_model_len: as the peer is given it, so that both set aside the same.
+    """
+
+    seed: int
+    num_requests: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    max_model_len: int
+
+    def draw(self, name: str) -> Workload:
+        rng = random.Random(self.seed)
+        prompts = [
+            [rng.randint(0, LARGEST_TOKEN_ID) for _ in range(_length(rng, self.prompt))]
+            for _ in range(self.num_requests)
+        ]
+        return Workload(name, prompts, [_length(rng, self.output) for _ in prompts])
+
+
+def _length(rng: random.Random, bounds: tuple[int, int]) -> int:
+    low, high = bounds
+    # The peer draws nothing for a fixed length.
+    return low if low == high else rng.randint(low, high)
+
+
+_NANO = (100, 1024)
+LOADS = {
+    "nano": Load(0, 256, _NANO, _NANO, 4096),
+    "nano32": Load(1, 32, _NANO, _NANO, 16384),
+    "1024": Load(1, 1024, _NANO, _NANO, 16384),
+    "long": Load(1, 32, (8192, 8192), (256, 256), 16384),
+    "tiny": Load(0, 8, (8, 64), (8, 32), 128),
+}
+# Batch 1, greedy. Seed, prompt and output length are those of the peer's latency mode.
+LATENCY = Load(1, 1, (128, 128), (512, 512), 4096)
+WORKLOADS = tuple(LOADS)
+
+
+def make_workload(name: str) -> Workload:
+    return LOADS[name].draw(name)
+
+
+def latency_workload(num_prompt_tokens: int, num_output_tokens: int) -> Workload:
+    """One request, with the tokens that the peer's latency mode draws."""
+    lengths = (num_prompt_tokens,) * 2, (num_output_tokens,) * 2
+    return Load(LATENCY.seed, 1, *lengths, LATENCY.max_model_len).draw("batch 1")

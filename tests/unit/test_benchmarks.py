@@ -1,0 +1,269 @@
+"""The benchmarks' arithmetic: workloads, floors, the peer's output, idle time. No model, no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.floor import ModelSize, latency_floor, throughput_floor
+from benchmarks.latency import per_token
+from benchmarks.peer import (
+    PeerError,
+    PeerResult,
+    measure_throughput,
+    read_bench,
+    read_more,
+    require_kit,
+)
+from benchmarks.profiling import (
+    _CPU_CATEGORIES,
+    _GPU_CATEGORIES,
+    Interval,
+    StepProfile,
+    busy_time,
+    idle_fraction,
+    read_trace,
+)
+from benchmarks.startup import phases
+from benchmarks.workload import LOADS, MODELS, Workload, make_workload, model_config
+
+
+def size_of(model: str) -> ModelSize:
+    return ModelSize.from_config(model_config(model))
+
+
+# Workloads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "num_prompt_tokens", "num_output_tokens"),
+    [
+        ("nano", 142_827, 133_966),
+        ("nano32", 18_237, 15_177),
+        ("1024", 578_009, 591_657),
+        ("long", 262_144, 8_192),
+    ],
+)
+def test_workloads_have_the_token_counts_of_the_peer(
+    name: str, num_prompt_tokens: int, num_output_tokens: int
+) -> None:
+    workload = make_workload(name)
+    assert workload.num_prompt_tokens == num_prompt_tokens
+    assert workload.num_output_tokens == num_output_tokens
+    assert workload.longest <= LOADS[name].max_model_len
+
+
+def test_nano_draws_the_tokens_of_the_peers_script() -> None:
+    # `bench_vllm.py --workload-only` prints these.
+    workload = make_workload("nano")
+    assert (len(workload.prompts), len(workload.prompts[0])) == (256, 964)
+    assert workload.prompts[0][:5] == [6311, 6890, 663, 4242, 8376]
+    assert workload.num_outputs[:5] == [845, 312, 607, 843, 500]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_token_is_in_the_vocabulary(model: str) -> None:
+    largest = max(max(prompt) for prompt in make_workload("nano32").prompts)
+    assert largest < model_config(model)["vocab_size"]
+
+
+# Floors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "workload", "tokens_per_second", "tolerance"),
+    [
+        ("0.6b", "nano", 26_270, 0.03),
+        ("8b", "nano", 9_988, 0.03),
+        ("0.6b", "long", 2_560, 0.03),
+        # Given there as "about", without their arithmetic.
+        ("0.6b", "nano32", 16_000, 0.08),
+        ("0.6b", "1024", 28_000, 0.05),
+    ],
+)
+def test_floors_are_those_of_the_design(
+    model: str, workload: str, tokens_per_second: float, tolerance: float
+) -> None:
+    floor = throughput_floor(make_workload(workload), size_of(model))
+    assert floor.tokens_per_second == pytest.approx(tokens_per_second, rel=tolerance)
+
+
+@pytest.mark.parametrize(("model", "milliseconds"), [("0.6b", 0.391), ("8b", 4.965)])
+def test_latency_floors_are_those_of_the_design(model: str, milliseconds: float) -> None:
+    floor = latency_floor(Workload("one", [[1] * 128], [512]), size_of(model))
+    assert floor.weights_s * 1e3 == pytest.approx(milliseconds, rel=0.005)
+
+
+def test_a_floor_counts_what_a_small_run_reads() -> None:
+    size = ModelSize(2, 4, 2, 8, num_layer_weights=1000, num_head_weights=100)
+    # The step that makes token 2 of 3 reads a context of 5 + 1, the next one 5 + 2.
+    floor = throughput_floor(Workload("small", [[0] * 5, [0] * 4], [3, 1]), size)
+    assert size.kv_bytes_a_token == 2 * 2 * 2 * 8 * 2
+    assert floor.kv_bytes == (6 + 7) * size.kv_bytes_a_token
+    assert floor.num_steps == 3
+    assert floor.weights_s == pytest.approx(3 * 1100 * 2 / 3.05e12)
+    assert floor.prefill_s == pytest.approx(2 * 1000 * 9 / 798e12)
+    assert floor.attention_s == pytest.approx((15 + 10) * 4 * 8 * 4 * 2 / 798e12)
+
+
+# The peer's output ----------------------------------------------------------------------------
+
+
+def test_the_peers_json_is_read() -> None:
+    row = {
+        "version": "0.26.0",
+        "torch": "2.11.0",
+        "engine_start_s": 21.5,
+        "num_gpu_blocks": 40_625,
+        "throughput": [{"s": 7.0, "tok_s": 19138.0}, {"s": 7.1, "tok_s": 18868.5}],
+        "latency": [{"total_s": 0.8, "one_token_s": 0.01, "ms_per_token": 1.56}],
+    }
+    result = PeerResult()
+    read_bench(json.dumps(row), result)
+    assert result == PeerResult(
+        version="vLLM 0.26.0, torch 2.11.0",
+        seconds={"nano": [7.0, 7.1]},
+        total_s=[0.8],
+        one_token_s=[0.01],
+        kv_tokens=650_000,
+        start_s=[21.5],
+    )
+
+
+MORE = """INFO loading
+[vllm warm-up] 400 in, 40 out, 0.100 s, 400 tok/s
+[vllm 32 requests] 18237 in, 15177 out, 2.317 s, 6551 tok/s
+[vllm 1,024 requests] 578009 in, 591657 out, 26.951 s, 21953 tok/s
+[vllm 32 x 8,192 in, 256 out] 262144 in, 8192 out, 3.975 s, 2061 tok/s
+"""
+
+
+def test_the_lines_of_the_peers_other_loads_are_read() -> None:
+    result = PeerResult()
+    workloads = {name: make_workload(name) for name in ("nano32", "long")}
+    read_more(MORE, workloads, result)
+    read_more(MORE.replace("2.317", "2.400"), workloads, result)
+    assert result.seconds == {"nano32": [2.317, 2.4], "long": [3.975, 3.975]}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (MORE.replace("18237", "18238"), "18238"),
+        (MORE.replace("[vllm 32 requests]", "[vllm 33 requests]"), "no line for nano32"),
+    ],
+)
+def test_a_peer_that_ran_something_else_is_refused(text: str, what: str) -> None:
+    with pytest.raises(PeerError, match=what):
+        read_more(text, {"nano32": make_workload("nano32")}, PeerResult())
+
+
+FAKE_BENCH = """
+import json, os, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert os.environ["PYTHONPATH"].endswith("site"), os.environ["PYTHONPATH"]
+assert os.environ["VLLM_CACHE_ROOT"].endswith("cache")
+runs = [dict(s=7.0 + i) for i in range(int(options["--repeat"]))]
+row = dict(version="1", torch="2", engine_start_s=3.0, throughput=runs)
+open(options["--json"], "a").write(json.dumps(row) + "\\n")
+"""
+
+
+def test_the_peers_scripts_are_run_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "site" / "vllm").mkdir(parents=True)
+    (tmp_path / "bench_vllm.py").write_text(FAKE_BENCH)
+    with pytest.raises(PeerError, match="bench_more"):
+        require_kit(tmp_path, "0.6b")
+    (tmp_path / "bench_more.py").write_text(f"print({MORE!r})\nraise SystemExit('out of memory')")
+    require_kit(tmp_path, "0.6b", ["nano", "tiny"])
+    for model, names in (("tiny", ["nano"]), ("8b", ["tiny"])):
+        with pytest.raises(PeerError, match="the peer knows"):
+            require_kit(tmp_path, model, names)
+    result = measure_throughput(tmp_path, "0.6b", ["nano"], repeat=2)
+    assert result.seconds == {"nano": [7.0, 8.0]}
+    with pytest.raises(PeerError, match="out of memory"):
+        measure_throughput(tmp_path, "0.6b", ["nano32"], repeat=1)
+
+
+# Times ----------------------------------------------------------------------------------------
+
+
+def test_idle_fraction_counts_the_gaps_between_streams_once() -> None:
+    intervals = [Interval(30, 40), Interval(0, 10), Interval(5, 20), Interval(6, 8)]
+    assert busy_time(intervals) == 30
+    assert idle_fraction(intervals) == pytest.approx(0.25)
+    assert idle_fraction(intervals[1:]) == 0.0
+
+
+@pytest.mark.parametrize("intervals", [[], [Interval(3, 3)]])
+def test_idle_fraction_of_no_time_is_refused(intervals: list[Interval]) -> None:
+    with pytest.raises(ValueError, match="no time"):
+        idle_fraction(intervals)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda t: Interval(t[0], sum(t))),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_busy_time_is_the_size_of_the_union(intervals: list[Interval]) -> None:
+    union = {t for i in intervals for t in range(int(i.begin), int(i.end))}
+    assert busy_time(intervals) == len(union)
+
+
+def event(name: str, category: str, begin: float, duration: float, tid: int = 7) -> dict:
+    return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": duration, "tid": tid}
+
+
+def test_a_trace_is_read_and_its_profile_adds_up(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    events = [
+        event("gemm", "kernel", 0, 10),
+        event("gemm", "kernel", 20, 10),
+        event("attention", "kernel", 30, 50, tid=8),
+        event("Memcpy HtoD", "gpu_memcpy", 95, 5),
+        event("cudaGraphLaunch", "cuda_runtime", 80, 15),
+        {"ph": "M", "name": "process_name"},
+        event("linear", "cpu_op", 0, 10),
+        event("addmm", "cpu_op", 0, 8),
+        event("sample", "cpu_op", 5, 10, tid=9),
+    ]
+    trace.write_text(json.dumps({"traceEvents": events}))
+    host = read_trace(trace, _CPU_CATEGORIES)
+    assert [i.name for i in host] == ["linear", "sample"]
+    profile = StepProfile(read_trace(trace, _GPU_CATEGORIES), num_steps=2, wall_s=1e-4)
+    assert profile.by_name() == [("attention", 25, 0.5), ("gemm", 10, 1), ("Memcpy HtoD", 2.5, 0.5)]
+    assert profile.summary() == pytest.approx(
+        {
+            "kernel_us_a_step": 37.5,
+            "span_us_a_step": 50,
+            "wall_us_a_step": 50,
+            "idle_fraction": 0.25,
+        }
+    )
+    assert "idle 25.00%" in str(profile)
+
+
+def test_a_decode_token_leaves_the_prompt_out() -> None:
+    every, decode = per_token([0.522], [0.011], 512)
+    assert every == pytest.approx([0.522 / 512 * 1e3])
+    assert decode == pytest.approx([1.0])
+
+
+def test_the_phases_of_a_start_add_up() -> None:
+    run = {
+        "process_begin": 100.0,
+        "imported": 103.0,
+        "engine_ready": 110.0,
+        "first_token": 110.5,
+        "stats": {"startup_s": {"load": 1.0, "capture": 4.0}},
+    }
+    seconds = list(phases(run).values())
+    assert seconds == pytest.approx([3.0, 1.0, 4.0, 2.0, 0.5, 10.5])
+    assert sum(seconds[:-1]) == pytest.approx(seconds[-1])
