@@ -3,7 +3,8 @@
 - ``kv_store`` and ``paged_attention`` become the functions of the attention implementation chosen
   at start-up;
 - ``linear`` with a constant weight becomes :func:`pagespec.kernels.gpu_linear.linear`, which has a
-  kernel of its own for few rows; a gated activation behind it that nothing else reads joins it.
+  kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
+- a product of a mixture of experts becomes :func:`pagespec.kernels.triton_grouped.grouped_mm`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from torch.fx import GraphModule, Node
 
 from pagespec.compile.passes.context import PassContext, example
 from pagespec.compile.passes.merge_linear import is_linear, linear_operands
-from pagespec.kernels import fused, gpu_linear
+from pagespec.kernels import fused, gpu_linear, triton_grouped
 from pagespec.kernels.linear_tiles import rows_worth_it
 
+_GROUPED_MM_NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,6 +59,11 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
             node.target = attention.attend
         elif attention is not None and node.target in (ops.kv_store, ops.kv_store.default):
             node.target = attention.store
+        elif getattr(node.target, "__name__", "").split(".")[0] in _GROUPED_MM_NAMES:
+            operands = _grouped_operands(node)
+            if operands is None:
+                continue
+            node.target, node.args, node.kwargs = triton_grouped.grouped_mm, operands, {}
         elif is_linear(node):
             source, weight, bias = linear_operands(node)
             tensor = context.constant(weight)
@@ -84,6 +91,21 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
             continue
         count += 1
     return count
+
+
+def _grouped_operands(node: Node) -> tuple[Node, Node, Node] | None:
+    """(rows, weights, offsets) of a grouped product of plain form, else None."""
+    named = dict(zip(("input", "weight", "offs"), node.args, strict=False))
+    named |= {"input": named.pop("input", None)} | dict(node.kwargs)
+    found = [named.pop(name, None) for name in ("input", "weight", "offs")]
+    if any(value is not None for value in named.values()):
+        return None
+    rows, weight, offs = (example(part) if isinstance(part, Node) else None for part in found)
+    if not (isinstance(rows, Tensor) and isinstance(weight, Tensor) and isinstance(offs, Tensor)):
+        return None
+    if rows.dim() != 2 or weight.dim() != 3 or rows.dtype not in _DTYPES:
+        return None
+    return tuple(found)  # type: ignore[return-value]
 
 
 def _only_gate(node: Node) -> Node | None:
