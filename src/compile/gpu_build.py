@@ -15,6 +15,7 @@ from pagespec.compile.runner import OnLogits, kv_bytes_per_block
 from pagespec.compile.step_inputs import MIN_SIZE
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.stats import EngineStats
+from pagespec.errors import InvalidInputError
 
 logger = logging.getLogger("pagespec")
 
@@ -57,6 +58,16 @@ def make_gpu_runner(
         del trial
         torch.cuda.empty_cache()
         num_blocks = config.num_blocks or blocks_in(profile.left_for_kv, config, captured, limit)
+        num_kv_bytes = (num_blocks + 1) * kv_bytes_per_block(
+            captured.loaded, captured.specs, config.block_size
+        )
+        if num_kv_bytes > profile.left_on_device:
+            raise InvalidInputError(
+                "num_blocks",
+                num_blocks,
+                f"their {num_kv_bytes / GIB:.1f} GiB do not fit the "
+                f"{profile.left_on_device / GIB:.1f} GiB left on the GPU; lower it or block_size",
+            )
         max_model_len = fitting_length(config, num_blocks, limit)
         runner = make(num_blocks, max_model_len)
     with clock("graphs"), named_out_of_memory(config):
@@ -65,10 +76,9 @@ def make_gpu_runner(
             runner.capture_graphs(shapes)
         graphs = max(0, before - torch.cuda.mem_get_info(device)[0])
     stats.num_graphs = runner.num_graphs
-    num_kv_bytes = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
     stats.memory_bytes = {
         "weights": profile.weights,
-        "kv_cache": num_kv_bytes * (num_blocks + 1),
+        "kv_cache": num_kv_bytes,
         "graphs": graphs,
         "activations": profile.activations,
         "budget": profile.budget,

@@ -111,11 +111,11 @@ class GpuRunner:
             for tensor in (b.input_ids, b.position_ids, b.kept_tokens, b.temperatures):
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
-            # Every row has tokens, so that each attention kernel has its work space.
-            lengths = torch.full((num_rows,), num_tokens // num_rows, device=b.staged.device)
-            lengths[-1] += num_tokens - int(lengths.sum())
-            b.query_starts[1:] = lengths.cumsum(0)
-            b.context_lens.copy_(lengths)
+            # Every row has tokens, so that each attention kernel has its work space; but not more
+            # than a request can have. What is left over belongs to no row, like padding.
+            length = min(num_tokens // num_rows, b.width * self.block_size)
+            b.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
+            b.context_lens.fill_(length)
             b.block_tables.fill_(self.num_blocks)
             logits = self._forward(b.mixed_inputs(num_tokens, num_rows))
             sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled)

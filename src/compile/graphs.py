@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from pagespec.compile.step_inputs import MIN_SIZE
 
 _FEW_ROWS = 8
-_MAX_TOKENS_OF_FEW_ROWS = 4096
+_MAX_TOKENS_OF_FEW_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -30,32 +30,23 @@ class StepShape:
 
 
 def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes of decode steps to capture: powers of two to 16, then four to an octave.
+    """Batch sizes of decode steps to capture: powers of two and the sizes halfway from 64 on.
 
     Rows of padding cost next to nothing below 256 (a product reads its whole weight for any number
-    of rows, attention reads nothing for them); each graph costs memory and start-up time. One
-    request runs in the bucket of 2, the smallest batch the captured graph is valid for.
+    of rows, attention reads nothing for them). Each graph costs memory and start-up time, most of
+    it for loading the library's kernels for one more number of rows. One request runs in the
+    bucket of 2, the smallest batch the captured graph is valid for.
     """
-    buckets = [size for size in _octaves(2, 4) if size < max_num_seqs]
+    sizes = [2, 4, 8, 16, 32, *(n * 2**k for k in range(5, 16) for n in (2, 3))]
+    buckets = [size for size in sizes if size < max_num_seqs]
     return (*buckets, max(max_num_seqs, MIN_SIZE))
-
-
-def _octaves(first: int, parts_from: int) -> Iterator[int]:
-    """Powers of two from ``first``, in four parts each from ``4 * parts_from`` on."""
-    size = first
-    while size < 1 << 20:
-        if size < 4 * parts_from:
-            yield size
-        else:
-            yield from range(size, 2 * size, size // 4)
-        size *= 2
 
 
 def mixed_shapes(max_num_tokens: int, max_num_rows: int) -> tuple[StepShape, ...]:
     """Shapes to capture for steps that are not pure decode: up to the token budget, for all rows,
     and for few of them where that matters to the time to a first token."""
-    sizes = [16, 64, 128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
-    sizes = [size for size in sizes if size < max_num_tokens]
+    sizes = [64, 256, 512, *(1024 * 2**k for k in range(16)), 12288]
+    sizes = sorted(size for size in sizes if size < max_num_tokens)
     shapes = []
     for size in [*sizes, max(max_num_tokens, MIN_SIZE)]:
         shapes.append(StepShape(size, max(max_num_rows, MIN_SIZE), False))

@@ -18,7 +18,9 @@ _DEFAULT_SHARE = 0.9
 # rounded up and fragment.
 _BYTES_A_GRAPH = 2 << 20
 _SLACK_BYTES = 192 << 20
-_SETTINGS = "memory_utilization, max_num_batched_tokens, max_num_seqs or graph_batch_sizes"
+_SETTINGS = (
+    "memory_utilization, num_blocks, max_num_batched_tokens, max_num_seqs or graph_batch_sizes"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,13 @@ class MemoryProfile:
 
     @property
     def left_for_kv(self) -> int:
+        """Of the budget."""
         return self.budget - self.taken - self.activations - self.graphs - _SLACK_BYTES
+
+    @property
+    def left_on_device(self) -> int:
+        """Beyond the budget, too: what a number of blocks that was asked for may take."""
+        return self.total - self.taken - self.activations - self.graphs
 
 
 def profile_memory(

@@ -225,10 +225,16 @@ Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def inductor(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a region with Inductor, sizes symbolic where the examples' are."""
+    """Compile a region with Inductor, sizes symbolic where the examples' are.
+
+    In its deterministic mode: what it would otherwise choose by timing, the order of a reduction
+    among it, could differ from one engine to the next.
+    """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(gm, list(examples))
+    with config.patch(deterministic=True):
+        compiled: Any = compile_fx(gm, list(examples))
     return compiled  # type: ignore[no-any-return]
 
 
