@@ -28,6 +28,7 @@ logger = logging.getLogger("pagespec")
 
 GIB = 1 << 30
 _CPU_CACHE_LIMIT_BYTES = 4 * GIB
+_PACKING_PART = 4
 
 
 class BuiltRunner(Runner, Protocol):
@@ -41,7 +42,7 @@ class BuiltRunner(Runner, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What an ``LLM`` needs to know of its model."""
+    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in."""
 
     runner: BuiltRunner
     tokenizer: Any | None
@@ -50,6 +51,7 @@ class Built:
     max_model_len: int
     num_blocks: int
     device: torch.device
+    config: EngineConfig
     stats: EngineStats
 
 
@@ -65,6 +67,8 @@ def build(
         UnsupportedModelError: the probe refuses the model.
     """
     device = resolve_device(config.device)
+    if device.type == "cuda":
+        config = config.for_gpu()
     stats = EngineStats()
     clock = Clock(stats.startup_s)
     with clock("load"):
@@ -95,7 +99,12 @@ def build(
     with pinned_algorithms() if is_pinned else nullcontext():
         with clock("capture"):
             captured = capture_model(
-                loaded, specs, compile=compile, transparent=config.transparent, attention=attention
+                loaded,
+                specs,
+                compile=compile,
+                transparent=config.transparent,
+                attention=attention,
+                packing_bytes=_packing_bytes(model, device),
             )
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s
@@ -119,6 +128,7 @@ def build(
         max_model_len=max_model_len,
         num_blocks=runner.num_blocks,
         device=device,
+        config=config,
         stats=stats,
     )
 
@@ -202,6 +212,13 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidInputError("device", name, f"{torch.cuda.device_count()} GPUs are visible")
     return device
+
+
+def _packing_bytes(model: object, device: torch.device) -> int:
+    """For copies of weights nobody else can change: not those of a module the caller holds."""
+    if device.type != "cpu" or isinstance(model, PreTrainedModel):
+        return 0
+    return _available_cpu_bytes() // _PACKING_PART
 
 
 def _cpu_bytes_for_kv(config: EngineConfig) -> int:

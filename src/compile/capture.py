@@ -71,10 +71,12 @@ class CapturedModel:
         compile: CompileMode,
         transparent: bool = True,
         attention: Choice | None = None,
+        packing_bytes: int = 0,
     ) -> None:
         self.loaded = loaded
         self.transparent = transparent
         self.attention = attention
+        self._packing_bytes = packing_bytes
         self.specs = tuple(specs)
         self.compile = compile
         self.num_captures = 0
@@ -206,7 +208,9 @@ class CapturedModel:
             if node.name not in sources and node.name not in constants:
                 sources[node.name] = self._size_source(node, symbols)
 
-        context = PassContext(module, constants, self.transparent, self.attention)
+        context = PassContext(
+            module, constants, self.transparent, self.attention, self._packing_bytes
+        )
         self.rewrites = run_passes(gm, context, COMMON_PASSES)
         is_cpu = self.loaded.device.type == "cpu"
         device_passes = CPU_GRAPH_PASSES if is_cpu else gpu_passes()
@@ -264,6 +268,7 @@ def capture_model(
     compile: str = "graph",
     transparent: bool = True,
     attention: Choice | None = None,
+    packing_bytes: int = 0,
 ) -> CapturedModel:
     """Capture a probed model.
 
@@ -274,6 +279,8 @@ def capture_model(
             module itself with our attention.
         transparent: make a row's bits independent of the rest of the batch.
         attention: the implementation to call; None leaves it to the ops.
+        packing_bytes: memory that copies of weights may take, in a layout that few rows are
+            multiplied with at half the cost. Later changes of the weights do not reach them.
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
@@ -287,4 +294,11 @@ def capture_model(
         and not any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     ):
         raise InvalidInputError("compile", compile, "needs a C++ compiler (g++ or clang++)")
-    return CapturedModel(loaded, specs, compile, transparent, attention)  # type: ignore[arg-type]
+    return CapturedModel(
+        loaded,
+        specs,
+        compile,  # type: ignore[arg-type]
+        transparent,
+        attention,
+        packing_bytes,
+    )

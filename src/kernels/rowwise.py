@@ -6,7 +6,8 @@ row and element compared; the orders were found by emulation with fused multiply
 
 - MKL (``F.linear``, ``mm``, ``bmm``): one class for all row counts from 4 up, each sum taken in
   chunks of 192 products; 1, and 2 to 3 rows differ;
-- oneDNN: one class from 2 rows up (576 products in plain order); 1 row differs;
+- oneDNN: one class from 2 rows up (576 products in plain order); 1 row differs, but not if the
+  weight was packed before (:func:`pack`): then all row counts are that one class;
 - bfloat16 ``F.linear``: one class.
 
 So a product with few rows is given rows of zeros. Which library a weight gets is fixed by its size
@@ -14,9 +15,22 @@ and dtype, never by a timing: bits must not depend on noise. What was found on o
 trusted on another: :func:`choose_product` tries the choice out, and falls back to calls of one
 fixed shape.
 
-The price is what the quick choices of :mod:`pagespec.kernels.linear` save: all layers of
-SmolLM2-135M (120 weights, none in the cache) take 37 ms for two rows with the transposed product,
-whose order follows the row count, 56 ms here; 80 and 84 ms for 16 rows, 186 and 194 ms for 64.
+A packed weight is a second copy, which later changes of the weight do not reach, so it is made only
+of weights that stay as they are. All layers of SmolLM2-135M (120 weights, none in the cache; 900
+rows: five times a fifth of them), one thread, ms; "free" are the quick choices of
+:mod:`pagespec.kernels.linear`, whose bits follow the row count:
+
+=====  ======  =====  ======  =====
+rows   packed  MKL    oneDNN  free
+=====  ======  =====  ======  =====
+1      28      57     57      30
+2      30      57     56      40
+4      38      55     65      42
+8      48      64     69      70
+16     70      82     89      90
+64     193     196    211     215
+900    2,310   2,040  2,200   2,040
+=====  ======  =====  ======  =====
 
 Elementwise functions differ too: PyTorch computes the last elements of a range one by one, with
 other bits than those of the vectors before. Silu, sigmoid, gelu and softplus do, exp, log, tanh,
@@ -57,12 +71,14 @@ class Product(NamedTuple):
         min_rows: fewer rows are filled up with zeros.
         tile: if above 0, every call has exactly this many rows.
         is_even: every call has a number of outputs that 16 divides; the last ones are filled up.
+        is_packed: the weight is what :func:`pack` returned.
     """
 
     library: Library
     min_rows: int
     tile: int = 0
     is_even: bool = False
+    is_packed: bool = False
 
 
 FALLBACK = Product("mkl", _TILE_ROWS, _TILE_ROWS, is_even=True)
@@ -73,7 +89,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> 
     """``F.linear``, each row with the same bits whatever the number of rows and its place.
 
     Args:
-        x: ``[..., in]``. weight: ``[out, in]``. bias: ``[out]`` or None.
+        x: ``[..., in]``. weight: ``[out, in]``, packed if the product says so. bias: ``[out]`` or
+            None.
         product: what :func:`choose_product` returned for this weight.
 
     Returns:
@@ -115,10 +132,32 @@ def _call(library: Library, rows: Tensor, weight: Tensor) -> Tensor:
     return F.linear(rows, weight)
 
 
+def can_pack(weight: Tensor) -> bool:
+    """Does oneDNN have a layout of its own for ``weight [out, in]``?"""
+    has_onednn = torch.backends.mkldnn.is_available()
+    return has_onednn and weight.dtype == torch.float32 and weight.is_contiguous()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A copy of ``weight [out, in]``, float32, in the layout oneDNN multiplies with, which it
+    otherwise makes in every call with 2 rows or more. No other operator reads it, and its values
+    are those of now."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return packed
+
+
 def choose_product(
-    num_outputs: int, num_inputs: int, dtype: torch.dtype, *, is_contiguous: bool = True
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    *,
+    is_contiguous: bool = True,
+    may_pack: bool = False,
 ) -> Product:
     """The first way to multiply with a weight of this shape that a trial finds row-invariant.
+
+    Args:
+        may_pack: whether the weight may be packed: it stays as it is, and a copy has room.
 
     Costs one product with a random weight of the shape for each row count tried: about 0.5 s for
     the largest, milliseconds for others.
@@ -136,9 +175,11 @@ def choose_product(
     ]
     if dtype != torch.float32:
         candidates.insert(0, Product("mkl", 1))
-    has_onednn = torch.backends.mkldnn.is_available() and dtype == torch.float32 and is_contiguous
-    if has_onednn and is_large:
+    if can_pack(weight) and is_large:
         candidates.insert(0, Product("onednn", _ONEDNN_MIN_ROWS))
+    if can_pack(weight) and may_pack:
+        packed = [Product("onednn", n, is_packed=True) for n in (1, _ONEDNN_MIN_ROWS)]
+        candidates = packed + candidates
     for product in candidates:
         if is_row_invariant(product, rows[: 48 if is_large else None], weight):
             return product
@@ -146,9 +187,12 @@ def choose_product(
 
 
 def is_row_invariant(product: Product, rows: Tensor, weight: Tensor) -> bool:
-    """Do all of ``rows``, multiplied in groups of many sizes, keep their bits?"""
-    expected = _multiply(rows, weight, product)
+    """Do all of ``rows [M, in]``, multiplied with ``weight [out, in]`` (not packed) in groups of
+    many sizes, keep their bits?"""
     counts = _ROW_COUNTS if weight.numel() < _MIN_ONEDNN_ELEMENTS else (1, *_FEW_ROW_COUNTS)
+    if product.is_packed:
+        weight = pack(weight)
+    expected = _multiply(rows, weight, product)
     for i, count in enumerate(counts):
         if count > len(rows):
             continue

@@ -43,7 +43,10 @@ def test_equals_linear(num_rows: int, bias: bool) -> None:
 
 def products(shape: tuple[int, int], dtype: torch.dtype) -> list[rowwise.Product]:
     """What is chosen for a weight, the fallback, and oneDNN where large weights get it."""
-    found = [rowwise.choose_product(*shape, dtype), rowwise.FALLBACK]
+    chosen = [
+        rowwise.choose_product(*shape, dtype, may_pack=may_pack) for may_pack in (False, True)
+    ]
+    found = [*chosen, rowwise.FALLBACK]
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():
         found.append(rowwise.Product("onednn", 2))
     return found
@@ -57,15 +60,29 @@ def test_a_row_has_the_same_bits_among_any_others(
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
     x = torch.randn(130, shape[1]).to(dtype)
+    plain = weight
     for product in products(shape, dtype):
+        weight = rowwise.pack(plain) if product.is_packed else plain
         whole = rowwise.linear(x, weight, bias, product)
-        close = F.linear(x.double(), weight.double(), bias.double())
+        close = F.linear(x.double(), plain.double(), bias.double())
         tolerance = 1e-4 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(whole.double(), close, rtol=tolerance, atol=tolerance * 10)
         for begin in (0, 1, 17):
             for count in (*range(1, 34), 64, 65, 100):
                 part = rowwise.linear(x[begin : begin + count], weight, bias, product)
                 assert torch.equal(part, whole[begin : begin + count]), (product, begin, count)
+
+
+@pytest.mark.parametrize("shape", [(320, 48), (576, 1536)], ids=str)
+def test_a_packed_weight_is_chosen_only_where_allowed(shape: tuple[int, int]) -> None:
+    if not torch.backends.mkldnn.is_available():
+        assert not rowwise.choose_product(*shape, torch.float32, may_pack=True).is_packed
+        return
+    assert rowwise.choose_product(*shape, torch.float32, may_pack=True).is_packed
+    assert not rowwise.choose_product(*shape, torch.float32).is_packed
+    assert not rowwise.choose_product(*shape, torch.bfloat16, may_pack=True).is_packed
+    strided = {"is_contiguous": False, "may_pack": True}
+    assert not rowwise.choose_product(*shape, torch.float32, **strided).is_packed
 
 
 def test_a_trial_refuses_what_depends_on_the_number_of_rows() -> None:

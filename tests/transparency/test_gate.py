@@ -37,15 +37,23 @@ def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "capture_model", capture_once)
 
 
-@pytest.mark.usefixtures("_one_capture")
+@pytest.fixture
+def _packing_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the module were the engine's own; it is the test's, so that engines can share it."""
+    monkeypatch.setattr(build, "_packing_bytes", lambda *_: request.param)
+
+
+@pytest.mark.usefixtures("_one_capture", "_packing_bytes")
 @pytest.mark.parametrize(
-    ("arch", "dtype"),
+    ("arch", "dtype", "_packing_bytes"),
     [
-        ("llama", torch.float32),
-        ("llama", torch.bfloat16),
-        ("mistral", torch.float32),
-        ("qwen3_moe", torch.float32),
+        ("llama", torch.float32, 0),
+        ("llama", torch.float32, 1 << 30),
+        ("llama", torch.bfloat16, 0),
+        ("mistral", torch.float32, 0),
+        ("qwen3_moe", torch.float32, 1 << 30),
     ],
+    indirect=["_packing_bytes"],
 )
 def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) -> None:
     """Dense, sliding window (prompts of 64 tokens exceed it), mixture of experts."""

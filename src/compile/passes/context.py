@@ -19,6 +19,7 @@ class PassContext:
         constants: placeholder name to the parameter or buffer bound to it. A pass that adds a
             placeholder for a constant enters it here.
         transparent: whether a row's bits must not depend on the rest of the batch.
+        packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
         attention: the implementation to call in place of the ops; None keeps the ops.
     """
 
@@ -26,6 +27,7 @@ class PassContext:
     constants: dict[str, Tensor]
     transparent: bool = True
     attention: Choice | None = None
+    packing_bytes: int = 0
 
     def constant(self, node: object) -> Tensor | None:
         """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""

@@ -4,7 +4,8 @@
   not once a layer;
 - ``kv_store`` is called without going through the dispatcher;
 - matrix products, and the activations whose bits depend on where an element lies, become calls of
-  :mod:`pagespec.kernels.rowwise` if the context is transparent; if not, ``linear`` with a float32
+  :mod:`pagespec.kernels.rowwise` if the context is transparent, with packed weights as far as
+  the context has room for them; if not, ``linear`` with a float32
   constant weight becomes :func:`~pagespec.kernels.linear.linear_few_rows`.
 """
 
@@ -61,7 +62,7 @@ def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
     attend: Callable[..., Tensor] = (
         aligned_attention.attend if context.transparent else reference.attend
     )
-    rewritten = _RowwiseCalls() if context.transparent else _FastCalls(context)
+    rewritten = _RowwiseCalls(context) if context.transparent else _FastCalls(context)
     ops = torch.ops.pagespec
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
@@ -118,13 +119,19 @@ class _RowwiseCalls:
     """Calls with the same bits for a row in any batch. A product is chosen once for all weights
     of one shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
+        self._room = context.packing_bytes
+        self._packed: dict[Node, Node] = {}
         self._products: dict[tuple[object, ...], rowwise.Product] = {}
 
     def __call__(self, node: Node) -> _Call | None:
         if is_linear(node):
-            operands = linear_operands(node)
-            return rowwise.linear, (*operands, self._product(operands[1], (0, 1))), {}
+            x, matrix, addend = linear_operands(node)
+            product = self._product(matrix, (0, 1), may_pack=self._has_room(matrix))
+            if product.is_packed:
+                matrix = self._packed_weight(matrix)
+            return rowwise.linear, (x, matrix, addend, product), {}
         name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
         if name in _GROUPED_MM_NAMES:
             # (rows, weight [E, in, out], offs), the last often by name.
@@ -146,16 +153,38 @@ class _RowwiseCalls:
             return rowwise.elementwise, (name, *node.args), kwargs
         return None
 
-    def _product(self, weight: Node, dims: tuple[int, int]) -> rowwise.Product:
+    def _has_room(self, weight: Node) -> bool:
+        value = self._context.constant(weight)
+        return weight in self._packed or (value is not None and value.nbytes <= self._room)
+
+    def _packed_weight(self, weight: Node) -> Node:
+        """A placeholder for the packed copy of a constant."""
+        if weight not in self._packed:
+            value = self._context.constants[weight.name]
+            self._room -= value.nbytes
+            with weight.graph.inserting_before(weight):
+                packed = weight.graph.placeholder(f"packed_{weight.name}")
+            packed.meta["example_value"] = example(weight)
+            self._context.constants[packed.name] = rowwise.pack(value)
+            self._packed[weight] = packed
+        return self._packed[weight]
+
+    def _product(
+        self, weight: Node, dims: tuple[int, int], *, may_pack: bool = False
+    ) -> rowwise.Product:
         """For the weight whose outputs and inputs lie at ``dims``."""
         value: Any = example(weight)
         num_outputs, num_inputs = (int(value.shape[dim]) for dim in dims)
         is_contiguous = dims[0] < dims[1] and value.is_contiguous()
         if dims == (2, 1):
             is_contiguous = value.stride(1) == 1
-        key = (num_outputs, num_inputs, value.dtype, is_contiguous)
+        key = (num_outputs, num_inputs, value.dtype, is_contiguous, may_pack)
         if key not in self._products:
             self._products[key] = rowwise.choose_product(
-                num_outputs, num_inputs, value.dtype, is_contiguous=is_contiguous
+                num_outputs,
+                num_inputs,
+                value.dtype,
+                is_contiguous=is_contiguous,
+                may_pack=may_pack,
             )
         return self._products[key]
