@@ -173,6 +173,7 @@ def verify(
         bool,
         typer.Option("--quick", help="Fewer cases: a minute or two for a small model on a CPU."),
     ] = False,
+    only_control: Annotated[bool, typer.Option("--only-control", hidden=True)] = False,
     *,
     engine: EngineOptions,
 ) -> None:
@@ -192,7 +193,7 @@ def verify(
     """
     from pagespec.cli.verify import verify_schedules
 
-    verify_schedules(engine, quick=quick)
+    verify_schedules(engine, quick=quick, only_control=only_control)
 
 
 trace_app = typer.Typer(no_args_is_help=True, help="Step traces, written with --trace FILE.")

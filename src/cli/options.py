@@ -20,6 +20,7 @@ SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if fi
 
 
 class CompileMode(enum.StrEnum):
+    AUTO = "auto"
     GRAPH = "graph"
     INDUCTOR = "inductor"
     EAGER = "eager"
@@ -52,7 +53,7 @@ class EngineOptions:
     device: Annotated[
         str,
         typer.Option(
-            metavar="DEVICE",
+            metavar="NAME",
             help="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.",
             rich_help_panel=_ENGINE,
         ),
@@ -74,7 +75,7 @@ class EngineOptions:
         typer.Option(
             metavar="N",
             help="Most tokens in one step; longer prompts are computed in chunks.",
-            show_default="2048",
+            show_default="2048; on a GPU 8192",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -114,11 +115,27 @@ class EngineOptions:
         CompileMode,
         typer.Option(
             metavar="MODE",
-            help="graph: run the captured graph after our passes. inductor: generate kernels from "
-            "it (slow start, fast run on a GPU). eager: the module as Hugging Face wrote it.",
+            help="graph: run the captured graph after our passes. inductor: compile what lies "
+            "between its products and kernels. eager: the module as Hugging Face wrote it. "
+            "auto: inductor on a GPU, graph on a CPU.",
             rich_help_panel=_ENGINE,
         ),
-    ] = CompileMode.GRAPH
+    ] = CompileMode.AUTO
+    attention: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Implementation of attention: auto, triton, flash or reference.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "auto"
+    transparent: Annotated[
+        bool,
+        typer.Option(
+            help="An answer's bits do not depend on what else runs.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = True
     policy: Annotated[
         str,
         typer.Option(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +14,7 @@ import typer
 from pagespec.cli import start
 from pagespec.cli.command import note
 from pagespec.cli.options import EngineOptions
-from pagespec.errors import InvalidInputError
+from pagespec.errors import InvalidInputError, PagespecError
 
 if TYPE_CHECKING:
     from pagespec.verify import GateReport
@@ -20,8 +23,11 @@ if TYPE_CHECKING:
 _MAX_VOCABULARY = 50_000
 
 
-def verify_schedules(engine: EngineOptions, *, quick: bool) -> None:
+def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool = False) -> None:
     """Run the gate and print a verdict; exit code 1 if any answer differs.
+
+    On a GPU the control runs first, as this command again with ``only_control``, which prints
+    JSON: in one process, what pins the library's algorithms for the gate would pin the control's.
 
     Raises:
         PagespecError: an option is refused.
@@ -30,9 +36,11 @@ def verify_schedules(engine: EngineOptions, *, quick: bool) -> None:
         raise InvalidInputError("--trace", engine.trace, "verify starts several engines")
     from pagespec.compile.build import resolve_device
     from pagespec.compile.load import load_model
-    from pagespec.verify import GateSize, run_gate
+    from pagespec.verify import Family, GateSize, run_control, run_gate
 
     device = resolve_device(engine.device)
+    has_own_control = device.type == "cuda" and not only_control
+    control = Family("control", **_control_of_its_own()) if has_own_control else None
     loaded = load_model(
         start.model_of(engine), dtype=engine.dtype, device=device, load_format=engine.load_format
     )
@@ -50,19 +58,35 @@ def verify_schedules(engine: EngineOptions, *, quick: bool) -> None:
     if engine.max_num_seqs < size.max_batch:
         size = dataclasses.replace(size, max_batch=engine.max_num_seqs)
     began = time.perf_counter()
-    report = run_gate(
-        make_llm,
-        vocabulary=min(loaded.vocab_size, _MAX_VOCABULARY),
-        block_size=engine.block_size,
-        size=size,
-        note=lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
-    )
+    settings: dict[str, Any] = {
+        "vocabulary": min(loaded.vocab_size, _MAX_VOCABULARY),
+        "block_size": engine.block_size,
+        "size": size,
+        "note": lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
+    }
+    if only_control:
+        found = dataclasses.asdict(run_control(make_llm, **settings))
+        del found["name"]
+        typer.echo(json.dumps(found))
+        return
+    report = run_gate(make_llm, **settings, with_control=control is None)
+    report.control = control or report.control
     dtype = str(loaded.dtype).removeprefix("torch.")
     typer.echo(f"{start.model_label(engine)} in {dtype} on {device}")
     typer.echo(_table(report))
     typer.echo(_verdict(report))
     if report.num_different:
         raise typer.Exit(1)
+
+
+def _control_of_its_own() -> dict[str, Any]:
+    """What the control found, run by a process of its own with this command's arguments."""
+    command = [sys.executable, "-m", "pagespec.cli", *sys.argv[1:], "--only-control"]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode != 0:
+        raise PagespecError(f"the control ended with exit code {result.returncode}")
+    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    return found
 
 
 def _table(report: GateReport) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagespec.engine.policy import Policy
 from pagespec.errors import InvalidInputError
@@ -12,6 +12,7 @@ ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
+_CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens a step
 
 
 def _check_count(name: str, value: object, low: int = 1, high: int | None = None) -> None:
@@ -101,4 +102,9 @@ class EngineConfig:
     @property
     def num_tokens_a_step(self) -> int:
         """The token budget: as given, or 2,048 (more if ``max_num_seqs`` is more)."""
-        return self.max_num_batched_tokens or max(2048, self.max_num_seqs)
+        return self.max_num_batched_tokens or max(_CPU_BUDGET, self.max_num_seqs)
+
+    def for_gpu(self) -> EngineConfig:
+        """The same with the defaults of a GPU: it takes more tokens to keep one busy."""
+        budget = self.max_num_batched_tokens or max(_GPU_BUDGET, self.max_num_seqs)
+        return replace(self, max_num_batched_tokens=budget)

@@ -40,7 +40,8 @@ class LLM:
         max_model_len: most tokens of prompt plus output a request may have; None takes the
             model's own limit, or what the KV cache holds if that is less.
         max_num_seqs: most requests running at a time.
-        max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``.
+        max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``; default
+            2,048, on a GPU 8,192.
         block_size: tokens in a KV block.
         num_blocks: KV blocks; None sizes the cache from memory.
         memory_utilization: share of the device's memory for weights and KV cache together (on
@@ -119,7 +120,7 @@ class LLM:
         from pagespec.compile.build import build
 
         built = build(model, config, on_logits)
-        self.config = config
+        config = self.config = built.config
         self._startup = built.stats
         self.tokenizer = built.tokenizer
         self.max_model_len = built.max_model_len

@@ -79,7 +79,7 @@ class _Gate:
 
     # ------------------------------------------------------------------------------------------
 
-    def run(self) -> GateReport:
+    def run(self, with_control: bool) -> GateReport:
         subjects = [*self._pool, *self._cut]
         self._note("each request alone")
         stage = self._pressed_stage(overlap=False)
@@ -97,7 +97,8 @@ class _Gate:
             stage.close()
         if self._size.both_overlaps:
             self._pressed_families(self._pressed_stage(overlap=True), "")
-        self._control()
+        if with_control:
+            self.report.control = self.control()
         return self.report
 
     def _pressed_families(self, stage: Stage, words: str) -> None:
@@ -112,7 +113,8 @@ class _Gate:
             family.compare(case, subject, answer, self._references[subject])
         self.report.families.append(family)
 
-    def _control(self) -> None:
+    def control(self) -> Family:
+        found = Family("control")
         self._note("control: transparent=False")
         stage = self._stage(enable_prefix_caching=False, transparent=False)
         subjects = [*self._pool, *self._cut]
@@ -121,8 +123,9 @@ class _Gate:
         few = sizes[:: -(-len(sizes) // _NUM_CONTROL_BATCHES)]
         for cases in (self._batches(stage, few), self._cuts(stage, _NUM_CONTROL_CUTS)):
             for case, subject, answer in cases:
-                self.report.control.compare(case, subject, answer, alone[subject])
+                found.compare(case, subject, answer, alone[subject])
         stage.close()
+        return found
 
     # Cases: (name, subject, answer) -----------------------------------------------------------
 
@@ -246,6 +249,7 @@ def run_gate(
     block_size: int = 16,
     size: GateSize | None = None,
     note: Callable[[str], None] = lambda _: None,
+    with_control: bool = True,
 ) -> GateReport:
     """Run the gate.
 
@@ -256,5 +260,19 @@ def run_gate(
         block_size: tokens in a KV block; small blocks make more cases.
         size: how much is tried; by default all of it.
         note: called with what is tried next.
+        with_control: run the control as well. On a GPU it needs a process of its own
+            (:func:`run_control`): what pins the library's algorithms lasts as long as the process.
     """
-    return _Gate(make_llm, vocabulary, block_size, size or GateSize(), note).run()
+    return _Gate(make_llm, vocabulary, block_size, size or GateSize(), note).run(with_control)
+
+
+def run_control(
+    make_llm: MakeLLM,
+    *,
+    vocabulary: int,
+    block_size: int = 16,
+    size: GateSize | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Family:
+    """The control alone; arguments as of :func:`run_gate`."""
+    return _Gate(make_llm, vocabulary, block_size, size or GateSize(), note).control()
