@@ -4,93 +4,71 @@ cuBLAS picks another algorithm, and with it another order of summation, as the n
 changes. Where it may not split K it keeps to the plain order from some number of rows up, which is
 the order of :mod:`pagespec.kernels.triton_linear`. Below that number our kernel is the faster one
 anyway. So a shape needs one number, its *few rows*: up to it our kernel, above it cuBLAS.
-:func:`choose_plan` finds that number on the card at hand, by comparing bits.
+:func:`choose_plan` finds that number on the card at hand, by comparing bits. Where the bits of our
+tiles are not known to agree (float32, rows that are not whole 16-byte units), our kernel computes
+all rows, with one tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import fused
-from pagespec.kernels.linear_tiles import choose_tile, rows_worth_it
-from pagespec.kernels.triton_linear import Gate, matmul
+from pagespec.kernels.linear_tiles import choose_tile, has_one_tile, rows_worth_it
+from pagespec.kernels.triton_linear import matmul
 
 MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried
 ALL_ROWS = 1 << 30
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 REFERENCE_ROWS = 512
 
+_SHORT_PRODUCT_BYTES = 24 << 20
 _MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above this, it is not used for the shape at all
 
 
-def _ours(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gate: Gate
-) -> Tensor:
+def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False) -> Tensor:
     """The Triton kernel; leading dims as x has them."""
     rows = x.reshape(-1, x.shape[-1])
-    num_outs = weight.shape[0] // (2 if gate == "output" else 1)
-    if residual is not None:
-        residual = residual.reshape(-1, num_outs)
+    num_outs = weight.shape[0] // (2 if has_gate else 1)
     num_sms = 1
     if x.is_cuda:
         num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
     tile = choose_tile(len(rows), num_outs, weight.shape[1], x.itemsize, num_sms)
-    out = matmul(rows, weight, bias, residual, tile=tile, gate=gate)
+    # Programs that wait early for the kernel before hide the start of a short product, and take
+    # room from that kernel: a product that runs long is better without (H100, 8B: 6.24 ms a step
+    # against 6.39; 0.6B: 1.26 against 1.10).
+    overlap = None if weight.nbytes < _SHORT_PRODUCT_BYTES else False
+    out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate, overlap=overlap)
     return out.view(*x.shape[:-1], num_outs)
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    few_rows: int = MAX_FEW_ROWS,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, few_rows: int = MAX_FEW_ROWS
 ) -> Tensor:
-    """``residual + F.linear(x, weight, bias)``, rounded as the two operations round.
+    """``F.linear(x, weight, bias)``.
 
     Args:
         x: ``[..., K]`` on a GPU. weight: ``[N, K]``. bias: ``[N]`` or None.
-        residual: ``[..., N]`` or None.
         few_rows: up to how many rows our kernel computes, from a :class:`Plan`.
 
     Returns:
         ``[..., N]``.
     """
     if x.numel() <= few_rows * x.shape[-1]:
-        return _ours(x, weight, bias, residual, "none")
-    out = F.linear(x, weight, bias)
-    return out if residual is None else residual + out
-
-
-def silu_mul_linear(
-    x: Tensor, weight: Tensor, residual: Tensor | None = None, few_rows: int = MAX_FEW_ROWS
-) -> Tensor:
-    """``residual + F.linear(silu(gate) * up, weight)``; gate and up are the halves of x.
-
-    Args:
-        x: ``[..., 2 K]``. weight: ``[N, K]``. residual: ``[..., N]`` or None.
-        few_rows: as of :func:`linear`.
-
-    Returns:
-        ``[..., N]``.
-    """
-    if x.numel() <= few_rows * x.shape[-1]:
-        return _ours(x, weight, None, residual, "input")
-    gate, up = x.chunk(2, dim=-1)
-    return linear(fused.act_mul(gate, up, "silu"), weight, None, residual, few_rows)
+        return _ours(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def linear_silu_mul(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, few_rows: int = MAX_FEW_ROWS
 ) -> Tensor:
     """``silu(gate) * up`` of ``F.linear(x, weight, bias)``, gate and up being its halves.
-
-    Computes each value once, where :func:`silu_mul_linear` does it once a program.
 
     Args:
         x: ``[..., K]``. weight: ``[2 N, K]``. bias: ``[2 N]`` or None.
@@ -100,7 +78,7 @@ def linear_silu_mul(
         ``[..., N]``.
     """
     if x.numel() <= few_rows * x.shape[-1]:
-        return _ours(x, weight, bias, None, "output")
+        return _ours(x, weight, bias, has_gate=True)
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     return fused.act_mul(gate, up, "silu")
 
@@ -156,11 +134,28 @@ def sweep(
         (:func:`pagespec.kernels.pinned.pinned_algorithms`).
     """
     counts = sorted(set(counts))
+    x = _rows_to_try(weight, counts[-1])
+    expected = F.linear(x[:REFERENCE_ROWS], weight, bias)
+    tried = [c for c in counts if c <= ours_up_to]
+    return SweepReport(
+        tuple(counts),
+        _differing(lambda rows: F.linear(rows, weight, bias), x, counts, expected),
+        _differing(lambda rows: _ours(rows, weight, bias), x, tried, expected),
+    )
+
+
+def _rows_to_try(weight: Tensor, num_rows: int) -> Tensor:
+    """At least ``num_rows`` and 512 random rows for ``weight``; those beyond 512 repeat them."""
     generator = torch.Generator(weight.device).manual_seed(0)
     shape = (REFERENCE_ROWS, weight.shape[1])
     x = torch.randn(shape, generator=generator, device=weight.device, dtype=torch.float32)
-    x = x.to(weight.dtype).repeat(-(-counts[-1] // REFERENCE_ROWS), 1)
-    expected = F.linear(x[:REFERENCE_ROWS], weight, bias)
+    return x.to(weight.dtype).repeat(-(-num_rows // REFERENCE_ROWS), 1)
+
+
+def _differing(
+    product: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int], expected: Tensor
+) -> tuple[int, ...]:
+    """The counts c at which some row of ``product(x[:c])`` has other bits than in ``expected``."""
 
     def differs(out: Tensor) -> bool:
         return any(
@@ -168,15 +163,7 @@ def sweep(
             for part in out.split(REFERENCE_ROWS)
         )
 
-    return SweepReport(
-        tuple(counts),
-        tuple(c for c in counts if differs(F.linear(x[:c], weight, bias))),
-        tuple(
-            c
-            for c in counts
-            if c <= ours_up_to and differs(_ours(x[:c], weight, bias, None, "none"))
-        ),
-    )
+    return tuple(c for c in counts if differs(product(x[:c])))
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -187,14 +174,36 @@ def _bits(values: Tensor) -> Tensor:
 def choose_plan(weight: Tensor, bias: Tensor | None = None) -> Plan:
     """The plan for weights of this shape, dtype and device, by :func:`sweep`.
 
-    Some milliseconds and the compilation of the tiles that will be used; to be kept.
+    Some milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
+    alone, without a look at cuBLAS, where it has one tile: that is one class of bits for all rows.
+
+    Raises:
+        UnsupportedModelError: our kernel would have to compute all rows, but its tiles differ.
     """
-    few_rows = rows_worth_it(*weight.shape)
+    num_outs, k_size = weight.shape
+    if has_one_tile(k_size, weight.itemsize):
+        return Plan(num_outs, k_size, ALL_ROWS)
+    few_rows = rows_worth_it(num_outs, k_size)
     while True:
-        plan = plan_from(sweep(weight, bias, ours_up_to=few_rows), *weight.shape)
+        plan = plan_from(sweep(weight, bias, ours_up_to=few_rows), num_outs, k_size)
+        if plan.few_rows == ALL_ROWS:
+            _check_ours(weight, bias)
         if plan.few_rows in (few_rows, ALL_ROWS):
             return plan
         few_rows = plan.few_rows  # so our kernel is to be tried further
+
+
+def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
+    """Raise UnsupportedModelError unless our kernel's tiles agree among themselves."""
+    x = _rows_to_try(weight, SWEEP_ROWS[-1])
+    expected = _ours(x[:REFERENCE_ROWS], weight, bias)
+    changed = _differing(lambda rows: _ours(rows, weight, bias), x, SWEEP_ROWS, expected)
+    if changed:
+        raise UnsupportedModelError(
+            f"products with a weight of {list(weight.shape)}, {weight.dtype}: on this GPU neither "
+            f"cuBLAS nor our kernel keeps a row's bits for all numbers of rows (ours differs from "
+            f"its {REFERENCE_ROWS} rows at {list(changed)}); transparent=False does without"
+        )
 
 
 def plan_from(report: SweepReport, num_outs: int, k_size: int) -> Plan:

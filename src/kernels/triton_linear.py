@@ -1,9 +1,12 @@
 """Matrix products ``x @ weight.T`` as one Triton kernel that sums in the plain order.
 
 Every output is one float32 accumulator that walks K from 0 to its end, whatever the tile, the
-number of rows or the number of programs. So a row's result does not depend on how many rows share
-the step, and on Hopper it equals what cuBLAS computes when it may not split K, bit for bit
-(measured for bf16; :func:`pagespec.kernels.gpu_linear.sweep` looks for itself).
+number of rows or the number of programs, and gets the bias last. With one tile a row's result does
+not depend on how many rows share the step. With several it did not on an H100 for 16-bit dtypes and
+rows of whole 16-byte units; nothing is claimed for others
+(:func:`pagespec.kernels.linear_tiles.has_one_tile`). On Hopper a bf16 result equals what cuBLAS
+computes when it may not split K, bit for bit (:func:`pagespec.kernels.gpu_linear.sweep` looks for
+itself).
 
 With few rows the time is that of reading the weight, and the start of the kernel counts. The
 weight does not depend on the kernel before: where dependent launch exists, a program asks for its
@@ -14,7 +17,6 @@ registers, so that a weight written by an earlier kernel is still read as writte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -23,12 +25,13 @@ from torch import Tensor
 
 from pagespec.kernels.triton_store import has_dependent_launch
 
-Gate = Literal["none", "input", "output"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How one product is cut. No field changes the bits of a result.
+    """How one product is cut.
+
+    No field changes the bits of a result where the dtype has 16 bits and rows are whole 16-byte
+    units; for other operands that is not claimed. ``prefetch_k`` never does.
 
     Attributes:
         block_m, block_n, block_k: rows, outputs and summands of a tile; powers of two.
@@ -67,6 +70,16 @@ def _fold(rows, columns, total, INTERPRETED: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
+def _add_bias(total, bias):  # type: ignore[no-untyped-def]
+    """total + bias, after all summands of total.
+
+    Where one tile holds all of K there is no loop, and Triton makes ``dot + bias`` a dot that
+    starts from the bias: other bits than from a tile with a loop. It leaves this one alone.
+    """
+    return tl.fma(total, tl.full(total.shape, 1.0, tl.float32), bias.to(tl.float32)[None, :])
+
+
+@triton.jit
 def _prefetch(  # type: ignore[no-untyped-def]
     weight,
     stride,
@@ -94,21 +107,19 @@ def _prefetch(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(  # type: ignore[no-untyped-def]
-    x,  # [num_rows, K], or [num_rows, 2 K] if the input is gated
-    weight,  # [N, K], or [2 N, K] if the output is gated
+    x,  # [num_rows, K]
+    weight,  # [N, K], or [2 N, K] with a gate
     bias,  # [N] or [2 N], or None
-    residual,  # [num_rows, N] or None
     out,  # [num_rows, N], contiguous
     num_rows,
     x_stride,
     w_stride,
-    r_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GATE: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PRECISION: tl.constexpr,
     PREFETCH_K: tl.constexpr,
@@ -122,7 +133,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         if PREFETCH_K > 0:
             _prefetch(weight, w_stride, begin_n, N, BLOCK_N, PREFETCH_K, LANES)
-            if GATE == "output":
+            if HAS_GATE:
                 ups_from = weight + tl.cast(N, tl.int64) * w_stride
                 _prefetch(ups_from, w_stride, begin_n, N, BLOCK_N, PREFETCH_K, LANES)
         tl.extra.cuda.gdc_launch_dependents()
@@ -138,15 +149,11 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     k = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     w_at = weight + n_read.to(tl.int64)[None, :] * w_stride + k[:, None]
-    if GATE == "output":
+    if HAS_GATE:
         up_at = w_at + tl.cast(N, tl.int64) * w_stride
-    # Under way while the product is computed.
-    if residual is not None:
-        r_at = residual + m.to(tl.int64)[:, None] * r_stride + n[None, :]
-        skipped = tl.load(r_at, mask=is_out, other=0.0)
 
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if GATE == "output":
+    if HAS_GATE:
         up_total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
         if K % BLOCK_K:
@@ -156,12 +163,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         else:
             rows = tl.load(x_at + begin, mask=is_row, other=0.0)
             columns = tl.load(w_at + begin)
-        if GATE == "input":
-            in_up = is_row & (begin + k[None, :] < K)
-            up = tl.load(x_at + (begin + K), mask=in_up, other=0.0)
-            rows = _silu_mul(rows, up, INTERPRETED)
         total = _fold(rows, columns, total, INTERPRETED, PRECISION)
-        if GATE == "output":
+        if HAS_GATE:
             if K % BLOCK_K:
                 ups = tl.load(up_at + begin, mask=in_k[:, None], other=0.0)
             else:
@@ -169,14 +172,12 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
             up_total = _fold(rows, ups, up_total, INTERPRETED, PRECISION)
 
     if bias is not None:
-        total += tl.load(bias + n_read).to(tl.float32)[None, :]
+        total = _add_bias(total, tl.load(bias + n_read))
     result = total.to(out.dtype.element_ty)
-    if GATE == "output":
+    if HAS_GATE:
         if bias is not None:
-            up_total += tl.load(bias + n_read + N).to(tl.float32)[None, :]
+            up_total = _add_bias(up_total, tl.load(bias + n_read + N))
         result = _silu_mul(result, up_total.to(out.dtype.element_ty), INTERPRETED)
-    if residual is not None:
-        result = (result.to(tl.float32) + skipped.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], result, mask=is_out)
 
 
@@ -184,25 +185,23 @@ def matmul(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
     *,
     tile: Tile,
-    gate: Gate = "none",
+    has_gate: bool = False,
     overlap: bool | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias``, rounded, then ``+ residual``; one launch, any number of rows.
+    """``x @ weight.T + bias``, rounded; one launch, any number of rows.
 
     bfloat16, float16, or float32 (multiplied as such, not as TF32); sums in float32, the bias
-    added before rounding, the residual after, as ``F.linear`` and ``+`` do.
+    added before rounding, as ``F.linear`` does.
 
     Args:
-        x: ``[M, K]``, or ``[M, 2 K]`` (gate, then up) for ``gate="input"``. Rows may be strided.
-        weight: ``[N, K]``, or ``[2 N, K]`` for ``gate="output"``. Rows may be strided.
-        bias: ``[N]`` (``[2 N]``), or None. residual: ``[M, N]``, or None; rows may be strided.
-        tile: sizes; without influence on the result.
-        gate: ``"input"`` multiplies ``silu(gate) * up`` of x by the weight, each operation rounded
-            to the dtype. Every program does that again for all of its rows: for few of them.
-            ``"output"`` returns ``silu(gate) * up`` of the products with the two halves.
+        x: ``[M, K]``. Rows may be strided.
+        weight: ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate. Rows may be strided.
+        bias: ``[N]`` (``[2 N]``), or None.
+        tile: sizes; :class:`Tile` says when they are without influence on the result.
+        has_gate: whether to return ``silu(gate) * up`` of the products with the two halves, each
+            operation rounded to the dtype.
         overlap: whether to start before the kernel before has ended; None: where the GPU can.
 
     Returns:
@@ -213,21 +212,16 @@ def matmul(
     """
     num_rows, width = x.shape
     num_outs, k_size = weight.shape
-    if gate == "output":
+    if has_gate:
         num_outs //= 2
-    expected = (2 if gate == "input" else 1) * k_size
-    if width != expected or x.dtype != weight.dtype:
+    if width != k_size or x.dtype != weight.dtype:
         raise ValueError(
             f"x {list(x.shape)} {x.dtype} does not fit weight {list(weight.shape)} {weight.dtype}"
         )
-    if residual is not None and residual.shape != (num_rows, num_outs):
-        raise ValueError(f"residual {list(residual.shape)}: expected {[num_rows, num_outs]}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)}: expected {list(weight.shape[:1])}")
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    if residual is not None and residual.stride(1) != 1:
-        residual = residual.contiguous()
     out = x.new_empty(num_rows, num_outs)
     if num_rows == 0:
         return out
@@ -238,18 +232,16 @@ def matmul(
         x,
         weight,
         bias if bias is None else bias.contiguous(),
-        residual,
         out,
         num_rows,
         x.stride(0),
         weight.stride(0),
-        0 if residual is None else residual.stride(0),
         N=num_outs,
         K=k_size,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        GATE=gate,
+        HAS_GATE=has_gate,
         INTERPRETED=not x.is_cuda,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PREFETCH_K=_prefetch_width(weight, tile, lanes),

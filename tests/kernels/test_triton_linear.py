@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagespec.errors import UnsupportedModelError
+
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -53,60 +55,46 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def test_counts_every_summand_once(block: tuple[int, int, int], n: int, k: int) -> None:
     weight, bias = integers(n, k), integers(n, seed=1)
     for num_rows in (1, 3, 16, 17, 35):
-        x, residual = integers(num_rows, k, seed=2), integers(num_rows, n, seed=3)
+        x = integers(num_rows, k, seed=2)
         exact = x @ weight.T
         assert torch.equal(product(block, x, weight), exact)
         assert torch.equal(product(block, x, weight, bias), exact + bias)
-        assert torch.equal(product(block, x, weight, None, residual), exact + residual)
-        assert torch.equal(product(block, x, weight, bias, residual), exact + bias + residual)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("gate", ["none", "input", "output"])
-def test_rounds_as_separate_operations(dtype: torch.dtype, gate: str) -> None:
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_rounds_as_separate_operations(dtype: torch.dtype, has_gate: bool) -> None:
     num_rows, n, k = 5, 24, 40
-    x = normal(num_rows, 2 * k if gate == "input" else k, dtype=dtype)
-    weight = normal(2 * n if gate == "output" else n, k, dtype=dtype, seed=1) / 8
+    x = normal(num_rows, k, dtype=dtype)
+    weight = normal(2 * n if has_gate else n, k, dtype=dtype, seed=1) / 8
     bias = normal(len(weight), dtype=dtype, seed=2)
-    residual = normal(num_rows, n, dtype=dtype, seed=3)
-    hidden = x
-    if gate == "input":
-        hidden = F.silu(x[:, :k]) * x[:, k:]
-    expected = F.linear(hidden, weight, bias)
-    if gate == "output":
+    expected = F.linear(x, weight, bias)
+    if has_gate:
         expected = F.silu(expected[:, :n]) * expected[:, n:]
-    out = product((16, 16, 16), x, weight, bias, gate=gate)
+    out = product((16, 16, 16), x, weight, bias, has_gate=has_gate)
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    added = product((16, 16, 16), x, weight, bias, residual, gate=gate)
-    if dtype == torch.bfloat16:
-        torch.testing.assert_close(added, residual + out, rtol=3e-2, atol=3e-2)
-    else:  # the residual is added to what was rounded already
-        assert torch.equal(added, residual + out)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("gate", ["none", "input", "output"])
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, gate: str) -> None:
-    k = 48
-    x, weight = normal(37, 2 * k if gate == "input" else k, dtype=dtype), normal(40, k, dtype=dtype)
-    whole = product((16, 16, 32), x, weight, gate=gate)
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, has_gate: bool) -> None:
+    block, x, weight = (16, 16, 32), normal(37, 48, dtype=dtype), normal(40, 48, dtype=dtype)
+    whole = product(block, x, weight, has_gate=has_gate)
     for num_rows in (1, 2, 15, 16, 17, 33):
-        assert torch.equal(product((16, 16, 32), x[:num_rows], weight, gate=gate), whole[:num_rows])
+        part = product(block, x[:num_rows], weight, has_gate=has_gate)
+        assert torch.equal(part, whole[:num_rows])
 
 
 def test_takes_strided_rows_and_no_rows() -> None:
-    wide, weight, residual = integers(9, 64), integers(20, 32), integers(9, 40)
+    wide, weight = integers(9, 64), integers(20, 32)
     exact = wide[:, 32:] @ weight.T
     block = (16, 16, 16)
     assert torch.equal(product(block, wide[:, 32:], weight), exact)
     assert torch.equal(product(block, wide[:, 32:].T.contiguous().T, weight), exact)
     assert torch.equal(
         product(block, wide[:, 32:], integers(20, 64)[:, 32:]),
-        exact * 0 + (wide[:, 32:] @ integers(20, 64)[:, 32:].T),
-    )
-    assert torch.equal(
-        product(block, wide[:, 32:], weight, None, residual[:, ::2]), exact + residual[:, ::2]
+        wide[:, 32:] @ integers(20, 64)[:, 32:].T,
     )
     assert product(block, wide[:0, 32:], weight).shape == (0, 20)
 
@@ -114,11 +102,9 @@ def test_takes_strided_rows_and_no_rows() -> None:
 def test_refuses_what_does_not_fit() -> None:
     x, weight, block = integers(2, 8), integers(4, 8), (16, 16, 16)
     with pytest.raises(ValueError, match="does not fit"):
-        product(block, x, weight, gate="input")
+        product(block, x[:, :4], weight)
     with pytest.raises(ValueError, match="does not fit"):
         product(block, x.bfloat16(), weight)
-    with pytest.raises(ValueError, match="residual"):
-        product(block, x, weight, None, integers(2, 8))
     with pytest.raises(ValueError, match="bias"):
         product(block, x, weight, integers(8))
 
@@ -129,16 +115,9 @@ def test_functions_keep_leading_dims_on_both_ways(few_rows: int, lead: tuple[int
     from pagespec.kernels import gpu_linear
 
     x, weight, bias = normal(*lead, 32), normal(24, 32, seed=1), normal(24, seed=2)
-    residual = normal(*lead, 24, seed=3)
     close = {"rtol": 1e-5, "atol": 1e-5}
     plain = F.linear(x, weight, bias)
-    for given, expected in ((None, plain), (residual, residual + plain)):
-        out = gpu_linear.linear(x, weight, bias, given, few_rows=few_rows)
-        torch.testing.assert_close(out, expected, **close)
-    gate, up = x.chunk(2, -1)
-    out = gpu_linear.silu_mul_linear(x, weight[:, :16], residual, few_rows)
-    expected = residual + F.linear(F.silu(gate) * up, weight[:, :16])
-    torch.testing.assert_close(out, expected, **close)
+    torch.testing.assert_close(gpu_linear.linear(x, weight, bias, few_rows), plain, **close)
     gate, up = plain.chunk(2, -1)
     out = gpu_linear.linear_silu_mul(x, weight, bias, few_rows)
     torch.testing.assert_close(out, F.silu(gate) * up, **close)
@@ -157,15 +136,14 @@ def test_few_rows_decides_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "linear", counted)
     for num_rows in (4, 5):
         gpu_linear.linear(integers(1, num_rows, 8), integers(4, 8), few_rows=4)
-        gpu_linear.silu_mul_linear(integers(1, num_rows, 16), integers(4, 8), few_rows=4)
         gpu_linear.linear_silu_mul(integers(1, num_rows, 8), integers(4, 8), few_rows=4)
-    assert rows == [5, 5, 5]
+    assert rows == [5, 5]
 
 
 def test_tiles_follow_the_bucket_and_fit() -> None:
     from pagespec.kernels.linear_tiles import choose_tile
 
-    for n, k in ((1024, 2048), (4096, 12288), (151936, 1024), (50, 24)):
+    for n, k in ((1024, 2048), (4096, 12288), (151936, 1024), (50, 24), (50, 25)):
         for itemsize in (2, 4):
             for rows in (range(1, 17), range(17, 33), range(33, 65), range(257, 9000, 500)):
                 tiles = {choose_tile(r, n, k, itemsize, 132) for r in rows}
@@ -173,6 +151,19 @@ def test_tiles_follow_the_bucket_and_fit() -> None:
                 # What lies in shared memory beside the tile being multiplied; an H100 has 227 KiB.
                 size = (tile.block_m + tile.block_n) * tile.block_k * itemsize
                 assert size * (tile.num_stages - 1) <= 100 << 10
+
+
+@pytest.mark.parametrize(
+    ("k", "itemsize", "is_one"),
+    [(1024, 2, False), (8, 2, False), (12, 2, True), (50, 2, True), (1024, 4, True), (50, 4, True)],
+)
+def test_one_tile_for_all_rows_where_tiles_were_not_compared(
+    k: int, itemsize: int, is_one: bool
+) -> None:
+    from pagespec.kernels.linear_tiles import choose_tile
+
+    tiles = {choose_tile(r, 4096, k, itemsize, 132) for r in (1, 16, 17, 64, 65, 129, 257, 4096)}
+    assert (len(tiles) == 1) == is_one
 
 
 def test_a_plan_trusts_only_what_was_compared() -> None:
@@ -220,6 +211,8 @@ def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.Monkey
     from pagespec.kernels import gpu_linear
 
     plain, ours = F.linear, gpu_linear.matmul
+    # One summand an output, and no rounding: all who compute it agree.
+    weight = torch.eye(8, dtype=torch.float16)
     tried: set[int] = set()
     bad: set[int] = set()
 
@@ -231,14 +224,48 @@ def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.Monkey
         return ours(x, *args, **options) + (len(x) in bad)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gpu_linear, "matmul", watched)
-    weight = normal(8, 1)  # one summand: all who compute it agree
-    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 1, 16)
+    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 8, 16)
     assert tried == {1, 2, 3, 4, 8, 15, 16}
     monkeypatch.setattr(F, "linear", library)
-    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 1, 30)
+    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 8, 30)
     assert max(tried) == 17
     bad.add(17)
-    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 1, gpu_linear.ALL_ROWS)
+    with pytest.raises(UnsupportedModelError, match=r"\[8, 8\].*float16.* at \[17\]"):
+        gpu_linear.choose_plan(weight)
+
+
+def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagespec.kernels import gpu_linear
+
+    plain, ours = F.linear, gpu_linear.matmul
+    weight = torch.eye(8, dtype=torch.float16)
+    bad: set[int] = set()
+
+    def watched(x: Tensor, *args: Tensor | None, **options: object) -> Tensor:
+        return ours(x, *args, **options) + (len(x) in bad)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(F, "linear", lambda *args: plain(*args) + 1)  # one class, but not ours
+    monkeypatch.setattr(gpu_linear, "matmul", watched)
+    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 8, gpu_linear.ALL_ROWS)
+    bad.add(65)  # beyond what is compared with the library
+    with pytest.raises(UnsupportedModelError, match=r"at \[65\]"):
+        gpu_linear.choose_plan(weight)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((8, 16), torch.float32), ((8, 50), torch.float16)], ids=str
+)
+def test_where_there_is_one_tile_the_library_is_not_asked(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagespec.kernels import gpu_linear
+
+    def library(*_: object) -> Tensor:
+        raise AssertionError("cuBLAS was asked")
+
+    monkeypatch.setattr(F, "linear", library)
+    plan = gpu_linear.choose_plan(normal(*shape, dtype=dtype))
+    assert plan == gpu_linear.Plan(*shape, gpu_linear.ALL_ROWS)
 
 
 def test_pinning_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
