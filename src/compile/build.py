@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pagespec.compile.capture import CapturedModel, capture_model
+from pagespec.compile.gguf import cache_root
 from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model
 from pagespec.compile.runner import ModelRunner, OnLogits, kv_bytes_per_block
@@ -67,8 +68,12 @@ def build(
         UnsupportedModelError: the probe refuses the model.
     """
     device = resolve_device(config.device)
+    plan_folder = None
     if device.type == "cuda":
         config = config.for_gpu()
+        # In a process that has used the GPU, products may have been computed already, and the
+        # library keeps the settings it had then: what other processes found need not hold.
+        plan_folder = None if torch.cuda.is_initialized() else cache_root() / "linear"
     stats = EngineStats()
     clock = Clock(stats.startup_s)
     with clock("load"):
@@ -105,6 +110,7 @@ def build(
                 transparent=config.transparent,
                 attention=attention,
                 packing_bytes=_packing_bytes(model, device),
+                plan_folder=plan_folder,
             )
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s

@@ -11,6 +11,7 @@ import copy
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 
@@ -72,11 +73,12 @@ class CapturedModel:
         transparent: bool = True,
         attention: Choice | None = None,
         packing_bytes: int = 0,
+        plan_folder: Path | None = None,
     ) -> None:
         self.loaded = loaded
         self.transparent = transparent
         self.attention = attention
-        self._packing_bytes = packing_bytes
+        self._packing_bytes, self._plan_folder = packing_bytes, plan_folder
         self.specs = tuple(specs)
         self.compile = compile
         self.num_captures = 0
@@ -209,7 +211,12 @@ class CapturedModel:
                 sources[node.name] = self._size_source(node, symbols)
 
         context = PassContext(
-            module, constants, self.transparent, self.attention, self._packing_bytes
+            module,
+            constants,
+            self.transparent,
+            self.attention,
+            self._packing_bytes,
+            self._plan_folder,
         )
         self.rewrites = run_passes(gm, context, COMMON_PASSES)
         is_cpu = self.loaded.device.type == "cpu"
@@ -269,6 +276,7 @@ def capture_model(
     transparent: bool = True,
     attention: Choice | None = None,
     packing_bytes: int = 0,
+    plan_folder: Path | None = None,
 ) -> CapturedModel:
     """Capture a probed model.
 
@@ -281,6 +289,7 @@ def capture_model(
         attention: the implementation to call; None leaves it to the ops.
         packing_bytes: memory that copies of weights may take, in a layout that few rows are
             multiplied with at half the cost. Later changes of the weights do not reach them.
+        plan_folder: where sweeps of products on a GPU are kept; None keeps none.
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
@@ -301,4 +310,5 @@ def capture_model(
         transparent,
         attention,
         packing_bytes,
+        plan_folder,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -20,6 +21,7 @@ class PassContext:
             placeholder for a constant enters it here.
         transparent: whether a row's bits must not depend on the rest of the batch.
         packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
+        plan_folder: where plans of products are kept (:mod:`pagespec.compile.linear_plans`).
         attention: the implementation to call in place of the ops; None keeps the ops.
     """
 
@@ -28,6 +30,7 @@ class PassContext:
     transparent: bool = True
     attention: Choice | None = None
     packing_bytes: int = 0
+    plan_folder: Path | None = None
 
     def constant(self, node: object) -> Tensor | None:
         """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""

@@ -13,41 +13,20 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from pagespec.compile.linear_plans import LinearPlans
 from pagespec.compile.passes.context import PassContext, example
 from pagespec.compile.passes.merge_linear import is_linear, linear_operands
 from pagespec.kernels import fused, gpu_linear, triton_grouped
-from pagespec.kernels.linear_tiles import rows_worth_it
 
 _GROUPED_MM_NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class LinearPlans:
-    """Up to how many rows our kernel computes a product, found once a shape.
-
-    Args:
-        transparent: sweep each shape and take what keeps a row's bits the same for all numbers of
-            rows; else what was measured to be fast.
-    """
-
-    def __init__(self, transparent: bool) -> None:
-        self._transparent = transparent
-        self._few_rows: dict[tuple[object, ...], int] = {}
-
-    def few_rows(self, weight: Tensor, bias: Tensor | None) -> int:
-        if not self._transparent:
-            return rows_worth_it(*weight.shape)
-        key = (*weight.shape, weight.dtype, bias is None)
-        if key not in self._few_rows:
-            self._few_rows[key] = gpu_linear.choose_plan(weight, bias).few_rows
-        return self._few_rows[key]
 
 
 def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
     ops = torch.ops.pagespec
-    plans = LinearPlans(context.transparent)
+    plans = LinearPlans(context.transparent, context.plan_folder)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -80,9 +59,7 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
                         gpu_linear.linear_silu_mul, (source, weight, bias, few_rows)
                     )
                 else:
-                    call = graph.call_function(
-                        gpu_linear.linear, (source, weight, bias, None, few_rows)
-                    )
+                    call = graph.call_function(gpu_linear.linear, (source, weight, bias, few_rows))
             replaced = gated or node
             call.meta["example_value"] = example(replaced)
             replaced.replace_all_uses_with(call)

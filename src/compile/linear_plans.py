@@ -1,0 +1,81 @@
+"""Who computes each product on a GPU: found once a shape by comparing bits, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pagespec.kernels import gpu_linear, linear_tiles, triton_linear
+from pagespec.kernels.linear_tiles import rows_worth_it
+
+
+class LinearPlans:
+    """Up to how many rows our kernel computes a product.
+
+    Args:
+        transparent: sweep each shape and take what keeps a row's bits the same for all numbers of
+            rows; else what was measured to be fast.
+        folder: where sweeps are kept, None to keep none. What a sweep finds holds for the settings
+            in force in its process (:mod:`pagespec.kernels.pinned`), so give a folder only if
+            those are known to be.
+    """
+
+    def __init__(self, transparent: bool, folder: Path | None = None) -> None:
+        self._transparent = transparent
+        self._folder = folder
+        self._few_rows: dict[str, int] = {}
+        self._file: Path | None = None
+
+    def few_rows(self, weight: Tensor, bias: Tensor | None) -> int:
+        """For the product with ``weight [N, K]`` and ``bias [N]`` or None."""
+        if not self._transparent:
+            return rows_worth_it(*weight.shape)
+        if self._file is None and self._folder is not None:
+            self._file = self._folder / f"{_fingerprint(weight.device)}.json"
+            self._few_rows |= _read(self._file)
+        kind = "bias" if bias is not None else "plain"
+        key = f"{weight.shape[0]}x{weight.shape[1]} {weight.dtype} {kind}"
+        if key not in self._few_rows:
+            self._few_rows[key] = gpu_linear.choose_plan(weight, bias).few_rows
+            if self._file is not None:
+                _write(self._file, self._few_rows)
+        return self._few_rows[key]
+
+
+def _fingerprint(device: torch.device) -> str:
+    """Of all that a sweep's outcome depends on: the card, the libraries, our kernel."""
+    import triton
+
+    digest = hashlib.sha256()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    for part in (name, torch.__version__, torch.version.cuda, triton.__version__):
+        digest.update(f"{part}\n".encode())
+    for module in (gpu_linear, linear_tiles, triton_linear):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _read(file: Path) -> dict[str, int]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): v for k, v in found.items() if isinstance(v, int) and v >= 0}
+
+
+def _write(file: Path, few_rows: dict[str, int]) -> None:
+    """By one rename, so that a reader never sees half of it; a full disk costs only the cache."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as work:
+            json.dump(few_rows, work)
+        Path(work.name).replace(file)
+    except OSError:
+        return

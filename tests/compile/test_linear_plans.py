@@ -1,0 +1,68 @@
+"""Plans of products are swept once a shape, kept on disk, and only for what they hold for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+linear_plans = pytest.importorskip("pagespec.compile.linear_plans")
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes that were swept."""
+    seen: list[tuple[int, ...]] = []
+
+    def choose_plan(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+        seen.append(tuple(weight.shape))
+        return linear_plans.gpu_linear.Plan(*weight.shape, 17 + (bias is not None))
+
+    monkeypatch.setattr(linear_plans.gpu_linear, "choose_plan", choose_plan)
+    return seen
+
+
+def test_each_shape_is_swept_once_and_kept(tmp_path: Path, sweeps: list[tuple[int, ...]]) -> None:
+    first, second = torch.zeros(6, 4), torch.zeros(8, 4)
+    for _ in range(2):
+        plans = linear_plans.LinearPlans(True, tmp_path / "new")
+        assert plans.few_rows(first, None) == 17
+        assert plans.few_rows(first, torch.zeros(6)) == 18
+        assert plans.few_rows(second, None) == 17
+        assert plans.few_rows(first, None) == 17
+    assert sweeps == [(6, 4), (6, 4), (8, 4)]
+
+
+def test_nothing_is_kept_without_a_folder(sweeps: list[tuple[int, ...]]) -> None:
+    for _ in range(2):
+        assert linear_plans.LinearPlans(True).few_rows(torch.zeros(6, 4), None) == 17
+    assert len(sweeps) == 2
+
+
+def test_without_transparency_nothing_is_swept(sweeps: list[tuple[int, ...]]) -> None:
+    assert linear_plans.LinearPlans(False).few_rows(torch.zeros(6, 4), None) == 16
+    assert sweeps == []
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"6x4 torch.float32 plain": "many"}', "{"])
+def test_a_damaged_file_is_swept_anew(
+    tmp_path: Path, sweeps: list[tuple[int, ...]], content: str
+) -> None:
+    weight = torch.zeros(6, 4)
+    linear_plans.LinearPlans(True, tmp_path).few_rows(weight, None)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content)
+    assert linear_plans.LinearPlans(True, tmp_path).few_rows(weight, None) == 17
+    assert len(sweeps) == 2
+
+
+def test_another_library_has_another_file(
+    tmp_path: Path, sweeps: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear_plans.LinearPlans(True, tmp_path).few_rows(torch.zeros(6, 4), None)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    linear_plans.LinearPlans(True, tmp_path).few_rows(torch.zeros(6, 4), None)
+    assert len(sweeps) == 2
+    assert len(list(tmp_path.iterdir())) == 2
