@@ -101,7 +101,8 @@ def build(
     if compile == "auto":
         compile = "inductor" if device.type == "cuda" else "graph"
     is_pinned = device.type == "cuda" and config.transparent
-    with pinned_algorithms() if is_pinned else nullcontext():
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, pinned_algorithms() if is_pinned else nullcontext():
         with clock("capture"):
             captured = capture_model(
                 loaded,

@@ -8,8 +8,8 @@ planned, packed and queued while this one computes; the tokens it needs never le
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,7 @@ class GpuRunner:
         )
         self._forward: Callable[[StepInputs], Tensor] = captured.bind(self.kv_caches)
         self._on_logits = on_logits
-        self._precision = full_precision_sums if transparent else nullcontext
+        self._device, self._transparent = loaded.device, transparent
         num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
         # Ids of new blocks follow in the same buffer if there is room, as there nearly always is.
         num_staged += 2 * (max_num_tokens // block_size + 2 * max_num_rows)
@@ -92,11 +92,20 @@ class GpuRunner:
         self.pack_s = 0.0
         self.wait_s = 0.0
 
+    @contextmanager
+    def _scope(self) -> Iterator[None]:
+        """What every step runs in."""
+        precision = full_precision_sums() if self._transparent else nullcontext()
+        # Triton launches on the current device, whatever its tensors say.
+        device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), precision, device:
+            yield
+
     # Warm-up ----------------------------------------------------------------------------------
 
     def capture_graphs(self, shapes: Sequence[StepShape]) -> None:
         """Capture steps of these shapes; those that fit none run uncaptured."""
-        with torch.inference_mode(), self._precision():
+        with self._scope():
             self._graphs = StepGraphs(self.run_staged, shapes)
 
     @property
@@ -107,7 +116,7 @@ class GpuRunner:
         """Compute a step of as many tokens and rows as there can be, all padding, and sample."""
         b = self.buffers
         num_tokens, num_rows = len(b.input_ids), len(b.context_lens)
-        with torch.inference_mode(), self._precision():
+        with self._scope():
             for tensor in (b.input_ids, b.position_ids, b.kept_tokens, b.temperatures):
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
@@ -127,7 +136,7 @@ class GpuRunner:
         """Queue the step. If it raises, the runner stays usable: what it left is KV at the slots
         of the step's own tokens, and tables that are sent anew."""
         begin = time.perf_counter()
-        with torch.inference_mode(), self._precision():
+        with self._scope():
             try:
                 handle = self._dispatch(plan)
             except BaseException:

@@ -107,6 +107,16 @@ def conditions(longest: int, *, pool_tokens: int) -> list[Condition]:
             num_rounds=2,
         ),
         Condition(
+            "overlap",
+            {
+                "overlap": True,
+                "block_size": 4,
+                "num_blocks": -(-pool_tokens // 4),
+                "max_model_len": longest,
+            },
+            must_preempt=True,
+        ),
+        Condition(
             "budget 16",
             {**off, "max_num_batched_tokens": 16, "max_num_seqs": 16},
             must_chunk=True,

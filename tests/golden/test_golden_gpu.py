@@ -8,7 +8,17 @@ from tests.golden.harness import Condition, check
 from tests.golden.subjects import TINY_CONDITIONS, tiny
 from tests.models import ARCHITECTURES
 
-CONDITIONS = [c for c in TINY_CONDITIONS if c.name in ("plain", "tiny pool+cache", "budget 16")]
+CONDITIONS = [
+    *(c for c in TINY_CONDITIONS if c.name in ("plain", "tiny pool+cache", "budget 16")),
+    # The Triton kernels and captured steps take blocks of 16 and more.
+    Condition(
+        "tiny pool of 16s",
+        {"block_size": 16, "num_blocks": 9, "max_model_len": 128},
+        must_preempt=True,
+        must_hit=True,
+        num_rounds=2,
+    ),
+]
 
 
 @pytest.mark.gpu
