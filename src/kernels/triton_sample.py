@@ -23,7 +23,7 @@ def _gumbel(word):  # type: ignore[no-untyped-def]
 
     The winners have u close to 1, where float32 has no digits left; 1 - u has them all.
     """
-    rest = ((~word).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = tl.minimum(rest, 0.99999994)
     # log1p(-rest): the series where rest is small, else the logarithm of 1 - rest.
     series = -rest * (1.0 + rest * (0.5 + rest * (0.33333333 + rest * 0.25)))
