@@ -181,37 +181,16 @@ class GpuRunner:
         """Queue the step that is staged in this shape, zeros at first; returns its logits
         ``[num_rows, V]``. This is what a graph captures."""
         b = self.buffers
-        written = (
-            b.input_ids,
-            b.position_ids,
-            b.slot_mapping,
-            b.query_starts,
-            b.context_lens,
-            b.block_tables,
-        )
-        drawn = (b.temperatures, b.seeds, b.sample_positions)
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
             if shape.is_decode:
                 unpack_decode(
-                    b.staged,
-                    b.sampled,
-                    b.table_store,
-                    *written,
-                    *drawn,
-                    bucket=shape.num_rows,
-                    block_size=self.block_size,
-                    null_slot=null_slot,
+                    b, bucket=shape.num_rows, block_size=self.block_size, null_slot=null_slot
                 )
                 inputs = b.decode_inputs(shape.num_rows)
             else:
                 unpack_mixed(
-                    b.staged,
-                    b.sampled,
-                    b.table_store,
-                    *written,
-                    b.kept_tokens,
-                    *drawn,
+                    b,
                     num_tokens=shape.num_tokens,
                     num_rows=shape.num_rows,
                     num_kept=shape.num_rows,

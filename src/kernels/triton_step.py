@@ -7,6 +7,8 @@ host sends ``-(j + 1)`` for the j-th token that step sampled, and need not have 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -176,52 +178,58 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
         tl.store(block_tables + row.to(tl.int64) * table_stride + i, block_id, mask=mask)
 
 
-def unpack_decode(
-    staged: Tensor,
-    sampled: Tensor,
-    table_store: Tensor,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    slot_mapping: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    sample_positions: Tensor,
-    *,
-    bucket: int,
-    block_size: int,
-    null_slot: int,
-) -> None:
+class StepTensors(Protocol):
+    """What a step is unpacked from and into, on the device; T, B and M are the most there can be.
+
+    Attributes:
+        staged: int32, what the host sent. sampled: int64, the tokens of the step before.
+        table_store: int32 ``[rows, M]``, a request's block table a row.
+        input_ids, position_ids, slot_mapping: int64 ``[T]``, written.
+        query_starts: int32 ``[B + 1]``, context_lens: int32 ``[B]``, written.
+        block_tables: int32 ``[B, M]``, written: the rows of the store, as far as they are in use.
+        kept_tokens: int64 ``[B]``, written by :func:`unpack_mixed` alone.
+        temperatures: float32, seeds, sample_positions: int64, each ``[B]``, written.
+    """
+
+    staged: Tensor
+    sampled: Tensor
+    table_store: Tensor
+    input_ids: Tensor
+    position_ids: Tensor
+    slot_mapping: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    kept_tokens: Tensor
+    temperatures: Tensor
+    seeds: Tensor
+    sample_positions: Tensor
+
+
+def unpack_decode(b: StepTensors, *, bucket: int, block_size: int, null_slot: int) -> None:
     """Unpack a decode step of ``bucket`` rows, padding included; can be captured.
 
+    ``b.staged`` is laid out as :data:`DECODE_FIELDS` says; ``b.table_store`` gets the new blocks.
+
     Args:
-        staged: int32, laid out as :data:`DECODE_FIELDS` says.
-        sampled: int64, the tokens of the step before.
-        table_store: int32 ``[rows, M]``; gets the new blocks.
-        input_ids, position_ids, slot_mapping: int64 ``[>= bucket]``, written.
-        query_starts: int32 ``[>= bucket + 1]``. context_lens: int32 ``[>= bucket]``.
-        block_tables: int32 ``[>= bucket, M]``: the rows of the store, as far as they are in use.
-        temperatures: float32, seeds, sample_positions: int64, each ``[>= bucket]``.
         null_slot: the slot padding writes its KV to.
     """
     _decode_kernel[(bucket,)](
-        staged,
-        sampled,
-        table_store,
-        input_ids,
-        position_ids,
-        slot_mapping,
-        query_starts,
-        context_lens,
-        block_tables,
-        temperatures,
-        seeds,
-        sample_positions,
+        b.staged,
+        b.sampled,
+        b.table_store,
+        b.input_ids,
+        b.position_ids,
+        b.slot_mapping,
+        b.query_starts,
+        b.context_lens,
+        b.block_tables,
+        b.temperatures,
+        b.seeds,
+        b.sample_positions,
         null_slot,
-        table_store.stride(0),
-        block_tables.stride(0),
+        b.table_store.stride(0),
+        b.block_tables.stride(0),
         BUCKET=bucket,
         BLOCK_SIZE=block_size,
         CHUNK=128,
@@ -230,19 +238,7 @@ def unpack_decode(
 
 
 def unpack_mixed(
-    staged: Tensor,
-    sampled: Tensor,
-    table_store: Tensor,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    slot_mapping: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    kept_tokens: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    sample_positions: Tensor,
+    b: StepTensors,
     *,
     num_tokens: int,
     num_rows: int,
@@ -251,35 +247,36 @@ def unpack_mixed(
     block_size: int,
     null_slot: int,
 ) -> None:
-    """Unpack a step of any kind; arguments as for :func:`unpack_decode`.
+    """Unpack a step of any kind; can be captured.
 
-    ``staged`` holds, one behind the other: token ids, positions and rows of the table store (-1:
+    ``b.staged`` holds, one behind the other: token ids, positions and rows of the table store (-1:
     padding), ``[num_tokens]`` each; query starts ``[num_rows + 1]``, context lengths and rows of
     the table store ``[num_rows]``; tokens to keep, low and high words of the seeds and bits of the
     temperatures ``[num_kept]``.
 
     Args:
         max_num_blocks: blocks of the longest row.
+        null_slot: the slot padding writes its KV to.
     """
     chunk = 256
     longest = max(num_tokens, num_rows + 1, num_kept, max_num_blocks)
     _mixed_kernel[(triton.cdiv(longest, chunk), 3 + num_rows)](
-        staged,
-        sampled,
-        table_store,
-        input_ids,
-        position_ids,
-        slot_mapping,
-        query_starts,
-        context_lens,
-        block_tables,
-        kept_tokens,
-        temperatures,
-        seeds,
-        sample_positions,
+        b.staged,
+        b.sampled,
+        b.table_store,
+        b.input_ids,
+        b.position_ids,
+        b.slot_mapping,
+        b.query_starts,
+        b.context_lens,
+        b.block_tables,
+        b.kept_tokens,
+        b.temperatures,
+        b.seeds,
+        b.sample_positions,
         null_slot,
-        table_store.stride(0),
-        block_tables.stride(0),
+        b.table_store.stride(0),
+        b.block_tables.stride(0),
         num_tokens,
         num_rows,
         num_kept,

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from pagespec.compile.batch import BatchPacker
 from pagespec.compile.staging import RowParams, TableStore, TokenSource
@@ -42,17 +41,6 @@ def buffers(max_num_tokens: int = 40, max_num_rows: int = 8) -> StepBuffers:
         tensor.fill_(-77)
     made.block_tables.fill_(-77)
     return made
-
-
-def outputs(b: StepBuffers) -> tuple[Tensor, ...]:
-    return (
-        b.input_ids,
-        b.position_ids,
-        b.slot_mapping,
-        b.query_starts,
-        b.context_lens,
-        b.block_tables,
-    )
 
 
 def store_tables(b: StepBuffers, requests: list[Request]) -> None:
@@ -96,14 +84,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     staged += [6, 8, *params.seeds[0], *params.seeds[1], *params.temperature_bits]
     b.staged[: len(staged)] = torch.from_numpy(np.array(staged, np.int32))
     triton_step.unpack_mixed(
-        b.staged,
-        b.sampled,
-        b.table_store,
-        *outputs(b),
-        b.kept_tokens,
-        b.temperatures,
-        b.seeds,
-        b.sample_positions,
+        b,
         num_tokens=9,
         num_rows=3,
         num_kept=2,
@@ -143,13 +124,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     b.staged[: fields.size] = torch.from_numpy(fields.ravel())
     b.staged[fields.size] = 2
     triton_step.unpack_decode(
-        b.staged,
-        b.sampled,
-        b.table_store,
-        *outputs(b),
-        b.temperatures,
-        b.seeds,
-        b.sample_positions,
+        b,
         bucket=bucket,
         block_size=BLOCK_SIZE,
         null_slot=NUM_BLOCKS * BLOCK_SIZE,
