@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pagespec.compile.passes.context import PassContext, example
+from pagespec.compile.passes.grouped import grouped_operands
 from pagespec.compile.passes.merge_linear import is_linear, linear_operands
 from pagespec.kernels import aligned_attention, reference, rowwise
 from pagespec.kernels.linear import linear_few_rows
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-_GROUPED_MM_NAMES = ("grouped_mm_fallback", "_grouped_mm", "grouped_mm")
 
 
 def _layout_of_step(
@@ -132,18 +131,14 @@ class _RowwiseCalls:
             if product.is_packed:
                 matrix = self._packed_weight(matrix)
             return rowwise.linear, (x, matrix, addend, product), {}
-        name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
-        if name in _GROUPED_MM_NAMES:
-            # (rows, weight [E, in, out], offs), the last often by name.
-            rows, weight, *rest = node.args
-            offs = rest[0] if rest else node.kwargs.get("offs")
-            if node.kwargs.get("bias") is None and isinstance(weight, Node) and offs is not None:
-                product = self._product(weight, (2, 1))
-                return rowwise.grouped_mm, (rows, weight, offs, product), {}
+        grouped = grouped_operands(node)
+        if grouped is not None:
+            return rowwise.grouped_mm, (*grouped, self._product(grouped[1], (2, 1))), {}
         if node.target in (torch.addmm, "addmm") and not node.kwargs:
             bias, rows, weight = node.args
             if isinstance(weight, Node):
                 return rowwise.addmm, (bias, rows, weight, self._product(weight, (1, 0))), {}
+        name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
         # In float32 rsqrt is the same everywhere, and its input one number a row.
         is_float32 = getattr(example(node), "dtype", None) == torch.float32
         is_in_place = bool(node.kwargs.get("inplace"))

@@ -15,10 +15,10 @@ from torch.fx import GraphModule, Node
 
 from pagespec.compile.linear_plans import LinearPlans
 from pagespec.compile.passes.context import PassContext, example
+from pagespec.compile.passes.grouped import grouped_operands
 from pagespec.compile.passes.merge_linear import is_linear, linear_operands
 from pagespec.kernels import fused, gpu_linear, triton_grouped
 
-_GROUPED_MM_NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,9 +38,8 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
             node.target = attention.attend
         elif attention is not None and node.target in (ops.kv_store, ops.kv_store.default):
             node.target = attention.store
-        elif getattr(node.target, "__name__", "").split(".")[0] in _GROUPED_MM_NAMES:
-            operands = _grouped_operands(node)
-            if operands is None:
+        elif (operands := grouped_operands(node)) is not None:
+            if not _fits_our_kernel(operands):
                 continue
             node.target, node.args, node.kwargs = triton_grouped.grouped_mm, operands, {}
         elif is_linear(node):
@@ -70,19 +69,15 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
     return count
 
 
-def _grouped_operands(node: Node) -> tuple[Node, Node, Node] | None:
-    """(rows, weights, offsets) of a grouped product of plain form, else None."""
-    named = dict(zip(("input", "weight", "offs"), node.args, strict=False))
-    named |= {"input": named.pop("input", None)} | dict(node.kwargs)
-    found = [named.pop(name, None) for name in ("input", "weight", "offs")]
-    if any(value is not None for value in named.values()):
-        return None
-    rows, weight, offs = (example(part) if isinstance(part, Node) else None for part in found)
-    if not (isinstance(rows, Tensor) and isinstance(weight, Tensor) and isinstance(offs, Tensor)):
-        return None
-    if rows.dim() != 2 or weight.dim() != 3 or rows.dtype not in _DTYPES:
-        return None
-    return tuple(found)  # type: ignore[return-value]
+def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
+    rows, weight, offs = map(example, operands)
+    return (
+        isinstance(rows, Tensor)
+        and isinstance(weight, Tensor)
+        and isinstance(offs, Tensor)
+        and (rows.dim(), weight.dim()) == (2, 3)
+        and rows.dtype in _DTYPES
+    )
 
 
 def _only_gate(node: Node) -> Node | None:
