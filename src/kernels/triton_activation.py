@@ -15,7 +15,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu(x, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+def silu(x, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu of float32, not rounded yet: the same for an activation of its own and for one that a
+    product applies, so that both give the same bits."""
     # tl.exp is the fast one of the hardware; torch calls the library's. The interpreter has none.
     if EMULATE:
         e = tl.exp(-x)
@@ -59,7 +61,7 @@ def _act_mul_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(gate + row * gate_stride + i, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
     if KIND == "silu":
-        x = _silu(x, EMULATE)
+        x = silu(x, EMULATE)
     else:
         x = _gelu_tanh(x, EMULATE)
     y = rounded(rounded(x, DTYPE, EMULATE) * y, DTYPE, EMULATE)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagespec.kernels.triton_activation import silu
 from pagespec.kernels.triton_store import has_dependent_launch
 
 
@@ -51,14 +52,8 @@ class Tile:
 @triton.jit
 def _silu_mul(gate, up, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
     """silu(gate) * up, each rounded to the operands' dtype, as two kernels of torch leave it."""
-    g = gate.to(tl.float32)
-    if INTERPRETED:
-        power = tl.exp(-g)
-    else:
-        # What torch's kernel is compiled with; tl.exp is another approximation.
-        power = tl.extra.cuda.libdevice.exp(-g)
-    silu = tl.div_rn(g, 1.0 + power).to(gate.dtype)
-    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    activated = silu(gate.to(tl.float32), INTERPRETED).to(gate.dtype)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
