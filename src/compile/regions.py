@@ -40,7 +40,7 @@ _PRODUCT_NAMES = ("grouped_mm", "scaled_mm", "_grouped_linear")
 _VIEWS = frozenset(
     {
         "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk",
-        "expand", "t", "size", "flatten", "unflatten", "unbind", "contiguous", "getitem", "add_sym",
+        "expand", "t", "size", "flatten", "unflatten", "unbind", "contiguous",
     }
 )  # fmt: skip
 

@@ -56,7 +56,6 @@ class Engine:
         self._times: dict[Request, _Times] = {}
         self._awaiting_first_token: set[Request] = set()
         self.schedule_s = self.commit_s = 0.0
-        self.num_steps = 0
 
     def add(self, request: Request) -> None:
         """Raises InvalidInputError if the request can never be served; see Scheduler.add."""
@@ -113,7 +112,6 @@ class Engine:
                     self._trace.plan(plan)
                 if plan.new_blocks:
                     self._note_first_scheduled([plan.requests[row] for row in plan.new_blocks])
-                self.num_steps += 1
                 try:
                     self._handles.append(self.runner.dispatch(plan))
                 except Exception as error:

@@ -304,7 +304,7 @@ class LLM:
         return replace(
             self._startup,
             num_compilations=self._startup.num_compilations + count_triton_variants(),
-            num_steps=engine.num_steps,
+            num_steps=engine.scheduler.num_steps,
             memory_bytes=self._startup.memory_bytes | peak_memory_bytes(self._device),
             host_s={
                 "schedule": engine.schedule_s,
