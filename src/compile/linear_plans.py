@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import gpu_linear, linear_tiles, triton_linear
-from pagespec.kernels.linear_tiles import rows_worth_it
+from pagespec.kernels.linear_tiles import Card, rows_worth_it
 
 
 class LinearPlans:
@@ -34,7 +34,7 @@ class LinearPlans:
     def few_rows(self, weight: Tensor, bias: Tensor | None) -> int:
         """For the product with ``weight [N, K]`` and ``bias [N]`` or None."""
         if not self._transparent:
-            return rows_worth_it(*weight.shape)
+            return rows_worth_it(weight.shape[0], weight.shape[1], Card.of(weight.device))
         if self._file is None and self._folder is not None:
             self._file = self._folder / f"{_fingerprint(weight.device)}.json"
             self._few_rows |= _read(self._file)

@@ -20,26 +20,24 @@ from torch import Tensor
 
 from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import fused
-from pagespec.kernels.linear_tiles import choose_tile, has_one_tile, rows_worth_it
+from pagespec.kernels.linear_tiles import Card, choose_tile, has_one_tile, rows_worth_it
 from pagespec.kernels.triton_linear import matmul
 
-MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried
+MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried, or further
 ALL_ROWS = 1 << 30
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 REFERENCE_ROWS = 512
 
 _SHORT_PRODUCT_BYTES = 24 << 20
-_MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above this, it is not used for the shape at all
+_MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above what is ours and this, it is not used at all
 
 
 def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False) -> Tensor:
     """The Triton kernel; leading dims as x has them."""
     rows = x.reshape(-1, x.shape[-1])
     num_outs = weight.shape[0] // (2 if has_gate else 1)
-    num_sms = 1
-    if x.is_cuda:
-        num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    tile = choose_tile(len(rows), num_outs, weight.shape[1], x.itemsize, num_sms)
+    card = Card.of(x.device)
+    tile = choose_tile(len(rows), num_outs, weight.shape[1], x.itemsize, has_gate, card)
     # Programs that wait early for the kernel before hide the start of a short product, and take
     # room from that kernel: a product that runs long is better without (H100, 8B: 6.24 ms a step
     # against 6.39; 0.6B: 1.26 against 1.10).
@@ -183,9 +181,9 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None) -> Plan:
     num_outs, k_size = weight.shape
     if has_one_tile(k_size, weight.itemsize):
         return Plan(num_outs, k_size, ALL_ROWS)
-    few_rows = rows_worth_it(num_outs, k_size)
+    worth_it = few_rows = rows_worth_it(num_outs, k_size, Card.of(weight.device))
     while True:
-        plan = plan_from(sweep(weight, bias, ours_up_to=few_rows), num_outs, k_size)
+        plan = plan_from(sweep(weight, bias, ours_up_to=few_rows), num_outs, k_size, worth_it)
         if plan.few_rows == ALL_ROWS:
             _check_ours(weight, bias)
         if plan.few_rows in (few_rows, ALL_ROWS):
@@ -206,16 +204,18 @@ def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def plan_from(report: SweepReport, num_outs: int, k_size: int) -> Plan:
+def plan_from(report: SweepReport, num_outs: int, k_size: int, worth_it: int) -> Plan:
     """cuBLAS from where it is known to be of one class, and of the same class as our kernel.
 
+    ``worth_it``: up to how many rows our kernel is wanted for its speed.
+
     Row counts between two that were tried count as the lower one. If the last that differs is above
-    64, or our kernel differs wherever it would be used, our kernel computes all rows.
+    64 and ``worth_it``, or our kernel differs wherever it would be used, it computes all rows.
     """
     last_bad = max(report.cublas_differs, default=0)
     first_good = next((c for c in report.counts if c > last_bad), ALL_ROWS)
-    few_rows = max(rows_worth_it(num_outs, k_size), first_good - 1)
+    few_rows = max(worth_it, first_good - 1)
     has_two_classes = any(c <= few_rows for c in report.ours_differs)
-    if last_bad > _MAX_UNSAFE_ROWS or has_two_classes:
+    if last_bad > max(worth_it, _MAX_UNSAFE_ROWS) or has_two_classes:
         few_rows = ALL_ROWS
     return Plan(num_outs, k_size, few_rows)

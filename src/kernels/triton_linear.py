@@ -8,10 +8,9 @@ rows of whole 16-byte units; nothing is claimed for others
 computes when it may not split K, bit for bit (:func:`pagespec.kernels.gpu_linear.sweep` looks for
 itself).
 
-With few rows the time is that of reading the weight, and the start of the kernel counts. The
-weight does not depend on the kernel before: where dependent launch exists, a program asks for its
-first weights to be brought into L2 *before* it waits for that kernel. They go to L2 rather than to
-registers, so that a weight written by an earlier kernel is still read as written.
+With few rows the time is that of reading the weight. On Hopper both operands come through tensor
+descriptors (TMA), whole tiles at a time, and with ``swap_ab`` the weight is the left operand of the
+matrix unit, whose left side has 64 rows at least: then no register holds a weight on its way.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagespec.kernels.triton_activation import silu
 from pagespec.kernels.triton_store import has_dependent_launch
@@ -32,13 +32,12 @@ class Tile:
     """How one product is cut.
 
     No field changes the bits of a result where the dtype has 16 bits and rows are whole 16-byte
-    units; for other operands that is not claimed. ``prefetch_k`` never does.
+    units; for other operands that is not claimed.
 
     Attributes:
         block_m, block_n, block_k: rows, outputs and summands of a tile; powers of two.
         num_stages: tiles under way at once, plus one. num_warps: of a program.
-        prefetch_k: summands of the program's weights that are asked for before waiting for the
-            kernel before; 0 for none.
+        swap_ab: compute the transpose, ``weight @ x.T``.
     """
 
     block_m: int
@@ -46,7 +45,7 @@ class Tile:
     block_k: int
     num_stages: int
     num_warps: int
-    prefetch_k: int = 0
+    swap_ab: bool = False
 
 
 @triton.jit
@@ -57,11 +56,22 @@ def _silu_mul(gate, up, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _fold(rows, columns, total, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """total + rows @ columns."""
+def _fold(  # type: ignore[no-untyped-def]
+    rows,
+    weights,
+    total,
+    SWAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """total + rows @ weights.T, or the transpose of that."""
     if INTERPRETED:  # NumPy knows no bfloat16
-        rows, columns = rows.to(tl.float32), columns.to(tl.float32)
-    return tl.dot(rows, columns, total, input_precision=PRECISION)
+        rows, weights = rows.to(tl.float32), weights.to(tl.float32)
+    if SWAP:
+        total = tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
+    else:
+        total = tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -71,39 +81,15 @@ def _add_bias(total, bias):  # type: ignore[no-untyped-def]
     Where one tile holds all of K there is no loop, and Triton makes ``dot + bias`` a dot that
     starts from the bias: other bits than from a tile with a loop. It leaves this one alone.
     """
-    return tl.fma(total, tl.full(total.shape, 1.0, tl.float32), bias.to(tl.float32)[None, :])
-
-
-@triton.jit
-def _prefetch(  # type: ignore[no-untyped-def]
-    weight,
-    stride,
-    begin,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Ask for ``[ROWS, WIDTH]`` elements from row ``begin`` on to be brought into L2."""
-    PIECE: tl.constexpr = ROWS * WIDTH // LANES  # one a thread
-    lane = tl.arange(0, LANES)
-    row = tl.minimum(begin + lane % ROWS, N - 1)
-    at = weight + row.to(tl.int64) * stride + lane // ROWS * PIECE
-    size = tl.full([LANES], PIECE * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    return tl.fma(total, tl.full(total.shape, 1.0, tl.float32), bias.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(  # type: ignore[no-untyped-def]
     x,  # [num_rows, K]
     weight,  # [N, K], or [2 N, K] with a gate
+    x_tiles,  # descriptors of the two, or None
+    weight_tiles,
     bias,  # [N] or [2 N], or None
     out,  # [num_rows, N], contiguous
     num_rows,
@@ -114,66 +100,66 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
     HAS_GATE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PRECISION: tl.constexpr,
-    PREFETCH_K: tl.constexpr,
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Programs that share weights lie beside each other, so that one read from memory serves them.
-    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    program = tl.program_id(0)
-    begin_n = program // num_tiles_m * BLOCK_N
     if PDL:
-        if PREFETCH_K > 0:
-            _prefetch(weight, w_stride, begin_n, N, BLOCK_N, PREFETCH_K, LANES)
-            if HAS_GATE:
-                ups_from = weight + tl.cast(N, tl.int64) * w_stride
-                _prefetch(ups_from, w_stride, begin_n, N, BLOCK_N, PREFETCH_K, LANES)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-    m = program % num_tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Programs that share weights lie beside each other, so that one read from memory serves them.
+    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
+    begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
+    m = begin_m + tl.arange(0, BLOCK_M)
     n = begin_n + tl.arange(0, BLOCK_N)
-    is_row = m[:, None] < num_rows
-    is_out = is_row & (n[None, :] < N)
     n_read = n
     if N % BLOCK_N:
         n_read = tl.minimum(n, N - 1)  # what is computed beyond the end is not stored
+    is_row = m[:, None] < num_rows
     k = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    w_at = weight + n_read.to(tl.int64)[None, :] * w_stride + k[:, None]
-    if HAS_GATE:
-        up_at = w_at + tl.cast(N, tl.int64) * w_stride
+    w_at = weight + n_read.to(tl.int64)[:, None] * w_stride + k[None, :]
+    up_at = w_at + tl.cast(N, tl.int64) * w_stride
 
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if HAS_GATE:
-        up_total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    up_total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for begin in range(0, K, BLOCK_K):
-        if K % BLOCK_K:
-            in_k = begin + k < K
-            rows = tl.load(x_at + begin, mask=is_row & in_k[None, :], other=0.0)
-            columns = tl.load(w_at + begin, mask=in_k[:, None], other=0.0)
+        in_k = (begin + k < K)[None, :]
+        if x_tiles is not None:  # zeros beyond the ends
+            rows = x_tiles.load([begin_m, begin])
+            weights = weight_tiles.load([begin_n, begin])
+        elif K % BLOCK_K:
+            rows = tl.load(x_at + begin, mask=is_row & in_k, other=0.0)
+            weights = tl.load(w_at + begin, mask=in_k, other=0.0)
         else:
             rows = tl.load(x_at + begin, mask=is_row, other=0.0)
-            columns = tl.load(w_at + begin)
-        total = _fold(rows, columns, total, INTERPRETED, PRECISION)
+            weights = tl.load(w_at + begin)
+        total = _fold(rows, weights, total, SWAP, INTERPRETED, PRECISION)
         if HAS_GATE:
-            if K % BLOCK_K:
-                ups = tl.load(up_at + begin, mask=in_k[:, None], other=0.0)
+            if x_tiles is not None:
+                ups = weight_tiles.load([begin_n + N, begin])
+            elif K % BLOCK_K:
+                ups = tl.load(up_at + begin, mask=in_k, other=0.0)
             else:
                 ups = tl.load(up_at + begin)
-            up_total = _fold(rows, ups, up_total, INTERPRETED, PRECISION)
+            up_total = _fold(rows, ups, up_total, SWAP, INTERPRETED, PRECISION)
 
+    side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
     if bias is not None:
-        total = _add_bias(total, tl.load(bias + n_read))
+        total = _add_bias(total, tl.expand_dims(tl.load(bias + n_read), side))
     result = total.to(out.dtype.element_ty)
     if HAS_GATE:
         if bias is not None:
-            up_total = _add_bias(up_total, tl.load(bias + n_read + N))
+            up_total = _add_bias(up_total, tl.expand_dims(tl.load(bias + n_read + N), side))
         result = _silu_mul(result, up_total.to(out.dtype.element_ty), INTERPRETED)
-    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], result, mask=is_out)
+    m_out, n_out = tl.expand_dims(m, 1 - side), tl.expand_dims(n, side)
+    target = out + m_out.to(tl.int64) * N + n_out
+    tl.store(target, result, mask=(m_out < num_rows) & (n_out < N))
 
 
 def matmul(
@@ -221,11 +207,16 @@ def matmul(
     if num_rows == 0:
         return out
     pdl = has_dependent_launch(x.device) if overlap is None else overlap
-    lanes = 32 * tile.num_warps
+    x_tiles = weight_tiles = None
+    if _can_describe(x) and _can_describe(weight):
+        x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
+        weight_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
     grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outs, tile.block_n),)
     _linear_kernel[grid](
         x,
         weight,
+        x_tiles,
+        weight_tiles,
         bias if bias is None else bias.contiguous(),
         out,
         num_rows,
@@ -236,11 +227,10 @@ def matmul(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        SWAP=tile.swap_ab,
         HAS_GATE=has_gate,
         INTERPRETED=not x.is_cuda,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PREFETCH_K=_prefetch_width(weight, tile, lanes),
-        LANES=lanes,
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -249,10 +239,11 @@ def matmul(
     return out
 
 
-def _prefetch_width(weight: Tensor, tile: Tile, lanes: int) -> int:
-    """``tile.prefetch_k`` if the pieces of all threads are within K and whole 16-byte units."""
-    width = min(tile.prefetch_k, weight.shape[1])
-    if tile.block_n > lanes or width * tile.block_n * weight.itemsize % (16 * lanes):
-        return 0
-    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.itemsize % 16 == 0
-    return width if is_aligned else 0
+def _can_describe(matrix: Tensor) -> bool:
+    """Whether a tensor descriptor can stand for it: 16-byte units, and a GPU that has them.
+
+    float32 goes without: its products do not use the matrix unit.
+    """
+    if matrix.itemsize != 2 or matrix.data_ptr() % 16 or matrix.stride(0) * 2 % 16:
+        return False
+    return not matrix.is_cuda or torch.cuda.get_device_capability(matrix.device)[0] >= 9

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.gpu
 # Largest error relative to the size of an output: rounding of it, and of a gate before.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 # block_m, block_n, block_k, num_stages, num_warps; matrix instructions of a warp and of four
-TILES = [
+Block = tuple[int | str, ...]
+TILES: list[Block] = [
     (16, 16, 64, 3, 4),
     (16, 8, 256, 3, 2),
     (16, 64, 128, 3, 4),
@@ -26,6 +27,10 @@ TILES = [
     (64, 16, 64, 3, 4),
     (64, 64, 64, 3, 4),
     (128, 64, 64, 3, 8),
+    (16, 64, 128, 4, 4, "swap"),
+    (16, 64, 64, 3, 4, "swap"),
+    (32, 64, 128, 3, 4, "swap"),
+    (64, 128, 64, 3, 4, "swap"),
 ]
 TILES_IEEE = [(16, 32, 32, 3, 4), (64, 32, 32, 3, 4), (16, 16, 16, 2, 4), (32, 32, 64, 2, 8)]
 
@@ -45,22 +50,22 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
-def product(block: tuple[int, ...], *args: Tensor | None, **options: object) -> Tensor:
+def product(block: Block, *args: Tensor | None, **options: object) -> Tensor:
     from pagespec.kernels.triton_linear import Tile, matmul
 
-    m, n, k, stages, warps = block
+    m, n, k, stages, warps, *swap = block
     tile = Tile(
         block_m=m,
         block_n=n,
         block_k=k,
         num_stages=stages,
         num_warps=warps,
-        prefetch_k=(16 << 10) // (2 * n),
+        swap_ab=bool(swap),
     )
     return matmul(*args, tile=tile, **options)  # type: ignore[arg-type]
 
 
-def tiles_of(dtype: torch.dtype) -> list[tuple[int, ...]]:
+def tiles_of(dtype: torch.dtype) -> list[Block]:
     return list(TILES_IEEE if dtype == torch.float32 else TILES)
 
 

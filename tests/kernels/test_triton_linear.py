@@ -33,11 +33,13 @@ TILES = [(16, 16, 16), (16, 32, 64), (32, 16, 32), (64, 64, 16)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 2e-3}
 
 
-def product(block: tuple[int, int, int], *args: Tensor | None, **options: object) -> Tensor:
+def product(
+    block: tuple[int, int, int], *args: Tensor | None, swap_ab: bool = False, **options: object
+) -> Tensor:
     from pagespec.kernels.triton_linear import Tile, matmul
 
     m, n, k = block
-    tile = Tile(block_m=m, block_n=n, block_k=k, num_stages=2, num_warps=1)
+    tile = Tile(block_m=m, block_n=n, block_k=k, num_stages=2, num_warps=1, swap_ab=swap_ab)
     return matmul(*args, tile=tile, **options)  # type: ignore[arg-type]
 
 
@@ -51,19 +53,25 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 @pytest.mark.parametrize("block", TILES, ids=str)
+@pytest.mark.parametrize("swap_ab", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (40, 64), (33, 50), (7, 8)])
-def test_counts_every_summand_once(block: tuple[int, int, int], n: int, k: int) -> None:
-    weight, bias = integers(n, k), integers(n, seed=1)
+def test_counts_every_summand_once(
+    block: tuple[int, int, int], n: int, k: int, dtype: torch.dtype, swap_ab: bool
+) -> None:
+    # Integers up to 2,048 are exact in float16. Its whole 16-byte units come by descriptors.
+    weight, bias = integers(n, k).to(dtype), integers(n, seed=1).to(dtype)
     for num_rows in (1, 3, 16, 17, 35):
-        x = integers(num_rows, k, seed=2)
-        exact = x @ weight.T
-        assert torch.equal(product(block, x, weight), exact)
-        assert torch.equal(product(block, x, weight, bias), exact + bias)
+        x = integers(num_rows, k, seed=2).to(dtype)
+        exact = (x.float() @ weight.float().T).to(dtype)
+        assert torch.equal(product(block, x, weight, swap_ab=swap_ab), exact)
+        assert torch.equal(product(block, x, weight, bias, swap_ab=swap_ab), exact + bias)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("has_gate", [False, True])
-def test_rounds_as_separate_operations(dtype: torch.dtype, has_gate: bool) -> None:
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_rounds_as_separate_operations(dtype: torch.dtype, has_gate: bool, swap_ab: bool) -> None:
     num_rows, n, k = 5, 24, 40
     x = normal(num_rows, k, dtype=dtype)
     weight = normal(2 * n if has_gate else n, k, dtype=dtype, seed=1) / 8
@@ -71,7 +79,7 @@ def test_rounds_as_separate_operations(dtype: torch.dtype, has_gate: bool) -> No
     expected = F.linear(x, weight, bias)
     if has_gate:
         expected = F.silu(expected[:, :n]) * expected[:, n:]
-    out = product((16, 16, 16), x, weight, bias, has_gate=has_gate)
+    out = product((16, 16, 16), x, weight, bias, has_gate=has_gate, swap_ab=swap_ab)
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -80,22 +88,24 @@ def test_rounds_as_separate_operations(dtype: torch.dtype, has_gate: bool) -> No
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, has_gate: bool) -> None:
     block, x, weight = (16, 16, 32), normal(37, 48, dtype=dtype), normal(40, 48, dtype=dtype)
-    whole = product(block, x, weight, has_gate=has_gate)
-    for num_rows in (1, 2, 15, 16, 17, 33):
-        part = product(block, x[:num_rows], weight, has_gate=has_gate)
-        assert torch.equal(part, whole[:num_rows])
+    for swap_ab in (False, True):
+        whole = product(block, x, weight, has_gate=has_gate, swap_ab=swap_ab)
+        for num_rows in (1, 2, 15, 16, 17, 33):
+            part = product(block, x[:num_rows], weight, has_gate=has_gate, swap_ab=swap_ab)
+            assert torch.equal(part, whole[:num_rows])
 
 
-def test_takes_strided_rows_and_no_rows() -> None:
-    wide, weight = integers(9, 64), integers(20, 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_takes_strided_rows_and_no_rows(dtype: torch.dtype) -> None:
+    wide, weight = integers(9, 64).to(dtype), integers(20, 32).to(dtype)
     exact = wide[:, 32:] @ weight.T
     block = (16, 16, 16)
     assert torch.equal(product(block, wide[:, 32:], weight), exact)
     assert torch.equal(product(block, wide[:, 32:].T.contiguous().T, weight), exact)
-    assert torch.equal(
-        product(block, wide[:, 32:], integers(20, 64)[:, 32:]),
-        wide[:, 32:] @ integers(20, 64)[:, 32:].T,
-    )
+    other = integers(20, 64).to(dtype)[:, 32:]
+    assert torch.equal(product(block, wide[:, 32:], other), wide[:, 32:] @ other.T)
+    # Rows that do not begin at whole 16-byte units.
+    assert torch.equal(product(block, wide[:, 3:35], other), wide[:, 3:35] @ other.T)
     assert product(block, wide[:0, 32:], weight).shape == (0, 20)
 
 
@@ -140,17 +150,23 @@ def test_few_rows_decides_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == [5, 5]
 
 
-def test_tiles_follow_the_bucket_and_fit() -> None:
-    from pagespec.kernels.linear_tiles import choose_tile
+@pytest.mark.parametrize("num_shared_bytes", [227 << 10, 163 << 10])
+def test_tiles_follow_the_bucket_and_fit(num_shared_bytes: int) -> None:
+    from pagespec.kernels.linear_tiles import TUNED, Card, choose_tile
 
-    for n, k in ((1024, 2048), (4096, 12288), (151936, 1024), (50, 24), (50, 25)):
-        for itemsize in (2, 4):
-            for rows in (range(1, 17), range(17, 33), range(33, 65), range(257, 9000, 500)):
-                tiles = {choose_tile(r, n, k, itemsize, 132) for r in rows}
-                (tile,) = tiles
-                # What lies in shared memory beside the tile being multiplied; an H100 has 227 KiB.
-                size = (tile.block_m + tile.block_n) * tile.block_k * itemsize
-                assert size * (tile.num_stages - 1) <= 100 << 10
+    card = Card(132, num_shared_bytes)
+    gated = [(n, k, 2, True) for n, k in ((3072, 1024), (12288, 4096), (80, 512))]
+    plain = [(n, k, 2, False) for n, k in TUNED if (n, k, 2, True) not in gated]
+    plain += [(1000, 512, 2, False), (50, 24, 2, False), (50, 25, 2, False), (64, 64, 4, False)]
+    for n, k, itemsize, has_gate in gated + plain:
+        for rows in (range(1, 17), range(17, 33), range(33, 65), range(257, 9000, 500)):
+            tiles = {choose_tile(r, n, k, itemsize, has_gate, card) for r in rows}
+            (tile,) = tiles
+            size = (tile.block_m + tile.block_n * (1 + has_gate)) * tile.block_k * itemsize
+            # Stages, and the barriers of each.
+            assert size * tile.num_stages + 64 * tile.num_stages <= num_shared_bytes
+            accumulators = tile.block_m * tile.block_n * (1 + has_gate)
+            assert accumulators / (32 * tile.num_warps) <= 160  # registers of a thread
 
 
 @pytest.mark.parametrize(
@@ -160,9 +176,11 @@ def test_tiles_follow_the_bucket_and_fit() -> None:
 def test_one_tile_for_all_rows_where_tiles_were_not_compared(
     k: int, itemsize: int, is_one: bool
 ) -> None:
-    from pagespec.kernels.linear_tiles import choose_tile
+    from pagespec.kernels.linear_tiles import Card, choose_tile
 
-    tiles = {choose_tile(r, 4096, k, itemsize, 132) for r in (1, 16, 17, 64, 65, 129, 257, 4096)}
+    card = Card(132, 227 << 10)
+    rows = (1, 16, 17, 64, 65, 129, 257, 4096)
+    tiles = {choose_tile(r, 4096, k, itemsize, False, card) for r in rows}
     assert (len(tiles) == 1) == is_one
 
 
@@ -171,8 +189,8 @@ def test_a_plan_trusts_only_what_was_compared() -> None:
 
     counts = (1, 2, 8, 15, 16, 17, 31, 32, 64, 65, 512)
 
-    def few(cublas: tuple[int, ...], ours: tuple[int, ...] = ()) -> int:
-        return plan_from(SweepReport(counts, cublas, ours), 10, 20).few_rows
+    def few(cublas: tuple[int, ...], ours: tuple[int, ...] = (), worth_it: int = 16) -> int:
+        return plan_from(SweepReport(counts, cublas, ours), 10, 20, worth_it).few_rows
 
     assert few(()) == 16
     assert few((1, 2, 8)) == 16
@@ -183,7 +201,9 @@ def test_a_plan_trusts_only_what_was_compared() -> None:
     assert few((), (16,)) == ALL_ROWS  # ours is another class: then for all rows
     assert few((), (512,)) == 16  # where ours is not used
     assert few((17,), (17,)) == ALL_ROWS
-    plan = plan_from(SweepReport(counts, (17,), ()), 10, 20)
+    assert few((), worth_it=64) == 64
+    assert few((65,), worth_it=256) == 511  # 66 to 511 were not compared
+    plan = plan_from(SweepReport(counts, (17,), ()), 10, 20, 16)
     assert Plan(**json.loads(json.dumps(plan.as_dict()))) == plan
 
 
@@ -217,20 +237,18 @@ def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.Monkey
     bad: set[int] = set()
 
     def library(x: Tensor, *rest: Tensor | None) -> Tensor:
-        return plain(x, *rest) + (len(x) == 17)
+        return plain(x, *rest) + (len(x) == 65)
 
     def watched(x: Tensor, *args: Tensor | None, **options: object) -> Tensor:
         tried.add(len(x))
         return ours(x, *args, **options) + (len(x) in bad)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gpu_linear, "matmul", watched)
-    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 8, 16)
-    assert tried == {1, 2, 3, 4, 8, 15, 16}
+    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 8, 64)
+    assert tried == {1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64}
     monkeypatch.setattr(F, "linear", library)
-    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 8, 30)
-    assert max(tried) == 17
-    bad.add(17)
-    with pytest.raises(UnsupportedModelError, match=r"\[8, 8\].*float16.* at \[17\]"):
+    bad.add(1024)  # cuBLAS differs at 65, so our kernel is to compute all rows
+    with pytest.raises(UnsupportedModelError, match=r"\[8, 8\].*float16.* at \[1024\]"):
         gpu_linear.choose_plan(weight)
 
 
