@@ -20,14 +20,14 @@ from pagespec.compile.capture import CapturedModel
 from pagespec.compile.graphs import StepGraphs, StepShape
 from pagespec.compile.runner import OnLogits
 from pagespec.compile.stager import Stager
-from pagespec.compile.staging import PinnedRing, RowParams
+from pagespec.compile.staging import PinnedRing
 from pagespec.compile.step_buffers import StepBuffers
 from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
 from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.kernels.pinned import full_precision_sums
-from pagespec.kernels.sampling import SamplingInputs, sample
 from pagespec.kernels.triton_sample import sample_simple
 from pagespec.kernels.triton_step import unpack_decode, unpack_mixed
+from pagespec.kernels.triton_truncate import TRUNCATED_FIELDS, sample_truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,8 @@ class GpuRunner:
             b.block_tables.fill_(self.num_blocks)
             logits = self._forward(b.mixed_inputs(num_tokens, num_rows))
             sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled)
+            # So that no step waits for the compiler.
+            self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
             torch.cuda.synchronize()
 
     # Steps ------------------------------------------------------------------------------------
@@ -150,16 +152,16 @@ class GpuRunner:
         if self._graphs is not None:
             shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
         if shape is not None and shape.is_decode:
-            params = self._stager.stage_decode(plan, shape.num_rows)
+            truncated = self._stager.stage_decode(plan, shape.num_rows)
         else:
-            params, staged_shape = self._stager.stage_mixed(plan, shape)
+            truncated, staged_shape = self._stager.stage_mixed(plan, shape)
         if shape is not None and self._graphs is not None:
             logits = self._graphs.replay(shape)
         else:
             logits = self.run_staged(staged_shape)
         num_sampled = plan.num_sampled
-        if params.truncated:
-            self._sample_truncated(plan, logits, params)
+        if len(truncated):
+            self._sample_truncated(logits, truncated)
         if self._on_logits is not None:
             self._on_logits(plan, logits[:num_sampled])
         self._stager.note(plan)
@@ -203,19 +205,7 @@ class GpuRunner:
             sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled)
         return logits
 
-    def _sample_truncated(self, plan: StepPlan, logits: Tensor, params: RowParams) -> None:
-        """Sample the rows that need the whole distribution anew; this waits for the device."""
-        sampled = [row for row, is_sampled in enumerate(plan.sampled) if is_sampled]
-        rows = [sampled[place] for place in params.truncated]
-        chosen = [plan.requests[row].sampling_params for row in rows]
-        places = torch.tensor(params.truncated, device=logits.device)
-        inputs = SamplingInputs.from_lists(
-            temperature=[p.temperature for p in chosen],
-            top_k=[p.top_k for p in chosen],
-            top_p=[p.top_p for p in chosen],
-            min_p=[p.min_p for p in chosen],
-            seeds=[plan.requests[row].seed for row in rows],
-            positions=[plan.starts[row] + plan.num_tokens[row] for row in rows],
-            device=logits.device,
-        )
-        self.buffers.sampled[places] = sample(logits[places], inputs)
+    def _sample_truncated(self, logits: Tensor, truncated: Tensor) -> None:
+        """Sample rows that use top_k, top_p or min_p anew; ``truncated`` as staged."""
+        b = self.buffers
+        sample_truncated(logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled)

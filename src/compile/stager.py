@@ -38,8 +38,13 @@ class Stager:
         """``plan`` was queued; the next may feed the tokens it samples."""
         self._tokens.note(plan)
 
-    def stage_decode(self, plan: StepPlan, bucket: int) -> RowParams:
-        """Send a decode-only plan, padded to ``bucket`` rows."""
+    def stage_decode(self, plan: StepPlan, bucket: int) -> Tensor:
+        """Send a decode-only plan, padded to ``bucket`` rows.
+
+        Returns:
+            On the device, the fields of the rows that use top_k, top_p or min_p, int32
+            ``[TRUNCATED_FIELDS * n]``; valid until the next step is staged.
+        """
         is_same = self._tables.place(plan)
         index, pinned, array = self._ring.take()
         num_rows = len(plan)
@@ -56,14 +61,13 @@ class Stager:
         fields[4:6, :num_rows] = params.seeds
         fields[6, :num_rows] = params.temperature_bits
         array[size - 1] = num_rows
-        self._send(index, pinned, array, size, where, ids)
-        return params
+        return self._send(index, pinned, array, size, params.truncated, where, ids)
 
-    def stage_mixed(self, plan: StepPlan, shape: StepShape | None) -> tuple[RowParams, StepShape]:
+    def stage_mixed(self, plan: StepPlan, shape: StepShape | None) -> tuple[Tensor, StepShape]:
         """Send any plan, padded to ``shape``, or to the smallest sizes there can be.
 
         Returns:
-            The parameters of the sampled rows, and the shape.
+            What :meth:`stage_decode` returns, and the shape.
         """
         is_same = self._tables.place(plan)
         index, pinned, array = self._ring.take()
@@ -102,8 +106,7 @@ class Stager:
         kept[1:3, :num_sampled] = params.seeds
         kept[3, :num_sampled] = params.temperature_bits
         at += 4 * padded_rows
-        self._send(index, pinned, array, at, where, ids)
-        return params, shape
+        return self._send(index, pinned, array, at, params.truncated, where, ids), shape
 
     def _row_params(self, requests: tuple[Request, ...]) -> RowParams:
         if self._params is None or self._params[0] != requests:
@@ -116,11 +119,15 @@ class Stager:
         pinned: Tensor,
         array: IntArray,
         size: int,
+        truncated: IntArray,
         where: list[int],
         ids: list[int],
-    ) -> None:
-        """Copy the first ``size`` staged elements to the device and apply the table updates."""
+    ) -> Tensor:
+        """Copy the first ``size`` staged elements and behind them ``truncated`` to the device, and
+        apply the table updates. Returns what ``truncated`` is there, flat."""
         b = self._buffers
+        begin, size = size, size + truncated.size
+        array[begin:size] = truncated.reshape(-1)
         end = size + 2 * len(where)
         if end <= len(array):
             array[size : size + len(where)] = where
@@ -128,9 +135,10 @@ class Stager:
             b.staged[:end].copy_(pinned[:end], non_blocking=True)
             self._ring.release(index)
             update_tables(b.staged[size:end], b.table_store, len(where))
-            return
+            return b.staged[begin:size]
         # Many requests with long prefix hits at once: sent by themselves, from pageable memory.
         b.staged[:size].copy_(pinned[:size], non_blocking=True)
         self._ring.release(index)
         many = torch.tensor(where + ids, dtype=torch.int32).to(b.staged.device)
         update_tables(many, b.table_store, len(where))
+        return b.staged[begin:size]

@@ -6,6 +6,7 @@ were added. Tokens that an earlier step sampled are named by their place in that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
+from pagespec.engine.sampling_params import SamplingParams
 
+_MAX_INT32 = 2**31 - 1
 IntArray = NDArray[np.int32]
 
 
@@ -215,12 +218,13 @@ class RowParams:
 
     Attributes:
         seeds: uint32 words as int32, ``[2, S]``, low words first. temperature_bits: int32 ``[S]``.
-        truncated: places (0 to S - 1) of rows that use top_k, top_p or min_p.
+        truncated: int32 ``[4, n]``, of the n rows that use top_k, top_p or min_p: what
+            ``TRUNCATED_FIELDS`` in :mod:`pagespec.kernels.triton_truncate` lists.
     """
 
     seeds: IntArray
     temperature_bits: IntArray
-    truncated: tuple[int, ...]
+    truncated: IntArray
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> RowParams:
@@ -229,9 +233,31 @@ class RowParams:
         return cls(
             np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
             np.array([p.temperature for p in params], np.float32).view(np.int32),
-            tuple(
-                place
-                for place, p in enumerate(params)
-                if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-            ),
+            truncated_fields(params),
         )
+
+
+def truncated_fields(params: Sequence[SamplingParams]) -> IntArray:
+    """What :attr:`RowParams.truncated` says, of rows with these parameters."""
+    rows = [
+        (place, p)
+        for place, p in enumerate(params)
+        if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+    ]
+    top_p = np.array([p.top_p for _, p in rows], np.float32)
+    furthest = np.array([_furthest(p.min_p) for _, p in rows], np.float32)
+    return np.stack(
+        [
+            np.array([place for place, _ in rows], np.int32),
+            np.array([min(p.top_k, _MAX_INT32) for _, p in rows], np.int32),
+            top_p.view(np.int32),
+            furthest.view(np.int32),
+        ]
+    )
+
+
+def _furthest(min_p: float) -> float:
+    """-log of the float32 ``min_p``, infinite at 0. One by one: the bits of a logarithm of an
+    array may depend on the place in it."""
+    rounded = float(np.float32(min_p)) if min_p else 0.0
+    return -math.log(rounded) if rounded > 0 else math.inf

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
 from pagespec.kernels.triton_step import DECODE_FIELDS
+from pagespec.kernels.triton_truncate import TRUNCATED_FIELDS
 
 
 class StepBuffers:
@@ -93,4 +94,4 @@ class StepBuffers:
         """int32 elements that any step of these sizes stages."""
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
         mixed = 3 * num_tokens + 3 * num_rows + 1 + 4 * num_rows
-        return max(mixed, DECODE_FIELDS * num_rows + 1)
+        return max(mixed, DECODE_FIELDS * num_rows + 1) + TRUNCATED_FIELDS * num_rows

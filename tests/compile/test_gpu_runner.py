@@ -16,9 +16,11 @@ from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
+from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
+from pagespec.kernels.sampling import SamplingInputs, sample
 from tests.compile.driving import hf_greedy
 from tests.models import VOCAB_SIZE, tiny_model
 
@@ -113,6 +115,75 @@ def test_tokens_are_those_of_hugging_face(overlap: bool, num_blocks: int, cachin
     if num_blocks == 18:
         assert any(r.num_preemptions for r in requests)
         assert any(r.num_cached_tokens for r in requests)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_row_gets_the_token_the_torch_sampler_draws(overlap: bool) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    loaded = load_model(model)
+    expected: dict[str, list[int]] = {}
+
+    def see(plan: StepPlan, logits: torch.Tensor) -> None:
+        rows = [(request, start + n) for request, start, n, is_sampled in plan.rows() if is_sampled]
+        if not rows:
+            return
+        params = [request.sampling_params for request, _ in rows]
+        inputs = SamplingInputs.from_lists(
+            temperature=[p.temperature for p in params],
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            seeds=[request.seed for request, _ in rows],
+            positions=[position for _, position in rows],
+        )
+        for (request, _), token in zip(rows, sample(logits, inputs).tolist(), strict=True):
+            expected.setdefault(request.request_id, []).append(token)
+
+    runner = gpu_runner.GpuRunner(
+        capture_model(loaded, probe_model(loaded)),
+        block_size=BLOCK_SIZE,
+        num_blocks=60,
+        max_num_tokens=24,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=20,
+        overlap=overlap,
+        on_logits=see,
+    )
+    runner._graphs = graphs = Recomputed(runner.run_staged)
+    scheduler = Scheduler(
+        BlockManager(60, BLOCK_SIZE),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=24,
+        pipeline_depth=runner.pipeline_depth,
+    )
+    engine = Engine(scheduler, runner, check_invariants=True)
+    rng = random.Random(7)
+    requests = []
+    # Greedy and plain rows stand before and between those that truncate, so that places count.
+    kinds: list[dict[str, float]] = [
+        {"temperature": 0.0},
+        {"top_p": 0.7},
+        {"temperature": 0.9},
+        {"temperature": 3.0, "top_k": 5},
+        {"temperature": 2.0, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 4.0, "min_p": 0.3},
+        {"temperature": 0.0, "top_k": 3},
+    ]
+    for i, kind in enumerate(kinds):
+        prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(3 + 5 * (i % 3))]
+        params = SamplingParams(max_tokens=5 + i % 3, **kind)  # type: ignore[arg-type]
+        limit = len(prompt) + 5 + i % 3
+        requests.append(
+            Request(f"r{i}", prompt, params, max_num_tokens=limit, seed=(-1) ** i * (i << 40))
+        )
+        engine.add(requests[-1])
+    while engine.has_work:
+        engine.step()
+    produced = {r.request_id: r.token_ids[r.num_prompt_tokens :] for r in requests}
+    # A step that was planned ahead may go beyond the end of a request; what it draws is dropped.
+    for name, tokens in produced.items():
+        assert tokens == expected[name][: len(tokens)]
+    assert {shape.is_decode for shape in graphs.replayed} == {True, False}
 
 
 def test_default_buckets() -> None:
