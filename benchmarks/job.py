@@ -68,6 +68,9 @@ class Job:
         num_prompt_tokens, num_output_tokens: of the one request of "latency" and "startup".
         settings: keyword arguments of ``LLM``.
         profile: file of the chrome trace, or None for no profile.
+        with_latency: for throughput: measure what "latency" measures with the same engine, too.
+        with_orders: for throughput: whether the first workload gives the same tokens in another
+            order of arrival.
     """
 
     kind: str
@@ -78,6 +81,8 @@ class Job:
     repeat: int = 3
     settings: dict[str, Any] = field(default_factory=dict)
     profile: str | None = None
+    with_latency: bool = False
+    with_orders: bool = False
 
 
 def given(**settings: Any) -> dict[str, Any]:

@@ -147,6 +147,25 @@ def measure_latency(
     return result
 
 
+def measure_sitting(
+    folder: Path, model: str, names: list[str], repeat: int, is_batch_invariant: bool
+) -> PeerResult:
+    """ "nano" and batch 1 from one process, ``repeat`` times each; what else of ``names`` the peer
+    knows from another, once.
+
+    Raises:
+        PeerError: see there.
+    """
+    result = PeerResult()
+    arguments = ["--mode", "both", "--repeat", str(repeat)]
+    _run_bench(folder, model, arguments + ["--batch-invariant"] * is_batch_invariant, result)
+    more = {name: make_workload(name) for name in names if name in _MORE.values()}
+    if more and model == "0.6b" and not is_batch_invariant:  # the model of bench_more.py
+        with model_folder(model) as config_folder:
+            read_more(_run(folder, "bench_more.py", [str(config_folder)]), more, result)
+    return result
+
+
 def measure_start(folder: Path, model: str, cache: Path) -> PeerResult:
     """Start an engine with its caches in ``cache``, which makes a few tokens and ends.
 

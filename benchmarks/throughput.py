@@ -149,8 +149,9 @@ def host_line(host_ms: dict[str, float]) -> str:
 
 
 def show_profile(result: dict[str, Any]) -> None:
-    if "profile" in result:
-        typer.echo(f"\n{result['profile']['workload']}:\n{result['profile']['table']}")
+    for name in ("profile", "profile_batch_1"):
+        if name in result:
+            typer.echo(f"\n{result[name]['workload']}:\n{result[name]['table']}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ def host_times(llm: Any, before: dict[str, Any]) -> dict[str, float]:
 def throughput(job: Job, folder: Path) -> dict[str, Any]:
     workloads = [make_workload(name) for name in job.workloads]
     max_model_len = max(LOADS[name].max_model_len for name in job.workloads)
+    if job.with_latency:
+        max_model_len = max(max_model_len, LATENCY.max_model_len)
     begin = time.perf_counter()
     llm = make_llm(job, folder, workloads, max_model_len)
     result = described(llm, time.perf_counter() - begin)
@@ -90,9 +93,18 @@ def throughput(job: Job, folder: Path) -> dict[str, Any]:
             "host_ms_a_step": host_times(llm, before),
         }
         print(f"{workload.name}: {[round(s, 3) for s in seconds]} s", file=sys.stderr, flush=True)
+    if job.with_latency:
+        result |= batch_1(llm, latency_workload(job.num_prompt_tokens, job.num_output_tokens), job)
+    if job.with_orders:
+        result["orders"] = in_two_orders(llm, workloads[0])
     result["stats"] = dataclasses.asdict(llm.stats())
     if job.profile is not None:
         result["profile"] = profiled(llm, workloads[0], 0.6, job.profile)
+        if job.with_latency:
+            single = latency_workload(job.num_prompt_tokens, job.num_output_tokens)
+            trace = Path(job.profile)
+            trace = trace.with_name(f"{trace.stem}-batch-1{trace.suffix}")
+            result["profile_batch_1"] = profiled(llm, single, 0.0, str(trace))
     return result
 
 
@@ -101,15 +113,42 @@ def latency(job: Job, folder: Path) -> dict[str, Any]:
     begin = time.perf_counter()
     llm = make_llm(job, folder, [workload], max(LATENCY.max_model_len, workload.longest))
     result = described(llm, time.perf_counter() - begin)
-    timed(llm, workload, 0.0, [16])
-    before = dataclasses.asdict(llm.stats())
-    result["one_token_s"] = [timed(llm, workload, 0.0, [1]) for _ in range(job.repeat)]
-    result["total_s"] = [timed(llm, workload, 0.0, workload.num_outputs) for _ in range(job.repeat)]
-    result["host_ms_a_step"] = host_times(llm, before)
+    result |= batch_1(llm, workload, job)
     result["stats"] = dataclasses.asdict(llm.stats())
     if job.profile is not None:
         result["profile"] = profiled(llm, workload, 0.0, job.profile)
     return result
+
+
+def batch_1(llm: Any, workload: Workload, job: Job) -> dict[str, Any]:
+    """Seconds of one request, of its first token alone and of all."""
+    timed(llm, workload, 0.0, [16])
+    before = dataclasses.asdict(llm.stats())
+    return {
+        "one_token_s": [timed(llm, workload, 0.0, [1]) for _ in range(job.repeat)],
+        "total_s": [timed(llm, workload, 0.0, workload.num_outputs) for _ in range(job.repeat)],
+        "host_ms_a_step": host_times(llm, before),
+    }
+
+
+def in_two_orders(llm: Any, workload: Workload) -> dict[str, int]:
+    """How many requests get the same tokens if they arrive shuffled."""
+    from pagespec import SamplingParams
+
+    requests = list(range(len(workload.prompts)))
+    shuffled = random.Random(2).sample(requests, len(requests))
+    answers = []
+    for order in (requests, shuffled):
+        params = [
+            SamplingParams(
+                temperature=0.6, seed=i, ignore_eos=True, max_tokens=workload.num_outputs[i]
+            )
+            for i in order
+        ]
+        outputs = llm.generate([workload.prompts[i] for i in order], params, use_tqdm=False)
+        answers.append({i: o.outputs[0].token_ids for i, o in zip(order, outputs, strict=True)})
+    num_equal = sum(answers[0][i] == answers[1][i] for i in requests)
+    return {"requests": len(requests), "equal": num_equal}
 
 
 def startup(job: Job, folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from benchmarks.latency import per_token
 from benchmarks.peer import (
     PeerError,
     PeerResult,
+    measure_sitting,
     measure_throughput,
     read_bench,
     read_more,
@@ -28,6 +29,7 @@ from benchmarks.profiling import (
     idle_fraction,
     read_trace,
 )
+from benchmarks.sitting import row
 from benchmarks.startup import phases
 from benchmarks.workload import LOADS, MODELS, Workload, make_workload, model_config
 
@@ -164,7 +166,8 @@ def test_a_peer_that_ran_something_else_is_refused(text: str, what: str) -> None
 
 FAKE_BENCH = """
 import json, os, sys
-options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+flags = [a for a in sys.argv[1:] if a != "--batch-invariant"]
+options = dict(zip(flags[::2], flags[1::2]))
 assert os.environ["PYTHONPATH"].endswith("site"), os.environ["PYTHONPATH"]
 assert os.environ["VLLM_CACHE_ROOT"].endswith("cache")
 runs = [dict(s=7.0 + i) for i in range(int(options["--repeat"]))]
@@ -187,6 +190,34 @@ def test_the_peers_scripts_are_run_from_its_folder(tmp_path: Path) -> None:
     assert result.seconds == {"nano": [7.0, 8.0]}
     with pytest.raises(PeerError, match="out of memory"):
         measure_throughput(tmp_path, "0.6b", ["nano32"], repeat=1)
+
+
+def test_a_sitting_runs_the_peer_once_a_column(tmp_path: Path) -> None:
+    (tmp_path / "site" / "vllm").mkdir(parents=True)
+    (tmp_path / "bench_vllm.py").write_text(FAKE_BENCH)
+    (tmp_path / "bench_more.py").write_text(f"print({MORE!r})")
+    names = ["nano", "nano32", "tiny"]
+    usual = measure_sitting(tmp_path, "0.6b", names, 2, is_batch_invariant=False)
+    assert usual.seconds == {"nano": [7.0, 8.0], "nano32": [2.317]}
+    invariant = measure_sitting(tmp_path, "0.6b", names, 2, is_batch_invariant=True)
+    assert invariant.seconds == {"nano": [7.0, 8.0]}
+
+
+def test_a_line_of_a_sitting_says_how_often_as_good_pagespec_is() -> None:
+    columns = ["pagespec", "vLLM", "other"]
+    values = {"pagespec": [3.0, 2.0, 1.0], "vLLM": [1.0]}
+    line = row("rate", 4.0, values, columns, is_rate=True)
+    assert line.split() == ["rate", "4", "50.0%", "2", "(1..3)", "1", "(1..1)", "2.00x", "-"]
+    line = row("time", 1.0, values, columns, is_rate=False)
+    assert line.split()[2:] == [
+        "50.0%",
+        "2.000",
+        "(1.000..3.000)",
+        "1.000",
+        "(1.000..1.000)",
+        "0.50x",
+        "-",
+    ]
 
 
 # Times ----------------------------------------------------------------------------------------

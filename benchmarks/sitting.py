@@ -1,0 +1,150 @@
+"""One model, one card, one sitting, one table: pagespec with and without schedule transparency,
+and vLLM with and without its batch-invariant mode.
+
+    python -m benchmarks.sitting --model 0.6b --workload nano --workload nano32 --peer FOLDER
+        [--repeat 3] [--peer-batch-invariant] [--profile trace.json] [--json out.json]
+
+Every column is a process of its own, and its engine runs all loads and batch 1 (128 tokens in, 512
+out, greedy). The first workload is run once more with its requests in another order of arrival, and
+the tokens of every request are compared. On a machine without a GPU: ``--model tiny --workload
+tiny``, which proves that this runs and nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import job as options
+from benchmarks.floor import RATES, ModelSize, latency_floor, throughput_floor
+from benchmarks.job import Job, require_peer, run_job, write_json
+from benchmarks.latency import per_token
+from benchmarks.peer import PeerError, PeerResult, measure_sitting
+from benchmarks.throughput import Names, describe, host_line, show_profile
+from benchmarks.workload import WORKLOADS, latency_workload, make_workload, model_config
+
+NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 128, 512
+
+
+def main(
+    model: options.Model = "0.6b",
+    workload: Names = ["nano"],  # noqa: B006 - typer copies it
+    repeat: options.Repeat = 3,
+    free: Annotated[
+        bool, typer.Option("--free/--no-free", help="A column with transparent=False.")
+    ] = True,
+    peer: options.Peer = None,
+    peer_repeat: options.PeerRepeat = None,
+    peer_batch_invariant: Annotated[
+        bool, typer.Option(help="A column of vLLM in its batch-invariant mode.")
+    ] = False,
+    profile: options.Profile = None,
+    json: options.Json = None,
+) -> None:
+    """Throughput and latency, transparent or not, beside the floor and vLLM."""
+    unknown = sorted(set(workload) - set(WORKLOADS))
+    if unknown:
+        raise typer.BadParameter(f"--workload must be of {', '.join(WORKLOADS)}, not {unknown[0]}")
+    require_peer(peer, model, workload)
+    ours: dict[str, dict[str, Any]] = {}
+    for name, is_transparent in (("pagespec", True), ("not transparent", False)):
+        if is_transparent or free:
+            job = Job(
+                "throughput",
+                model,
+                workload if is_transparent else workload[:1],
+                num_prompt_tokens=NUM_PROMPT_TOKENS,
+                num_output_tokens=NUM_OUTPUT_TOKENS,
+                repeat=repeat,
+                settings={"transparent": is_transparent},
+                profile=str(profile.resolve()) if profile and is_transparent else None,
+                with_latency=True,
+                with_orders=True,
+            )
+            ours[name] = run_job(job)
+            write_json(json, ours)
+    theirs: dict[str, PeerResult] = {}
+    for name, is_invariant in (("vLLM", False), ("vLLM invariant", True)):
+        if peer is not None and (peer_batch_invariant or not is_invariant):
+            try:
+                theirs[name] = measure_sitting(
+                    peer, model, workload, peer_repeat or repeat, is_invariant
+                )
+            except PeerError as error:
+                typer.echo(f"no {name}: {error}", err=True)
+            write_json(json, ours | {name: asdict(their) for name, their in theirs.items()})
+    typer.echo(describe(model, ours["pagespec"], theirs.get("vLLM")))
+    table(model, workload, ours, theirs)
+    for name, result in ours.items():
+        typer.echo(f"{name}: {result['orders']} with the first workload in two orders of arrival")
+        for load, measured in result["workloads"].items():
+            typer.echo(f"{name}, {load}: {host_line(measured['host_ms_a_step'])}")
+    show_profile(ours["pagespec"])
+    if peer is not None and len(theirs) < 1 + peer_batch_invariant:
+        raise typer.Exit(1)
+
+
+def table(
+    model: str,
+    workload: list[str],
+    ours: dict[str, dict[str, Any]],
+    theirs: dict[str, PeerResult],
+) -> None:
+    """Medians, with the smallest and the largest; a ratio above 1 says pagespec is ahead."""
+    size = ModelSize.from_config(model_config(model))
+    columns = [*ours, *theirs]
+    typer.echo(f"\n{'':<16} {'floor':>9} {'of it':>6}" + "".join(f" {c:>30}" for c in columns))
+    for name in workload:
+        load = make_workload(name)
+        floor = throughput_floor(load, size).tokens_per_second
+        runs = {c: r["workloads"].get(name, {}).get("seconds", []) for c, r in ours.items()}
+        runs |= {c: r.seconds.get(name, []) for c, r in theirs.items()}
+        rates = {c: [load.num_output_tokens / s for s in seconds] for c, seconds in runs.items()}
+        typer.echo(row(f"{name}, tok/s", floor, rates, columns, is_rate=True))
+    single = latency_workload(NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS)
+    floor_ms = latency_floor(single, size).weights_s * 1e3
+    times = {c: (r["total_s"], r["one_token_s"]) for c, r in ours.items()}
+    times |= {c: (r.total_s, r.one_token_s) for c, r in theirs.items()}
+    a_token = {c: per_token(*t, NUM_OUTPUT_TOKENS)[0] for c, t in times.items()}
+    typer.echo(row("batch 1, ms", floor_ms, a_token, columns, is_rate=False))
+    first = {c: [s * 1e3 for s in t[1]] for c, t in times.items()}
+    typer.echo(row("first token, ms", None, first, columns, is_rate=False))
+    starts = {c: [r["start_s"]] for c, r in ours.items()}
+    starts |= {c: r.start_s[:1] for c, r in theirs.items()}
+    typer.echo(row("engine start, s", None, starts, columns, is_rate=False))
+    fit = {c: r["kv_tokens"] for c, r in ours.items()} | {c: r.kv_tokens for c, r in theirs.items()}
+    typer.echo(f"KV tokens that fit: {fit}\nfloor at {RATES} (an H100)")
+
+
+def row(
+    label: str,
+    floor: float | None,
+    values: dict[str, list[float]],
+    columns: list[str],
+    *,
+    is_rate: bool,
+) -> str:
+    """One line; behind each median how often as good pagespec's is."""
+    digits = 0 if is_rate else 3
+    mine = statistics.median(values["pagespec"])
+    text = f"{label:<16} " + (f"{floor:>9,.{digits}f}" if floor else " " * 9)
+    part = (mine / floor if is_rate else floor / mine) if floor else None
+    text += f" {part:>6.1%}" if part else " " * 7
+    for column in columns:
+        runs = values.get(column)
+        if not runs:
+            text += f" {'-':>30}"
+            continue
+        median = statistics.median(runs)
+        cell = f"{median:,.{digits}f} ({min(runs):,.{digits}f}..{max(runs):,.{digits}f})"
+        if column != "pagespec":
+            cell += f" {mine / median if is_rate else median / mine:.2f}x"
+        text += f" {cell:>30}"
+    return text
+
+
+if __name__ == "__main__":
+    typer.run(main)
