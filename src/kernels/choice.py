@@ -38,7 +38,8 @@ class Choice:
     Attributes:
         name: "triton", "flash" or "reference".
         reason: one sentence for the log.
-        attend, store: plain functions with the positional signature of the ops.
+        attend, store: functions with the positional signature of the ops. One choice serves one
+            engine: the calls of ``attend`` have to follow one another on one stream.
     """
 
     name: str
@@ -173,7 +174,8 @@ def _triton(why: str) -> Choice:
     from pagespec.kernels import triton_attention, triton_store
 
     reason = f"attention by the Triton kernels: {why}."
-    return Choice("triton", reason, triton_attention.paged_attention, triton_store.kv_store)
+    attention = triton_attention.CountedAttention()
+    return Choice("triton", reason, attention.attend, triton_store.kv_store)
 
 
 def _flash(

@@ -4,7 +4,7 @@ Everything here follows shapes and dtypes alone. Nothing waits for the device, s
 captured in a CUDA graph and replayed with other contents.
 
 - At most as many tokens as rows (decode, with or without padding): one decode program (or several
-  lanes of them) a token and KV head.
+  lanes of them) a token and KV head, of which the last to arrive merges what all computed.
 - More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
   the other's alone.
 
@@ -22,13 +22,14 @@ import torch
 import triton
 from torch import Tensor
 
-from pagespec.kernels.triton_decode import decode_kernel, merge_kernel
+from pagespec.kernels.triton_decode import decode_kernel
 from pagespec.kernels.triton_prefill import prefill_kernel
 from pagespec.kernels.triton_softmax import LOG2E
 from pagespec.kernels.triton_store import has_dependent_launch, steps
 
 _ALL = 1 << 20  # splits; more than any context has
 _MIN_DOT = 16  # smallest side of a matrix instruction
+_WHOLE_FROM = 1024  # decode programs; with as many or more there is nothing to merge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,8 @@ class Tiling:
         decode_warps, decode_stages: of the decode kernel.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
-        few_registers: cap on the registers of a decode thread where every split is a program and
-            blocks are smaller than a tile, None for no cap: a few more programs a multiprocessor
-            gain 2 to 9% there, and lose as much elsewhere.
-        merge_chunk: pieces whose loads the merge kernel has under way together.
+        merge_chunk: pieces whose loads a merging program has under way together; of groups of more
+            than 4 heads as many fewer.
         whole_from: decode programs (rows x KV heads) from which each walks its whole context.
         knee_from: those from which the first piece reaches to the knee.
         max_programs: what contexts of many pieces are spread over.
@@ -59,9 +58,8 @@ class Tiling:
     short_split: int = 128
     long_split: int = 512
     knee: int = 512
-    few_registers: int | None = None
     merge_chunk: int = 8
-    whole_from: int = 1024
+    whole_from: int = _WHOLE_FROM
     knee_from: int = 128
     max_programs: int = 4096
 
@@ -100,7 +98,6 @@ def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
         block_m=128,
         prefill_warps=8,
         prefill_stages=3,
-        few_registers=128,
     )
 
 
@@ -116,6 +113,7 @@ def paged_attention(
     softcap: float,
     sinks: Tensor | None,
     tiling: Tiling | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """As :func:`pagespec.kernels.ops.paged_attention`, with shapes as there.
 
@@ -125,6 +123,12 @@ def paged_attention(
 
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
+        arrived: int32 zeros, left as zeros, for calls that follow one another on one stream. One
+            for each unit and KV head, if those are fewer than ``tiling.whole_from``, else none.
+            None makes some for the call, which costs one more launch.
+
+    Raises:
+        ValueError: the block size is no power of two, or there are too few counters.
     """
     num_tokens, num_q_heads, k_dim = query.shape
     page, num_kv_heads, v_dim = v_cache.shape[1:]
@@ -140,32 +144,28 @@ def paged_attention(
         return out.zero_()
     t = tiling or choose_tiling(query.dtype, k_dim, v_dim)
     group_size = num_q_heads // num_kv_heads
+    padded_group = triton.next_power_of_2(group_size)
     # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
-    log2e = LOG2E.value
-    factor = log2e if softcap else scale * log2e
+    factor = LOG2E.value if softcap else scale * LOG2E.value
     cap_in = scale / softcap if softcap else 0.0
-    v_padded = max(_MIN_DOT, triton.next_power_of_2(v_dim))
-    shared = {
+    token_stride, head_stride, step = steps(query)
+    walking = {
         "HQ": num_q_heads,
+        "HKV": num_kv_heads,
+        "DK": k_dim,
         "DV": v_dim,
-        "DV_PAD": v_padded,
+        "DK_PAD": max(_MIN_DOT, triton.next_power_of_2(k_dim)),
+        "DV_PAD": max(_MIN_DOT, triton.next_power_of_2(v_dim)),
+        "BLOCK_N": t.block_n,
         "SHORT": t.short_split,
         "LONG": t.long_split,
         "KNEE": t.knee,
-        "HAS_WINDOW": window > 0,
-        "HAS_SINKS": sinks is not None,
-    }
-    token_stride, head_stride, step = steps(query)
-    walking = {
-        **shared,
-        "HKV": num_kv_heads,
-        "DK": k_dim,
-        "DK_PAD": max(_MIN_DOT, triton.next_power_of_2(k_dim)),
-        "BLOCK_N": t.block_n,
         "PAGE": page,
         "ONES": _MIN_DOT,
         "Q_STEP": step,
+        "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0,
+        "HAS_SINKS": sinks is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
     strides = (token_stride, head_stride, block_tables.stride(0))
@@ -183,9 +183,15 @@ def paged_attention(
         max_pieces = min(max_pieces, (window - 2) // t.short_split + 2)
     num_lanes = min(max_pieces, max(1, t.max_programs // num_programs))
     # With one piece at most, nothing is merged: these are empty, of the dtype they always have.
-    shape = (num_units if max_pieces > 1 else 0, num_q_heads, max_pieces)
+    num_merging = num_units if max_pieces > 1 else 0
+    shape = (num_merging, num_q_heads, max_pieces)
     partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=query.device)
     stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    num_counters = num_merging * num_kv_heads
+    if arrived is None:
+        arrived = torch.zeros(num_counters, dtype=torch.int32, device=query.device)
+    elif arrived.numel() < num_counters:
+        raise ValueError(f"{arrived.numel()} counters of arrival where {num_counters} are needed")
     overlap = has_dependent_launch(query.device)
     decode_kernel[(num_kv_heads * num_lanes, num_units)](
         query,
@@ -194,6 +200,7 @@ def paged_attention(
         out,
         partial,
         stats,
+        arrived,
         query_starts,
         context_lens,
         block_tables,
@@ -207,37 +214,18 @@ def paged_attention(
         num_lanes,
         max_pieces,
         **walking,
-        BLOCK_M=max(_MIN_DOT, triton.next_power_of_2(group_size)),
+        BLOCK_M=max(_MIN_DOT, padded_group),
+        GROUP=padded_group,
+        CHUNK=max(1, t.merge_chunk * 4 // max(4, padded_group)),
         BY_TOKEN=by_token,
         FIRST=splits_in_first,
         PDL=overlap,
         num_warps=t.decode_warps,
         num_stages=t.decode_stages,
-        maxnreg=t.few_registers if splits_in_first == 1 and page < t.block_n else None,
         launch_pdl=overlap,
     )
-    if max_pieces > 1:
-        merge_kernel[(num_q_heads, num_units)](
-            partial,
-            stats,
-            out,
-            query_starts,
-            context_lens,
-            sinks,
-            factor,
-            window,
-            num_rows,
-            max_pieces,
-            **shared,
-            CHUNK=t.merge_chunk,
-            FIRST=splits_in_first,
-            BY_TOKEN=by_token,
-            PDL=overlap,
-            num_warps=1,
-            launch_pdl=overlap,
-        )
     if not by_token:
-        block_m = max(t.block_m, triton.next_power_of_2(group_size))
+        block_m = max(t.block_m, padded_group)
         num_tiles = num_tokens // (block_m // group_size) + num_rows + 1
         prefill_kernel[(num_tiles * num_kv_heads,)](
             query,
@@ -262,3 +250,40 @@ def paged_attention(
             num_stages=t.prefill_stages,
         )
     return out
+
+
+class CountedAttention:
+    """:func:`paged_attention` with counters of its own, on the device of the first call.
+
+    An engine makes one, whose counters the calls of all layers, steps and CUDA graphs share: on one
+    stream a launch waits for those before it. Larger batches need no more, they merge nothing.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: Tensor | None = None
+
+    def attend(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As :func:`paged_attention`.
+
+        Raises:
+            RuntimeError: the first call is being captured in a CUDA graph.
+        """
+        if self._arrived is None:
+            # The zeros would be written when that graph is replayed, and by it alone.
+            if query.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("attention has to be called once before it is captured")
+            self._arrived = torch.zeros(_WHOLE_FROM, dtype=torch.int32, device=query.device)
+        tensors = (query, k_cache, v_cache, query_starts, context_lens, block_tables)
+        return paged_attention(*tensors, scale, window, softcap, sinks, arrived=self._arrived)

@@ -1,11 +1,12 @@
-"""Attention of single queries over pages: split-KV decode, and the merge of its splits.
+"""Attention of single queries over pages: split-KV decode that merges its splits in one launch.
 
 A program serves one token, one KV head with its G query heads, and some of the *pieces* of the
 context. The first piece is the first ``FIRST`` splits, folded by the program; each later split is
 a piece. Programs beside each other take pieces ``lane``, ``lane + num_lanes``, ...; if a context
-has more than one, their states go to ``partial`` and ``stats``, and the merge kernel folds them in
-order. All choices of ``FIRST`` and ``num_lanes`` give the same bits
-(:mod:`pagespec.kernels.triton_softmax`), so they may follow the size of the batch.
+has more than one, their states go to ``partial`` and ``stats``, and the program that arrives last
+folds them in order. All choices of ``FIRST`` and ``num_lanes``, and all orders of arrival, give
+the same bits (:mod:`pagespec.kernels.triton_softmax`), so the choices may follow the size of the
+batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagespec.kernels.triton_arrive import arrives_last
 from pagespec.kernels.triton_softmax import (
     block_ids,
     count_at_most,
@@ -71,6 +73,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     out,
     partial,  # float32 [units, HQ, max_pieces, DV]
     stats,  # float32 [units, HQ, max_pieces, 2]: peak and mass
+    arrived,  # int32 [units * HKV], zeros, and zeros again at the end
     starts,
     contexts,
     tables,
@@ -100,6 +103,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     FIRST: tl.constexpr,
     PAGE: tl.constexpr,
     ONES: tl.constexpr,
+    GROUP: tl.constexpr,  # G, padded to a power of two
+    CHUNK: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -108,8 +113,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     if PDL:
-        # All that ran before has to have ended. Then the merge may be put on the machine as soon
-        # as all of these programs are on it; it waits there in turn.
+        # All that ran before has to have ended. Then the next kernel may be put on the machine as
+        # soon as all of these programs are on it; it waits there in turn.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     G: tl.constexpr = HQ // HKV
@@ -207,72 +212,81 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(stats + index * 2, total_peak, mask=is_head)
             tl.store(stats + index * 2 + 1, tl.max(total_mass, 1), mask=is_head)
 
+    if first_piece == last_piece:
+        return
+    num_pieces = last_piece - first_piece + 1
+    # Lanes without a piece have returned above.
+    if arrives_last(arrived + unit * HKV + head, tl.minimum(num_lanes, num_pieces)):
+        _merge(
+            partial,
+            stats,
+            out,
+            sinks,
+            unit,
+            token,
+            head,
+            num_pieces,
+            max_pieces,
+            factor,
+            HQ,
+            G,
+            DV,
+            DV_PAD,
+            GROUP,
+            CHUNK,
+            HAS_SINKS,
+        )
 
-@triton.jit(
-    do_not_specialize=["window", "num_rows", "max_pieces"],
-    do_not_specialize_on_alignment=["starts", "contexts"],
-)
-def merge_kernel(  # type: ignore[no-untyped-def]
+
+@triton.jit
+def _merge(  # type: ignore[no-untyped-def]
     partial,
     stats,
     out,
-    starts,
-    contexts,
     sinks,
-    factor,
-    window,
-    num_rows,
+    unit,
+    token,
+    head,
+    num_pieces,
     max_pieces,
+    factor,
     HQ: tl.constexpr,
+    G: tl.constexpr,
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    KNEE: tl.constexpr,
-    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Fold the pieces of one unit and query head; those of one piece are finished already."""
-    unit = tl.program_id(1)
-    head = tl.program_id(0)
-    _, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
-    if PDL:
-        # All programs wait: the end of this kernel has to mean the end of the decode kernel too.
-        tl.extra.cuda.gdc_wait()
-    if position < 0:
-        return
-    _, first_piece, last_piece = pieces_of(position, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
-    if first_piece == last_piece:
-        return
-    one = tl.arange(0, 1)
-    heads = head + one
+    """Fold the pieces of the query heads of one unit and KV head, and store the outputs."""
+    in_group = tl.arange(0, GROUP)
+    is_head = in_group < G
+    # Beyond the group its last head again, whose mass is not 0.
+    heads = head * G + tl.minimum(in_group, G - 1)
     dims = tl.arange(0, DV_PAD)
-    mask = (one == 0)[:, None] & (dims < DV)[None, :]
     index = (unit.to(tl.int64) * HQ + heads) * max_pieces
-    total_peak = tl.full((1,), float("-inf"), tl.float32)
-    total_mass = tl.zeros((1, 1), tl.float32)
-    total_acc = tl.zeros((1, DV_PAD), tl.float32)
-    num_pieces = last_piece - first_piece + 1
+    total_peak = tl.full((GROUP,), float("-inf"), tl.float32)
+    total_mass = tl.zeros((GROUP, 1), tl.float32)
+    total_acc = tl.zeros((GROUP, DV_PAD), tl.float32)
     # A chunk's loads are under way together; beyond the last piece, empty ones change nothing.
+    # From L2, where other programs put them.
     for first in range(0, num_pieces, CHUNK):
         for i in tl.static_range(CHUNK):
-            piece = first + i
+            piece = tl.zeros((GROUP,), tl.int32) + (first + i)
             here = index + piece
-            some = one + piece < num_pieces
+            some = piece < num_pieces
             acc = tl.load(
                 partial + here[:, None] * DV + dims[None, :],
                 mask=some[:, None] & (dims < DV)[None, :],
                 other=0.0,
+                cache_modifier=".cg",
             )
-            peak = tl.load(stats + here * 2, mask=some, other=float("-inf"))
-            mass = tl.load(stats + here * 2 + 1, mask=some, other=0.0)[:, None]
+            peak = tl.load(stats + here * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
+            mass = tl.load(stats + here * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
             total_peak, total_mass, total_acc = fold(
-                total_peak, total_mass, total_acc, peak, mass, acc, factor
+                total_peak, total_mass, total_acc, peak, mass[:, None], acc, factor
             )
-    result = finish(total_peak, total_mass, total_acc, sinks, heads, one == 0, factor, HAS_SINKS)
+    result = finish(total_peak, total_mass, total_acc, sinks, heads, is_head, factor, HAS_SINKS)
     target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
+    mask = is_head[:, None] & (dims < DV)[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

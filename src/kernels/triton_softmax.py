@@ -9,7 +9,7 @@ a query independent of how it was scheduled (decode, extend, prefill; alone or w
   that few short sequences still make many programs, and ``LONG`` beyond. A tile or a split in
   which a query sees nothing leaves its state as it was, to the bit;
 - every split has fresh accumulators, and splits are folded into the total one by one in order of
-  position, whether by the program that walked them or by a merge kernel;
+  position, whether by the program that walked them or by the last of several to arrive;
 - no sum depends on a layout: scores, weighted values and the sum of the weights (a product with
   ones) come from ``tl.dot``, each output element of which is one chain over the tile in order of
   position. Maxima are exact in any order;

@@ -7,7 +7,9 @@ No bfloat16 here: the interpreter of Triton 3.7 lacks it, and that of 3.9 multip
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from benchmarks import attention as benchmark
@@ -94,6 +97,27 @@ def _ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
 
 
+@contextmanager
+def shuffled(seed: int) -> Iterator[None]:
+    """Runs the programs of a grid, one after another, in another order."""
+    builder = interpreter.interpreter_builder
+    original, orders = builder.set_grid_idx, {}
+
+    def permuted(*index: int) -> None:
+        grid = tuple(builder.grid_dim)
+        if grid not in orders:
+            orders[grid] = list(np.ndindex(grid))
+            random.Random(seed).shuffle(orders[grid])
+        original(*orders[grid][np.ravel_multi_index(index, grid)])
+
+    builder.set_grid_idx = permuted
+    try:
+        yield
+        assert orders  # it did go through here
+    finally:
+        del builder.set_grid_idx
+
+
 def stored(rows: Rows, shape: Shape, *, num_padding: int = 3) -> Batch:
     batch = make_batch(rows, shape, num_padding=num_padding)
     triton_store.kv_store(*batch.store)
@@ -126,6 +150,43 @@ def test_spreading_pieces_over_programs_changes_no_bit(shape: Shape) -> None:
         torch.testing.assert_close(first[: len(expected)].double(), expected, rtol=1e-5, atol=1e-5)
         for name, out in outputs.items():
             assert torch.equal(out, first), name
+
+
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
+def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[str, int]) -> None:
+    """Contexts of one piece and of many, beside empty rows, padding and rows of several queries."""
+    arrived = torch.zeros(16, dtype=torch.int32)
+    shape = Shape(hq=6, hkv=2, dk=16, dv=24, window=70, has_sinks=True)
+    for rows in ([(10, 1), (100, 1), (0, 0)], [(3, 2), (100, 1), (0, 0)]):
+        batch = stored(rows, shape)
+        expected = attend(batch.attend)
+        tiling = replace(SMALL, **spread)
+        for seed in range(2):
+            with shuffled(seed):
+                out = triton_attention.paged_attention(
+                    *batch.attend, tiling=tiling, arrived=arrived
+                )
+            assert torch.equal(out, expected), seed
+            assert not arrived.any(), seed
+
+
+def test_counters_are_shared_by_calls_of_all_sizes() -> None:
+    attention = triton_attention.CountedAttention()
+    small, large = (stored([(140, 1), (5, 1)] * n, Shape(dk=16, dv=16)) for n in (1, 2))
+    expected = [triton_attention.paged_attention(*batch.attend) for batch in (small, large)]
+    for _ in range(2):
+        for batch, out in zip((small, large), expected, strict=True):
+            assert torch.equal(attention.attend(*batch.attend), out)
+
+
+def test_counters_that_are_too_few_are_refused() -> None:
+    batch = stored([(90, 1), (3, 1)], Shape(dk=16, dv=16), num_padding=0)
+    arrived = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="3 counters of arrival where 4 are needed"):
+        triton_attention.paged_attention(*batch.attend, tiling=SMALL, arrived=arrived)
+    whole = replace(SMALL, whole_from=4)  # then none are needed
+    out = triton_attention.paged_attention(*batch.attend, tiling=whole, arrived=arrived[:0])
+    assert torch.equal(out, attend(batch.attend))
 
 
 @pytest.mark.parametrize("shape", ONE_HEAD, ids=str)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import ops, reference, triton_attention, triton_store
-from pagespec.kernels.triton_decode import decode_kernel, merge_kernel
+from pagespec.kernels.triton_decode import decode_kernel
 from pagespec.kernels.triton_prefill import prefill_kernel
 from tests.paged import (
     Batch,
@@ -179,6 +179,62 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
     assert different == dict.fromkeys(schedules, 0), f"of {whole.numel()} elements"
 
 
+@pytest.mark.parametrize("shape", BITWISE, ids=str)
+def test_merging_never_changes_a_bit(shape: Shape) -> None:
+    """Decodes of ragged lengths, alone and beside a chunk, fifty times each in one CUDA graph that
+    shares one set of counters: always the bits of the prefill."""
+    length = 2100
+    batch = stored([(0, length)], shape, num_padding=0)
+    whole = scheduled(batch, [length])
+    singles = [0, 15, 16, 127, 128, 511, 512, 1023, 1024, 1500, 2047, 2048, length - 1]
+    decode = [(p, p + 1) for p in singles]
+    schedules = {
+        "decode": decode,
+        "one": decode[-1:],
+        "many": decode * 5,  # the first piece reaches to the knee
+        "mixed": [*decode[:5], (600, 640), *decode[5:]],
+    }
+    arrived = torch.zeros(1024, dtype=torch.int32, device="cuda")
+
+    def run(arguments: tuple) -> Tensor:
+        return triton_attention.paged_attention(*arguments, arrived=arrived)
+
+    calls = {name: rescheduled(batch, ranges) for name, ranges in schedules.items()}
+    for arguments in calls.values():
+        run(arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [(name, run(arguments)) for _ in range(50) for name, arguments in calls.items()]
+    for _, out in outputs:
+        out.fill_(float("nan"))
+    graph.replay()
+    expected = {
+        name: torch.cat([whole[begin:end] for begin, end in ranges])
+        for name, ranges in schedules.items()
+    }
+    wrong = [name for name, out in outputs if not torch.equal(out, expected[name])]
+    assert wrong == []
+    assert not arrived.any()
+
+
+def test_counters_are_not_made_while_capturing() -> None:
+    """They would be zeros only once that graph has been replayed."""
+    batch = stored(ROWS["ragged decode"], SHAPES[0])
+    attention = triton_attention.CountedAttention()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        batch.attend[0].add_(0)
+        with pytest.raises(RuntimeError, match="once before"):
+            attention.attend(*batch.attend)
+    expected = attention.attend(*batch.attend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.attend(*batch.attend)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
 def test_captures_and_replays_with_other_contents() -> None:
     """A CUDA graph of store and attention serves all batches of the same shapes."""
     for rows in (ROWS["ragged decode"], ROWS["mixed"]):
@@ -213,7 +269,7 @@ def test_the_bare_op_runs_the_reference_where_triton_cannot() -> None:
 
 def num_compiled() -> int:
     """Kernels compiled so far, of all that attention and the store use."""
-    kernels = (decode_kernel, merge_kernel, prefill_kernel, triton_store._store_kernel)
+    kernels = (decode_kernel, prefill_kernel, triton_store._store_kernel)
     device = torch.cuda.current_device()
     return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
 
