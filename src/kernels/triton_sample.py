@@ -49,14 +49,16 @@ def _stretch_kernel(  # type: ignore[no-untyped-def]
     stretch = tl.program_id(1)
     temperature = tl.load(temperatures + row)
     base = logits + row.to(tl.int64) * logits_stride
-    best = float("-inf")
-    best_id = stretch * STRETCH
+    # One contest a lane, and one among the lanes at the end.
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_id = stretch * STRETCH + tl.arange(0, TILE)
+    end = tl.minimum((stretch + 1) * STRETCH, VOCAB)
     if temperature > 0.0:
         seed = tl.load(seeds + row)
         position = tl.load(positions + row)
         low = (position & 0xFFFFFFFF).to(tl.uint32)
         high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        for first in range(stretch * STRETCH, tl.minimum((stretch + 1) * STRETCH, VOCAB), TILE):
+        for first in range(stretch * STRETCH, end, TILE):
             quads = (first // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
             zero = quads * 0
             w0, w1, w2, w3 = tl.philox(seed, quads, zero + low, zero + high, zero)
@@ -64,18 +66,18 @@ def _stretch_kernel(  # type: ignore[no-untyped-def]
             ids = first + tl.arange(0, TILE)
             logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
             score = logit / temperature + _gumbel(words)
-            top, at = tl.max(score, 0, return_indices=True)
-            best_id = tl.where(top > best, first + at, best_id)
-            best = tl.maximum(best, top)
+            best_id = tl.where(score > best, ids, best_id)
+            best = tl.maximum(best, score)
     else:
-        for first in range(stretch * STRETCH, tl.minimum((stretch + 1) * STRETCH, VOCAB), TILE):
+        for first in range(stretch * STRETCH, end, TILE):
             ids = first + tl.arange(0, TILE)
             logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-            top, at = tl.max(logit, 0, return_indices=True)
-            best_id = tl.where(top > best, first + at, best_id)
-            best = tl.maximum(best, top)
-    tl.store(best_scores + row * num_stretches + stretch, best)
-    tl.store(best_ids + row * num_stretches + stretch, best_id)
+            best_id = tl.where(logit > best, ids, best_id)
+            best = tl.maximum(best, logit)
+    top = tl.max(best, 0)
+    top_id = tl.min(tl.where(best == top, best_id, VOCAB), 0)
+    tl.store(best_scores + row * num_stretches + stretch, top)
+    tl.store(best_ids + row * num_stretches + stretch, tl.minimum(top_id, VOCAB - 1))
 
 
 @triton.jit(do_not_specialize=["num_stretches"])
