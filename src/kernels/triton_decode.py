@@ -112,16 +112,23 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    G: tl.constexpr = HQ // HKV
+    unit = tl.program_id(1)
+    head = tl.program_id(0) % HKV
+    lane = tl.program_id(0) // HKV
+    # The batch's own tensors are as old as the step: the kernel before this one, the only one that
+    # may still run, stores keys, after all before it have ended. So where to look is read already.
+    row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    seen = tl.maximum(position, 0)  # of padding, which has a table all the same
+    low, first_piece, last_piece = pieces_of(seen, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
+    table = tables + tl.minimum(row, num_rows - 1).to(tl.int64) * table_stride
+    begin = piece_begin(first_piece + lane, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
+    blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
     if PDL:
         # All that ran before has to have ended. Then the next kernel may be put on the machine as
         # soon as all of these programs are on it; it waits there in turn.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    G: tl.constexpr = HQ // HKV
-    unit = tl.program_id(1)
-    head = tl.program_id(0) % HKV
-    lane = tl.program_id(0) // HKV
-    row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
 
     in_group = tl.arange(0, BLOCK_M)
     heads = head * G + in_group
@@ -134,13 +141,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(target, tl.zeros((BLOCK_M, DV_PAD), out.dtype.element_ty), mask=mask)
         return
 
-    low, first_piece, last_piece = pieces_of(position, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
     if first_piece + lane > last_piece:
         return
-    table = tables + row.to(tl.int64) * table_stride
-    # Asked for before the queries, whose way into registers ends with a barrier.
-    begin = piece_begin(first_piece + lane, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
-    blocks = block_ids(table, begin, position, PAGE, BLOCK_N)
     k_dims = tl.arange(0, DK_PAD)
     q = tl.load(
         query
