@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagespec.kernels import gpu_linear, linear_tiles, triton_linear
+from pagespec.kernels import gpu_linear
 from pagespec.kernels.linear_tiles import Card, rows_worth_it
 
 
@@ -55,8 +55,8 @@ def _fingerprint(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     for part in (name, torch.__version__, torch.version.cuda, triton.__version__):
         digest.update(f"{part}\n".encode())
-    for module in (gpu_linear, linear_tiles, triton_linear):
-        digest.update(Path(str(module.__file__)).read_bytes())
+    for name in ("gpu_linear", "linear_tiles", "triton_linear", "gluon_linear"):
+        digest.update((Path(gpu_linear.__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:24]
 
 

@@ -20,29 +20,39 @@ from torch import Tensor
 
 from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import fused
-from pagespec.kernels.linear_tiles import Card, choose_tile, has_one_tile, rows_worth_it
-from pagespec.kernels.triton_linear import matmul
+from pagespec.kernels.linear_tiles import (
+    Card,
+    choose_early_tile,
+    choose_tile,
+    has_one_tile,
+    rows_worth_it,
+)
+from pagespec.kernels.triton_linear import can_describe, matmul
 
 MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried, or further
 ALL_ROWS = 1 << 30
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 REFERENCE_ROWS = 512
 
-_SHORT_PRODUCT_BYTES = 24 << 20
 _MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above what is ours and this, it is not used at all
 
 
 def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False) -> Tensor:
-    """The Triton kernel; leading dims as x has them."""
+    """One of our kernels; leading dims as x has them."""
     rows = x.reshape(-1, x.shape[-1])
-    num_outs = weight.shape[0] // (2 if has_gate else 1)
+    num_outs, k_size = weight.shape[0] // (2 if has_gate else 1), weight.shape[1]
     card = Card.of(x.device)
-    tile = choose_tile(len(rows), num_outs, weight.shape[1], x.itemsize, has_gate, card)
-    # Programs that wait early for the kernel before hide the start of a short product, and take
-    # room from that kernel: a product that runs long is better without (H100, 8B: 6.24 ms a step
-    # against 6.39; 0.6B: 1.26 against 1.10).
-    overlap = None if weight.nbytes < _SHORT_PRODUCT_BYTES else False
-    out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate, overlap=overlap)
+    early = None
+    if bias is None and x.dtype == torch.bfloat16 and can_describe(rows) and can_describe(weight):
+        early = choose_early_tile(len(rows), num_outs, k_size, has_gate, card)
+    if early is not None:
+        # Gluon is not in every Triton; the card says whether it is.
+        from pagespec.kernels import gluon_linear
+
+        out = gluon_linear.matmul(rows, weight, tile=early, has_gate=has_gate)
+    else:
+        tile = choose_tile(len(rows), num_outs, k_size, x.itemsize, has_gate, card)
+        out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
     return out.view(*x.shape[:-1], num_outs)
 
 

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+import triton
 
 from pagespec.kernels.triton_linear import Tile
 
+_LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
+_SHORT_PRODUCT_BYTES = 24 << 20
+_EARLY_PROGRAMS = (32, 264)  # fewer leave the card idle; more wait for one another all the same
+_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
 _BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
 
 
@@ -70,18 +75,58 @@ TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
     }
 )
 
+
+@dataclass(frozen=True, slots=True)
+class EarlyTile:
+    """How a product of at most 16 bfloat16 rows is cut whose weight is asked for early.
+
+    Attributes:
+        part: rows of the weight (of each half, with a gate) a program.
+        atoms: of 64 summands, in a stage. stages: in shared memory at once.
+    """
+
+    part: int
+    atoms: int
+    stages: int
+
+    def fits(self, num_outs: int, k_size: int, has_gate: bool) -> bool:
+        """Whether shape and tile suit each other, and shared memory suffices for 16 rows."""
+        rows = self.part * (2 if has_gate else 1)
+        num_steps, rest = divmod(k_size, 64 * self.atoms)
+        if rest or num_outs % self.part or rows > 64 or num_steps < self.stages:
+            return False
+        num_staged = self.stages * self.atoms
+        behind = max(num_staged * 16, 64 - rows)  # x, or what the last operand reads beyond
+        return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
+
+
+# As TUNED, at 2 and 16 rows.
+TUNED_EARLY: Mapping[tuple[int, int], EarlyTile] = MappingProxyType(
+    {
+        (4096, 1024): EarlyTile(64, 4, 4),
+        (1024, 2048): EarlyTile(32, 8, 4),
+        (3072, 1024): EarlyTile(32, 4, 4),  # gate and up
+        (1024, 3072): EarlyTile(16, 8, 6),
+    }
+)
+
 _ONE_TILE_WIDE = _tile(32, 32, 32, 3)  # no matrix unit: small, to fit the registers
 _ONE_TILE_NARROW = _tile(32, 64, 64, 3)
-_LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
-_SHORT_PRODUCT_BYTES = 24 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What tiles depend on: the multiprocessors of a GPU, and the shared memory of a program."""
+    """What tiles depend on.
+
+    Attributes:
+        num_sms: multiprocessors. num_shared_bytes: shared memory that one program may have.
+        has_early: whether :mod:`pagespec.kernels.gluon_linear` runs there: a Hopper GPU, and a
+            Triton whose Gluon is known.
+    """
 
     num_sms: int
     num_shared_bytes: int
+    has_early: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Card:
@@ -89,12 +134,18 @@ class Card:
             return cls(1, _LARGE_SHARED_BYTES)
         found = torch.cuda.get_device_properties(device)
         num_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return cls(found.multi_processor_count, num_bytes)
+        is_hopper = found.major == 9
+        return cls(found.multi_processor_count, num_bytes, is_hopper and is_gluon_known())
 
     @property
     def is_large(self) -> bool:
         """As large as that which the tiles were tuned on."""
         return self.num_shared_bytes >= _LARGE_SHARED_BYTES
+
+
+def is_gluon_known() -> bool:
+    """Whether the installed Triton has the Gluon that our kernel is written in."""
+    return str(triton.__version__).startswith(_GLUON_VERSIONS)
 
 
 def has_one_tile(k_size: int, itemsize: int) -> bool:
@@ -134,6 +185,29 @@ def choose_tile(
     if num_outs >= 64 * card.num_sms:
         return _tile(128, 128, 64, 4, warps=8)
     return _tile(64, 64, 128, 4) if bucket == 128 else _tile(128, 64, 64, 5)
+
+
+def choose_early_tile(
+    num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Card
+) -> EarlyTile | None:
+    """The tile for a bfloat16 product without bias, or None where :func:`choose_tile` serves it.
+
+    Args:
+        num_outs: N of the product; a weight of gate and up has twice as many rows.
+    """
+    if not card.has_early or num_rows > 16 or k_size % 64:
+        return None
+    tuned = TUNED_EARLY.get((num_outs, k_size))
+    if tuned is not None and tuned.fits(num_outs, k_size, has_gate):
+        return tuned
+    num_atoms = k_size // 64
+    atoms = next(a for a in (4, 2, 1) if num_atoms % a == 0)
+    for part in (64, 32, 16, 8):  # all of K in shared memory, or not at all
+        tile = EarlyTile(part, atoms, num_atoms // atoms)
+        fewest, most = _EARLY_PROGRAMS
+        if fewest <= num_outs // part <= most and tile.fits(num_outs, k_size, has_gate):
+            return tile
+    return None
 
 
 def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms: int) -> Tile:

@@ -249,3 +249,70 @@ def test_rows_keep_their_bits_under_a_plan() -> None:
         # Measured on an H100: our order is the one cuBLAS keeps to.
         assert [f["few_rows"] for f in found if not f["has_bias"]] == [16] * 3, found
         assert [f["ours"] for f in found if not f["has_bias"]] == [[]] * 3, found
+
+
+# Rows of weights that Gluon takes: all of K in shared memory, and stages that are used again.
+EARLY = [
+    (4096, 1024, False, (64, 4, 4)),
+    (1024, 2048, False, (32, 8, 4)),
+    (3072, 1024, True, (32, 4, 4)),
+    (1024, 3072, False, (16, 8, 6)),
+    (256, 576, False, (8, 1, 9)),
+    (256, 576, True, (16, 3, 3)),
+    (512, 4096, False, (32, 4, 5)),
+    (512, 4096, True, (32, 2, 6)),
+    (512, 4096, False, (64, 4, 3)),
+]
+
+
+@pytest.mark.parametrize(("n", "k", "has_gate", "early"), EARLY, ids=str)
+def test_bits_of_the_product_in_gluon(
+    n: int, k: int, has_gate: bool, early: tuple[int, int, int]
+) -> None:
+    from pagespec.kernels import gluon_linear
+    from pagespec.kernels.linear_tiles import EarlyTile
+
+    x, weight, _ = operands(16, n, k, torch.bfloat16, has_gate)
+    expected = product(TILES[0], x, weight, has_gate=has_gate)
+    tile = EarlyTile(*early)
+    for rows in range(1, 17):
+        out = gluon_linear.matmul(x[:rows], weight, tile=tile, has_gate=has_gate)
+        assert torch.equal(out, expected[:rows]), rows
+    wide = torch.cat([x, x], 1)[:, k:]
+    assert torch.equal(gluon_linear.matmul(wide, weight, tile=tile, has_gate=has_gate), expected)
+    assert gluon_linear.matmul(x[:0], weight, tile=tile, has_gate=has_gate).shape == (0, n)
+    with pytest.raises(ValueError, match="does not fit"):
+        gluon_linear.matmul(x[:, : k - 64], weight, tile=tile, has_gate=has_gate)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+def test_a_chain_in_gluon_waits_for_its_rows(rows: int) -> None:
+    """Each kernel starts before the one has ended whose result it multiplies."""
+    from pagespec.kernels import gpu_linear
+
+    shapes = [(4096, 1024, False), (1024, 2048, False), (6144, 1024, True), (1024, 3072, False)]
+    weights = [
+        [normal(n, k, seed=10 * i + j) / k**0.5 for j, (n, k, _) in enumerate(shapes)]
+        for i in range(6)
+    ]
+
+    def chain(x: Tensor, ours: bool) -> Tensor:
+        for layer in weights:
+            for weight, (_, k, has_gate) in zip(layer, shapes, strict=True):
+                part = x[:, :k]
+                if ours:
+                    x = gpu_linear._ours(part, weight, None, has_gate)
+                else:
+                    x = product(TILES[0], part, weight, has_gate=has_gate, overlap=False)
+            x = x / x.float().square().mean(1, keepdim=True).sqrt().bfloat16()
+        return x
+
+    x = normal(rows, 1024)
+    chain(x, ours=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x, ours=True)
+    for seed in range(30):
+        x.copy_(normal(rows, 1024, seed=100 + seed))
+        graph.replay()
+        assert torch.equal(out, chain(x, ours=False)), seed
