@@ -1,12 +1,13 @@
-"""Linear layers on a GPU: one kernel for few rows, cuBLAS for many, the same bits from both.
+"""Linear layers on a GPU: our kernels for few rows, cuBLAS for many, the same bits from all.
 
 cuBLAS picks another algorithm, and with it another order of summation, as the number of rows
 changes. Where it may not split K it keeps to the plain order from some number of rows up, which is
-the order of :mod:`pagespec.kernels.triton_linear`. Below that number our kernel is the faster one
-anyway. So a shape needs one number, its *few rows*: up to it our kernel, above it cuBLAS.
+the order of our two kernels: :mod:`pagespec.kernels.gluon_linear` up to 16 rows, on Hopper, and
+:mod:`pagespec.kernels.triton_linear` for more and elsewhere. Up to 16, 64 or 256 rows they are
+faster, too. So a shape needs one number, its *few rows*: up to it ours, above it cuBLAS.
 :func:`choose_plan` finds that number on the card at hand, by comparing bits. Where the bits of our
-tiles are not known to agree (float32, rows that are not whole 16-byte units), our kernel computes
-all rows, with one tile.
+tiles are not known to agree (float32, rows that are not whole 16-byte units), the Triton kernel
+computes all rows, with one tile.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def linear(
     """``F.linear(x, weight, bias)``.
 
     Args:
-        x: ``[..., K]`` on a GPU. weight: ``[N, K]``. bias: ``[N]`` or None.
+        x: ``[..., K]`` on a GPU. weight: ``[N, K]``, a parameter: it may be read before the
+            kernels queued before have ended. bias: ``[N]`` or None.
         few_rows: up to how many rows our kernel computes, from a :class:`Plan`.
 
     Returns:
@@ -79,7 +81,7 @@ def linear_silu_mul(
     """``silu(gate) * up`` of ``F.linear(x, weight, bias)``, gate and up being its halves.
 
     Args:
-        x: ``[..., K]``. weight: ``[2 N, K]``. bias: ``[2 N]`` or None.
+        x: ``[..., K]``. weight: ``[2 N, K]``, a parameter. bias: ``[2 N]`` or None.
         few_rows: as of :func:`linear`.
 
     Returns:

@@ -17,7 +17,6 @@ from pagespec.kernels.triton_linear import Tile
 
 _LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
 _SHORT_PRODUCT_BYTES = 24 << 20
-_EARLY_PROGRAMS = (32, 264)  # fewer leave the card idle; more wait for one another all the same
 _GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
 _BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
 
@@ -81,8 +80,8 @@ class EarlyTile:
     """How a product of at most 16 bfloat16 rows is cut whose weight is asked for early.
 
     Attributes:
-        part: rows of the weight (of each half, with a gate) a program.
-        atoms: of 64 summands, in a stage. stages: in shared memory at once.
+        part: rows of the weight (of each half, with a gate) a program; a power of two.
+        atoms: of 64 summands, in a stage; a power of two. stages: in shared memory at once.
     """
 
     part: int
@@ -93,22 +92,14 @@ class EarlyTile:
         """Whether shape and tile suit each other, and shared memory suffices for 16 rows."""
         rows = self.part * (2 if has_gate else 1)
         num_steps, rest = divmod(k_size, 64 * self.atoms)
+        if (self.part & (self.part - 1)) | (self.atoms & (self.atoms - 1)):
+            return False
         if rest or num_outs % self.part or rows > 64 or num_steps < self.stages:
             return False
         num_staged = self.stages * self.atoms
         behind = max(num_staged * 16, 64 - rows)  # x, or what the last operand reads beyond
         return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
 
-
-# As TUNED, at 2 and 16 rows.
-TUNED_EARLY: Mapping[tuple[int, int], EarlyTile] = MappingProxyType(
-    {
-        (4096, 1024): EarlyTile(64, 4, 4),
-        (1024, 2048): EarlyTile(32, 8, 4),
-        (3072, 1024): EarlyTile(32, 4, 4),  # gate and up
-        (1024, 3072): EarlyTile(16, 8, 6),
-    }
-)
 
 _ONE_TILE_WIDE = _tile(32, 32, 32, 3)  # no matrix unit: small, to fit the registers
 _ONE_TILE_NARROW = _tile(32, 64, 64, 3)
@@ -192,21 +183,26 @@ def choose_early_tile(
 ) -> EarlyTile | None:
     """The tile for a bfloat16 product without bias, or None where :func:`choose_tile` serves it.
 
+    For the weights of Qwen3-0.6B and 8B these are the quickest of those tried on an H100
+    (benchmarks/NOTES.md, "Few rows"): all of K in shared memory if a part of the weight that keeps
+    32 programs busy leaves room for it, else stages that are used again.
+
     Args:
         num_outs: N of the product; a weight of gate and up has twice as many rows.
     """
-    if not card.has_early or num_rows > 16 or k_size % 64:
+    num_atoms, rest = divmod(k_size, 64)
+    if not card.has_early or num_rows > 16 or rest:
         return None
-    tuned = TUNED_EARLY.get((num_outs, k_size))
-    if tuned is not None and tuned.fits(num_outs, k_size, has_gate):
-        return tuned
-    num_atoms = k_size // 64
-    atoms = next(a for a in (4, 2, 1) if num_atoms % a == 0)
-    for part in (64, 32, 16, 8):  # all of K in shared memory, or not at all
+    atoms = next(a for a in (8 if num_atoms >= 32 else 4, 4, 2, 1) if num_atoms % a == 0)
+    for part in (64, 32, 16, 8):
         tile = EarlyTile(part, atoms, num_atoms // atoms)
-        fewest, most = _EARLY_PROGRAMS
-        if fewest <= num_outs // part <= most and tile.fits(num_outs, k_size, has_gate):
+        if 32 <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
             return tile
+    for part in (64, 32):
+        for stages in range(8, 2, -1):
+            tile = EarlyTile(part, 4, stages)
+            if 96 <= num_outs // part <= 512 and tile.fits(num_outs, k_size, has_gate):
+                return tile
     return None
 
 

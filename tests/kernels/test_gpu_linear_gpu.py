@@ -185,18 +185,11 @@ def test_a_captured_chain_gives_the_bits_of_single_launches(
             if wait:
                 torch.cuda.synchronize()
             x = out / out.float().square().mean().sqrt().to(out.dtype)
-            # Two of ours back to back; the second's weight is what the first is writing.
-            first = gpu_linear.linear(weight[:16], weights[0])
-            if wait:
-                torch.cuda.synchronize()
-            second = gpu_linear.linear(x, first)
-            if wait:
-                torch.cuda.synchronize()
             for _ in range(3):
                 x = gpu_linear.linear(x, weights[1])
                 if wait:
                     torch.cuda.synchronize()
-            x = torch.cat([x[:, :-16], second[:, -16:]], 1).clamp(-4, 4)
+            x = x.clamp(-4, 4)
         return x
 
     given = normal(3, width)
@@ -246,8 +239,8 @@ def test_rows_keep_their_bits_under_a_plan() -> None:
     found = json.loads(run.stdout.splitlines()[-1])
     assert [f["changed"] for f in found] == [[], [], [], []], found
     if torch.cuda.get_device_capability() == (9, 0):
-        # Measured on an H100: our order is the one cuBLAS keeps to.
-        assert [f["few_rows"] for f in found if not f["has_bias"]] == [16] * 3, found
+        # Measured on an H100: our order is the one cuBLAS keeps to, so speed alone decides.
+        assert [f["few_rows"] for f in found if not f["has_bias"]] == [256, 256, 32], found
         assert [f["ours"] for f in found if not f["has_bias"]] == [[]] * 3, found
 
 
@@ -258,7 +251,7 @@ EARLY = [
     (3072, 1024, True, (32, 4, 4)),
     (1024, 3072, False, (16, 8, 6)),
     (256, 576, False, (8, 1, 9)),
-    (256, 576, True, (16, 3, 3)),
+    (256, 576, True, (16, 1, 9)),
     (512, 4096, False, (32, 4, 5)),
     (512, 4096, True, (32, 2, 6)),
     (512, 4096, False, (64, 4, 3)),
