@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pagespec.compile.capture import CapturedModel, capture_model
 from pagespec.compile.gguf import cache_root
+from pagespec.compile.graph_cache import GraphCache
 from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model
 from pagespec.compile.runner import ModelRunner, OnLogits, kv_bytes_per_block
@@ -112,6 +113,7 @@ def build(
                 attention=attention,
                 packing_bytes=_packing_bytes(model, device),
                 plan_folder=plan_folder,
+                graph_cache=_graph_cache(model),
             )
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s
@@ -226,6 +228,11 @@ def _packing_bytes(model: object, device: torch.device) -> int:
     if device.type != "cpu" or isinstance(model, PreTrainedModel):
         return 0
     return _available_cpu_bytes() // _PACKING_PART
+
+
+def _graph_cache(model: object) -> GraphCache | None:
+    """For models nobody else can change: a module the caller holds may compute anything."""
+    return None if isinstance(model, PreTrainedModel) else GraphCache(cache_root() / "graphs")
 
 
 def _cpu_bytes_for_kv(config: EngineConfig) -> int:

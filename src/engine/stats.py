@@ -11,7 +11,7 @@ class EngineStats:
 
     Attributes:
         attention: the attention implementation chosen, and attention_reason why.
-        num_captures: graphs traced from the model.
+        num_captures: graphs traced from the model; 0 if the graph was read from the disk.
         num_compilations: pieces compiled by Inductor, and Triton kernels compiled, in this
             process.
         num_graphs: CUDA graphs captured.
