@@ -51,8 +51,8 @@ def _act_mul_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = out.dtype.element_ty
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // TILES).to(tl.int64)

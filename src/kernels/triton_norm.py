@@ -58,8 +58,8 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)

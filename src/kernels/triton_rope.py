@@ -113,8 +113,8 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = out.dtype.element_ty
     Q_TILES: tl.constexpr = (HQ + HEADS - 1) // HEADS
     K_TILES: tl.constexpr = (HKV + HEADS - 1) // HEADS
