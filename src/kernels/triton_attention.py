@@ -42,6 +42,9 @@ class Tiling:
         decode_warps, decode_stages: of the decode kernel.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
+        prefill_parts: programs that share the values of a prefill tile, each with as many of their
+            dimensions, so that its sums fit its registers. More than 1 only if those dimensions and
+            the parts are powers of two. Changes no bits.
         merge_chunk: pieces whose loads a merging program has under way together; of groups of more
             than 4 heads as many fewer.
         whole_from: decode programs (rows x KV heads) from which each walks its whole context.
@@ -55,6 +58,7 @@ class Tiling:
     block_m: int
     prefill_warps: int
     prefill_stages: int
+    prefill_parts: int = 1
     short_split: int = 128
     long_split: int = 512
     knee: int = 512
@@ -90,6 +94,7 @@ def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
             block_m=128,
             prefill_warps=8,
             prefill_stages=2,
+            prefill_parts=2 if v_dim == widest else 1,
         )
     return Tiling(
         block_n=64,
@@ -227,7 +232,7 @@ def paged_attention(
     if not by_token:
         block_m = max(t.block_m, padded_group)
         num_tiles = num_tokens // (block_m // group_size) + num_rows + 1
-        prefill_kernel[(num_tiles * num_kv_heads,)](
+        prefill_kernel[(num_tiles * num_kv_heads * t.prefill_parts,)](
             query,
             k_cache,
             v_cache,
@@ -246,6 +251,7 @@ def paged_attention(
             num_tiles,
             **walking,
             BLOCK_M=block_m,
+            PARTS=t.prefill_parts,
             num_warps=t.prefill_warps,
             num_stages=t.prefill_stages,
         )

@@ -112,12 +112,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     G: tl.constexpr = HQ // HKV
     unit = tl.program_id(1)
     head = tl.program_id(0) % HKV
     lane = tl.program_id(0) // HKV
-    # The batch's own tensors are as old as the step: the kernel before this one, the only one that
-    # may still run, stores keys, after all before it have ended. So where to look is read already.
+    # The batch's own tensors are written by the first kernel of a step, which lets none start before
+    # it has ended. So where to look is read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
     low, first_piece, last_piece = pieces_of(seen, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
@@ -125,10 +127,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     begin = piece_begin(first_piece + lane, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
     blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
     if PDL:
-        # All that ran before has to have ended. Then the next kernel may be put on the machine as
-        # soon as all of these programs are on it; it waits there in turn.
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
     in_group = tl.arange(0, BLOCK_M)
     heads = head * G + in_group
@@ -153,14 +152,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         other=0.0,
     )
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
-    nothing = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    zero_mass = tl.zeros((BLOCK_M, ONES), tl.float32)
-    zero_acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
     for piece in range(first_piece + lane, last_piece + 1, num_lanes):
         next_begin = piece_begin(piece + num_lanes, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
         end = split_begin(piece + FIRST, SHORT, LONG, KNEE)
-        _, total_peak, total_mass, total_acc, peak, mass, acc = walk(
+        total_peak, total_mass, total_acc, peak, mass, acc = walk(
             q,
             k_cache + head * DK,
             v_cache + head * DV,
@@ -171,12 +167,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             position,
             positions,
             window,
-            nothing,
-            zero_mass,
-            zero_acc,
-            nothing,
-            zero_mass,
-            zero_acc,
             factor,
             cap_in,
             cap_out,
@@ -185,6 +175,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             DV,
             DK_PAD,
             DV_PAD,
+            BLOCK_M,
             BLOCK_N,
             SHORT,
             LONG,
@@ -192,7 +183,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             PAGE,
             ONES,
             FIRST > 1,
-            True,
             HAS_WINDOW,
             HAS_SOFTCAP,
             PRECISION,

@@ -83,31 +83,20 @@ def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def add_tile(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    ones,
-    visible,
-    peak,
-    mass,
-    acc,
-    factor,
-    cap_in,
-    cap_out,
-    MASKED: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One more tile: ``q [M, DK]``, ``k [N, DK]``, ``v [N, DV]``, ``visible [M, N]``."""
+def score(q, k, cap_in, cap_out, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``[M, N]``: queries ``q [M, DK]`` with the keys of a tile, ``k [N, DK]``."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if HAS_SOFTCAP:
         scores = capped(scores, cap_in, cap_out)
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def add_tile(scores, v, ones, peak, mass, acc, factor, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The state with one more tile: ``scores [M, N]``, -inf where unseen, and ``v [N, DV]``."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     # Rows that have seen nothing yet: without this, -inf - -inf.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[:, None]))
     shrink = tl.exp2((peak - base) * factor)
     weights = weights.to(v.dtype)
@@ -200,12 +189,6 @@ def walk(  # type: ignore[no-untyped-def]
     last,
     positions,
     window,
-    total_peak,
-    total_mass,
-    total_acc,
-    peak,
-    mass,
-    acc,
     factor,
     cap_in,
     cap_out,
@@ -214,6 +197,7 @@ def walk(  # type: ignore[no-untyped-def]
     DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHORT: tl.constexpr,
     LONG: tl.constexpr,
@@ -221,59 +205,48 @@ def walk(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     ONES: tl.constexpr,
     FOLD: tl.constexpr,
-    MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the tiles that begin in ``[begin, end)``, ``begin`` a multiple of BLOCK_N, to the state
-    of a split; at its end fold it into the total and begin the next.
+    """The decode kernel's way over the tiles that begin in ``[begin, end)``: the total of the
+    splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
 
     Args:
         k_cache, v_cache: pointers to the KV head in the first slot.
-        blocks: the :func:`block_ids` of ``begin``, loaded early; those of the tile behind the last
-            one come back as the first result.
-        positions: of the queries, ``[M]``; only looked at if MASKED.
-        FOLD: False if all tiles are of one split, which is then left to the caller to fold.
+        blocks: the :func:`block_ids` of ``begin``, loaded early.
         last: last position any of the queries sees.
+        positions: of the queries, ``[M]``.
+        FOLD: False if all tiles are of one split, which is then left to the caller to fold.
     """
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
+    total_peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total_mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+    total_acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    peak, mass, acc = total_peak, total_mass, total_acc
     for start in tl.range(begin, end, BLOCK_N):
         # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
         k = load_rows(k_cache, blocks, start, last, DK, DK_PAD, HKV * DK, PAGE, BLOCK_N, False)
-        v = load_rows(v_cache, blocks, start, last, DV, DV_PAD, HKV * DV, PAGE, BLOCK_N, MASKED)
+        v = load_rows(v_cache, blocks, start, last, DV, DV_PAD, HKV * DV, PAGE, BLOCK_N, True)
         # One tile ahead: an address must not wait for the load of its block id.
         blocks = block_ids(table, start + BLOCK_N, last, PAGE, BLOCK_N)
         visible = (start + offsets)[None, :] <= positions[:, None]
         if HAS_WINDOW:
             visible &= (start + offsets)[None, :] > positions[:, None] - window
-        peak, mass, acc = add_tile(
-            q,
-            k,
-            v,
-            ones,
-            visible,
-            peak,
-            mass,
-            acc,
-            factor,
-            cap_in,
-            cap_out,
-            MASKED,
-            HAS_SOFTCAP,
-            PRECISION,
-        )
+        scores = score(q, k, cap_in, cap_out, HAS_SOFTCAP, PRECISION)
+        scores = tl.where(visible, scores, float("-inf"))
+        peak, mass, acc = add_tile(scores, v, ones, peak, mass, acc, factor, PRECISION)
         end_of_tile = start + BLOCK_N
         if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
             if end_of_tile & (tl.where(end_of_tile <= KNEE, SHORT, LONG) - 1) == 0:
                 total_peak, total_mass, total_acc = fold(
                     total_peak, total_mass, total_acc, peak, mass, acc, factor
                 )
-                peak = tl.full(peak.shape, float("-inf"), tl.float32)
-                mass = tl.zeros_like(mass)
-                acc = tl.zeros_like(acc)
-    return blocks, total_peak, total_mass, total_acc, peak, mass, acc
+                peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+                acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    return total_peak, total_mass, total_acc, peak, mass, acc
 
 
 @triton.jit
