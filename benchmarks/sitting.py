@@ -36,6 +36,9 @@ def main(
     free: Annotated[
         bool, typer.Option("--free/--no-free", help="A column with transparent=False.")
     ] = True,
+    orders: Annotated[
+        bool, typer.Option("--orders/--no-orders", help="The first workload in two orders.")
+    ] = True,
     peer: options.Peer = None,
     peer_repeat: options.PeerRepeat = None,
     peer_batch_invariant: Annotated[
@@ -62,7 +65,7 @@ def main(
                 settings={"transparent": is_transparent},
                 profile=str(profile.resolve()) if profile and is_transparent else None,
                 with_latency=True,
-                with_orders=True,
+                with_orders=orders and is_transparent,
             )
             ours[name] = run_job(job)
             write_json(json, ours)
@@ -79,7 +82,8 @@ def main(
     typer.echo(describe(model, ours["pagespec"], theirs.get("vLLM")))
     table(model, workload, ours, theirs)
     for name, result in ours.items():
-        typer.echo(f"{name}: {result['orders']} with the first workload in two orders of arrival")
+        if "orders" in result:
+            typer.echo(f"{name}, the first workload in two orders of arrival: {result['orders']}")
         for load, measured in result["workloads"].items():
             typer.echo(f"{name}, {load}: {host_line(measured['host_ms_a_step'])}")
     show_profile(ours["pagespec"])

@@ -118,8 +118,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     unit = tl.program_id(1)
     head = tl.program_id(0) % HKV
     lane = tl.program_id(0) // HKV
-    # The batch's own tensors are written by the first kernel of a step, which lets none start before
-    # it has ended. So where to look is read already.
+    # The batch's own tensors are written by the first kernel of a step, which lets none start
+    # before it has ended. So where to look is read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
     low, first_piece, last_piece = pieces_of(seen, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
