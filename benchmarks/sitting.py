@@ -41,6 +41,12 @@ def main(
     ] = True,
     peer: options.Peer = None,
     peer_repeat: options.PeerRepeat = None,
+    peer_others: Annotated[
+        bool,
+        typer.Option(
+            "--peer-others/--no-peer-others", help="The peer runs more than the load nano, too."
+        ),
+    ] = True,
     peer_batch_invariant: Annotated[
         bool, typer.Option(help="A column of vLLM in its batch-invariant mode.")
     ] = False,
@@ -74,7 +80,11 @@ def main(
         if peer is not None and (peer_batch_invariant or not is_invariant):
             try:
                 theirs[name] = measure_sitting(
-                    peer, model, workload, peer_repeat or repeat, is_invariant
+                    peer,
+                    model,
+                    workload if peer_others else ["nano"],
+                    peer_repeat or repeat,
+                    is_invariant,
                 )
             except PeerError as error:
                 typer.echo(f"no {name}: {error}", err=True)
