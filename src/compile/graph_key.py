@@ -42,6 +42,8 @@ _OWN_SOURCES = (
     *("../kernels/ops.py",),
 )
 _PLAIN = (type(None), bool, int, float, str)
+# Where a model came from, and what is set anew for each trace.
+_NO_MATTER = frozenset({"_name_or_path", "name_or_path", "_attn_implementation_internal"})
 # They change what Dynamo traces, or whether it does.
 _ENVIRONMENT = ("TORCHDYNAMO", "TORCH_COMPILE")
 
@@ -117,6 +119,8 @@ def _tensors(module: nn.Module) -> Iterator[object]:
 def _attributes(part: nn.Module, code: _Code) -> Iterator[object]:
     """What was set on one module, apart from tensors and modules."""
     for name, value in sorted(vars(part).items()):
+        if name in _NO_MATTER:
+            continue
         if isinstance(value, PreTrainedConfig):
             yield name, _config(value)
         elif callable(value) and not isinstance(value, (nn.Module, type)):
@@ -130,8 +134,7 @@ def _attributes(part: nn.Module, code: _Code) -> Iterator[object]:
 def _config(config: PreTrainedConfig) -> object:
     found: dict[str, object] = {}
     for name, value in sorted(vars(config).items()):
-        # Where it came from, and what is set anew for each trace.
-        if name in ("_name_or_path", "name_or_path", "_attn_implementation_internal"):
+        if name in _NO_MATTER:
             continue
         found[name] = _config(value) if isinstance(value, PreTrainedConfig) else value
     return found

@@ -10,7 +10,7 @@ run as it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from pagespec.compile.passes.context import example
+from pagespec.compile.region_compiler import Compiler, inductor, is_on_cpu
 
 _PRODUCTS = frozenset(
     {
@@ -43,6 +44,8 @@ _VIEWS = frozenset(
         "expand", "t", "size", "flatten", "unflatten", "unbind", "contiguous",
     }
 )  # fmt: skip
+# On a CPU a region's call costs about what one small operation costs by itself.
+_LEAST_ON_CPU = 2
 
 
 def is_opaque(node: Node) -> bool:
@@ -134,7 +137,7 @@ class Region:
 
 def find_regions(graph: Graph) -> list[Region]:
     """The regions of a graph: maximal runs of nodes between opaque ones, without the views at
-    their ends, and only those that compute something."""
+    their ends, and only those that compute something: on a CPU, more than one operation."""
     regions: list[Region] = []
     run: list[Node] = []
     for node in graph.nodes:
@@ -147,7 +150,10 @@ def find_regions(graph: Graph) -> list[Region]:
     found = []
     for region in regions:
         _drop_views_at_ends(region)
-        if not region.nodes or all(_is_view(node) for node in region.nodes):
+        num_operations = sum(not _is_view(node) for node in region.nodes)
+        if num_operations < (
+            _LEAST_ON_CPU if is_on_cpu([example(node) for node in region.nodes]) else 1
+        ):
             continue
         if all(_is_tensor(node) for node in region.outputs):
             found.append(region)
@@ -219,23 +225,6 @@ def _extract(region: Region) -> GraphModule:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in region.outputs))
     return GraphModule({}, graph)
-
-
-Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
-
-
-def inductor(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a region with Inductor, sizes symbolic where the examples' are.
-
-    In its deterministic mode: what it would otherwise choose by timing, the order of a reduction
-    among it, could differ from one engine to the next.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
-    with config.patch(deterministic=True):
-        compiled: Any = compile_fx(gm, list(examples))
-    return compiled  # type: ignore[no-any-return]
 
 
 def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int, int]:

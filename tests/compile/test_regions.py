@@ -1,10 +1,11 @@
 """Regions: the right nodes, each distinct piece once, and the same result around them.
 
-The compiler here runs a region as it is, so that the tests are about the cutting.
+In the tests of the cutting the compiler runs a region as it is; those of Inductor are the last.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from pagespec.compile import capture as capture_module
+from pagespec.compile import region_compiler
 from pagespec.compile.capture import CapturedModel, capture_model
 from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model
+from pagespec.compile.region_compiler import inductor
 from pagespec.compile.regions import compile_regions, find_regions
 from pagespec.compile.runner import ModelRunner
 from tests.compile.driving import drive, make_requests
@@ -69,11 +72,11 @@ def test_layers_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert five.num_compiled == two.num_compiled <= 5
 
 
-def chain(*targets: Callable[..., Any] | str) -> Graph:
+def chain(*targets: Callable[..., Any] | str, device: str = "cpu") -> Graph:
     """x, then each target (a function or a method of no arguments) applied to the result before."""
     graph = Graph()
     node = graph.placeholder("x")
-    node.meta["example_value"] = value = torch.ones(4, 4)
+    node.meta["example_value"] = value = torch.ones(4, 4, device=device)
     for target in targets:
         if isinstance(target, str):
             node, value = graph.call_method(target, (node,)), getattr(value, target)()
@@ -85,19 +88,25 @@ def chain(*targets: Callable[..., Any] | str) -> Graph:
 
 
 def weigh(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(x, torch.ones(4, 4))
+    return torch.nn.functional.linear(x, torch.ones(4, 4, device=x.device))
 
 
 weigh.__module__ = "pagespec.kernels.of_a_test"
 
 
 def test_opaque_calls_bound_a_region_and_views_alone_are_none() -> None:
-    graph = chain(torch.exp, torch.neg, weigh, "t", "t", weigh, torch.sin)
+    graph = chain(torch.exp, torch.neg, weigh, "t", "t", weigh, torch.sin, torch.cos)
     regions = find_regions(graph)
     assert [[node.target for node in region.nodes] for region in regions] == [
         [torch.exp, torch.neg],
-        [torch.sin],
+        [torch.sin, torch.cos],
     ]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 1), ("meta", 2)])
+def test_on_a_cpu_one_operation_stays_as_it_is(device: str, expected: int) -> None:
+    graph = chain(torch.exp, torch.neg, weigh, "t", torch.sin, "t", weigh, device=device)
+    assert len(find_regions(graph)) == expected
 
 
 def test_equal_pieces_with_other_numbers_are_distinct() -> None:
@@ -107,8 +116,10 @@ def test_equal_pieces_with_other_numbers_are_distinct() -> None:
         x.meta["example_value"] = torch.ones(2, 4)
         nodes = [x]
         for exponent in (2.0, power):
-            raised = graph.call_function(torch.pow, (nodes[-1], exponent))
-            raised.meta["example_value"] = torch.ones(2, 4)
+            negated = graph.call_function(torch.neg, (nodes[-1],))
+            raised = graph.call_function(torch.pow, (negated, exponent))
+            for node in (negated, raised):
+                node.meta["example_value"] = torch.ones(2, 4)
             weighed = graph.call_function(weigh, (raised,))
             weighed.meta["example_value"] = torch.ones(2, 4)
             nodes.append(weighed)
@@ -121,3 +132,90 @@ def test_equal_pieces_with_other_numbers_are_distinct() -> None:
         expected = gm(x)
         assert compile_regions(gm, AsItIs()) == (2, num_distinct)
         assert torch.equal(gm(x), expected)
+
+
+def _computes(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.exp() + y, (x - y).sum(-1)
+
+
+def _returns_a_view_of_what_it_took(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.view(-1), x + y
+
+
+def _returns_memory_twice(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total = x + y
+    return total, total.view(-1)
+
+
+def _writes_what_it_took(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x.add_(y)
+    return (y * 2,)
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor needs a C++ compiler"
+)
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each graph that is compiled: may it be called without AOTAutograd's wrappers?"""
+    is_plain = region_compiler._is_plain
+    found = []
+
+    def record(*arguments: Any) -> bool:
+        found.append(is_plain(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(region_compiler, "_is_plain", record)
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("function", "is_direct"),
+    [
+        (_computes, True),
+        (_returns_a_view_of_what_it_took, False),
+        (_returns_memory_twice, False),
+        (_writes_what_it_took, False),
+    ],
+)
+def test_wrappers_go_only_where_they_do_nothing(
+    function: Callable[..., Any], is_direct: bool, verdicts: list[bool]
+) -> None:
+    with torch.inference_mode():
+        found_in, expected_in = ([torch.rand(3, 8), torch.ones(3, 8)] for _ in range(2))
+        expected_in[0].copy_(found_in[0])
+        examples = [torch.empty(3, 8), torch.empty(3, 8)]
+        compiled = inductor(torch.fx.symbolic_trace(function), examples)
+        found, expected = compiled(*found_in), function(*expected_in)
+    assert verdicts == [is_direct]
+    # A wrapper is a function of AOTAutograd's or Inductor's; ours is of this package.
+    assert compiled.__module__.startswith("pagespec") == is_direct
+    assert len(found) == len(expected)
+    for values in (zip(found, expected, strict=True), zip(found_in, expected_in, strict=True)):
+        for one, other in values:
+            torch.testing.assert_close(one, other)
+
+    def shared(results: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> list[list[int]]:
+        memories = [t.untyped_storage().data_ptr() for t in (*results, *taken)]
+        return [[i for i, m in enumerate(memories) if m == memory] for memory in memories]
+
+    assert shared(found, found_in) == shared(expected, expected_in)
+
+
+@needs_compiler
+def test_compiled_rows_are_the_same_in_any_batch(verdicts: list[bool]) -> None:
+    loaded = load_model(tiny_model("llama", num_hidden_layers=1))
+    captured = capture_model(loaded, probe_model(loaded), compile="inductor")
+    assert len(verdicts) == captured.num_compiled > 0
+    assert all(verdicts)
+    together = logits_of(captured)
+    for request in make_requests(prompts(), 3):
+        recorder = LogitRecorder()
+        runner = ModelRunner(captured, block_size=16, num_blocks=40, on_logits=recorder)
+        drive(runner, [request], block_size=16, num_blocks=40, chunk=64)
+        assert recorder.logits
+        for key, logits in recorder.logits.items():
+            assert torch.equal(logits, together[key])
