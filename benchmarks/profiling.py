@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,21 @@ class Interval:
     name: str = ""
 
 
+def advances(intervals: Iterable[Interval]) -> Iterator[tuple[str, float]]:
+    """Of each interval, by begin: its name, and how many microseconds it ran past all before it.
+
+    A kernel that is launched early (dependent launch) waits for those before it, and its time on
+    the device says little: what it does alone comes after they have ended.
+    """
+    reached = float("-inf")
+    for interval in sorted(intervals):
+        yield interval.name, max(0.0, interval.end - max(interval.begin, reached))
+        reached = max(reached, interval.end)
+
+
 def busy_time(intervals: Iterable[Interval]) -> float:
     """Microseconds in which at least one of ``intervals`` ran, on whatever stream."""
-    total, reached = 0.0, float("-inf")
-    for interval in sorted(intervals):
-        if interval.end > reached:
-            total += interval.end - max(interval.begin, reached)
-            reached = interval.end
-    return total
+    return sum(advance for _, advance in advances(intervals))
 
 
 def idle_fraction(intervals: Iterable[Interval]) -> float:
@@ -68,17 +75,17 @@ class StepProfile:
     def summary(self) -> dict[str, float]:
         span = max(i.end for i in self.intervals) - min(i.begin for i in self.intervals)
         return {
-            "kernel_us_a_step": sum(i.end - i.begin for i in self.intervals) / self.num_steps,
+            "kernel_us_a_step": busy_time(self.intervals) / self.num_steps,
             "span_us_a_step": span / self.num_steps,
             "wall_us_a_step": self.wall_s * 1e6 / self.num_steps,
             "idle_fraction": idle_fraction(self.intervals),
         }
 
     def by_name(self) -> list[tuple[str, float, float]]:
-        """(name, microseconds a step, calls a step), the longest first."""
+        """(name, microseconds a step as :func:`advances` counts, calls a step), longest first."""
         times: dict[str, list[float]] = defaultdict(list)
-        for interval in self.intervals:
-            times[interval.name].append(interval.end - interval.begin)
+        for name, advance in advances(self.intervals):
+            times[name].append(advance)
         rows = [(n, sum(t) / self.num_steps, len(t) / self.num_steps) for n, t in times.items()]
         return sorted(rows, key=lambda row: -row[1])
 

@@ -25,6 +25,7 @@ from benchmarks.profiling import (
     _GPU_CATEGORIES,
     Interval,
     StepProfile,
+    advances,
     busy_time,
     idle_fraction,
     read_trace,
@@ -279,6 +280,15 @@ def test_a_trace_is_read_and_its_profile_adds_up(tmp_path: Path) -> None:
         }
     )
     assert "idle 25.00%" in str(profile)
+
+
+def test_a_kernel_that_waits_counts_from_the_end_of_the_last() -> None:
+    ran = [Interval(0, 10, "gemm"), Interval(1, 14, "norm"), Interval(2, 12, "short")]
+    ran.append(Interval(20, 21, "gemm"))
+    assert list(advances(ran)) == [("gemm", 10), ("norm", 4), ("short", 0), ("gemm", 1)]
+    profile = StepProfile(ran, num_steps=1, wall_s=2.1e-5)
+    assert profile.by_name() == [("gemm", 11, 2), ("norm", 4, 1), ("short", 0, 1)]
+    assert profile.summary()["kernel_us_a_step"] == 15
 
 
 def test_a_decode_token_leaves_the_prompt_out() -> None:
