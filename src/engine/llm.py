@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.core import Engine
-from pagespec.engine.detokenizer import Detokenizer, StopStringWatcher
 from pagespec.engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
 from pagespec.engine.outputs import RequestOutput
 from pagespec.engine.policy import Policy
-from pagespec.engine.request import Request
 from pagespec.engine.request_factory import RequestFactory
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.serving import Serving
 from pagespec.engine.stats import EngineStats
 from pagespec.errors import InvalidInputError, PagespecError
 
@@ -128,7 +124,7 @@ class LLM:
         self.device = str(built.device)
         self._device = built.device
         self._runner = built.runner
-        self._factory = RequestFactory(
+        factory = RequestFactory(
             built.tokenizer,
             vocab_size=built.vocab_size,
             eos_token_ids=frozenset(built.eos_token_ids),
@@ -150,6 +146,7 @@ class LLM:
         self.engine = Engine(
             scheduler, built.runner, trace=trace, check_invariants=check_invariants
         )
+        self._serving = Serving(self.engine, factory)
 
     # Offline generation -----------------------------------------------------------------------
 
@@ -179,7 +176,7 @@ class LLM:
             self._reader.read(item, "prompt" if single else f"prompts[{i}]")
             for i, item in enumerate(items)
         ]
-        return self._run(inputs, params, use_tqdm)
+        return self._serving.run(inputs, params, use_tqdm)
 
     def chat(
         self,
@@ -202,7 +199,7 @@ class LLM:
         conversations = list(messages) if is_many else [messages]
         params = pair_params(conversations, sampling_params, SamplingParams())
         inputs = [self._reader.read_messages(conversation) for conversation in conversations]
-        return self._run(inputs, params, use_tqdm)
+        return self._serving.run(inputs, params, use_tqdm)
 
     def generate_iter(
         self,
@@ -218,41 +215,15 @@ class LLM:
         Args:
             window: how many items are read ahead of the one yielded; default four times
                 ``max_num_seqs``.
+
+        Raises:
+            InvalidInputError: ``window`` is no integer of 1 or more.
         """
-        window = window or 4 * self.config.max_num_seqs
-        source = iter(items)
-        pending: deque[tuple[Request, PromptInput] | PagespecError] = deque()
-        is_exhausted = False
-        try:
-            while True:
-                while not is_exhausted and len(pending) < window:
-                    item = next(source, None)
-                    if item is None:
-                        is_exhausted = True
-                        break
-                    try:
-                        prompt = item[0]
-                        checked = (
-                            prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)
-                        )
-                        pending.append((self._submit(checked, item[1]), checked))
-                    except PagespecError as error:
-                        pending.append(error)
-                if not pending:
-                    return
-                head = pending[0]
-                if isinstance(head, PagespecError):
-                    yield head
-                elif head[0].finish_reason is not None:
-                    output = self._output(*head)
-                    self.engine.forget(head[0])
-                    yield output
-                else:
-                    self.engine.step()
-                    continue
-                pending.popleft()
-        finally:
-            self._forget([entry[0] for entry in pending if not isinstance(entry, PagespecError)])
+        if window is None:
+            window = 4 * self.config.max_num_seqs
+        if not isinstance(window, int) or window < 1:
+            raise InvalidInputError("window", window, "must be an integer of 1 or more, or None")
+        return self._serving.iterate(items, self._read, window)
 
     def read_messages(self, messages: Any) -> PromptInput:
         """A conversation as a prompt for ``generate_iter`` and ``stream``."""
@@ -266,35 +237,11 @@ class LLM:
         """
         if self.tokenizer is None:
             raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
-        checked = prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)
-        request = self._factory.make(checked, sampling_params or SamplingParams())
-        return self._stream(request, checked)
+        params = sampling_params or SamplingParams()
+        return self._serving.stream(self._read(prompt), params, self.tokenizer)
 
-    def _stream(self, request: Request, prompt: PromptInput) -> Iterator[str]:
-        watcher = request.on_token
-        detokenizer = Detokenizer(self.tokenizer, prompt.token_ids)
-        num_read = request.num_prompt_tokens
-        num_yielded = 0
-        # Added on the first step of the iterator: one that is never read must not be served.
-        self.engine.add(request)
-        try:
-            while request.finish_reason is None:
-                self.engine.step()
-                if isinstance(watcher, StopStringWatcher):
-                    text = watcher.settled_text
-                else:
-                    for token_id in request.token_ids[num_read:]:
-                        detokenizer.push(token_id)
-                    num_read = len(request.token_ids)
-                    text = detokenizer.text
-                if len(text) > num_yielded:
-                    yield text[num_yielded:]
-                    num_yielded = len(text)
-            tail = self._output(request, prompt).outputs[0].text[num_yielded:]
-            if tail:
-                yield tail
-        finally:
-            self._forget([request])
+    def _read(self, prompt: Any) -> PromptInput:
+        return prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)
 
     def stats(self) -> EngineStats:
         """Counters, start-up times and memory as they are now."""
@@ -313,46 +260,3 @@ class LLM:
                 "wait": runner.wait_s,
             },
         )
-
-    # ------------------------------------------------------------------------------------------
-
-    def _run(
-        self, inputs: list[PromptInput], params: list[SamplingParams], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        requests = [self._factory.make(*pair) for pair in zip(inputs, params, strict=True)]
-        try:
-            for request in requests:
-                self.engine.add(request)
-            num_output_tokens = 0
-            with tqdm(total=len(requests), desc="generate", disable=not use_tqdm) as bar:
-                remaining = set(requests)
-                while remaining:
-                    for request in self.engine.step():
-                        if request in remaining:
-                            remaining.discard(request)
-                            num_output_tokens += len(request.token_ids) - request.num_prompt_tokens
-                            bar.update()
-                    if not bar.disable and bar.format_dict["elapsed"] > 0:
-                        rate = num_output_tokens / bar.format_dict["elapsed"]
-                        bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
-            return [self._output(*pair) for pair in zip(requests, inputs, strict=True)]
-        finally:
-            self._forget(requests)
-
-    def _submit(self, prompt: PromptInput, params: SamplingParams) -> Request:
-        """Make a request and add it. Raises InvalidInputError; then nothing was added."""
-        request = self._factory.make(prompt, params)
-        self.engine.add(request)
-        return request
-
-    def _output(self, request: Request, prompt: PromptInput) -> RequestOutput:
-        return self._factory.output(request, prompt, self.engine.metrics(request))
-
-    def _forget(self, requests: Sequence[Request]) -> None:
-        """End what an interrupted call left behind, so that the next one starts clean."""
-        for request in requests:
-            if request.request_id in self.engine.scheduler.requests:
-                self.engine.abort(request.request_id)
-            self.engine.forget(request)
-        while self.engine.has_work and not self.engine.scheduler.requests:
-            self.engine.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pagespec import LLM, EngineError, InvalidInputError, RequestOutput, SamplingParams
@@ -98,6 +100,14 @@ def test_requests_that_run_are_not_disturbed_by_bad_ones(llm: LLM) -> None:
     results = list(llm.generate_iter(items, window=2))
     assert [isinstance(r, InvalidInputError) for r in results] == [False, True, True, False]
     assert ids([results[0], results[3]]) == [expected] * 2
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.0])
+def test_a_bad_window_is_refused_before_anything_is_read(llm: LLM, window: Any) -> None:
+    items = iter([([5, 6, 7], GREEDY)])
+    with pytest.raises(InvalidInputError, match="window"):
+        llm.generate_iter(items, window=window)
+    assert len(list(items)) == 1
 
 
 def test_a_closed_iterator_leaves_nothing_behind(llm: LLM) -> None:
