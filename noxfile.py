@@ -86,7 +86,9 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests that need no GPU. Fails if there are none (pytest's exit code 5)."""
     install_all(session)
-    python(session, "-m", "pytest", "-m", "not gpu", *session.posargs)
+    # A process a core, up to four: each holds torch and a model. A file's tests share fixtures.
+    spread = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+    python(session, "-m", "pytest", "-m", "not gpu", *spread, *session.posargs)
 
 
 @nox.session
