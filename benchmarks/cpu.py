@@ -51,13 +51,18 @@ def read_bandwidth() -> float:
     return tensor.numel() * 4 / best
 
 
-def timed(function: Callable[[], list[list[int]]], repeat: int) -> tuple[list[float], list]:
-    tokens = function()  # warm-up
-    times = []
+def timed(
+    functions: dict[str, Callable[[], list[list[int]]]], repeat: int
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
+    """Seconds and tokens of each, after a call that warms up. In turns, since the machine may be
+    slower at the end than it was at the beginning."""
+    tokens = {name: function() for name, function in functions.items()}
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeat):
-        begin = time.perf_counter()
-        tokens = function()
-        times.append(time.perf_counter() - begin)
+        for name, function in functions.items():
+            begin = time.perf_counter()
+            tokens[name] = function()
+            times[name].append(time.perf_counter() - begin)
     return times, tokens
 
 
@@ -109,15 +114,13 @@ def main() -> None:
         return [hf_generate([prompt])[0] for prompt in prompts]
 
     num_tokens = NUM_REQUESTS * NUM_OUTPUT_TOKENS
-    rows = []
-    outputs: dict[str, list] = {}
-    for name, function in [
-        *((f"pagespec ({name})", partial(pagespec_batch, llm)) for name, llm in engines.items()),
-        ("HF generate, padded batch of 16", hf_padded),
-        ("HF generate, one by one", hf_one_by_one),
-    ]:
-        times, outputs[name] = timed(function, arguments.repeat)
-        rows.append((name, statistics.median(times), min(times), max(times)))
+    functions = {
+        f"pagespec ({name})": partial(pagespec_batch, llm) for name, llm in engines.items()
+    }
+    functions["HF generate, padded batch of 16"] = hf_padded
+    functions["HF generate, one by one"] = hf_one_by_one
+    seconds, outputs = timed(functions, arguments.repeat)
+    rows = [(n, statistics.median(s), min(s), max(s)) for n, s in seconds.items()]
 
     weight_bytes = sum(p.numel() * p.element_size() for p in set(peer.parameters()))
     bandwidth = read_bandwidth()
