@@ -7,8 +7,8 @@ not see (later positions, those left of a window, whole tiles that only pad a gr
 probability 0 and adds an exact zero, so neither padding nor grouping shows in the bits, and a
 position gets the same from a long prompt as from a decode.
 
-Products are batched ones with at least four rows: MKL has one order of summation for all of those
-(see :mod:`pagespec.kernels.rowwise`), and others below.
+Products are batched ones with a multiple of four rows: MKL has one order of summation for all of
+those (see :mod:`pagespec.kernels.rowwise`), and others where a thread gets one to three.
 
 As in :mod:`pagespec.kernels.reference`, what depends on the batch alone is laid out once a step.
 """
@@ -26,7 +26,7 @@ from pagespec.kernels.reference import grouped_by_length
 
 _TILE = 64
 _QUERY_TILE = 128
-_MIN_ROWS = 4
+_ROW_UNIT = 4
 # What the tiles' shares of an output may take before they are added up.
 _PART_ELEMENTS = 1 << 18
 _NEG_INF = float("-inf")
@@ -196,11 +196,12 @@ def _attend(
     num_q_heads, k_dim = query.shape[1:]
     group_size = num_q_heads // num_kv_heads
     used = num_queries * group_size
+    missing = -used % _ROW_UNIT
     # [Hkv, R, n * G, Dk]: the query heads of a KV head stand as further queries.
     q = query.view(num_rows, num_queries, num_kv_heads, group_size, k_dim).permute(2, 0, 1, 3, 4)
     q = q.reshape(num_kv_heads, num_rows, used, k_dim).float() * scale
-    if used < _MIN_ROWS:
-        q = F.pad(q, (0, 0, 0, _MIN_ROWS - used))
+    if missing:
+        q = F.pad(q, (0, 0, 0, missing))
     rows = q.shape[2]
 
     # A head's products of all tiles and rows are one batch.
@@ -222,8 +223,8 @@ def _attend(
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, 1, 1, group_size)
         sink = sink.expand(-1, num_rows, num_queries, -1).reshape(num_kv_heads, num_rows, used)
-        if used < _MIN_ROWS:
-            sink = F.pad(sink, (0, _MIN_ROWS - used))
+        if missing:
+            sink = F.pad(sink, (0, missing))
         highest = torch.maximum(highest, sink)
     scores.sub_(highest[:, None, :, :, None]).exp_()
     total = torch.zeros_like(highest)

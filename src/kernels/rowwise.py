@@ -5,15 +5,17 @@ an AVX2 machine, weights from 320 x 48 to 49,152 x 576 in float32, 1 to 64, 100 
 row and element compared; the orders were found by emulation with fused multiply-adds:
 
 - MKL (``F.linear``, ``mm``, ``bmm``): one class for all row counts from 4 up, each sum taken in
-  chunks of 192 products; 1, and 2 to 3 rows differ;
+  chunks of 192 products; 1, and 2 to 3 rows differ. Threads share the rows, and where one of them
+  gets so few the sums differ, too: 5, 6, 7, 9, 10, 11 rows with two threads, up to 99 with more.
+  Multiples of 4 never did, with 1 to 32 threads;
 - oneDNN: one class from 2 rows up (576 products in plain order); 1 row differs, but not if the
   weight was packed before (:func:`pack`): then all row counts are that one class;
 - bfloat16 ``F.linear``: one class.
 
-So a product with few rows is given rows of zeros. Which library a weight gets is fixed by its size
-and dtype, never by a timing: bits must not depend on noise. What was found on one machine is not
-trusted on another: :func:`choose_product` tries the choice out, and falls back to calls of one
-fixed shape.
+So a product is given rows of zeros, up to a multiple of 4 for MKL. Which library a weight gets is
+fixed by its size and dtype, never by a timing: bits must not depend on noise. What was found on one
+machine is not trusted on another: :func:`choose_product` tries the choice out, and falls back to
+calls of one fixed shape.
 
 A packed weight is a second copy, which later changes of the weight do not reach, so it is made only
 of weights that stay as they are. All layers of SmolLM2-135M (120 weights, none in the cache; 900
@@ -68,7 +70,7 @@ class Product(NamedTuple):
 
     Attributes:
         library: who multiplies.
-        min_rows: fewer rows are filled up with zeros.
+        min_rows: fewer rows are filled up with zeros; for MKL, to a multiple of this.
         tile: if above 0, every call has exactly this many rows.
         is_even: every call has a number of outputs that 16 divides; the last ones are filled up.
         is_packed: the weight is what :func:`pack` returned.
@@ -117,7 +119,10 @@ def _multiply(rows: Tensor, weight: Tensor, product: Product) -> Tensor:
     if product.tile:
         tiles = [_filled(tile, product.tile) for tile in rows.split(product.tile)]
         return torch.cat([_call(product.library, tile, weight) for tile in tiles])[:num_rows]
-    return _call(product.library, _filled(rows, product.min_rows), weight)[:num_rows]
+    enough = product.min_rows
+    if product.library == "mkl":
+        enough = -(-num_rows // enough) * enough
+    return _call(product.library, _filled(rows, enough), weight)[:num_rows]
 
 
 def _filled(rows: Tensor, num_rows: int) -> Tensor:
