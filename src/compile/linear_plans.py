@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pagespec.compile.cache_files import write_whole
 from pagespec.kernels import gpu_linear
 from pagespec.kernels.linear_tiles import Card, rows_worth_it
 
@@ -71,11 +72,5 @@ def _read(file: Path) -> dict[str, int]:
 
 
 def _write(file: Path, few_rows: dict[str, int]) -> None:
-    """By one rename, so that a reader never sees half of it; a full disk costs only the cache."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as work:
-            json.dump(few_rows, work)
-        Path(work.name).replace(file)
-    except OSError:
-        return
+    with suppress(OSError):  # a full disk costs only the cache
+        write_whole(file, json.dumps(few_rows).encode())
