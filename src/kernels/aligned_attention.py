@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagespec.kernels.reference import grouped_by_length
+from pagespec.kernels.rowwise import MKL_ROW_UNIT
 
 _TILE = 64
 _QUERY_TILE = 128
-_ROW_UNIT = 4
 # What the tiles' shares of an output may take before they are added up.
 _PART_ELEMENTS = 1 << 18
 _NEG_INF = float("-inf")
@@ -196,7 +196,7 @@ def _attend(
     num_q_heads, k_dim = query.shape[1:]
     group_size = num_q_heads // num_kv_heads
     used = num_queries * group_size
-    missing = -used % _ROW_UNIT
+    missing = -used % MKL_ROW_UNIT
     # [Hkv, R, n * G, Dk]: the query heads of a KV head stand as further queries.
     q = query.view(num_rows, num_queries, num_kv_heads, group_size, k_dim).permute(2, 0, 1, 3, 4)
     q = q.reshape(num_kv_heads, num_rows, used, k_dim).float() * scale

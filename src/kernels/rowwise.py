@@ -12,10 +12,10 @@ row and element compared; the orders were found by emulation with fused multiply
   weight was packed before (:func:`pack`): then all row counts are that one class;
 - bfloat16 ``F.linear``: one class.
 
-So a product is given rows of zeros, up to a multiple of 4 for MKL. Which library a weight gets is
-fixed by its size and dtype, never by a timing: bits must not depend on noise. What was found on one
-machine is not trusted on another: :func:`choose_product` tries the choice out, and falls back to
-calls of one fixed shape.
+So a product is given rows of zeros, up to a multiple of 4 for MKL, of 2 for oneDNN. Which library a
+weight gets is fixed by its size and dtype, never by a timing: bits must not depend on noise. What
+was found on one machine is not trusted on another: :func:`choose_product` tries the choice out, and
+falls back to calls of one fixed shape.
 
 A packed weight is a second copy, which later changes of the weight do not reach, so it is made only
 of weights that stay as they are. All layers of SmolLM2-135M (120 weights, none in the cache; 900
@@ -52,8 +52,8 @@ Library = Literal["onednn", "mkl"]
 
 # A weight of so many elements does not stay in the processor's cache, and oneDNN reads it best.
 _MIN_ONEDNN_ELEMENTS = 1 << 22
-_MKL_MIN_ROWS = 4
-_ONEDNN_MIN_ROWS = 2
+MKL_ROW_UNIT = 4
+_ONEDNN_ROW_UNIT = 2
 _TILE_ROWS = 16
 _EVEN_OUTPUTS = 16
 # Elements of one or more whole vectors of any type (two of AVX-512 in bfloat16 are 64).
@@ -70,14 +70,14 @@ class Product(NamedTuple):
 
     Attributes:
         library: who multiplies.
-        min_rows: fewer rows are filled up with zeros; for MKL, to a multiple of this.
+        row_unit: rows are filled up with zeros to a multiple of this.
         tile: if above 0, every call has exactly this many rows.
         is_even: every call has a number of outputs that 16 divides; the last ones are filled up.
         is_packed: the weight is what :func:`pack` returned.
     """
 
     library: Library
-    min_rows: int
+    row_unit: int
     tile: int = 0
     is_even: bool = False
     is_packed: bool = False
@@ -119,10 +119,8 @@ def _multiply(rows: Tensor, weight: Tensor, product: Product) -> Tensor:
     if product.tile:
         tiles = [_filled(tile, product.tile) for tile in rows.split(product.tile)]
         return torch.cat([_call(product.library, tile, weight) for tile in tiles])[:num_rows]
-    enough = product.min_rows
-    if product.library == "mkl":
-        enough = -(-num_rows // enough) * enough
-    return _call(product.library, _filled(rows, enough), weight)[:num_rows]
+    filled = _filled(rows, num_rows + -num_rows % product.row_unit)
+    return _call(product.library, filled, weight)[:num_rows]
 
 
 def _filled(rows: Tensor, num_rows: int) -> Tensor:
@@ -175,15 +173,15 @@ def choose_product(
         weight = weight.t().contiguous().t()
     is_large = weight.numel() >= _MIN_ONEDNN_ELEMENTS
     candidates = [
-        Product("mkl", _MKL_MIN_ROWS),
-        Product("mkl", _MKL_MIN_ROWS, is_even=True),
+        Product("mkl", MKL_ROW_UNIT),
+        Product("mkl", MKL_ROW_UNIT, is_even=True),
     ]
     if dtype != torch.float32:
         candidates.insert(0, Product("mkl", 1))
     if can_pack(weight) and is_large:
-        candidates.insert(0, Product("onednn", _ONEDNN_MIN_ROWS))
+        candidates.insert(0, Product("onednn", _ONEDNN_ROW_UNIT))
     if can_pack(weight) and may_pack:
-        packed = [Product("onednn", n, is_packed=True) for n in (1, _ONEDNN_MIN_ROWS)]
+        packed = [Product("onednn", n, is_packed=True) for n in (1, _ONEDNN_ROW_UNIT)]
         candidates = packed + candidates
     for product in candidates:
         if is_row_invariant(product, rows[: 48 if is_large else None], weight):
