@@ -122,12 +122,7 @@ def measure_throughput(folder: Path, model: str, names: list[str], repeat: int) 
     result = PeerResult()
     if "nano" in names:
         _run_bench(folder, model, ["--mode", "throughput", "--repeat", str(repeat)], result)
-    more = {name: make_workload(name) for name in names if name in _MORE.values()}
-    if more:
-        with model_folder(model) as config_folder:
-            for _ in range(repeat):
-                text = _run(folder, "bench_more.py", [str(config_folder)])
-                read_more(text, more, result)
+    _run_others(folder, model, names, repeat, result)
     return result
 
 
@@ -150,8 +145,8 @@ def measure_latency(
 def measure_sitting(
     folder: Path, model: str, names: list[str], repeat: int, is_batch_invariant: bool
 ) -> PeerResult:
-    """ "nano" and batch 1 from one process, ``repeat`` times each; what else of ``names`` the peer
-    knows from another, once.
+    """The load nano and batch 1 from one process, ``repeat`` times each; what else of ``names`` the
+    peer knows from another, once.
 
     Raises:
         PeerError: see there.
@@ -159,10 +154,8 @@ def measure_sitting(
     result = PeerResult()
     arguments = ["--mode", "both", "--repeat", str(repeat)]
     _run_bench(folder, model, arguments + ["--batch-invariant"] * is_batch_invariant, result)
-    more = {name: make_workload(name) for name in names if name in _MORE.values()}
-    if more and model == "0.6b" and not is_batch_invariant:  # the model of bench_more.py
-        with model_folder(model) as config_folder:
-            read_more(_run(folder, "bench_more.py", [str(config_folder)]), more, result)
+    if model == "0.6b" and not is_batch_invariant:  # the model of bench_more.py
+        _run_others(folder, model, names, 1, result)
     return result
 
 
@@ -176,6 +169,16 @@ def measure_start(folder: Path, model: str, cache: Path) -> PeerResult:
     arguments = ["--mode", "latency", "--repeat", "1", "--output-tokens", "2"]
     _run_bench(folder, model, arguments, result, cache)
     return result
+
+
+def _run_others(folder: Path, model: str, names: list[str], repeat: int, into: PeerResult) -> None:
+    """What of ``names`` bench_more.py knows, in ``repeat`` processes."""
+    more = {name: make_workload(name) for name in names if name in _MORE.values()}
+    if not more:
+        return
+    with model_folder(model) as config_folder:
+        for _ in range(repeat):
+            read_more(_run(folder, "bench_more.py", [str(config_folder)]), more, into)
 
 
 def _run_bench(

@@ -23,8 +23,8 @@ from benchmarks.floor import RATES, ModelSize, latency_floor, throughput_floor
 from benchmarks.job import Job, require_peer, run_job, write_json
 from benchmarks.latency import per_token
 from benchmarks.peer import PeerError, PeerResult, measure_sitting
-from benchmarks.throughput import Names, describe, host_line, show_profile
-from benchmarks.workload import WORKLOADS, latency_workload, make_workload, model_config
+from benchmarks.throughput import Names, describe, host_line, require_workloads, show_profile
+from benchmarks.workload import latency_workload, make_workload, model_config
 
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 128, 512
 
@@ -54,9 +54,7 @@ def main(
     json: options.Json = None,
 ) -> None:
     """Throughput and latency, transparent or not, beside the floor and vLLM."""
-    unknown = sorted(set(workload) - set(WORKLOADS))
-    if unknown:
-        raise typer.BadParameter(f"--workload must be of {', '.join(WORKLOADS)}, not {unknown[0]}")
+    require_workloads(workload)
     require_peer(peer, model, workload)
     ours: dict[str, dict[str, Any]] = {}
     for name, is_transparent in (("pagespec", True), ("not transparent", False)):

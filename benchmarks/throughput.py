@@ -46,9 +46,7 @@ def main(
     json: options.Json = None,
 ) -> None:
     """Output tokens a second beside the memory floor and, with --peer, vLLM."""
-    unknown = sorted(set(workload) - set(WORKLOADS))
-    if unknown:
-        raise typer.BadParameter(f"--workload must be of {', '.join(WORKLOADS)}, not {unknown[0]}")
+    require_workloads(workload)
     require_peer(peer, model, workload)
     settings = given(
         transparent=transparent,
@@ -82,6 +80,13 @@ def main(
     show(model, result, their)
     if peer is not None and their is None:
         raise typer.Exit(1)
+
+
+def require_workloads(names: list[str]) -> None:
+    """Raises typer.BadParameter unless all of them are known."""
+    unknown = sorted(set(names) - set(WORKLOADS))
+    if unknown:
+        raise typer.BadParameter(f"--workload must be of {', '.join(WORKLOADS)}, not {unknown[0]}")
 
 
 def rate(seconds: list[float], num_tokens: int) -> tuple[float, str]:

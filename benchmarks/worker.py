@@ -76,6 +76,7 @@ def host_times(llm: Any, before: dict[str, Any]) -> dict[str, float]:
 
 def throughput(job: Job, folder: Path) -> dict[str, Any]:
     workloads = [make_workload(name) for name in job.workloads]
+    single = latency_workload(job.num_prompt_tokens, job.num_output_tokens)
     max_model_len = max(LOADS[name].max_model_len for name in job.workloads)
     if job.with_latency:
         max_model_len = max(max_model_len, LATENCY.max_model_len)
@@ -94,14 +95,13 @@ def throughput(job: Job, folder: Path) -> dict[str, Any]:
         }
         print(f"{workload.name}: {[round(s, 3) for s in seconds]} s", file=sys.stderr, flush=True)
     if job.with_latency:
-        result |= batch_1(llm, latency_workload(job.num_prompt_tokens, job.num_output_tokens), job)
+        result |= batch_1(llm, single, job)
     if job.with_orders:
         result["orders"] = in_two_orders(llm, workloads[0])
     result["stats"] = dataclasses.asdict(llm.stats())
     if job.profile is not None:
         result["profile"] = profiled(llm, workloads[0], 0.6, job.profile)
         if job.with_latency:
-            single = latency_workload(job.num_prompt_tokens, job.num_output_tokens)
             trace = Path(job.profile)
             trace = trace.with_name(f"{trace.stem}-batch-1{trace.suffix}")
             result["profile_batch_1"] = profiled(llm, single, 0.0, str(trace))
