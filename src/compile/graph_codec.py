@@ -62,12 +62,14 @@ def encode(traced: Traced, names: dict[int, str]) -> dict[str, Any]:
 def decode(data: dict[str, Any], constants: dict[str, Tensor]) -> Traced:
     """The inverse, over parameters and buffers given by name.
 
+    The graph module has no code yet: the passes, which end with that, come first.
+
     Raises:
         Exception: of any kind, if ``data`` is not what :func:`encode` returned.
     """
-    graph = Graph()
     nodes: list[Node] = []
-    found = Traced(GraphModule({}, graph), {}, {})
+    found = Traced(GraphModule({}, Graph()), {}, {})
+    graph = found.gm.graph
     # What Dynamo records are normal tensors even when it traces in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         decoder = ResultDecoder(data["symbols"], constants)
@@ -87,8 +89,6 @@ def decode(data: dict[str, Any], constants: dict[str, Tensor]) -> Traced:
                 node.meta["example_value"] = decoder.value(value)
             nodes.append(node)
     graph.lint()
-    # GraphModule copies a graph it is given, so this one is made at the end.
-    found.gm = GraphModule({}, graph)
     return found
 
 

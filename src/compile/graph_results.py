@@ -20,6 +20,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 
+from pagespec.compile.fake_layouts import Layout
+
 PLAIN = (type(None), bool, int, float, str)
 _SYMPY = {name: getattr(sympy, name) for name in ("Add", "Mul", "Pow")} | {
     name: getattr(sympy_functions, name) for name in ("FloorDiv", "Mod", "PythonMod", "CleanDiv")
@@ -140,12 +142,19 @@ class ResultDecoder:
         env: Any = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self._mode = FakeTensorMode(shape_env=env)
         self._constants = constants
-        self._tensors: list[Tensor] = []
+        self._tensors: list[FakeTensor] = []
+        # What each of them was made of, and the layouts of what was made so before.
+        self._recipes: list[Any] = []
+        self._layouts: dict[Any, Layout] = {}
         self._sizes: dict[str, Any] = {}
         self._symbols: dict[str, Any] = {}
         for name, source, hint, lower, upper in symbols:
             symbol = env.create_symbol(hint, _Named(source), DimDynamic.DYNAMIC)
-            env.constrain_symbol_range(symbol, lower, int_oo if upper is None else upper)
+            bounds = (lower, int_oo if upper is None else upper)
+            known = env.var_to_range[symbol]
+            # A comparison of expressions, which takes half of the time.
+            if (known.lower, known.upper) != bounds:
+                env.constrain_symbol_range(symbol, *bounds)
             self._symbols[name] = symbol
 
     def value(self, value: list[Any]) -> Any:
@@ -155,10 +164,10 @@ class ResultDecoder:
             self._tensors.append(self._tensor(*parts))
             return self._tensors[-1]
         if kind == "constant":
-            self._tensors.append(
-                self._mode.from_tensor(self._constants[parts[0]], static_shapes=True)
-            )
-            return self._tensors[-1]
+            fake = self._mode.from_tensor(self._constants[parts[0]], static_shapes=True)
+            self._tensors.append(fake)
+            self._recipes.append(parts[0])
+            return fake
         if kind == "same":
             return self._tensors[parts[0]]
         if kind == "size":
@@ -170,31 +179,47 @@ class ResultDecoder:
         make: Any = {"tuple": tuple, "list": list}[kind]
         return make([self.value(part) for part in parts])
 
-    def _tensor(
+    def _tensor(self, base: int, *parts: Any) -> FakeTensor:
+        whole = self._tensors[base] if base < len(self._tensors) else None
+        num_bytes = [] if whole is None else _expressions([whole.untyped_storage().nbytes()])
+        recipe = (None if whole is None else self._recipes[base], *num_bytes, repr(parts))
+        self._recipes.append(recipe)
+        layout = self._layouts.get(recipe)
+        if layout is not None:
+            return layout.new() if whole is None else layout.within(whole)
+        fake = self._first(whole, *parts)
+        layout = Layout.of(fake)
+        # A part that lies behind what was recorded of a whole makes it grow. Each has to.
+        if whole is None or num_bytes == _expressions([layout.num_bytes]):
+            self._layouts[recipe] = layout
+        return fake
+
+    def _first(
         self,
-        base: int,
+        whole: FakeTensor | None,
         dtype_name: str,
         device: str,
         shape: list[Any],
         strides: list[Any] | None,
         offset: Any,
         requires_grad: bool,
-    ) -> Tensor:
+    ) -> FakeTensor:
         dtype: torch.dtype = getattr(torch, dtype_name)
         sizes = [self._size(size) for size in shape]
         steps = [self._size(step) for step in strides or ()]
-        # Half as long as by a call under the mode, and there are thousands.
+        # Half as long as by a call under the mode.
         with no_dispatch():
-            if base < len(self._tensors):
+            if whole is not None:
                 made = torch.empty(0, dtype=dtype, device="meta")
-                whole = self._tensors[base].untyped_storage()
-                made.set_(whole, self._size(offset), sizes, steps)
+                made.set_(whole.untyped_storage(), self._size(offset), sizes, steps)
             elif strides is None:
                 made = torch.empty(sizes, dtype=dtype, device="meta")
             else:
                 made = torch.empty_strided(sizes, steps, dtype=dtype, device="meta")
             fake = FakeTensor(self._mode, made, torch.device(device))
-        return fake.requires_grad_() if requires_grad else fake
+        if requires_grad:
+            fake.requires_grad_()
+        return fake
 
     def _size(self, size: Any) -> Any:
         if isinstance(size, int):

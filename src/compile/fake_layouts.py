@@ -1,0 +1,82 @@
+"""Fake tensors made like others, without computing with symbolic sizes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+
+class _Memory(Tensor):
+    """Only carries memory and a layout into a :class:`FakeTensor`."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{function} of what only carries a layout")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one fake tensor lies in memory, to make others like it.
+
+    torch computes with symbolic sizes wherever it makes a tensor or checks a view, a fraction of a
+    millisecond each time. Here that is done once, for the first.
+
+    Attributes:
+        num_bytes: of the memory, in which the tensor may be a part.
+    """
+
+    mode: FakeTensorMode
+    sizes: tuple[Any, ...]
+    steps: tuple[Any, ...]
+    offset: Any
+    num_bytes: Any
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, fake: FakeTensor) -> Layout:
+        """Of a strided ``fake``."""
+        return cls(
+            fake.fake_mode,
+            tuple(fake.shape),
+            tuple(fake.stride()),
+            fake.storage_offset(),
+            fake.untyped_storage().nbytes(),
+            fake.dtype,
+            fake.device,
+            fake.requires_grad,
+        )
+
+    def new(self) -> FakeTensor:
+        """A tensor of this layout in memory of its own."""
+        with no_dispatch():
+            made = Tensor._make_wrapper_subclass(
+                _Memory,
+                self.sizes,
+                strides=self.steps,
+                storage_offset=self.offset,
+                dtype=self.dtype,
+                device=torch.device("meta"),
+                storage_size=self.num_bytes,
+            )
+            return self._fake(made)
+
+    def within(self, other: FakeTensor) -> FakeTensor:
+        """A tensor of this layout in the memory of ``other``, which must be large enough."""
+        with no_dispatch():
+            # A view asks for no sizes, but has to be of a tensor that is no fake.
+            made = torch.empty(0, dtype=self.dtype, device="meta")
+            made.set_(other.untyped_storage(), 0, (0,), (1,))
+            return self._fake(made.as_strided(self.sizes, self.steps, self.offset))
+
+    def _fake(self, made: Tensor) -> FakeTensor:
+        fake = FakeTensor(self.mode, made, self.device)
+        if self.requires_grad:
+            fake.requires_grad_()
+        return fake
