@@ -26,8 +26,8 @@ _MAX_VOCABULARY = 50_000
 def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool = False) -> None:
     """Run the gate and print a verdict; exit code 1 if any answer differs.
 
-    On a GPU the control runs first, as this command again with ``only_control``, which prints
-    JSON: in one process, what pins the library's algorithms for the gate would pin the control's.
+    On a GPU the controls run first, as this command again with ``only_control``, which prints
+    JSON: in one process, what pins the library's algorithms for the gate would pin theirs.
 
     Raises:
         PagespecError: an option is refused.
@@ -36,11 +36,11 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         raise InvalidInputError("--trace", engine.trace, "verify starts several engines")
     from pagespec.compile.build import resolve_device
     from pagespec.compile.load import load_model
-    from pagespec.verify import Family, GateSize, run_control, run_gate
+    from pagespec.verify import Family, GateSize, run_controls, run_gate
 
     device = resolve_device(engine.device)
     has_own_control = device.type == "cuda" and not only_control
-    control = Family("control", **_control_of_its_own()) if has_own_control else None
+    controls = [Family(**found) for found in _own_controls()] if has_own_control else []
     loaded = load_model(
         start.model_of(engine), dtype=engine.dtype, device=device, load_format=engine.load_format
     )
@@ -65,12 +65,10 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         "note": lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
     }
     if only_control:
-        found = dataclasses.asdict(run_control(make_llm, **settings))
-        del found["name"]
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps([dataclasses.asdict(f) for f in run_controls(make_llm, **settings)]))
         return
-    report = run_gate(make_llm, **settings, with_control=control is None)
-    report.control = control or report.control
+    report = run_gate(make_llm, **settings, with_control=not has_own_control)
+    report.controls = controls or report.controls
     dtype = str(loaded.dtype).removeprefix("torch.")
     typer.echo(f"{start.model_label(engine)} in {dtype} on {device}")
     typer.echo(_table(report))
@@ -79,19 +77,18 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         raise typer.Exit(1)
 
 
-def _control_of_its_own() -> dict[str, Any]:
-    """What the control found, run by a process of its own with this command's arguments."""
+def _own_controls() -> list[dict[str, Any]]:
+    """What the controls found, run by a process of their own with this command's arguments."""
     command = [sys.executable, "-m", "pagespec.cli", *sys.argv[1:], "--only-control"]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:
-        raise PagespecError(f"the control ended with exit code {result.returncode}")
-    found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+        raise PagespecError(f"the controls ended with exit code {result.returncode}")
+    found: list[dict[str, Any]] = json.loads(result.stdout.strip().splitlines()[-1])
     return found
 
 
 def _table(report: GateReport) -> str:
-    families = [*report.families, dataclasses.replace(report.control)]
-    families[-1].name = "control: not transparent"
+    families = [*report.families, *report.controls]
     width = max(len(family.name) for family in families)
     lines = [f"{'schedules':<{width}}  {'cases':>6}  {'equal':>6}  {'different':>9}"]
     for family in families:
@@ -118,12 +115,13 @@ def _verdict(report: GateReport) -> str:
         f"they have alone ({report.num_hit_blocks} cached blocks were used, "
         f"{report.num_preemptions} requests preempted)."
     )
+    last = report.controls[-1]
     if report.has_power:
         return (
-            f"{proven}\nWithout transparency {report.control.num_different} of "
-            f"{report.control.num_cases} differ."
+            f"{proven}\nWithout it {last.num_different} of {last.num_cases} differ "
+            f"({last.name.removeprefix('control: ')})."
         )
     return (
-        f"{proven}\nThe control has no power: without transparency nothing differs here either, "
-        "so these cases could not have shown a failure."
+        f"{proven}\nThe controls have no power: nothing differs in them either, so these cases "
+        "could not have shown a failure."
     )

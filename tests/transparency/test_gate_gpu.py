@@ -1,6 +1,6 @@
 """The gate on a GPU: dense, sliding window and mixture of experts, through captured graphs.
 
-Its control needs a process of its own and runs through ``pagespec verify``.
+Its controls need a process of their own and run through ``pagespec verify``.
 """
 
 from __future__ import annotations
@@ -67,4 +67,5 @@ def test_without_transparency_answers_differ(tmp_path: Path) -> None:
     result = subprocess.run(
         [*command, *arguments, "--only-control"], capture_output=True, text=True, check=True
     )
-    assert json.loads(result.stdout.strip().splitlines()[-1])["num_different"] > 0
+    controls = json.loads(result.stdout.strip().splitlines()[-1])
+    assert controls[-1]["num_different"] > 0, controls
