@@ -1,4 +1,4 @@
-"""``x @ weight.T`` of at most 16 rows, its weight under way before the kernel before has ended.
+"""``x @ weight.T`` of few rows, its weight under way before the kernel before has ended.
 
 A step of few rows is a chain of short kernels that each wait for the last, and a product in it is
 mostly waiting for its weight, which depends on none of them. Triton cannot ask for the one operand
@@ -6,11 +6,12 @@ before the wait and for the other after it; Gluon, which it is made of, can: her
 asks for all its weights that fit in shared memory, then waits (programmatic dependent launch),
 then asks for x. So **weights must be older than the kernel before**: parameters, nothing computed.
 
-A program owns ``part`` rows of the weight (of each half, with a gate) and walks K from 0 to the end
-with one float32 accumulator: wgmma of 64 rows by 8 or 16, the weight on the left. Where it owns
-fewer than 64 rows, the other rows of the operand are whatever lies behind in shared memory, and
-what comes of them is dropped: rows of a product do not mix. The order of summation is that of
-:mod:`pagespec.kernels.triton_linear`, and so are the bits.
+A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It walks
+K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by one
+or two warpgroups. Where it owns fewer rows of the weight than those take, the others of the operand
+are whatever lies behind in shared memory, and what comes of them is dropped: rows of a product do
+not mix. The order of summation is that of :mod:`pagespec.kernels.triton_linear`, and so are the
+bits.
 
 Shared memory is one block of 1 KiB pieces (8 rows of 128 bytes, the unit of the 128-byte swizzle):
 the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of x, each
@@ -61,13 +62,14 @@ def _add_stage(
     W_ROWS: gl.constexpr,
     X_ROWS: gl.constexpr,
     X_FROM: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     """total + the products of one stage's atoms, not waited for."""
     for atom in gl.static_range(ATOMS):
         weights = smem.index((slot * ATOMS + atom) * (W_ROWS // 8))
         rows = smem.index(X_FROM + (slot * ATOMS + atom) * (X_ROWS // 8))
         total = warpgroup_mma(
-            weights._reinterpret(gl.bfloat16, [64, 64], OPERAND),
+            weights._reinterpret(gl.bfloat16, [LEFT, 64], OPERAND),
             rows._reinterpret(gl.bfloat16, [X_ROWS, 64], OPERAND).permute((1, 0)),
             total,
             is_async=True,
@@ -97,15 +99,21 @@ def early_kernel(
     W_PIECES: gl.constexpr = ATOMS * W_ROWS // 8
     X_PIECES: gl.constexpr = ATOMS * X_ROWS // 8
     X_FROM: gl.constexpr = STAGES * W_PIECES
-    # The last atom's operand reads 64 rows from its first on.
+    LEFT: gl.constexpr = 128 if W_ROWS > 64 else 64  # 64 for each warpgroup
+    NUM_WARPS: gl.constexpr = LEFT // 16
+    # The last atom's operand reads LEFT rows from its first on.
     X_END: gl.constexpr = X_FROM + STAGES * X_PIECES
-    W_END: gl.constexpr = X_FROM - W_ROWS // 8 + 8
+    W_END: gl.constexpr = X_FROM - W_ROWS // 8 + LEFT // 8
     PIECES: gl.constexpr = X_END if X_END > W_END else W_END
     BYTES: gl.constexpr = ATOMS * (W_ROWS + X_ROWS) * 128
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X_ROWS, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, X_ROWS, 16])
+    WIDE: gl.constexpr = 8 if X_ROWS > 16 else 2  # outputs of a row that a thread stores at once
 
-    begin = gl.program_id(0) * PART
+    # Programs that share weights lie beside each other, so that one read from memory serves them.
+    num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
+    begin_m = gl.program_id(0) % num_row_tiles * X_ROWS
+    begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -119,21 +127,23 @@ def early_kernel(
         tl.extra.cuda.gdc_wait()
     for slot in gl.static_range(STAGES):
         target = _x_stage(smem, slot, X_FROM, X_PIECES, x_desc)
-        tma.async_copy_global_to_shared(x_desc, [slot * ATOMS, 0, 0], bars.index(slot), target)
+        tma.async_copy_global_to_shared(
+            x_desc, [slot * ATOMS, begin_m, 0], bars.index(slot), target
+        )
 
-    total = gl.zeros([64, X_ROWS], gl.float32, SUM)
+    total = gl.zeros([LEFT, X_ROWS], gl.float32, SUM)
     if STEPS == STAGES:  # nothing is loaded twice into a place, so nothing is waited for but data
         total = warpgroup_mma_init(total)
         for slot in range(STAGES):
             mbarrier.wait(bars.index(slot), 0)
-            total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM)
+            total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM, LEFT)
     else:
         slot = 0
         phase = 0
         last = 0
         for step in range(STEPS):
             mbarrier.wait(bars.index(slot), phase)
-            total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM)
+            total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM, LEFT)
             # All but this stage's products are done: the stage before is free.
             total = warpgroup_mma_wait(ATOMS, deps=(total,))
             then = step + STAGES - 1
@@ -144,7 +154,9 @@ def early_kernel(
             at = [then * ATOMS, 0, begin, 0]
             tma.async_copy_global_to_shared(w_desc, at, bar, target, pred=go)
             target = _x_stage(smem, last, X_FROM, X_PIECES, x_desc)
-            tma.async_copy_global_to_shared(x_desc, [then * ATOMS, 0, 0], bar, target, pred=go)
+            tma.async_copy_global_to_shared(
+                x_desc, [then * ATOMS, begin_m, 0], bar, target, pred=go
+            )
             last = slot
             slot += 1
             if slot == STAGES:
@@ -153,22 +165,31 @@ def early_kernel(
     total = warpgroup_mma_wait(0, deps=(total,))
     result = total.to(gl.bfloat16)
     if HALVES == 2:  # rows lie as [parts, halves, PART]
-        PLAIN: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
-        PAIRS: gl.constexpr = gl.BlockedLayout(
-            [1, 1, 1, 2], [1, 8, 4, 1], [1, 2, 2, 1], [3, 1, 2, 0]
+        PLAIN: gl.constexpr = gl.BlockedLayout(
+            [WIDE // 2, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
         )
-        pairs = result.reshape([32 // PART, 2, PART, X_ROWS]).permute([0, 2, 3, 1])
+        PAIRS: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 1, 2], [1, 8, 4, 1], [1, 2, NUM_WARPS // 2, 1], [3, 1, 2, 0]
+        )
+        pairs = result.reshape([LEFT // W_ROWS, 2, PART, X_ROWS]).permute([0, 2, 3, 1])
         gate, up = gl.convert_layout(pairs, PAIRS).split()
         # As triton_activation.silu and _silu_mul of triton_linear round it.
         wide = gate.to(gl.float32)
         activated = tl.div_rn(wide, libdevice.exp(-wide) + 1.0).to(gl.bfloat16)
         product = (activated.to(gl.float32) * up.to(gl.float32)).to(gl.bfloat16)
-        result = gl.convert_layout(product.reshape([32, X_ROWS]), PLAIN)
-        n = gl.arange(0, 32, gl.SliceLayout(1, PLAIN))
-        m = gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
+        result = gl.convert_layout(product.reshape([LEFT // 2, X_ROWS]), PLAIN)
+        n = gl.arange(0, LEFT // 2, gl.SliceLayout(1, PLAIN))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
+    elif WIDE > 2:
+        PLAIN: gl.constexpr = gl.BlockedLayout(
+            [WIDE, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
+        )
+        result = gl.convert_layout(result, PLAIN)
+        n = gl.arange(0, LEFT, gl.SliceLayout(1, PLAIN))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
     else:
-        n = gl.arange(0, 64, gl.SliceLayout(1, SUM))
-        m = gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
+        n = gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
     mask = (n[:, None] < PART) & (m[None, :] < num_rows)
     gl.store(out + m[None, :] * N + (begin + n)[:, None], result, mask=mask)
 
@@ -182,6 +203,7 @@ class Launch:
     x_layout: gl.NVMMASharedLayout
     weight_layout: gl.NVMMASharedLayout
     num_programs: int
+    num_warps: int
     constants: dict[str, object]
 
 
@@ -190,8 +212,8 @@ def plan_launch(
 ) -> Launch:
     """Raises ValueError if the tile does not fit the shape."""
     halves = 2 if has_gate else 1
-    x_rows = 8 if num_rows <= 8 else 16
-    if num_rows > 16 or not tile.fits(num_outs, k_size, has_gate):
+    x_rows = 8 if num_rows <= 8 else tile.x_rows
+    if not tile.fits(num_outs, k_size, has_gate):
         raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
     constants: dict[str, object] = {
         "N": num_outs,
@@ -208,7 +230,8 @@ def plan_launch(
         [tile.atoms, halves, tile.part, 64],
         gl.NVMMASharedLayout(128, 16, 3),
         gl.NVMMASharedLayout(128, 16, 4),
-        num_outs // tile.part,
+        num_outs // tile.part * -(-num_rows // x_rows),
+        4 if tile.part * halves <= 64 else 8,
         constants,
     )
 
@@ -219,7 +242,7 @@ def matmul(
     """``x @ weight.T``, rounded; one launch.
 
     Args:
-        x: bfloat16 ``[M <= 16, K]`` on a Hopper GPU; rows of whole 16-byte units, maybe strided.
+        x: bfloat16 ``[M, K]`` on a Hopper GPU; rows of whole 16-byte units, maybe strided.
         weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up); the same. Not written by the
             kernels before, as far as they have not ended when the last one begins.
         tile: how to cut it.
@@ -253,6 +276,12 @@ def matmul(
         launch.weight_layout,
     )
     early_kernel[(launch.num_programs,)](
-        x_desc, w_desc, out, num_rows, **launch.constants, num_warps=4, launch_pdl=overlap
+        x_desc,
+        w_desc,
+        out,
+        num_rows,
+        **launch.constants,
+        num_warps=launch.num_warps,
+        launch_pdl=overlap,
     )
     return out

@@ -77,29 +77,68 @@ TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class EarlyTile:
-    """How a product of at most 16 bfloat16 rows is cut whose weight is asked for early.
+    """How a product of few bfloat16 rows is cut whose weight is asked for early.
 
     Attributes:
         part: rows of the weight (of each half, with a gate) a program; a power of two.
         atoms: of 64 summands, in a stage; a power of two. stages: in shared memory at once.
+        x_rows: rows of x a program; a power of two from 16 to 256. Up to 8 rows take 8.
     """
 
     part: int
     atoms: int
     stages: int
+    x_rows: int = 16
 
     def fits(self, num_outs: int, k_size: int, has_gate: bool) -> bool:
-        """Whether shape and tile suit each other, and shared memory suffices for 16 rows."""
+        """Whether shape and tile suit each other, and shared memory suffices."""
         rows = self.part * (2 if has_gate else 1)
         num_steps, rest = divmod(k_size, 64 * self.atoms)
         if (self.part & (self.part - 1)) | (self.atoms & (self.atoms - 1)):
             return False
-        if rest or num_outs % self.part or rows > 64 or num_steps < self.stages:
+        if rest or num_outs % self.part or rows > 128 or num_steps < self.stages:
             return False
         num_staged = self.stages * self.atoms
-        behind = max(num_staged * 16, 64 - rows)  # x, or what the last operand reads beyond
+        left = 64 if rows <= 64 else 128
+        behind = max(
+            num_staged * self.x_rows, left - rows
+        )  # x, or what the last operand reads beyond
         return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
 
+
+# As TUNED, and measured like it.
+TUNED_EARLY: Mapping[tuple[int, int], Mapping[int, EarlyTile]] = MappingProxyType(
+    {
+        (4096, 1024): {
+            32: EarlyTile(64, 4, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 3, 64),
+            256: EarlyTile(64, 2, 4, 128),
+        },
+        (1024, 2048): {
+            32: EarlyTile(16, 8, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 4, 32),
+            256: EarlyTile(32, 4, 4, 64),
+        },
+        (3072, 1024): {
+            32: EarlyTile(32, 4, 4, 32),
+            64: EarlyTile(32, 2, 4, 32),
+            128: EarlyTile(64, 2, 4, 64),
+            256: EarlyTile(32, 1, 4, 64),
+        },
+        (1024, 3072): {
+            32: EarlyTile(16, 8, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 4, 32),
+            256: EarlyTile(32, 4, 4, 64),
+        },
+        (6144, 4096): {32: EarlyTile(64, 4, 4, 32)},
+        (4096, 4096): {32: EarlyTile(64, 4, 4, 32)},
+        (12288, 4096): {32: EarlyTile(32, 4, 4, 32)},
+        (4096, 12288): {32: EarlyTile(64, 4, 4, 32)},
+    }
+)
 
 _ONE_TILE_WIDE = _tile(32, 32, 32, 3)  # no matrix unit: small, to fit the registers
 _ONE_TILE_NARROW = _tile(32, 64, 64, 3)
@@ -183,26 +222,46 @@ def choose_early_tile(
 ) -> EarlyTile | None:
     """The tile for a bfloat16 product without bias, or None where :func:`choose_tile` serves it.
 
-    For the weights of Qwen3-0.6B and 8B these are the quickest of those tried on an H100
-    (benchmarks/NOTES.md, "Few rows"): all of K in shared memory if a part of the weight that keeps
-    32 programs busy leaves room for it, else stages that are used again.
+    Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
+    tried on an H100 (benchmarks/NOTES.md, "Few rows"): all of K in shared memory if a part of the
+    weight that keeps 32 programs busy leaves room for it, else stages that are used again. Beyond,
+    what was the quickest for those weights, and what is like it for other short ones.
 
     Args:
         num_outs: N of the product; a weight of gate and up has twice as many rows.
     """
     num_atoms, rest = divmod(k_size, 64)
-    if not card.has_early or num_rows > 16 or rest:
+    bucket = next((b for b in _BUCKETS if num_rows <= b), None)
+    if not card.has_early or bucket is None or rest:
         return None
+    if bucket > 16:
+        return _early_for_more(bucket, num_outs, k_size, has_gate)
     atoms = next(a for a in (8 if num_atoms >= 32 else 4, 4, 2, 1) if num_atoms % a == 0)
-    for part in (64, 32, 16, 8):
+    widest = 32 if has_gate else 64  # one warpgroup's
+    for part in (widest, widest // 2, widest // 4, 8):
         tile = EarlyTile(part, atoms, num_atoms // atoms)
         if 32 <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
             return tile
-    for part in (64, 32):
+    for part in (widest, 32):
         for stages in range(8, 2, -1):
             tile = EarlyTile(part, 4, stages)
             if 96 <= num_outs // part <= 512 and tile.fits(num_outs, k_size, has_gate):
                 return tile
+    return None
+
+
+def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> EarlyTile | None:
+    tuned = TUNED_EARLY.get((num_outs, k_size))
+    if tuned is not None:
+        return tuned.get(bucket)
+    if bucket > 64 or num_outs * k_size * 2 >= _SHORT_PRODUCT_BYTES:
+        return None
+    atoms = next(a for a in (4, 2, 1) if k_size // 64 % a == 0)
+    widest = 32 if has_gate else 64
+    for part in (widest, widest // 2, widest // 4):
+        tile = EarlyTile(part, atoms, min(4, k_size // 64 // atoms), 32)
+        if num_outs // part * (bucket // 32) >= 32 and tile.fits(num_outs, k_size, has_gate):
+            return tile
     return None
 
 
@@ -230,7 +289,7 @@ def rows_worth_it(weight_rows: int, k_size: int, card: Card) -> int:
     """
     if not card.is_large:
         return 16
-    tuned = TUNED.get((weight_rows, k_size)) or TUNED.get((weight_rows // 2, k_size))
-    if tuned:
-        return max(tuned)
+    for shape in ((weight_rows, k_size), (weight_rows // 2, k_size)):
+        if shape in TUNED:
+            return max([*TUNED[shape], *(TUNED_EARLY.get(shape, ()) if card.has_early else ())])
     return 64 if weight_rows * k_size * 2 < _SHORT_PRODUCT_BYTES else 16

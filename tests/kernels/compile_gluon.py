@@ -32,7 +32,7 @@ def ptx_of(num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: Earl
         {(names.index(name),): value for name, value in launch.constants.items()},
         {(names.index("out"),): [["tt.divisibility", 16]]},
     )
-    options = {"num_warps": 4, "launch_pdl": True}
+    options = {"num_warps": launch.num_warps, "launch_pdl": True}
     return str(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 

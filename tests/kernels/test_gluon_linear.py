@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,31 @@ MEASURED = {
 
 
 def test_a_tile_takes_what_shared_memory_holds() -> None:
-    from pagespec.kernels.linear_tiles import Card, EarlyTile, choose_early_tile
+    from pagespec.kernels.linear_tiles import (
+        TUNED_EARLY,
+        Card,
+        EarlyTile,
+        choose_early_tile,
+        rows_worth_it,
+    )
 
     card = Card(132, 227 << 10, has_early=True)
     for shape, tile in MEASURED.items():
         assert choose_early_tile(16, *shape, card) == EarlyTile(*tile), shape
-        assert choose_early_tile(17, *shape, card) is None
         assert choose_early_tile(1, *shape, Card(132, 227 << 10)) is None
+    for (n, k), tiles in TUNED_EARLY.items():
+        has_gate = n in (3072, 12288)
+        assert all(tile.fits(n, k, has_gate) for tile in tiles.values()), (n, k)
+        chosen = [choose_early_tile(rows, n, k, has_gate, card) for rows in (17, 33, 65, 129)]
+        assert chosen == [tiles.get(bucket) for bucket in (32, 64, 128, 256)]
+        assert rows_worth_it(n * (1 + has_gate), k, card) >= max(tiles)
+        assert choose_early_tile(257, n, k, has_gate, card) is None
+    # Other short weights: enough programs, at most 64 rows.
+    assert choose_early_tile(20, 2048, 1024, False, card) == EarlyTile(64, 4, 4, 32)
+    assert choose_early_tile(20, 1024, 1024, False, card) == EarlyTile(32, 4, 4, 32)
+    assert choose_early_tile(64, 1536, 576, True, card) == EarlyTile(32, 1, 4, 32)
+    assert choose_early_tile(65, 2048, 1024, False, card) is None
+    assert choose_early_tile(20, 8192, 8192, False, card) is None
     for n, k, has_gate in ((2048, 1024, False), (2560, 960, False), (1536, 576, True)):
         chosen = choose_early_tile(1, n, k, has_gate, card)
         assert chosen is not None
@@ -49,7 +68,7 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
     assert choose_early_tile(1, 151936, 1024, False, card) is None  # too many programs
     assert choose_early_tile(1, 1024, 1000, False, card) is None  # no whole atoms
     assert choose_early_tile(1, 512, 16384, False, card) is None  # too few
-    assert not EarlyTile(64, 4, 4).fits(4096, 1024, has_gate=True)  # 128 rows
+    assert not EarlyTile(128, 1, 4).fits(4096, 1024, has_gate=True)  # 256 rows
     assert not EarlyTile(32, 4, 4).fits(4090, 1024, has_gate=False)
     assert not EarlyTile(32, 4, 8).fits(4096, 1024, has_gate=False)  # more stages than steps
     assert not EarlyTile(48, 4, 4).fits(4800, 1024, has_gate=False)  # no power of two
@@ -57,11 +76,14 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
 
 
 def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
-    from pagespec.kernels.linear_tiles import is_gluon_known
+    from pagespec.kernels.linear_tiles import TUNED_EARLY, is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
-    cases = [(rows, *shape, *tile) for shape, tile in MEASURED.items() for rows in (2, 16)]
+    cases = [(rows, *shape, *tile, 16) for shape, tile in MEASURED.items() for rows in (2, 16)]
+    for n, k in ((1024, 2048), (3072, 1024)):
+        for rows, tile in TUNED_EARLY[n, k].items():
+            cases.append((rows, n, k, n == 3072, *astuple(tile)))
     script = Path(__file__).with_name("compile_gluon.py")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -255,20 +255,31 @@ EARLY = [
     (512, 4096, False, (32, 4, 5)),
     (512, 4096, True, (32, 2, 6)),
     (512, 4096, False, (64, 4, 3)),
+    (4096, 1024, False, (64, 4, 4, 32)),
+    (1024, 2048, False, (16, 8, 4, 32)),
+    (1024, 3072, False, (32, 4, 4, 64)),
+    (3072, 1024, True, (32, 1, 4, 64)),
+    (3072, 1024, True, (64, 2, 4, 64)),
+    (4096, 1024, False, (64, 2, 4, 128)),
+    (512, 576, False, (128, 1, 4, 256)),
+    (512, 576, True, (16, 1, 5, 32)),
 ]
 
 
 @pytest.mark.parametrize(("n", "k", "has_gate", "early"), EARLY, ids=str)
 def test_bits_of_the_product_in_gluon(
-    n: int, k: int, has_gate: bool, early: tuple[int, int, int]
+    n: int, k: int, has_gate: bool, early: tuple[int, ...]
 ) -> None:
     from pagespec.kernels import gluon_linear
     from pagespec.kernels.linear_tiles import EarlyTile
 
-    x, weight, _ = operands(16, n, k, torch.bfloat16, has_gate)
-    expected = product(TILES[0], x, weight, has_gate=has_gate)
     tile = EarlyTile(*early)
-    for rows in range(1, 17):
+    last = 3 * tile.x_rows + 5 if tile.x_rows > 16 else 16
+    x, weight, _ = operands(last, n, k, torch.bfloat16, has_gate)
+    expected = product(TILES[0], x, weight, has_gate=has_gate)
+    for rows in {*range(1, 18), tile.x_rows - 1, tile.x_rows, tile.x_rows + 1, last}:
+        if rows > last:
+            continue
         out = gluon_linear.matmul(x[:rows], weight, tile=tile, has_gate=has_gate)
         assert torch.equal(out, expected[:rows]), rows
     wide = torch.cat([x, x], 1)[:, k:]
@@ -278,7 +289,7 @@ def test_bits_of_the_product_in_gluon(
         gluon_linear.matmul(x[:, : k - 64], weight, tile=tile, has_gate=has_gate)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 20, 64, 100, 256])
 def test_a_chain_in_gluon_waits_for_its_rows(rows: int) -> None:
     """Each kernel starts before the one has ended whose result it multiplies."""
     from pagespec.kernels import gpu_linear
