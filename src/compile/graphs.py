@@ -13,6 +13,7 @@ from pagespec.compile.step_inputs import MIN_SIZE
 
 _FEW_ROWS = 8
 _MAX_TOKENS_OF_FEW_ROWS = 2048
+_MANY_ROWS = 256  # from here on a product takes longer for more tokens
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,13 +45,21 @@ def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 def mixed_shapes(max_num_tokens: int, max_num_rows: int) -> tuple[StepShape, ...]:
     """Shapes to capture for steps that are not pure decode: up to the token budget, for all rows,
-    and for few of them where that matters to the time to a first token."""
-    sizes = [64, 256, 512, *(1024 * 2**k for k in range(16)), 12288]
-    sizes = sorted(size for size in sizes if size < max_num_tokens)
+    and for few of them where that matters to the time to a first token.
+
+    Under a steady load of many requests, most steps are a token of every row and a prompt or two:
+    sizes are close to one another there, since padding is computed like any token.
+    """
+    far = {64, 256, 512, *(1024 * 2**k for k in range(16)), 12288}
+    near = {n * max_num_rows // 2 for n in (3, 4, 5, 6)} if max_num_rows >= _MANY_ROWS else set()
+    near -= far
+    sizes = sorted(size for size in far | near if size < max_num_tokens)
     shapes = []
     for size in [*sizes, max(max_num_tokens, MIN_SIZE)]:
         shapes.append(StepShape(size, max(max_num_rows, MIN_SIZE), False))
-        if size <= _MAX_TOKENS_OF_FEW_ROWS and max_num_rows > _FEW_ROWS:
+        if size in near or size > _MAX_TOKENS_OF_FEW_ROWS:
+            continue
+        if max_num_rows > _FEW_ROWS:
             shapes.append(StepShape(size, _FEW_ROWS, False))
     return tuple(shapes)
 

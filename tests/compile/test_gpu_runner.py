@@ -198,3 +198,8 @@ def test_mixed_shapes_reach_the_budget_and_all_rows() -> None:
     assert max(s.num_tokens for s in shapes) == 5000
     assert {s.num_rows for s in shapes} == {8, 100}
     assert mixed_shapes(1, 1) == (StepShape(2, 2, False),)
+    many = sorted(s.num_tokens for s in mixed_shapes(8192, 512) if s.num_rows == 512)
+    assert many == [64, 256, 512, 768, 1024, 1280, 1536, 2048, 4096, 8192]
+    assert sorted(s.num_tokens for s in mixed_shapes(8192, 512) if s.num_rows == 8) == [
+        *(64, 256, 512, 1024, 2048)
+    ]
