@@ -2,11 +2,13 @@
 
     python -m benchmarks.attention [--block-sizes 16 64 256] [--repeats 10]
 
-Every implementation that can serve a case is timed: the Triton kernels, and FlashAttention where
-it is installed. Decode counts every byte of K and V once, beside the copy bandwidth of the same
-run; prefill counts the products of visible (query, key) pairs. Blocks of a row lie scattered. Each
-CUDA graph holds several calls, which share lengths and block tables as the layers of a model do,
-over caches that together are larger than the L2 cache; figures are medians of replays.
+Every implementation that can serve a case is timed: the Triton kernels, FlashAttention where it is
+installed, and for prefill the reference in plain torch. Decode counts every byte of K and V once,
+beside the copy bandwidth of the same run; prefill counts the products of visible (query, key)
+pairs. Blocks of a row lie scattered. Each CUDA graph holds several calls, which share lengths and
+block tables as the layers of a model do, over caches that together are larger than the L2 cache;
+figures are medians of replays. The reference waits for the device and cannot be captured: its calls
+are timed as they come.
 """
 
 from __future__ import annotations
@@ -137,15 +139,19 @@ def median_seconds(calls: list[Callable[[], object]], repeats: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return _median_seconds(graph.replay, repeats) / len(calls)
+
+
+def _median_seconds(run: Callable[[], object], repeats: int) -> float:
     times = []
     for repeat in range(repeats + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
         if repeat >= 3:
-            times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+            times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
 
 
@@ -155,6 +161,8 @@ def attention_seconds(choice: Choice, layers: list[tuple], repeats: int) -> floa
     def call_of(layer: tuple) -> Callable[[], Tensor]:
         return lambda: choice.attend(*layer)
 
+    if not choice.capturable:
+        return _median_seconds(call_of(layers[0]), min(repeats, 3))
     return median_seconds([call_of(layer) for layer in layers], repeats)
 
 
@@ -175,9 +183,9 @@ def copy_bandwidth() -> float:
 
 
 def implementations(case: Case, block_size: int) -> tuple[dict[str, Choice], list[str]]:
-    """Those that can serve the case in a CUDA graph, and why the others cannot."""
+    """Those that can serve the case, and why the others cannot."""
     found, missing = {}, []
-    for name in ("triton", "flash"):
+    for name in ("triton", "flash", "reference") if case.is_prefill else ("triton", "flash"):
         try:
             found[name] = choose_attention(
                 name,
@@ -212,7 +220,7 @@ def main() -> None:
     print(environment())
     print(f"copy: {copy:,.0f} GB/s\n")
     print(
-        f"{'case':<21} {'by':<7} {'block':>5} {'us':>9} {'GB/s':>7} {'of copy':>7} {'target':>7} "
+        f"{'case':<21} {'by':<9} {'block':>5} {'us':>9} {'GB/s':>7} {'of copy':>7} {'target':>7} "
         f"{'TFLOP/s':>8}"
     )
     notes: dict[str, None] = {}
@@ -223,7 +231,7 @@ def main() -> None:
             layers = inputs(case, block_size) if found else []
             for name, choice in found.items():
                 seconds = attention_seconds(choice, layers, options.repeats)
-                row = f"{case.name:<21} {name:<7} {block_size:>5} {seconds * 1e6:>9.1f} "
+                row = f"{case.name:<21} {name:<9} {block_size:>5} {seconds * 1e6:>9.1f} "
                 if case.is_prefill:
                     row += f"{'':>23} {case.flops() / seconds / 1e12:>8.0f}"
                 else:
