@@ -15,14 +15,8 @@ from torch import Tensor
 from pagespec.compile.staging import truncated_fields
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.kernels.sampling import SamplingInputs, _keep_top
-from pagespec.kernels.triton_truncate import (
-    TRUNCATED_FIELDS,
-    _cut,
-    _is_kept,
-    _keys_at,
-    _largest,
-    sample_truncated,
-)
+from pagespec.kernels.triton_cut import find_cut, largest_logit, mark_kept, token_keys
+from pagespec.kernels.triton_truncate import TRUNCATED_FIELDS, sample_truncated
 
 
 @dataclass(frozen=True)
@@ -79,13 +73,13 @@ def _kept_kernel(  # type: ignore[no-untyped-def]
     furthest = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
     temperature = tl.load(temperatures + place)
     base = logits + place.to(tl.int64) * VOCAB
-    top = _largest(base, VOCAB, TILE)
-    limit, quota, is_tied = _cut(base, top, temperature, k, top_p, furthest, VOCAB, TILE)
+    top = largest_logit(base, VOCAB, TILE)
+    limit, quota, is_tied = find_cut(base, top, temperature, k, top_p, furthest, VOCAB, TILE)
     num_seen = limit * 0
     for first in range(0, VOCAB, TILE):
         ids = first + tl.arange(0, TILE)
-        key = _keys_at(base, ids, top, temperature, VOCAB)
-        is_kept, num_seen = _is_kept(key, limit, quota, is_tied, num_seen)
+        key = token_keys(base, ids, top, temperature, VOCAB)
+        is_kept, num_seen = mark_kept(key, limit, quota, is_tied, num_seen)
         tl.store(mask + row.to(tl.int64) * VOCAB + ids, is_kept.to(tl.int8), mask=ids < VOCAB)
 
 

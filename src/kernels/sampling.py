@@ -1,22 +1,32 @@
 """Chooses tokens. A row's token depends on its logits, parameters, seed and position alone.
 
-Random rows use the Gumbel-max trick: the token with the largest logit + Gumbel noise is a sample
-of the softmax. The noise of a token comes from Philox keyed by the request's seed, with the
-position and the token id as counter, so neither the batch nor the order of anything matters.
+Random rows draw twice, a group of :data:`GROUP` consecutive ids by the sum of its probabilities,
+then a token of it by its own: together, a sample of the softmax. Either draw is by the Gumbel-max
+trick: the largest log-probability + Gumbel noise wins. So random numbers and their logarithms,
+which cost more than reading the logits, are wanted for few tokens, not for all of the vocabulary.
+Noise comes from Philox keyed by the request's seed, with the position and the id of the group or
+token as counter, so neither the batch nor the order of anything matters.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pagespec.kernels.philox import philox4x32
 
+GROUP = 256
+"""Tokens of a group; part of what a seed means. A power of two."""
+
 _WORD = 0xFFFFFFFF
 _NEG_INF = float("-inf")
+_OF_TOKEN, _OF_GROUP = 0, 1
+"""Last words of the counter, which tell the noise of a token from that of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,8 @@ def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
 
     In vLLM's order: temperature; min_p drops what is less likely than min_p times the likeliest;
     top_k keeps the k likeliest of the rest (ties to the lowest ids), top_p the smallest set of
-    those whose renormalised probability reaches p, at least one token.
+    those whose renormalised probability reaches p, at least one token. In a random row NaN is as
+    -inf; of several infinite logits each is as likely, and a row without a finite one gives 0.
 
     Args:
         logits: ``[S, V]``, any float dtype.
@@ -110,16 +121,18 @@ def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
     tokens = greedy(logits)
     if len(rows) == 0:
         return tokens
-    # Divided by the largest first, so that a tiny temperature cannot overflow to infinity twice.
-    scaled = logits[rows].float()
-    scaled = scaled - scaled.amax(-1, keepdim=True)
+    # The largest goes before the division: a tiny temperature cannot overflow to infinity twice.
+    scaled = logits[rows].float().nan_to_num_(_NEG_INF, math.inf, _NEG_INF)
+    largest = scaled.amax(-1, keepdim=True)
+    is_largest = (scaled == largest) & (largest > _NEG_INF)
+    scaled = (scaled - largest).masked_fill_(is_largest, 0.0).nan_to_num_(_NEG_INF, 0.0, _NEG_INF)
     scaled = scaled / params.temperature[rows].unsqueeze(1)
     if params.any_min_p:
         threshold = params.min_p[rows].log().unsqueeze(1)
         scaled = scaled.masked_fill(scaled < threshold, _NEG_INF)
     if params.any_top:
         scaled = _keep_top(scaled, params.top_k[rows], params.top_p[rows])
-    tokens[rows] = _gumbel_argmax(scaled, params.seeds[rows], params.positions[rows])
+    tokens[rows] = _draw(scaled, params.seeds[rows], params.positions[rows])
     return tokens
 
 
@@ -139,28 +152,27 @@ def _keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(scaled).scatter_(1, ids, values)
 
 
-def _gumbel_argmax(scaled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def _draw(scaled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """A token of each row of log-probabilities ``[S, V]``, up to a constant; int64 ``[S]``."""
     num_rows, vocab_size = scaled.shape
-    kept = scaled > _NEG_INF
-    num_kept = int(kept.sum())
-    # Four tokens share a Philox call when all are wanted; few tokens are looked up one by one.
-    if num_kept * 4 < num_rows * vocab_size:
-        row, token = kept.nonzero(as_tuple=True)
-        words = torch.stack(_words(seeds[row], positions[row], token // 4))
-        noise = _gumbel(words.gather(0, (token % 4).unsqueeze(0))[0])
-        scores = torch.full_like(scaled, _NEG_INF, dtype=torch.float64)
-        scores[row, token] = scaled[row, token].double() + noise
-    else:
-        quads = torch.arange((vocab_size + 3) // 4, device=scaled.device)
-        words = torch.stack(_words(seeds.unsqueeze(1), positions.unsqueeze(1), quads), dim=-1)
-        noise = _gumbel(words.reshape(num_rows, -1)[:, :vocab_size])
-        scores = scaled.double() + noise
-    return greedy(scores)
+    num_groups = -(-vocab_size // GROUP)
+    padded = F.pad(scaled, (0, num_groups * GROUP - vocab_size), value=_NEG_INF).double()
+    grouped = padded.view(num_rows, num_groups, GROUP)
+    device = scaled.device
+
+    groups = torch.arange(num_groups, device=device).expand(num_rows, -1)
+    chosen = greedy(grouped.logsumexp(-1) + _noise(seeds, positions, groups, _OF_GROUP))
+    tokens = chosen.unsqueeze(1) * GROUP + torch.arange(GROUP, device=device)
+    scores = padded.gather(1, tokens) + _noise(seeds, positions, tokens, _OF_TOKEN)
+    return chosen * GROUP + greedy(scores)
 
 
-def _words(seeds: Tensor, positions: Tensor, quads: Tensor) -> tuple[Tensor, ...]:
-    counter = (quads, positions & _WORD, (positions >> 32) & _WORD, quads.new_zeros(()))
-    return philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
+def _noise(seeds: Tensor, positions: Tensor, ids: Tensor, kind: int) -> Tensor:
+    """Noise of ids ``[S, n]`` of rows ``[S]``; float64. Four ids share a call of Philox."""
+    seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
+    counter = (ids // 4, positions & _WORD, (positions >> 32) & _WORD, ids.new_tensor(kind))
+    words = philox4x32(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
+    return _gumbel(torch.stack(words, -1).gather(-1, (ids % 4).unsqueeze(-1)).squeeze(-1))
 
 
 def _gumbel(words: Tensor) -> Tensor:

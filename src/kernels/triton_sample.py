@@ -1,9 +1,10 @@
 """Greedy and plain random sampling as two small kernels, for use inside a CUDA graph.
 
-Scores are logit / temperature + Gumbel noise, the noise of a token from Philox keyed by the
-request's seed with position and token id as counter (:mod:`pagespec.kernels.sampling` says why);
-at temperature 0, the logit alone. Each program takes a fixed stretch of the vocabulary, a second
-kernel the best of the stretches; of equal scores the lowest token id wins.
+:mod:`pagespec.kernels.sampling` says how a token is chosen: first its group, then the token in the
+group. One kernel reads the logits and weighs every group, with one exponential a token and no
+random numbers, so that it waits for memory alone. The other, one program a row, draws a group, and
+a token of that group. A group is weighed in one fixed order whatever the batch; greedy rows take
+the same way without noise. Of equal scores the lowest id wins.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagespec.kernels.sampling import GROUP
+
 _STRETCH = 4096
-_TILE = 1024
+"""Tokens a program weighs."""
 
 
 @triton.jit
@@ -31,63 +34,100 @@ def _gumbel(word):  # type: ignore[no-untyped-def]
     return -tl.log(-log_u)
 
 
-@triton.jit(do_not_specialize=["num_stretches"])
-def _stretch_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def noise_of(seed, position, index, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Gumbel noise, float32, of tokens (KIND 0) or groups (KIND 1); ``index`` is a block of ids."""
+    quad = (index // 4).to(tl.uint32)
+    zero = quad * 0
+    low = (position & 0xFFFFFFFF).to(tl.uint32)
+    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, quad, zero + low, zero + high, zero + KIND)
+    even = tl.where(index % 4 == 0, w0, w2)
+    odd = tl.where(index % 4 == 1, w1, w3)
+    return _gumbel(tl.where(index % 2 == 0, even, odd))
+
+
+@triton.jit
+def first_of_best(score, ids):  # type: ignore[no-untyped-def]
+    """The lowest of the ids whose score is the largest."""
+    return tl.min(tl.where(score == tl.max(score), ids, 0x7FFFFFFF))
+
+
+@triton.jit
+def _load(base, ids, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits as float32; -inf for NaN, which can be no maximum, and beyond the vocabulary."""
+    logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    return tl.maximum(logit, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def _weigh_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    temperatures,
+    largest,
+    sums,
+    logits_stride,
+    num_groups,
+    VOCAB: tl.constexpr,
+    STRETCH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The largest logit of each group, and the sum of exp((logit - largest) / temperature)."""
+    stretch = tl.program_id(0)
+    row = tl.program_id(1)
+    group = stretch * (STRETCH // GROUP) + tl.arange(0, STRETCH // GROUP)
+    base = logits + row.to(tl.int64) * logits_stride
+    logit = _load(base, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], VOCAB)
+    top = tl.max(logit, 1)
+    # log2(e) / temperature; never 0, which -inf must not meet.
+    scale = tl.maximum(1.4426950408889634 / tl.load(temperatures + row), 1e-30)
+    # The minimum makes 0 of what has no value: infinity less infinity, and 0 of an infinite scale.
+    exponent = tl.minimum((logit - top[:, None]) * scale, 0.0)
+    place = row * num_groups + group
+    tl.store(largest + place, top, mask=group < num_groups)
+    tl.store(sums + place, tl.sum(tl.exp2(exponent), 1), mask=group < num_groups)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def _choose_kernel(  # type: ignore[no-untyped-def]
     logits,
     temperatures,
     seeds,
     positions,
-    best_scores,
-    best_ids,
+    largest,
+    sums,
+    sampled,
     logits_stride,
-    num_stretches,
+    num_groups,
     VOCAB: tl.constexpr,
-    STRETCH: tl.constexpr,
-    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     row = tl.program_id(0)
-    stretch = tl.program_id(1)
     temperature = tl.load(temperatures + row)
-    base = logits + row.to(tl.int64) * logits_stride
-    # One contest a lane, and one among the lanes at the end.
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_id = stretch * STRETCH + tl.arange(0, TILE)
-    end = tl.minimum((stretch + 1) * STRETCH, VOCAB)
-    if temperature > 0.0:
-        seed = tl.load(seeds + row)
-        position = tl.load(positions + row)
-        low = (position & 0xFFFFFFFF).to(tl.uint32)
-        high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        for first in range(stretch * STRETCH, end, TILE):
-            quads = (first // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
-            zero = quads * 0
-            w0, w1, w2, w3 = tl.philox(seed, quads, zero + low, zero + high, zero)
-            words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-            ids = first + tl.arange(0, TILE)
-            logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-            score = logit / temperature + _gumbel(words)
-            best_id = tl.where(score > best, ids, best_id)
-            best = tl.maximum(best, score)
-    else:
-        for first in range(stretch * STRETCH, end, TILE):
-            ids = first + tl.arange(0, TILE)
-            logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-            best_id = tl.where(logit > best, ids, best_id)
-            best = tl.maximum(best, logit)
-    top = tl.max(best, 0)
-    top_id = tl.min(tl.where(best == top, best_id, VOCAB), 0)
-    tl.store(best_scores + row * num_stretches + stretch, top)
-    tl.store(best_ids + row * num_stretches + stretch, tl.minimum(top_id, VOCAB - 1))
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
 
+    groups = tl.arange(0, PADDED)
+    tops = tl.load(
+        largest + row * num_groups + groups, mask=groups < num_groups, other=float("-inf")
+    )
+    total = tl.load(sums + row * num_groups + groups, mask=groups < num_groups, other=1.0)
+    top = tl.max(tops, 0)
+    distance = tl.where(tops == top, 0.0, (top - tops) / temperature)
+    score = tl.log(total) - distance + noise_of(seed, position, groups, 1)
+    score = tl.where(tops > float("-inf"), score, float("-inf"))
+    score = tl.where(temperature > 0.0, score, tops)
+    group = first_of_best(score, groups)
 
-@triton.jit(do_not_specialize=["num_stretches"])
-def _best_kernel(best_scores, best_ids, sampled, num_stretches, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0)
-    i = tl.arange(0, PADDED)
-    mask = i < num_stretches
-    scores = tl.load(best_scores + row * num_stretches + i, mask=mask, other=float("-inf"))
-    _, at = tl.max(scores, 0, return_indices=True)
-    tl.store(sampled + row, tl.load(best_ids + row * num_stretches + at).to(tl.int64))
+    ids = group * GROUP + tl.arange(0, GROUP)
+    logit = _load(logits + row.to(tl.int64) * logits_stride, ids, VOCAB)
+    top = tl.max(logit, 0)
+    distance = tl.where(logit == top, 0.0, (top - logit) / temperature)
+    score = noise_of(seed, position, ids, 0) - distance
+    score = tl.where(logit > float("-inf"), score, float("-inf"))
+    score = tl.where(temperature > 0.0, score, logit)
+    tl.store(sampled + row, first_of_best(score, ids).to(tl.int64))
 
 
 def sample_simple(
@@ -96,33 +136,38 @@ def sample_simple(
     """Write one token a row into ``sampled``; for rows without top_k, top_p and min_p.
 
     Args:
-        logits: ``[S, V]``, any float dtype, rows contiguous.
+        logits: ``[S, V]``, any float dtype, rows contiguous, S at most 65,535.
         temperatures: float32 ``[>= S]``, 0 for greedy. seeds, positions: int64 ``[>= S]``.
         sampled: int64 ``[>= S]``, written.
     """
     num_rows, vocab_size = logits.shape
-    num_stretches = triton.cdiv(vocab_size, _STRETCH)
-    best_scores = torch.empty(num_rows, num_stretches, dtype=torch.float32, device=logits.device)
-    best_ids = torch.empty(num_rows, num_stretches, dtype=torch.int32, device=logits.device)
-    _stretch_kernel[(num_rows, num_stretches)](
+    num_groups = triton.cdiv(vocab_size, GROUP)
+    largest = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(largest)
+    _weigh_kernel[(triton.cdiv(vocab_size, _STRETCH), num_rows)](
+        logits,
+        temperatures,
+        largest,
+        sums,
+        logits.stride(0),
+        num_groups,
+        VOCAB=vocab_size,
+        STRETCH=_STRETCH,
+        GROUP=GROUP,
+        num_warps=4,
+    )
+    _choose_kernel[(num_rows,)](
         logits,
         temperatures,
         seeds,
         positions,
-        best_scores,
-        best_ids,
-        logits.stride(0),
-        num_stretches,
-        VOCAB=vocab_size,
-        STRETCH=_STRETCH,
-        TILE=_TILE,
-        num_warps=4,
-    )
-    _best_kernel[(num_rows,)](
-        best_scores,
-        best_ids,
+        largest,
+        sums,
         sampled,
-        num_stretches,
-        PADDED=triton.next_power_of_2(num_stretches),
-        num_warps=1,
+        logits.stride(0),
+        num_groups,
+        VOCAB=vocab_size,
+        GROUP=GROUP,
+        PADDED=triton.next_power_of_2(num_groups),
+        num_warps=8,
     )

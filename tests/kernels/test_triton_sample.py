@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from pagespec.kernels.sampling import SamplingInputs, sample
 
 triton_sample = pytest.importorskip("pagespec.kernels.triton_sample")
 
-VOCAB = 5000  # two stretches
+VOCAB = 5000  # two stretches, the last group in part
+INF = math.inf
 
 
 def draw(logits: Tensor, temperatures: list[float], seeds: list[int], positions: list[int]) -> list:
@@ -62,6 +64,60 @@ def test_a_row_depends_on_nothing_beside_it() -> None:
     assert together == alone
 
 
+def test_many_rows_of_any_temperature_get_the_tokens_of_the_cpu() -> None:
+    n = 96
+    logits = torch.randn(n, 1777, generator=torch.Generator().manual_seed(3)) * 3
+    temperatures = [0.0, 1e-30, 1e-5, 0.05, 0.6, 1.0, 3.0, 1e6] * (n // 8)
+    seeds = [(-1) ** i * (i << 37) + i for i in range(n)]
+    positions = [(i << 30) + 7 for i in range(n)]
+    found = draw(logits, temperatures, seeds, positions)
+    assert found == expected(logits, temperatures, seeds, positions)
+    highest = logits.argmax(-1).tolist()
+    for i in range(n):
+        if temperatures[i] < 1e-3:
+            assert found[i] == highest[i]
+    assert len(set(found[7::8])) == n // 8  # as good as uniform
+    # Where temperatures are high, groups are drawn alike, the part of one at the end too.
+    assert max(found[7::8]) > 1536
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masked_infinite_and_missing_logits(dtype: torch.dtype) -> None:
+    logits = torch.randn(10, 1300, generator=torch.Generator().manual_seed(4)) * 2
+    masked = torch.rand(10, 1300, generator=torch.Generator().manual_seed(5)) < 0.9
+    logits[masked] = -INF
+    logits[2, :1024] = -INF  # groups without a token
+    logits[3] = -INF
+    logits[4] = -INF
+    logits[4, 1299] = -3e4
+    logits[5, 777] = INF
+    logits[6, [300, 301, 900]] = INF
+    logits[7, ::2] = math.nan
+    logits[8] = math.nan
+    logits = logits.to(dtype)
+    for temperature in (1e-5, 0.7, 1e6):
+        rows = [temperature] * 10, list(range(10)), [5] * 10
+        found = draw(logits, *rows)
+        assert found == expected(logits, *rows)
+        assert all(logits[i, found[i]] > -INF for i in (0, 1, 2, 4, 5, 6, 7, 9))
+        assert found[2] >= 1024
+        assert found[3:6] == [0, 1299, 777]
+        assert found[8] == 0
+    greedy = draw(logits, [0.0] * 10, [0] * 10, [0] * 10)
+    assert greedy[3:7] == [0, 1299, 777, 300]
+    assert greedy[7] == logits[7].nan_to_num(-INF, INF, -INF).argmax()
+    assert greedy[8] == 0
+
+
+def test_each_of_several_infinite_logits_is_as_likely() -> None:
+    logits = torch.zeros(120, 600)
+    logits[:, [3, 100, 599]] = INF
+    counts = torch.bincount(torch.tensor(draw(logits, [1.0] * 120, list(range(120)), [1] * 120)))
+    assert counts.sum() == counts[[3, 100, 599]].sum()
+    # 40 expected of each, of deviation 5.2.
+    assert counts[[3, 100, 599]].min() > 18
+
+
 def test_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[0, [4097, 30, 1024]] = 1.0
@@ -69,11 +125,17 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert draw(logits, [0.0] * 3, [0] * 3, [0] * 3) == [30, 4100, 0]
 
 
-def test_frequencies_follow_the_softmax() -> None:
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    logits = torch.full((600, 8), -math.inf)
-    logits[:, :4] = probabilities.log() * 0.7  # undone by the temperature
-    tokens = draw(logits, [0.7] * 600, list(range(600)), [3] * 600)
-    counts = torch.bincount(torch.tensor(tokens), minlength=4) / 600
-    # Five standard deviations of the commonest.
-    assert (counts - probabilities).abs().max() < 0.1
+@pytest.mark.parametrize(("sampler", "n"), [(draw, 400), (expected, 4000)])
+def test_frequencies_follow_the_softmax(sampler: Callable[..., list], n: int) -> None:
+    """Of tokens of three groups, the last of which has one; most have hardly a chance."""
+    row = torch.full((513,), -12.0)
+    row[[0, 1, 255, 256, 300, 511, 512]] = torch.tensor([1.0, 0.2, 2.0, 1.5, -INF, 0.7, 1.8]) * 0.7
+    tokens = sampler(row.repeat(n, 1), [0.7] * n, list(range(n)), [3] * n)
+    probabilities = (row.double() / 0.7).softmax(-1)
+    counts = torch.bincount(torch.tensor(tokens), minlength=513).double()
+    assert counts[300] == 0
+    likely = probabilities > 5e-3
+    assert likely.sum() == 6
+    chi_square = ((counts - n * probabilities)[likely] ** 2 / (n * probabilities[likely])).sum()
+    # 99.9% quantile of chi-square with 6 degrees of freedom.
+    assert chi_square < 22.5

@@ -110,6 +110,16 @@ def test_ties_go_to_the_lowest_ids() -> None:
     assert ids[3] == [0, 1, 700]
 
 
+def test_a_group_of_which_a_tie_keeps_a_part_is_drawn_by_that_part() -> None:
+    logits = torch.zeros(24, 900)
+    rows = [Row(top_k=540, seed=seed) for seed in range(24)]
+    tokens = draw(logits, rows, tile=512, num_warps=4)
+    assert torch.equal(tokens, sample(logits, reference_inputs(rows)))
+    assert tokens.max() < 540
+    # The third group keeps 28 tokens of 256: one draw expected, 8 if it weighed what others do.
+    assert (tokens >= 512).sum() <= 4
+
+
 def test_top_p_is_a_share_of_what_top_k_keeps() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(2, 1)
     found = kept(logits, [Row(top_k=2, top_p=0.62), Row(top_p=0.62)], tile=16)

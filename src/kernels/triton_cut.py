@@ -1,0 +1,209 @@
+"""What top_k, top_p and min_p keep of a row: no sort, no waiting for the device.
+
+A token's *key* is the bits of its distance from the likeliest token, (largest logit - logit) /
+temperature, a float32 that is never negative: its bits as an integer order tokens from the
+likeliest down. What top_k and top_p keep are then the tokens up to a key, found by narrowing a
+bracket of keys: each walk over the row tallies three keys inside the bracket, so it shrinks to a
+quarter or less. Tokens at the last key go by token id. Walks take fixed tiles in a fixed order, so
+the bits of a row do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LARGEST_KEY = tl.constexpr(0x7F7FFFFF)
+_NO_KEY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def token_keys(base, ids, top, temperature, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys of tokens, int32; above every finite key for -inf, NaN and what is out of range."""
+    logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    # Rounded as the reference rounds it: a quotient one bit off makes or breaks ties.
+    distance = tl.div_rn(top - logit, temperature + tl.zeros_like(logit))
+    # Where the largest logit is infinite, the difference has no value.
+    distance = tl.where((logit == top) & (logit > float("-inf")), 0.0, distance)
+    return tl.where(distance >= 0.0, distance.to(tl.int32, bitcast=True), _NO_KEY)
+
+
+@triton.jit
+def _weight(key):  # type: ignore[no-untyped-def]
+    """exp(-distance) of keys to a few units in the last place, as float64.
+
+    The exponent of 2 is rounded, by more the larger it is; what it lost is multiplied back in.
+    """
+    distance = key.to(tl.float32, bitcast=True)
+    exponent = distance * 1.4426950216293335
+    lost = tl.fma(distance, 1.4426950216293335 + tl.zeros_like(distance), -exponent)
+    lost += distance * 1.9259629911266175e-8
+    weight = tl.exp2(-exponent) * (1.0 - lost * 0.6931471805599453)
+    return tl.where(distance < 80.0, weight, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _tally(  # type: ignore[no-untyped-def]
+    base, top, temperature, k1, k2, k3, VOCAB: tl.constexpr, TILE: tl.constexpr, WEIGH: tl.constexpr
+):
+    """Number of tokens up to each of three keys, int32, and the sum of their weights, float64."""
+    # Three counts of 10 bits in a word: a lane sees VOCAB / TILE tokens.
+    packed = tl.zeros([TILE], tl.int32)
+    sum1 = tl.zeros([TILE], tl.float64)
+    sum2 = tl.zeros([TILE], tl.float64)
+    sum3 = tl.zeros([TILE], tl.float64)
+    for first in range(0, VOCAB, TILE):
+        key = token_keys(base, first + tl.arange(0, TILE), top, temperature, VOCAB)
+        packed += tl.where(key <= k1, 1, 0)
+        packed += tl.where(key <= k2, 1 << 10, 0)
+        packed += tl.where(key <= k3, 1 << 20, 0)
+        if WEIGH:
+            weight = _weight(key)
+            sum1 += tl.where(key <= k1, weight, 0.0)
+            sum2 += tl.where(key <= k2, weight, 0.0)
+            sum3 += tl.where(key <= k3, weight, 0.0)
+    n1 = tl.sum(packed & 1023, 0)
+    n2 = tl.sum((packed >> 10) & 1023, 0)
+    n3 = tl.sum((packed >> 20) & 1023, 0)
+    return n1, n2, n3, tl.sum(sum1, 0), tl.sum(sum2, 0), tl.sum(sum3, 0)
+
+
+@triton.jit
+def _key_of_rank(base, top, temperature, k, limit, VOCAB: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A key up to which there are k tokens, or the smallest with more; ``limit`` if it is less."""
+    low = limit * 0
+    high = limit
+    num_high = low + VOCAB
+    # Distances of 2 and 8: most logits are on both sides of them. And whether there are k at all.
+    key1 = tl.minimum(low + 0x40000000, high - 1)
+    key2 = tl.minimum(low + 0x41000000, high - 1)
+    key3 = high
+    while (low < high) & (num_high > k):
+        n1, n2, n3, _, _, _ = _tally(base, top, temperature, key1, key2, key3, VOCAB, TILE, False)
+        if n1 >= k:
+            high = key1
+            num_high = n1
+        elif n2 >= k:
+            low = key1 + 1
+            high = key2
+            num_high = n2
+        elif n3 >= k:
+            low = key2 + 1
+            high = key3
+            num_high = n3
+        else:
+            low = key3 + 1
+        width = high - low
+        key1 = low + width // 4
+        key2 = low + width // 2
+        key3 = low + width // 2 + width // 4
+    return high
+
+
+@triton.jit
+def _key_of_weight(  # type: ignore[no-untyped-def]
+    base, top, temperature, target, limit, num_limit, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
+    """The key at which the sum of weights reaches ``target``, or ``limit`` if it is less.
+
+    Returns:
+        The key, how many of the tokens at it to keep (the first by id), and whether there may be
+        more of them. ``num_limit`` is the number of tokens up to ``limit``.
+    """
+    low = limit * 0
+    high = limit
+    num_low = low
+    num_high = num_limit
+    below = target * 0.0
+    # Distances of 1, 4 and 16.
+    key1 = tl.minimum(low + 0x3F800000, high - 1)
+    key2 = tl.minimum(low + 0x40800000, high - 1)
+    key3 = tl.minimum(low + 0x41800000, high - 1)
+    # Once one token is left in the bracket, it is kept: the rest of the bracket is empty.
+    while (low < high) & (num_high - num_low > 1):
+        n1, n2, n3, sum1, sum2, sum3 = _tally(
+            base, top, temperature, key1, key2, key3, VOCAB, TILE, True
+        )
+        if sum1 >= target:
+            high = key1
+            num_high = n1
+        elif sum2 >= target:
+            low = key1 + 1
+            num_low = n1
+            below = sum1
+            high = key2
+            num_high = n2
+        elif sum3 >= target:
+            low = key2 + 1
+            num_low = n2
+            below = sum2
+            high = key3
+            num_high = n3
+        else:
+            low = key3 + 1
+            num_low = n3
+            below = sum3
+        width = high - low
+        key1 = low + width // 4
+        key2 = low + width // 2
+        key3 = low + width // 2 + width // 4
+    num_at = num_high - num_low
+    quota = num_at
+    if num_at > 1:
+        # low == high: these tokens are equal. One is kept if those before it do not reach target.
+        needed = tl.ceil((target - below) / _weight(high))
+        quota = tl.minimum(tl.maximum(needed, 1.0), num_at.to(tl.float64)).to(tl.int32)
+    return high, tl.maximum(quota, 1), num_at > quota
+
+
+@triton.jit
+def largest_logit(base, VOCAB: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    for first in range(0, VOCAB, TILE):
+        ids = first + tl.arange(0, TILE)
+        logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf"))
+        largest = tl.maximum(largest, logit.to(tl.float32))
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def find_cut(base, top, temperature, k, top_p, furthest, VOCAB: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a row keeps: (last key, how many tokens at it, whether there are more than that).
+
+    ``furthest`` is the last key that min_p keeps; k of 0 or less and top_p of 1 keep all.
+    """
+    limit = tl.minimum(furthest, _LARGEST_KEY)
+    if (k > 0) & (k < VOCAB):
+        limit = _key_of_rank(base, top, temperature, k, limit, VOCAB, TILE)
+    num_below, num_limit, _, below, _, _ = _tally(
+        base, top, temperature, limit - 1, limit, limit, VOCAB, TILE, True
+    )
+    quota = num_limit - num_below
+    if k > 0:
+        quota = tl.minimum(quota, k - num_below)
+    is_tied = num_limit - num_below > quota
+    if top_p < 1.0:
+        total = below + quota * _weight(limit)
+        target = total * top_p.to(tl.float64)
+        key, num_at, is_cut = _key_of_weight(
+            base, top, temperature, target, limit, num_limit, VOCAB, TILE
+        )
+        if key < limit:
+            quota = num_at
+            is_tied = is_cut
+        else:
+            quota = tl.minimum(quota, num_at)
+            is_tied = is_tied | is_cut
+        limit = key
+    return limit, quota, is_tied
+
+
+@triton.jit
+def mark_kept(key, limit, quota, is_tied, num_seen):  # type: ignore[no-untyped-def]
+    """Whether tokens of a tile are kept, and ``num_seen``, the number at ``limit``, after it."""
+    is_kept = key <= limit
+    if is_tied:
+        is_at = (key == limit).to(tl.int32)
+        is_kept = (key < limit) | (is_kept & (num_seen + tl.cumsum(is_at, 0) <= quota))
+        num_seen += tl.sum(is_at, 0)
+    return is_kept, num_seen
