@@ -17,7 +17,6 @@ from pagespec.kernels.triton_linear import Tile
 
 _LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
 _SHORT_PRODUCT_BYTES = 24 << 20
-_MAX_SUMS = 192 * 128  # 192 registers of each thread of a warpgroup
 _GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
 _BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
 
@@ -84,15 +83,12 @@ class EarlyTile:
         part: rows of the weight (of each half, with a gate) a program; a power of two.
         atoms: of 64 summands, in a stage; a power of two. stages: in shared memory at once.
         x_rows: rows of x a program; a power of two from 16 to 256. Up to 8 rows take 8.
-        units: parts a program, each with sums of its own beside the same rows of x: so that a
-            weight can be shared among as many programs as there are multiprocessors.
     """
 
     part: int
     atoms: int
     stages: int
     x_rows: int = 16
-    units: int = 1
 
     def fits(self, num_outs: int, k_size: int, has_gate: bool) -> bool:
         """Whether shape and tile suit each other, and shared memory suffices."""
@@ -100,14 +96,14 @@ class EarlyTile:
         num_steps, rest = divmod(k_size, 64 * self.atoms)
         if (self.part & (self.part - 1)) | (self.atoms & (self.atoms - 1)):
             return False
-        if rest or num_outs % (self.part * self.units) or rows > 128 or num_steps < self.stages:
-            return False
-        if self.units * max(rows, 64) * self.x_rows > _MAX_SUMS * (1 if rows <= 64 else 2):
+        if rest or num_outs % self.part or rows > 128 or num_steps < self.stages:
             return False
         num_staged = self.stages * self.atoms
-        # x, or what the last operand reads beyond
-        behind = max(num_staged * self.x_rows, (64 if rows <= 64 else 128) - rows)
-        return (num_staged * self.units * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
+        left = 64 if rows <= 64 else 128
+        behind = max(
+            num_staged * self.x_rows, left - rows
+        )  # x, or what the last operand reads beyond
+        return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
 
 
 # As TUNED, and measured like it.

@@ -13,8 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagespec.kernels.gluon_early import early_kernel
-from pagespec.kernels.gluon_linear import plan_launch
+from pagespec.kernels.gluon_linear import early_kernel, plan_launch
 from pagespec.kernels.linear_tiles import EarlyTile
 
 
