@@ -133,10 +133,14 @@ TUNED_EARLY: Mapping[tuple[int, int], Mapping[int, EarlyTile]] = MappingProxyTyp
             128: EarlyTile(64, 4, 4, 32),
             256: EarlyTile(32, 4, 4, 64),
         },
-        (6144, 4096): {32: EarlyTile(64, 4, 4, 32)},
-        (4096, 4096): {32: EarlyTile(64, 4, 4, 32)},
-        (12288, 4096): {32: EarlyTile(32, 4, 4, 32)},
-        (4096, 12288): {32: EarlyTile(64, 4, 4, 32)},
+        (6144, 4096): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(128, 2, 5, 32)},
+        (4096, 4096): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(64, 4, 4, 32)},
+        (12288, 4096): {
+            32: EarlyTile(32, 4, 4, 32),
+            64: EarlyTile(64, 2, 4, 64),
+            128: EarlyTile(64, 2, 4, 64),
+        },
+        (4096, 12288): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(64, 4, 4, 32)},
     }
 )
 

@@ -240,7 +240,7 @@ def test_rows_keep_their_bits_under_a_plan() -> None:
     assert [f["changed"] for f in found] == [[], [], [], []], found
     if torch.cuda.get_device_capability() == (9, 0):
         # Measured on an H100: our order is the one cuBLAS keeps to, so speed alone decides.
-        assert [f["few_rows"] for f in found if not f["has_bias"]] == [256, 256, 32], found
+        assert [f["few_rows"] for f in found if not f["has_bias"]] == [256, 256, 64], found
         assert [f["ours"] for f in found if not f["has_bias"]] == [[]] * 3, found
 
 
