@@ -24,6 +24,9 @@ Attend = Callable[
 """The signature of ``pagespec::paged_attention``, all arguments by position."""
 Store = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """The signature of ``pagespec::kv_store``, all arguments by position."""
+AttendTurned = Callable[..., Tensor]
+"""Arguments of :func:`pagespec.kernels.fused.norm_rope_store`, then those of an attention over the
+same caches behind its caches, all by position."""
 
 REQUESTS = ("auto", "triton", "flash", "reference")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,12 +43,15 @@ class Choice:
         reason: one sentence for the log.
         attend, store: functions with the positional signature of the ops. One choice serves one
             engine: the calls of ``attend`` have to follow one another on one stream.
+        attend_turned: norm, rotation, store and attention as one call, with the bits of two; None
+            where there is none.
     """
 
     name: str
     reason: str
     attend: Attend
     store: Store
+    attend_turned: AttendTurned | None = None
 
     @property
     def capturable(self) -> bool:
@@ -171,11 +177,11 @@ def _reference(why: str) -> Choice:
 
 def _triton(why: str) -> Choice:
     # Triton is only there on machines with a GPU, and compiles nothing before the first call.
-    from pagespec.kernels import triton_attention, triton_store
+    from pagespec.kernels import triton_counted, triton_store
 
     reason = f"attention by the Triton kernels: {why}."
-    attention = triton_attention.CountedAttention()
-    return Choice("triton", reason, attention.attend, triton_store.kv_store)
+    counted = triton_counted.CountedAttention()
+    return Choice("triton", reason, counted.attend, triton_store.kv_store, counted.attend_turned)
 
 
 def _flash(

@@ -2,11 +2,15 @@
 
 A program serves one token, one KV head with its G query heads, and some of the *pieces* of the
 context. The first piece is the first ``FIRST`` splits, folded by the program; each later split is
-a piece. Programs beside each other take pieces ``lane``, ``lane + num_lanes``, ...; if a context
-has more than one, their states go to ``partial`` and ``stats``, and the program that arrives last
-folds them in order. All choices of ``FIRST`` and ``num_lanes``, and all orders of arrival, give
-the same bits (:mod:`pagespec.kernels.triton_softmax`), so the choices may follow the size of the
-batch.
+a piece. Programs beside each other take pieces ``lane``, ``lane + num_lanes``, ... from the last
+one back (the first ones are short: what starts last should not take longest); if a context has more
+than one, their states go to ``partial`` and ``stats``, and the program that arrives last folds them
+in order (:mod:`pagespec.kernels.triton_merge`). All choices of ``FIRST`` and ``num_lanes``, and all
+orders of arrival, give the same bits (:mod:`pagespec.kernels.triton_softmax`), so the choices may
+follow the size of the batch.
+
+With ``TURN`` the queries, and the keys and values of the step, come as a product leaves them, and
+the programs normalise, rotate and store first (:mod:`pagespec.kernels.triton_turn`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import triton
 import triton.language as tl
 
 from pagespec.kernels.triton_arrive import arrives_last
+from pagespec.kernels.triton_merge import merge
+from pagespec.kernels.triton_rope import partners_of, turned
 from pagespec.kernels.triton_softmax import (
     block_ids,
     count_at_most,
@@ -25,6 +31,7 @@ from pagespec.kernels.triton_softmax import (
     split_begin,
     walk,
 )
+from pagespec.kernels.triton_turn import ask, load_angles, load_weights, store_new
 
 
 @triton.jit
@@ -56,16 +63,12 @@ def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=[
-        "window",
-        "q_token_stride",
-        "q_head_stride",
-        "table_stride",
-        "num_rows",
-        "num_lanes",
-        "max_pieces",
+        "window", "q_token_stride", "q_head_stride", "table_stride", "num_rows", "num_lanes",
+        "max_pieces", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride",
+        "cos_stride", "cos_step", "sin_stride", "sin_step",
     ],
-    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
-)
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "slot_mapping"],
+)  # fmt: skip
 def decode_kernel(  # type: ignore[no-untyped-def]
     query,
     k_cache,
@@ -88,46 +91,62 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     num_lanes,
     max_pieces,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    Q_STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    KNEE: tl.constexpr,
-    FIRST: tl.constexpr,
-    PAGE: tl.constexpr,
-    ONES: tl.constexpr,
+    # With TURN, else None; norms None without FORM.
+    key, value, cos, sin, q_weight, k_weight, slot_mapping, eps,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of K_STEP and V_STEP
+    cos_stride, cos_step, sin_stride, sin_step,  # the first in units of ANGLES
+    HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr, FIRST: tl.constexpr,
+    PAGE: tl.constexpr, ONES: tl.constexpr,
     GROUP: tl.constexpr,  # G, padded to a power of two
     CHUNK: tl.constexpr,
+    R: tl.constexpr,  # the first R of DK elements are rotated; TABLE angles serve them
+    TABLE: tl.constexpr,
+    ANGLES: tl.constexpr,  # 8 if rows of cos and sin can be read 8 elements at once, else 1
+    FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TURN: tl.constexpr,
+    EMULATE: tl.constexpr,
     PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+):  # fmt: skip
     G: tl.constexpr = HQ // HKV
+    DTYPE: tl.constexpr = out.dtype.element_ty
     unit = tl.program_id(1)
     head = tl.program_id(0) % HKV
     lane = tl.program_id(0) // HKV
     # The batch's own tensors are written by the first kernel of a step, which lets none start
-    # before it has ended. So where to look is read already.
+    # before it has ended, and weights never. So both are read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
     low, first_piece, last_piece = pieces_of(seen, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
-    table = tables + tl.minimum(row, num_rows - 1).to(tl.int64) * table_stride
-    begin = piece_begin(first_piece + lane, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
+    if lane > last_piece - first_piece:
+        return  # before it waits: its place is free for the next kernel. Lane 0 goes on and waits
+    some_row = tl.minimum(row, num_rows - 1)
+    table = tables + some_row.to(tl.int64) * table_stride
+    begin = piece_begin(last_piece - lane, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
     blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
+    k_dims = tl.arange(0, DK_PAD)
+    if TURN:
+        first_new = tl.where(position < 0, token, tl.load(starts + some_row))
+        stores = (first_new < token) | (lane == 0)
+        partners = partners_of(k_dims, R)
+        q_own, q_others = load_weights(q_weight, k_dims, partners, DK, DTYPE, FORM)
+        k_size = tl.where(stores, DK, 0)
+        k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, DTYPE, FORM)
+        if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
+            if position >= 0:
+                ask(k_cache + head * DK, blocks, begin, HKV * DK, DK, PAGE, BLOCK_N)
+                ask(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        # Not sooner: programs of the next kernel would take places where this one has none yet, and
+        # some multiprocessors would end up with three programs of a launch, others with none.
+        tl.extra.cuda.gdc_launch_dependents()
 
     in_group = tl.arange(0, BLOCK_M)
     heads = head * G + in_group
@@ -135,58 +154,54 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     is_head = in_group < G
     mask = is_head[:, None] & (dims < DV)[None, :]
     target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
-    if position < 0:
-        if BY_TOKEN:  # padding; every lane writes it
-            tl.store(target, tl.zeros((BLOCK_M, DV_PAD), out.dtype.element_ty), mask=mask)
-        return
+    if not TURN:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if position < 0:
+            if BY_TOKEN:  # padding
+                tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
+            return
 
-    if first_piece + lane > last_piece:
-        return
-    k_dims = tl.arange(0, DK_PAD)
-    q = tl.load(
+    q_rows = (
         query
         + token.to(tl.int64) * (q_token_stride * Q_STEP)
         + heads.to(tl.int64)[:, None] * (q_head_stride * Q_STEP)
-        + k_dims[None, :],
-        mask=is_head[:, None] & (k_dims < DK)[None, :],
-        other=0.0,
     )
+    q_mask = is_head[:, None] & (k_dims < DK)[None, :]
+    q = tl.load(q_rows + k_dims[None, :], mask=q_mask, other=0.0)
+    if TURN:
+        # Asked for before the keys, used after them: both are under way together.
+        y = tl.load(q_rows + partners[None, :], mask=q_mask, other=0.0)
+        q_tokens = tl.zeros((BLOCK_M,), tl.int64) + token
+        c = load_angles(cos, q_tokens, is_head, k_dims, cos_stride, cos_step, R, TABLE, ANGLES)
+        s = load_angles(sin, q_tokens, is_head, k_dims, sin_stride, sin_step, R, TABLE, ANGLES)
+        end_new = tl.where(stores, token + 1, first_new)
+        store_new(
+            key, value, cos, sin, k_own, k_others, k_cache, v_cache, slot_mapping, eps,
+            first_new, end_new, token, seen, last_piece, lane, num_lanes, head, k_dims, partners,
+            k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+            cos_stride, cos_step, sin_stride, sin_step,
+            HKV, DK, DV, DV_PAD, K_STEP, V_STEP, R, TABLE, ANGLES, SHORT, LONG, KNEE, FIRST,
+            FORM, EMULATE,
+        )  # fmt: skip
+        if position < 0:  # padding
+            tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
+            return
+        if stores:
+            tl.debug_barrier()  # other threads of this program are about to load it
+        q = turned(q, y, q_own, q_others, c, s, k_dims, eps, DK, R, FORM, DTYPE, EMULATE)
+
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
-    for piece in range(first_piece + lane, last_piece + 1, num_lanes):
-        next_begin = piece_begin(piece + num_lanes, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
+    for behind in range(lane, last_piece - first_piece + 1, num_lanes):
+        piece = last_piece - behind
+        next_piece = tl.maximum(piece - num_lanes, 0)
+        next_begin = piece_begin(next_piece, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
         end = split_begin(piece + FIRST, SHORT, LONG, KNEE)
         total_peak, total_mass, total_acc, peak, mass, acc = walk(
-            q,
-            k_cache + head * DK,
-            v_cache + head * DV,
-            table,
-            blocks,
-            begin,
-            tl.minimum(end, position + 1),
-            position,
-            positions,
-            window,
-            factor,
-            cap_in,
-            cap_out,
-            HKV,
-            DK,
-            DV,
-            DK_PAD,
-            DV_PAD,
-            BLOCK_M,
-            BLOCK_N,
-            SHORT,
-            LONG,
-            KNEE,
-            PAGE,
-            ONES,
-            FIRST > 1,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
-            PRECISION,
-        )
+            q, k_cache + head * DK, v_cache + head * DV, table, blocks, begin,
+            tl.minimum(end, position + 1), position, positions, window, factor, cap_in, cap_out,
+            HKV, DK, DV, DK_PAD, DV_PAD, BLOCK_M, BLOCK_N, SHORT, LONG, KNEE, PAGE, ONES,
+            FIRST > 1, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
         begin = next_begin
         blocks = next_blocks
         # The last split of the piece, if its end was not reached; else empty, which is harmless.
@@ -197,7 +212,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             result = finish(
                 total_peak, total_mass, total_acc, sinks, heads, is_head, factor, HAS_SINKS
             )
-            tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+            tl.store(target, result.to(DTYPE), mask=mask)
         else:
             index = (unit.to(tl.int64) * HQ + heads) * max_pieces + (piece - first_piece)
             tl.store(partial + index[:, None] * DV + dims[None, :], total_acc, mask=mask)
@@ -209,76 +224,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     num_pieces = last_piece - first_piece + 1
     # Lanes without a piece have returned above.
     if arrives_last(arrived + unit * HKV + head, tl.minimum(num_lanes, num_pieces)):
-        _merge(
-            partial,
-            stats,
-            out,
-            sinks,
-            unit,
-            token,
-            head,
-            num_pieces,
-            max_pieces,
-            factor,
-            HQ,
-            G,
-            DV,
-            DV_PAD,
-            GROUP,
-            CHUNK,
-            HAS_SINKS,
-        )
-
-
-@triton.jit
-def _merge(  # type: ignore[no-untyped-def]
-    partial,
-    stats,
-    out,
-    sinks,
-    unit,
-    token,
-    head,
-    num_pieces,
-    max_pieces,
-    factor,
-    HQ: tl.constexpr,
-    G: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Fold the pieces of the query heads of one unit and KV head, and store the outputs."""
-    in_group = tl.arange(0, GROUP)
-    is_head = in_group < G
-    # Beyond the group its last head again, whose mass is not 0.
-    heads = head * G + tl.minimum(in_group, G - 1)
-    dims = tl.arange(0, DV_PAD)
-    index = (unit.to(tl.int64) * HQ + heads) * max_pieces
-    total_peak = tl.full((GROUP,), float("-inf"), tl.float32)
-    total_mass = tl.zeros((GROUP, 1), tl.float32)
-    total_acc = tl.zeros((GROUP, DV_PAD), tl.float32)
-    # A chunk's loads are under way together; beyond the last piece, empty ones change nothing.
-    # From L2, where other programs put them.
-    for first in range(0, num_pieces, CHUNK):
-        for i in tl.static_range(CHUNK):
-            piece = tl.zeros((GROUP,), tl.int32) + (first + i)
-            here = index + piece
-            some = piece < num_pieces
-            acc = tl.load(
-                partial + here[:, None] * DV + dims[None, :],
-                mask=some[:, None] & (dims < DV)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            peak = tl.load(stats + here * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
-            mass = tl.load(stats + here * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
-            total_peak, total_mass, total_acc = fold(
-                total_peak, total_mass, total_acc, peak, mass[:, None], acc, factor
-            )
-    result = finish(total_peak, total_mass, total_acc, sinks, heads, is_head, factor, HAS_SINKS)
-    target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
-    mask = is_head[:, None] & (dims < DV)[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+        merge(
+            partial, stats, out, sinks, unit, token, head, num_pieces, max_pieces, factor,
+            HQ, G, DV, DV_PAD, GROUP, CHUNK, HAS_SINKS,
+        )  # fmt: skip

@@ -15,7 +15,58 @@ from torch import Tensor
 from pagespec.kernels.triton_norm import rounded, scaled
 from pagespec.kernels.triton_store import has_dependent_launch
 
-_TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
+TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
+
+
+@triton.jit
+def partners_of(offsets, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which element of a head is rotated with that at ``offsets``: itself beyond the first R.
+
+    Each element needs its partner too. A second load, which the L1 cache answers, is simpler than
+    an exchange between threads.
+    """
+    HALF: tl.constexpr = R // 2
+    partners = tl.where(offsets < HALF, offsets + HALF, offsets - HALF)
+    return tl.where(offsets < R, partners, offsets)
+
+
+@triton.jit
+def turned(  # type: ignore[no-untyped-def]
+    x,
+    y,
+    w,
+    w_partner,
+    c,
+    s,
+    offsets,
+    eps,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Heads ``x [M, D_PAD]``, normalised if FORM and rotated, in DTYPE.
+
+    The same bits in whichever kernel, if that is compiled without contraction and the sum over D is
+    taken in the same order, which follows from the layout of x.
+
+    Args:
+        y: the partners of x. w, w_partner: ``[D_PAD]``, of no meaning without FORM.
+        c, s: ``[M or 1, D_PAD]``. All as they were loaded. offsets: of a head, ``[D_PAD]``.
+    """
+    HALF: tl.constexpr = R // 2
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    if FORM != "":
+        r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None]
+        x = scaled(x * r, w.to(tl.float32)[None, :], FORM, DTYPE, EMULATE)
+        y = scaled(y * r, w_partner.to(tl.float32)[None, :], FORM, DTYPE, EMULATE)
+    y = tl.where((offsets < HALF)[None, :], -y, y)
+    result = rounded(x * c.to(tl.float32), DTYPE, EMULATE)
+    result += rounded(y * s.to(tl.float32), DTYPE, EMULATE)
+    result = tl.where((offsets < R)[None, :], rounded(result, DTYPE, EMULATE), x)
+    return result.to(DTYPE)
 
 
 @triton.jit
@@ -37,27 +88,19 @@ def _turn_heads(  # type: ignore[no-untyped-def]
     EMULATE: tl.constexpr,
 ):
     """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target."""
-    HALF: tl.constexpr = R // 2
-    # Each element needs its partner too. A second load, which the L1 cache answers, is simpler
-    # than an exchange between threads.
-    partners = tl.where(offsets < HALF, offsets + HALF, offsets - HALF)
-    partners = tl.where(offsets < R, partners, offsets)
+    partners = partners_of(offsets, R)
     mask = (heads < H)[:, None] & (offsets < D)[None, :]
     start = source + heads[:, None] * head_stride
-    x = tl.load(start + offsets[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(start + partners[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(start + offsets[None, :], mask=mask, other=0.0)
+    y = tl.load(start + partners[None, :], mask=mask, other=0.0)
+    w, w_partner = offsets, offsets
     if FORM != "":
-        r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None]
-        w = tl.load(weight + offsets, mask=offsets < D, other=0.0).to(tl.float32)
-        x = scaled(x * r, w[None, :], FORM, DTYPE, EMULATE)
-        w = tl.load(weight + partners, mask=offsets < D, other=0.0).to(tl.float32)
-        y = scaled(y * r, w[None, :], FORM, DTYPE, EMULATE)
-    c = tl.load(cos, mask=offsets < R, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin, mask=offsets < R, other=0.0).to(tl.float32)[None, :]
-    y = tl.where((offsets < HALF)[None, :], -y, y)
-    turned = rounded(x * c, DTYPE, EMULATE) + rounded(y * s, DTYPE, EMULATE)
-    turned = tl.where((offsets < R)[None, :], rounded(turned, DTYPE, EMULATE), x)
-    tl.store(target + heads[:, None] * D + offsets[None, :], turned.to(DTYPE), mask=mask)
+        w = tl.load(weight + offsets, mask=offsets < D, other=0.0)
+        w_partner = tl.load(weight + partners, mask=offsets < D, other=0.0)
+    c = tl.load(cos, mask=offsets < R, other=0.0)[None, :]
+    s = tl.load(sin, mask=offsets < R, other=0.0)[None, :]
+    result = turned(x, y, w, w_partner, c, s, offsets, eps, D, R, FORM, DTYPE, EMULATE)
+    tl.store(target + heads[:, None] * D + offsets[None, :], result, mask=mask)
 
 
 @triton.jit
@@ -175,8 +218,8 @@ def norm_rope_store(
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     d_pad, dv_pad = triton.next_power_of_2(dim), triton.next_power_of_2(v_dim)
     most = triton.next_power_of_2(max(num_heads, num_kv_heads))
-    heads = min(max(_TILE // d_pad, 1), most)
-    v_heads = min(max(_TILE // dv_pad, 1), triton.next_power_of_2(num_kv_heads))
+    heads = min(max(TILE // d_pad, 1), most)
+    v_heads = min(max(TILE // dv_pad, 1), triton.next_power_of_2(num_kv_heads))
     num_tiles = (
         triton.cdiv(num_heads, heads)
         + triton.cdiv(num_kv_heads, heads)

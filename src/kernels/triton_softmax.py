@@ -79,7 +79,7 @@ def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
     """Softcap: ``cap_out * tanh(scores * cap_in)``."""
     # tanh x = 1 - 2 / (e^2x + 1), right at both ends where e^2x is 0 or infinite.
     power = tl.exp2(scores * (cap_in * (2.0 * LOG2E)))
-    return (1.0 - 2.0 / (power + 1.0)) * cap_out
+    return tl.fma(-2.0, 1.0 / (power + 1.0), 1.0) * cap_out
 
 
 @triton.jit

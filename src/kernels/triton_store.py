@@ -70,10 +70,11 @@ def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may be put on the machine before the one it follows has ended (Hopper on).
 
     The launch of a kernel takes about a microsecond, which for small batches is a tenth of the
-    attention. Ours let the next one start first of all (``gdc_launch_dependents``), then wait
-    (``gdc_wait``) before they touch what kernels write. So several may lie ahead of the one that
-    works, which costs it nothing: a kernel is only put where all of those before it have their
-    place already. Each ends after the one before it, as every program waits.
+    attention. Ours let the next one start first of all (``gdc_launch_dependents``; attention once
+    it has waited), then wait (``gdc_wait``) before they touch what kernels write. So several may
+    lie ahead of the one that works, which costs it nothing: a kernel is only put where all of those
+    before it have their place already. Each ends after the one before it, as some program of each
+    waits.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 

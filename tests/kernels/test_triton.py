@@ -22,7 +22,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from benchmarks import attention as benchmark
 from pagespec.kernels import reference, triton_attention, triton_store
-from pagespec.kernels.triton_attention import Tiling
+from pagespec.kernels.triton_counted import CountedAttention
+from pagespec.kernels.triton_tiling import Tiling
 from tests.paged import (
     Batch,
     Rows,
@@ -55,7 +56,7 @@ ONE_HEAD = [
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
-# Short splits, so that short contexts have several.
+# Short splits, so that short contexts have several, and more pieces than are merged at once.
 SMALL = Tiling(
     block_n=16,
     short_split=16,
@@ -66,6 +67,7 @@ SMALL = Tiling(
     decode_stages=2,
     prefill_warps=4,
     prefill_stages=2,
+    merge_chunk=3,
 )
 # How the pieces of a context are spread over programs; none of it may change a bit.
 SPREADS = {
@@ -171,7 +173,7 @@ def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[s
 
 
 def test_counters_are_shared_by_calls_of_all_sizes() -> None:
-    attention = triton_attention.CountedAttention()
+    attention = CountedAttention()
     small, large = (stored([(140, 1), (5, 1)] * n, Shape(dk=16, dv=16)) for n in (1, 2))
     expected = [triton_attention.paged_attention(*batch.attend) for batch in (small, large)]
     for _ in range(2):

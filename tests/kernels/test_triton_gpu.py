@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import ops, reference, triton_attention, triton_store
+from pagespec.kernels.triton_counted import CountedAttention
 from pagespec.kernels.triton_decode import decode_kernel
 from pagespec.kernels.triton_prefill import prefill_kernel
 from tests.paged import (
@@ -220,7 +221,7 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
 def test_counters_are_not_made_while_capturing() -> None:
     """They would be zeros only once that graph has been replayed."""
     batch = stored(ROWS["ragged decode"], SHAPES[0])
-    attention = triton_attention.CountedAttention()
+    attention = CountedAttention()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         batch.attend[0].add_(0)
         with pytest.raises(RuntimeError, match="once before"):
@@ -289,8 +290,7 @@ def test_no_batch_compiles_a_kernel_anew() -> None:
         for view in (query, head_major):
             assert torch.equal(ops.paged_attention(view, *rest), attend(batch))
 
-    # Each way to spread pieces over programs, for rows of one query and of several.
-    for num_rows in (2, 33, 257):
+    for num_rows in (2, 33, 257):  # each way to spread pieces over programs
         run(num_rows, 700, 1, 0)
         run(num_rows, 700, 2, 0)
     before = num_compiled()

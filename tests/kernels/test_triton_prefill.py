@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagespec.kernels import triton_attention
-from pagespec.kernels.triton_attention import choose_tiling
+from pagespec.kernels.triton_tiling import choose_tiling
 from tests.kernels.test_triton import (  # noqa: F401 (two are fixtures)
     TOLERANCE,
     _ordered_dot,

@@ -43,9 +43,11 @@ def gpu_passes() -> dict[str, GraphPass]:
     from pagespec.compile.passes.fuse_norm import fuse_norm
     from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
     from pagespec.compile.passes.gpu_kernels import call_gpu_kernels
+    from pagespec.compile.passes.join_attention import join_attention
 
     return {
         "fuse_rope_store": fuse_rope_store,
+        "join_attention": join_attention,
         "fuse_norm": fuse_norm,
         "fuse_activation": fuse_activation,
         "gpu_kernels": call_gpu_kernels,

@@ -1,0 +1,119 @@
+"""Tile sizes of the attention kernels, and how the pieces of contexts are spread over programs.
+
+Tile and split of the keys depend on dtype and head sizes only, never on the batch: see
+:mod:`pagespec.kernels.triton_softmax` for what that buys. The spread changes no bits, and follows
+the size of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+_ALL = 1 << 20  # splits; more than any context has
+WHOLE_FROM = 1024  # decode programs; with as many or more there is nothing to merge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """Tile sizes of one dtype and head size; measured in benchmarks/NOTES.md, "Attention".
+
+    Attributes:
+        block_n: keys a tile. short_split: keys a split up to position ``knee``, long_split: beyond;
+            multiples of it. These four decide the bits.
+        decode_warps, decode_stages: of the decode kernel.
+        block_m: lines (queries x heads of a group) of a prefill tile.
+        prefill_warps, prefill_stages: of the prefill kernel.
+        prefill_parts: programs that share the values of a prefill tile, each with as many of their
+            dimensions, so that its sums fit its registers. More than 1 only if those dimensions and
+            the parts are powers of two. Changes no bits.
+        merge_chunk: pieces whose loads a merging program has under way together, of groups of up
+            to 512 values; of larger ones as many fewer. Few pieces are loaded all at once.
+        whole_from: decode programs (rows x KV heads) from which each walks its whole context.
+        knee_from: those from which the first piece reaches to the knee.
+        max_programs: what contexts of many pieces are spread over.
+    """
+
+    block_n: int
+    decode_warps: int
+    decode_stages: int
+    block_m: int
+    prefill_warps: int
+    prefill_stages: int
+    prefill_parts: int = 1
+    short_split: int = 128
+    long_split: int = 512
+    knee: int = 512
+    merge_chunk: int = 20
+    whole_from: int = WHOLE_FROM
+    knee_from: int = 128
+    max_programs: int = 4096
+
+    def num_splits(self, num_positions: int) -> int:
+        """Splits that begin below ``num_positions``."""
+        short = math.ceil(min(num_positions, self.knee) / self.short_split)
+        return short + math.ceil(max(num_positions - self.knee, 0) / self.long_split)
+
+
+@cache
+def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
+    """The tiling for ``dtype`` and head sizes, by what fits shared memory and registers."""
+    widest = triton.next_power_of_2(max(k_dim, v_dim))
+    if dtype == torch.float32:
+        return Tiling(
+            block_n=16,
+            decode_warps=4,
+            decode_stages=2,
+            block_m=32,
+            prefill_warps=8,
+            prefill_stages=2,
+        )
+    if widest > 128:
+        return Tiling(
+            block_n=32,
+            decode_warps=4,
+            decode_stages=3,
+            block_m=128,
+            prefill_warps=8,
+            prefill_stages=2,
+            prefill_parts=2 if v_dim == widest else 1,
+        )
+    return Tiling(
+        block_n=64,
+        decode_warps=4,
+        decode_stages=3,
+        block_m=128,
+        prefill_warps=8,
+        prefill_stages=3,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a batch's contexts are spread over decode programs.
+
+    Attributes:
+        splits_in_first: those that the first piece of a context holds.
+        max_pieces: the most that a context may have. num_lanes: programs that share them.
+    """
+
+    splits_in_first: int
+    max_pieces: int
+    num_lanes: int
+
+
+def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spread:
+    """The spread for ``num_programs``, units x KV heads, of contexts of up to ``length``."""
+    if num_programs >= t.whole_from:
+        splits_in_first = _ALL
+    else:
+        splits_in_first = t.num_splits(t.knee) if num_programs >= t.knee_from else 1
+    max_pieces = max(1, t.num_splits(length) - splits_in_first + 1)
+    if window:
+        max_pieces = min(max_pieces, (window - 2) // t.short_split + 2)
+    num_lanes = min(max_pieces, max(1, t.max_programs // num_programs))
+    return Spread(splits_in_first, max_pieces, num_lanes)
