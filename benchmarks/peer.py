@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ from benchmarks.workload import Workload, make_workload, model_folder
 PEER_MODELS = ("0.6b", "8b")
 _BLOCK_SIZE = 16  # vLLM's own default
 _TIMEOUT_S = 560
+_GLANCE_S = 0.02  # between two looks at what a process printed
+# In the first line that bench_vllm.py prints about something it measured.
+_FIRST_RUN = " run 0: "
+# Python's own default, whatever this process was told: modules that had to be compiled are not
+# compiled again by the next process.
+KEPT_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 # The headings under which bench_more.py prints its loads.
 _MORE = {"32 requests": "nano32", "1,024 requests": "1024", "32 x 8,192 in, 256 out": "long"}
 _MORE_LINE = re.compile(
@@ -44,6 +51,8 @@ class PeerResult:
         total_s, one_token_s: of each repetition of the latency run.
         kv_tokens: KV slots that fit at its default share of memory; None if it did not say.
         start_s: seconds its engine took to start, a process each.
+        first_result_s: seconds from the start of a process to the line with its first result, some
+            30 tokens behind its first one; of :func:`measure_start` alone.
     """
 
     version: str = "vLLM"
@@ -52,6 +61,7 @@ class PeerResult:
     one_token_s: list[float] = field(default_factory=list)
     kv_tokens: int | None = None
     start_s: list[float] = field(default_factory=list)
+    first_result_s: list[float] = field(default_factory=list)
 
 
 def read_bench(line: str, into: PeerResult) -> None:
@@ -160,14 +170,18 @@ def measure_sitting(
 
 
 def measure_start(folder: Path, model: str, cache: Path) -> PeerResult:
-    """Start an engine with its caches in ``cache``, which makes a few tokens and ends.
+    """Start an engine with its caches in ``cache``, which makes a few tokens of a prompt of 128 and
+    ends.
 
     Raises:
         PeerError: see there.
     """
     result = PeerResult()
     arguments = ["--mode", "latency", "--repeat", "1", "--output-tokens", "2"]
-    _run_bench(folder, model, arguments, result, cache)
+    seconds = _run_bench(folder, model, arguments, result, cache)
+    if seconds is None:
+        raise PeerError("bench_vllm.py printed no line for its run")
+    result.first_result_s.append(seconds)
     return result
 
 
@@ -178,24 +192,29 @@ def _run_others(folder: Path, model: str, names: list[str], repeat: int, into: P
         return
     with model_folder(model) as config_folder:
         for _ in range(repeat):
-            read_more(_run(folder, "bench_more.py", [str(config_folder)]), more, into)
+            read_more(_run(folder, "bench_more.py", [str(config_folder)])[0], more, into)
 
 
 def _run_bench(
     folder: Path, model: str, arguments: list[str], into: PeerResult, cache: Path | None = None
-) -> None:
+) -> float | None:
+    """Returns seconds until the first result was printed."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "result.json"
-        _run(folder, "bench_vllm.py", ["--model", model, *arguments, "--json", str(output)], cache)
+        arguments = ["--model", model, *arguments, "--json", str(output)]
+        _, seconds = _run(folder, "bench_vllm.py", arguments, cache)
         read_bench(output.read_text().splitlines()[-1], into)
+    return seconds
 
 
-def _run(folder: Path, script: str, arguments: list[str], cache: Path | None = None) -> str:
-    """Run a script of the kit; what it printed."""
+def _run(
+    folder: Path, script: str, arguments: list[str], cache: Path | None = None
+) -> tuple[str, float | None]:
+    """Run a script of the kit; what it printed, and seconds until a line of a first run."""
     folder = folder.resolve()
     site = folder / "site"
     if not (site / "vllm").is_dir():
-        _checked([sys.executable, str(folder / "install.py"), str(folder), str(site)], {})
+        checked([sys.executable, str(folder / "install.py"), str(folder), str(site)], {})
     cache = cache or folder / "cache"
     environment = {
         "PYTHONPATH": str(site),
@@ -203,29 +222,52 @@ def _run(folder: Path, script: str, arguments: list[str], cache: Path | None = N
         "VLLM_CACHE_ROOT": str(cache),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        **KEPT_BYTECODE,
     }
-    return _checked([sys.executable, str(folder / script), *arguments], environment)
+    return checked([sys.executable, str(folder / script), *arguments], environment, _FIRST_RUN)
 
 
-def _checked(command: list[str], environment: dict[str, str]) -> str:
-    """Raises PeerError with the end of the output if the command fails or takes too long."""
+def checked(
+    command: list[str], environment: dict[str, str], mark: str | None = None
+) -> tuple[str, float | None]:
+    """Run a command to its end.
+
+    Args:
+        environment: variables added to this process's own.
+
+    Returns:
+        What it printed, and the seconds from its start until ``mark`` was printed, if it was.
+
+    Raises:
+        PeerError: it failed or took too long; with the end of its output.
+    """
     # To files: a pipe that a grandchild keeps open would outlive the time limit.
-    with tempfile.TemporaryFile("w+") as output:
-        try:
-            status = subprocess.run(
-                command,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=_TIMEOUT_S,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = f"no result within {_TIMEOUT_S} s"
-        output.seek(0)
-        text = output.read()
+    with tempfile.TemporaryFile() as output:
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        printed, seconds = b"", None
+        status: int | str | None = None
+        while status is None:
+            status = process.poll()
+            # The process writes at the file's position, which this leaves where it is.
+            while part := os.pread(output.fileno(), 1 << 20, len(printed)):
+                printed += part
+            now = time.monotonic() - begin
+            if seconds is None and mark is not None and mark.encode() in printed:
+                seconds = now
+            if status is None and now > _TIMEOUT_S:
+                process.kill()
+                process.wait()
+                status = f"no result within {_TIMEOUT_S} s"
+            time.sleep(_GLANCE_S if status is None else 0)
+    text = printed.decode(errors="replace")
     if status != 0:
         tail = "\n".join(text.splitlines()[-30:])
         raise PeerError(f"{' '.join(command[:2])}: {status}\n{tail}")
-    return text
+    return text, seconds

@@ -7,7 +7,6 @@ result. Started by ``benchmarks.job.run_job``; not meant for people.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.metadata
 import json
 import random
@@ -154,9 +153,10 @@ def in_two_orders(llm: Any, workload: Workload) -> dict[str, int]:
 def startup(job: Job, folder: Path) -> dict[str, Any]:
     """Times are of the monotonic clock, which all processes of the machine share."""
     workload = latency_workload(job.num_prompt_tokens, 1)
+    from pagespec.engine.llm import import_engine
+
     # With all that it imports, which is not the engine's own start.
-    importlib.import_module("pagespec.engine.llm")
-    importlib.import_module("pagespec.compile.build")
+    import_engine()
     imported = time.monotonic()
     llm = make_llm(job, folder, [workload], LATENCY.max_model_len)
     started = time.monotonic()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from pagespec.collector import collector_paused
 from pagespec.compile.cache_files import cache_root
 from pagespec.compile.capture import CapturedModel, capture_model
 from pagespec.compile.graph_cache import GraphCache
@@ -86,7 +87,7 @@ def build(
         raise InvalidInputError(
             "max_model_len", config.max_model_len, f"the model's own limit is {limit}"
         )
-    with clock("probe"):
+    with clock("probe"), collector_paused():
         specs = probe_model(loaded)
     attention = choose_attention(
         config.attention,
@@ -103,8 +104,13 @@ def build(
         compile = "inductor" if device.type == "cuda" else "graph"
     is_pinned = device.type == "cuda" and config.transparent
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type == "cuda":
+        # Triton, which it needs, is only there on machines with a GPU.
+        from pagespec.kernels.built_together import settle_cache_folder
+
+        settle_cache_folder()
     with current, pinned_algorithms() if is_pinned else nullcontext():
-        with clock("capture"):
+        with clock("capture"), collector_paused():
             captured = capture_model(
                 loaded,
                 specs,

@@ -54,6 +54,7 @@ def make_gpu_runner(
 
     with clock("kv_cache"), named_out_of_memory(config):
         trial = make(MIN_SIZE, limit)
+        trial.build_kernels(shapes)
         profile = profile_memory(config, device, trial.run_worst_case, len(shapes))
         del trial
         torch.cuda.empty_cache()

@@ -24,6 +24,7 @@ from pagespec.compile.staging import PinnedRing
 from pagespec.compile.step_buffers import StepBuffers
 from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
 from pagespec.engine.plan import StepPlan, StepResult
+from pagespec.kernels.built_together import built_together
 from pagespec.kernels.pinned import full_precision_sums
 from pagespec.kernels.triton_sample import sample_simple
 from pagespec.kernels.triton_step import unpack_decode, unpack_mixed
@@ -102,6 +103,32 @@ class GpuRunner:
             yield
 
     # Warm-up ----------------------------------------------------------------------------------
+
+    def build_kernels(self, shapes: Sequence[StepShape]) -> None:
+        """Compile side by side what the largest step and steps of these shapes launch."""
+        decode, mixed = (sorted(s for s in shapes if s.is_decode == kind) for kind in (True, False))
+        # These have nearly all that takes long. Of the others little is missing then, which counts:
+        # a launch that is left out takes ten times as long as one that is not.
+        first = [decode[i * (len(decode) - 1) // 3] for i in range(4) if decode]
+        with self._scope():
+            with built_together(self._device):
+                self.run_worst_case()
+                for shape in (*dict.fromkeys(first), *mixed[:1], *mixed[-1:]):
+                    self._run_blank(shape)
+            with built_together(self._device):
+                for shape in shapes:
+                    self._run_blank(shape)
+
+    def _run_blank(self, shape: StepShape) -> None:
+        """Run an empty step, of which any kernel may be missing: no other may then find positions
+        and lengths of another shape in the inputs."""
+        b = self.buffers
+        for tensor in (
+            *(b.input_ids, b.position_ids, b.slot_mapping, b.kept_tokens),
+            *(b.query_starts, b.context_lens, b.block_tables),
+        ):
+            tensor.zero_()
+        self.run_staged(shape)
 
     def capture_graphs(self, shapes: Sequence[StepShape]) -> None:
         """Capture steps of these shapes; those that fit none run uncaptured."""

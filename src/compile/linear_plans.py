@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from pagespec.compile.cache_files import write_whole
+from pagespec.compile.passes.context import PassContext
+from pagespec.compile.passes.merge_linear import is_linear, linear_operands
 from pagespec.kernels import gpu_linear
-from pagespec.kernels.linear_tiles import Card, rows_worth_it
+from pagespec.kernels.built_together import built_together
+from pagespec.kernels.linear_tiles import Card, has_one_tile, rows_worth_it
+
+_SWEPT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class LinearPlans:
@@ -36,16 +43,57 @@ class LinearPlans:
         """For the product with ``weight [N, K]`` and ``bias [N]`` or None."""
         if not self._transparent:
             return rows_worth_it(weight.shape[0], weight.shape[1], Card.of(weight.device))
-        if self._file is None and self._folder is not None:
-            self._file = self._folder / f"{_fingerprint(weight.device)}.json"
-            self._few_rows |= _read(self._file)
-        kind = "bias" if bias is not None else "plain"
-        key = f"{weight.shape[0]}x{weight.shape[1]} {weight.dtype} {kind}"
-        if key not in self._few_rows:
+        key = _key(weight, bias)
+        if key not in self._kept(weight.device):
             self._few_rows[key] = gpu_linear.choose_plan(weight, bias).few_rows
             if self._file is not None:
                 _write(self._file, self._few_rows)
         return self._few_rows[key]
+
+    def prepare(self, products: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Compile side by side what the sweeps of these weights and biases will launch."""
+        if not self._transparent:
+            return
+        new: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for weight, bias in products:
+            if not has_one_tile(weight.shape[1], weight.itemsize):
+                new.setdefault(_key(weight, bias), (weight, bias))
+        if not new:
+            return
+        device = next(iter(new.values()))[0].device
+        for key in new.keys() & self._kept(device).keys():
+            del new[key]
+        with torch.inference_mode(), built_together(device):
+            for weight, bias in new.values():
+                num_outs, k_size = weight.shape
+                worth_it = rows_worth_it(num_outs, k_size, Card.of(weight.device))
+                for count in (c for c in gpu_linear.SWEEP_ROWS if c <= worth_it):
+                    x = weight.new_empty(count, k_size)
+                    gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
+
+    def _kept(self, device: torch.device) -> dict[str, int]:
+        if self._file is None and self._folder is not None:
+            self._file = self._folder / f"{_fingerprint(device)}.json"
+            self._few_rows |= _read(self._file)
+        return self._few_rows
+
+
+def prepare_products(gm: GraphModule, context: PassContext) -> None:
+    """Compile side by side what the pass that chooses who computes products will launch."""
+    products = []
+    for node in filter(is_linear, gm.graph.nodes):
+        _, weight, bias = linear_operands(node)
+        tensor, bias_tensor = context.constant(weight), context.constant(bias)
+        if tensor is None or tensor.dim() != 2 or tensor.dtype not in _SWEPT_DTYPES:
+            continue
+        if tensor.is_contiguous() and (bias is None or bias_tensor is not None):
+            products.append((tensor, bias_tensor))
+    LinearPlans(context.transparent, context.plan_folder).prepare(products)
+
+
+def _key(weight: Tensor, bias: Tensor | None) -> str:
+    kind = "bias" if bias is not None else "plain"
+    return f"{weight.shape[0]}x{weight.shape[1]} {weight.dtype} {kind}"
 
 
 def _fingerprint(device: torch.device) -> str:

@@ -44,8 +44,8 @@ _VIEWS = frozenset(
         "expand", "t", "size", "flatten", "unflatten", "unbind", "contiguous",
     }
 )  # fmt: skip
-# On a CPU a region's call costs about what one small operation costs by itself.
-_LEAST_ON_CPU = 2
+# They move numbers: one kernel each, compiled or not.
+_COPIES = frozenset({torch.nn.functional.embedding, operator.getitem})
 
 
 def is_opaque(node: Node) -> bool:
@@ -137,7 +137,8 @@ class Region:
 
 def find_regions(graph: Graph) -> list[Region]:
     """The regions of a graph: maximal runs of nodes between opaque ones, without the views at
-    their ends, and only those that compute something: on a CPU, more than one operation."""
+    their ends, and only those that compute something: more than one operation, on a CPU, and more
+    than one copy anywhere."""
     regions: list[Region] = []
     run: list[Node] = []
     for node in graph.nodes:
@@ -150,14 +151,17 @@ def find_regions(graph: Graph) -> list[Region]:
     found = []
     for region in regions:
         _drop_views_at_ends(region)
-        num_operations = sum(not _is_view(node) for node in region.nodes)
-        if num_operations < (
-            _LEAST_ON_CPU if is_on_cpu([example(node) for node in region.nodes]) else 1
-        ):
-            continue
-        if all(_is_tensor(node) for node in region.outputs):
+        if _is_worth_it(region) and all(_is_tensor(node) for node in region.outputs):
             found.append(region)
     return found
+
+
+def _is_worth_it(region: Region) -> bool:
+    operations = [node for node in region.nodes if not _is_view(node)]
+    if len(operations) != 1:
+        return bool(operations)
+    # On a CPU a region's call costs about what one small operation costs by itself.
+    return not is_on_cpu([example(n) for n in region.nodes]) and operations[0].target not in _COPIES
 
 
 def _drop_views_at_ends(region: Region) -> None:

@@ -52,8 +52,7 @@ class Traced:
         gm: its nodes' ``meta["example_value"]`` are fake tensors of one mode, or sizes.
         constants: placeholder name to the parameter or buffer of the model it stands for.
         sources: name of every other placeholder to where its value is found at each step:
-            ``("input", field)``, ``("cache", call, which)``, ``("size", field, dim)`` or
-            ``("cache size", call, which, dim)``.
+            ``("input", field)``, ``("cache", call, which)`` or ``("size", field, dim)``.
     """
 
     gm: GraphModule
@@ -85,9 +84,8 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
         dims = {"input_ids": (1,), "position_ids": (1,), "block_tables": (0, 1)}
         for dim in dims.get(name, (0,)):
             torch._dynamo.mark_dynamic(tensor, dim)
-    for cache in [cache for pair in kv_caches for cache in pair]:
-        torch._dynamo.mark_dynamic(cache, 0)
-        torch._dynamo.mark_dynamic(cache, 1)
+    # The sizes of the caches stay numbers, those of the example: nothing in the graph but our ops
+    # reads caches, and these look when they run. Symbols for them take a tenth of the time.
     given: list[tuple[GraphModule, list[Any]]] = []
 
     def step(inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
@@ -170,10 +168,9 @@ def _described(
             continue
         if id(value) in places:
             source = places[id(value)]
-            kind = "cache size" if source[0] == "cache" else "size"
             for dim, size in enumerate(example(node).shape):  # type: ignore[attr-defined]
                 if isinstance(size, torch.SymInt):
-                    symbols.setdefault(str(size), (kind, *source[1:], dim))
+                    symbols.setdefault(str(size), ("size", *source[1:], dim))
             sources[node.name] = source
         elif id(value) in owned:
             constants[node.name] = value

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pagespec.collector import collector_paused
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.core import Engine
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
     import os
 
     from transformers import PreTrainedModel
+
+    from pagespec.compile.build import Built
+
+
+def import_engine() -> Callable[..., Built]:
+    """:func:`pagespec.compile.build.build`. It comes with torch and transformers, which takes
+    seconds, so it is imported late, and everything before works without them."""
+    with collector_paused():
+        from pagespec.compile.build import build
+    return build
 
 
 class LLM:
@@ -112,10 +123,7 @@ class LLM:
             seed=seed,
             load_format=load_format,
         )
-        # Imported here, so that everything before this line works without torch.
-        from pagespec.compile.build import build
-
-        built = build(model, config, on_logits)
+        built = import_engine()(model, config, on_logits)
         config = self.config = built.config
         self._startup = built.stats
         self.tokenizer = built.tokenizer

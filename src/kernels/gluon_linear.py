@@ -181,12 +181,12 @@ def early_kernel(
         n = gl.arange(0, LEFT // 2, gl.SliceLayout(1, PLAIN))
         m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
     elif WIDE > 2:
-        PLAIN: gl.constexpr = gl.BlockedLayout(
+        BY_ROW: gl.constexpr = gl.BlockedLayout(
             [WIDE, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
         )
-        result = gl.convert_layout(result, PLAIN)
-        n = gl.arange(0, LEFT, gl.SliceLayout(1, PLAIN))
-        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
+        result = gl.convert_layout(result, BY_ROW)
+        n = gl.arange(0, LEFT, gl.SliceLayout(1, BY_ROW))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, BY_ROW))
     else:
         n = gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
         m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))

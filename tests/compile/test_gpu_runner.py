@@ -14,6 +14,7 @@ from pagespec.compile.capture import capture_model
 from pagespec.compile.graphs import StepShape, default_buckets, mixed_shapes
 from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model
+from pagespec.compile.step_inputs import INPUT_NAMES
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
 from pagespec.engine.plan import StepPlan
@@ -203,3 +204,32 @@ def test_mixed_shapes_reach_the_budget_and_all_rows() -> None:
     assert sorted(s.num_tokens for s in mixed_shapes(8192, 512) if s.num_rows == 8) == [
         *(64, 256, 512, 1024, 2048)
     ]
+
+
+def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are being built are not launched, the one that unpacks the inputs among them."""
+    loaded = load_model(tiny_model("llama", num_hidden_layers=1))
+    runner = gpu_runner.GpuRunner(
+        capture_model(loaded, probe_model(loaded)),
+        block_size=BLOCK_SIZE,
+        num_blocks=2,
+        max_num_tokens=24,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=20,
+    )
+    seen = []
+
+    def run(shape: StepShape) -> None:
+        b = runner.buffers
+        inputs = b.decode_inputs(shape.num_rows) if shape.is_decode else b.mixed_inputs(8, 2)
+        for tensor in (getattr(inputs, name) for name in INPUT_NAMES):
+            if tensor.data_ptr() != b.all_tokens.data_ptr():
+                assert not tensor.any()
+                tensor.fill_(9)  # as of a larger step
+        seen.append(shape)
+
+    monkeypatch.setattr(runner, "run_staged", run)
+    shapes = [StepShape(8, 2, False), StepShape(4, 4, True), StepShape(8, 2, False)]
+    for shape in shapes:
+        runner._run_blank(shape)
+    assert seen == shapes

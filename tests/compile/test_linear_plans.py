@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,23 @@ def test_another_library_has_another_file(
     linear_plans.LinearPlans(True, tmp_path).few_rows(torch.zeros(6, 4), None)
     assert len(sweeps) == 2
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_sweeps_of_new_shapes_launch_is_asked_for_before(
+    tmp_path: Path, sweeps: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, tuple[int, ...]]] = []
+    monkeypatch.setattr(linear_plans, "built_together", lambda _: nullcontext())
+    monkeypatch.setattr(
+        linear_plans.gpu_linear, "linear", lambda x, w, *_: asked.append((len(x), tuple(w.shape)))
+    )
+    known, new = (torch.zeros(n, 128, dtype=torch.bfloat16) for n in (64, 256))
+    linear_plans.LinearPlans(True, tmp_path).few_rows(known, None)
+    # float32 has one tile, so that it needs no sweep.
+    products = [(weight, None) for weight in (known, new, new, torch.zeros(64, 128))]
+    linear_plans.LinearPlans(True, tmp_path).prepare(products)
+    assert asked == [(n, (256, 128)) for n in linear_plans.gpu_linear.SWEEP_ROWS if n <= 64]
+    asked.clear()
+    linear_plans.LinearPlans(False, tmp_path).prepare(products)
+    assert asked == []
+    assert sweeps == [(64, 128)]

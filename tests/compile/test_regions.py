@@ -5,6 +5,7 @@ In the tests of the cutting the compiler runs a region as it is; those of Induct
 
 from __future__ import annotations
 
+import operator
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,6 +108,27 @@ def test_opaque_calls_bound_a_region_and_views_alone_are_none() -> None:
 def test_on_a_cpu_one_operation_stays_as_it_is(device: str, expected: int) -> None:
     graph = chain(torch.exp, torch.neg, weigh, "t", torch.sin, "t", weigh, device=device)
     assert len(find_regions(graph)) == expected
+
+
+def test_a_copy_alone_stays_as_it_is() -> None:
+    graph = Graph()
+    values = {"ids": torch.zeros(3, dtype=torch.int64), "table": torch.ones(8, 4)}
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, value in values.items():
+        nodes[name].meta["example_value"] = value.to("meta")
+    rows = graph.call_function(torch.nn.functional.embedding, (nodes["ids"], nodes["table"]))
+    weighed = graph.call_function(weigh, (rows,))
+    some = graph.call_function(operator.getitem, (weighed, nodes["ids"]))
+    again = graph.call_function(weigh, (some,))
+    for node in (rows, weighed, some, again):
+        node.meta["example_value"] = torch.ones(3, 4, device="meta")
+    graph.output(again)
+    assert find_regions(graph) == []
+    with graph.inserting_after(rows):
+        scaled = graph.call_function(torch.mul, (rows, 2.0))
+    scaled.meta["example_value"] = rows.meta["example_value"]
+    weighed.args = (scaled,)
+    assert [region.nodes for region in find_regions(graph)] == [[rows, scaled]]
 
 
 def test_equal_pieces_with_other_numbers_are_distinct() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import fused
+from pagespec.kernels.rope_table import rope_table
 
 pytestmark = [
     pytest.mark.skipif(
@@ -247,3 +248,20 @@ def test_no_rows() -> None:
     assert triton_norm.add_rms_norm(x, x, weight, 1e-6, "wide")[1].shape == (1, 0, 32)
     assert triton_activation.act_mul(x, x, "silu").shape == (1, 0, 32)
     assert Rope().run_triton(0, 0)[0].shape == (0, 6, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("half", "scaling"), [(8, 1.0), (24, 1.3), (64, 0.7)])
+def test_the_table_of_angles(half: int, scaling: float, dtype: torch.dtype) -> None:
+    from pagespec.kernels import triton_rope_table
+
+    frequencies = (10_000.0 ** -torch.linspace(0, 1, half))[None, :, None].expand(1, -1, 1)
+    positions = torch.tensor([0, 1, 7, 300, 4095, 40_959, 12])[None, None, :]
+    # As the graph has it: one of several strides.
+    positions = torch.stack((positions, positions), dim=-1)[..., 0]
+    expected = rope_table(frequencies, positions, scaling, dtype)
+    found = triton_rope_table.rope_table(frequencies, positions, scaling, dtype)
+    for a, b in zip(expected, found, strict=True):
+        assert a.shape == b.shape == (1, 7, 2 * half)
+        assert (a.float() - b.float()).abs().max() <= 4 * torch.finfo(dtype).eps
+        assert torch.equal(b[..., :half], b[..., half:])

@@ -36,12 +36,14 @@ __all__ = [
 def gpu_passes() -> dict[str, GraphPass]:
     """For a graph run on a GPU: our fused kernels, then the products and attention.
 
-    In this order: the rotary pass takes the norms of queries and keys, and matches the ops.
+    In this order: the rotary pass takes the norms of queries and keys, and it and the one that
+    joins attention match the ops.
     """
     # Triton, which they need, is only there on machines with a GPU.
     from pagespec.compile.passes.fuse_activation import fuse_activation
     from pagespec.compile.passes.fuse_norm import fuse_norm
     from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
+    from pagespec.compile.passes.fuse_rope_table import fuse_rope_table
     from pagespec.compile.passes.gpu_kernels import call_gpu_kernels
     from pagespec.compile.passes.join_attention import join_attention
 
@@ -50,6 +52,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "join_attention": join_attention,
         "fuse_norm": fuse_norm,
         "fuse_activation": fuse_activation,
+        "fuse_rope_table": fuse_rope_table,
         "gpu_kernels": call_gpu_kernels,
     }
 

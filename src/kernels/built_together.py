@@ -1,0 +1,94 @@
+"""Compiles the Triton kernels of a start side by side instead of one after another.
+
+A launch of a kernel that is not there yet compiles it and waits. Here such a launch is left out and
+noted, and threads do what it needs: most of a compilation is LLVM and the assembler, which leave
+Python alone, so they use the machine's cores. What runs later finds the kernels made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton import knobs
+
+logger = logging.getLogger("pagespec")
+
+# Every core, but not hundreds of assemblers at a time; a start has some dozen kernels.
+_MAX_THREADS = 16
+
+
+class _Missing:
+    """The kernels that launches of one thread asked for, each form once.
+
+    Attributes:
+        found: what makes it, then the form, as Triton names it.
+    """
+
+    def __init__(self) -> None:
+        self._asking = threading.get_ident()
+        self.found: dict[tuple[int, str], tuple[Any, str]] = {}
+
+    def __call__(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton's ``jit_cache_hook``: whether to leave out this compilation and its launch."""
+        if threading.get_ident() != self._asking:
+            return False
+        kernel, form = fn.jit_function, compile["specialization_data"]
+        self.found[id(kernel), form] = (kernel, form)
+        return True
+
+
+def settle_cache_folder() -> None:
+    """Say in the environment where Triton keeps kernels, if nothing there says it: where it does.
+
+    Inductor, once it compiles a kernel, names a folder of its own there for the rest of the
+    process. Then the kernels of a start that finds all of Inductor's made are looked for elsewhere
+    than those of the start before were kept.
+    """
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+
+
+@contextmanager
+def built_together(device: torch.device) -> Iterator[None]:
+    """In this block, launches by this thread of kernels that are not there yet do nothing. At its
+    end those kernels are compiled and loaded, as far as that works: the next launch tries again.
+
+    Not before its end, for Triton shows a kernel to other threads before it is loaded.
+
+    The block must cope with results that were not written. If something else has its hook in
+    Triton's cache already, launches compile as ever.
+
+    Args:
+        device: of the launches, a GPU.
+    """
+    if knobs.runtime.jit_cache_hook is not None:
+        yield
+        return
+    missing = knobs.runtime.jit_cache_hook = _Missing()
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    if missing.found:
+        _build(list(missing.found.values()), device)
+
+
+def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> None:
+
+    def build(kernel: Any, form: str) -> None:
+        # Both look for the thread's current device.
+        with torch.cuda.device(device):
+            kernel.preload(form).run  # noqa: B018 - makes the launcher, loads the kernel
+
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(kernels))
+    with ThreadPoolExecutor(num_threads, "pagespec-build") as pool:
+        for future in [pool.submit(build, *each) for each in kernels]:
+            error = future.exception()
+            if error is not None:
+                logger.info("a kernel is compiled at its first launch: %s", error)
