@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,8 +55,16 @@ def settle_cache_folder() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
+@dataclass
+class Built:
+    """What became of a block. ``num_compiled``: kernels that were not in Triton's cache on disk;
+    known at its end."""
+
+    num_compiled: int = 0
+
+
 @contextmanager
-def built_together(device: torch.device) -> Iterator[None]:
+def built_together(device: torch.device) -> Iterator[Built]:
     """In this block, launches by this thread of kernels that are not there yet do nothing. At its
     end those kernels are compiled and loaded, as far as that works: the next launch tries again.
 
@@ -67,28 +76,44 @@ def built_together(device: torch.device) -> Iterator[None]:
     Args:
         device: of the launches, a GPU.
     """
+    built = Built()
     if knobs.runtime.jit_cache_hook is not None:
-        yield
+        yield built
         return
     missing = knobs.runtime.jit_cache_hook = _Missing()
     try:
-        yield
+        yield built
     finally:
         knobs.runtime.jit_cache_hook = None
     if missing.found:
-        _build(list(missing.found.values()), device)
+        built.num_compiled = _build(list(missing.found.values()), device)
 
 
-def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> None:
+def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> int:
+    """Returns how many were compiled; all of them, if something else listens to that already."""
+    was_found: list[bool] = []
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        was_found.append(cache_hit)
 
     def build(kernel: Any, form: str) -> None:
         # Both look for the thread's current device.
         with torch.cuda.device(device):
             kernel.preload(form).run  # noqa: B018 - makes the launcher, loads the kernel
 
+    is_ours = knobs.compilation.listener is None
+    if is_ours:
+        knobs.compilation.listener = listen
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(kernels))
-    with ThreadPoolExecutor(num_threads, "pagespec-build") as pool:
-        for future in [pool.submit(build, *each) for each in kernels]:
-            error = future.exception()
-            if error is not None:
-                logger.info("a kernel is compiled at its first launch: %s", error)
+    try:
+        with ThreadPoolExecutor(num_threads, "pagespec-build") as pool:
+            for future in [pool.submit(build, *each) for each in kernels]:
+                error = future.exception()
+                if error is not None:
+                    logger.info("a kernel is compiled at its first launch: %s", error)
+    finally:
+        if is_ours:
+            knobs.compilation.listener = None
+    num_compiled = was_found.count(False) if is_ours else len(kernels)
+    logger.info("%d kernels were needed, %d of them compiled", len(kernels), num_compiled)
+    return num_compiled

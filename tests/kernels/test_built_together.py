@@ -87,15 +87,25 @@ def _launch_copies(kernel: Any) -> None:
 
 def test_what_is_missing_is_built_and_not_launched(fake: FakeDriver) -> None:
     kernel = JITFunction(_copy)
-    with built_together(DEVICE):
+    with built_together(DEVICE) as built:
         _launch_copies(kernel)
         assert fake.launched == []
     assert fake.loaded == ["_copy"] * 3
+    assert built.num_compiled == 3
+    assert knobs.compilation.listener is None
     assert threading.get_ident() not in fake.loaders
     assert knobs.runtime.jit_cache_hook is None
     _launch_copies(kernel)
     assert fake.launched == ["_copy"] * 5
     assert fake.loaded == ["_copy"] * 3
+
+
+def test_what_is_on_the_disk_is_not_compiled(fake: FakeDriver) -> None:
+    _launch_copies(JITFunction(_copy))
+    with built_together(DEVICE) as built:
+        _launch_copies(JITFunction(_copy))
+    assert fake.loaded == ["_copy"] * 6
+    assert built.num_compiled == 0
 
 
 def test_what_is_there_is_launched(fake: FakeDriver) -> None:
