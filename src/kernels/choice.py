@@ -61,7 +61,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Merit:
-    """One measured case: GB/s of KV bytes, of a library and of our Triton kernel beside it."""
+    """One measured case, of a library and of our Triton kernel beside it: more is better."""
 
     library: Library
     major: int  # of the compute capability
@@ -70,13 +70,14 @@ class Merit:
     triton: float
 
 
-# H100, bf16, heads of 128: ours from benchmarks/NOTES.md, "Attention"; flash-attn-4 4.0.0b36, the
-# better of its page sizes, measured on the same kind of card on another day. It does not split the
-# keys of a sequence on Hopper, hence the last line.
+# H100, bf16, heads of 128, in one run of benchmarks/attention.py: flash-attn-4 4.0.0b36 and ours,
+# each with the better of its block sizes. It does not split the keys of a sequence on Hopper, hence
+# the third line. Prefill is in TFLOP/s.
 MERITS = (
-    Merit("flash-attn-4", 9, "256 sequences of 0.8k, 16/8 heads", 2567, 2928),
-    Merit("flash-attn-4", 9, "64 sequences of 1.5k, 32/8 heads", 2620, 2655),
-    Merit("flash-attn-4", 9, "1 sequence of 6k to 8k, 32/8 heads", 300, 1795),
+    Merit("flash-attn-4", 9, "256 sequences of 0.8k, 16/8 heads", 2591, 2924),
+    Merit("flash-attn-4", 9, "64 sequences of 1.5k, 32/8 heads", 2535, 2694),
+    Merit("flash-attn-4", 9, "1 sequence of 8k, 32/8 heads", 311, 1529),
+    Merit("flash-attn-4", 9, "prefill of 8 x 2k, 32/8 heads", 369, 342),
 )
 
 
