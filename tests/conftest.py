@@ -25,6 +25,10 @@ collect_ignore = []
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     collect_ignore += ["kernels/test_triton.py", "kernels/test_triton_prefill.py"]
     collect_ignore += ["kernels/test_triton_turn.py"]
+else:
+    from tests.interpreter import mend
+
+    mend()
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
