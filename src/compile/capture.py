@@ -127,11 +127,6 @@ class CapturedModel:
         self.rewrites = run_passes(gm, context, COMMON_PASSES)
         is_cpu = self.loaded.device.type == "cpu"
         device_passes = CPU_GRAPH_PASSES if is_cpu else gpu_passes()
-        if not is_cpu:
-            # Triton, which it needs, is only there on machines with a GPU.
-            from pagespec.compile.linear_plans import prepare_products
-
-            prepare_products(gm, context)
         self.rewrites |= run_passes(gm, context, device_passes)
         if self.compile == "inductor":
             begin = time.perf_counter()

@@ -10,16 +10,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from pagespec.compile.cache_files import write_whole
-from pagespec.compile.passes.context import PassContext
-from pagespec.compile.passes.merge_linear import is_linear, linear_operands
 from pagespec.kernels import gpu_linear
 from pagespec.kernels.built_together import built_together
 from pagespec.kernels.linear_tiles import Card, has_one_tile, rows_worth_it
-
-_SWEPT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class LinearPlans:
@@ -76,19 +71,6 @@ class LinearPlans:
             self._file = self._folder / f"{_fingerprint(device)}.json"
             self._few_rows |= _read(self._file)
         return self._few_rows
-
-
-def prepare_products(gm: GraphModule, context: PassContext) -> None:
-    """Compile side by side what the pass that chooses who computes products will launch."""
-    products = []
-    for node in filter(is_linear, gm.graph.nodes):
-        _, weight, bias = linear_operands(node)
-        tensor, bias_tensor = context.constant(weight), context.constant(bias)
-        if tensor is None or tensor.dim() != 2 or tensor.dtype not in _SWEPT_DTYPES:
-            continue
-        if tensor.is_contiguous() and (bias is None or bias_tensor is not None):
-            products.append((tensor, bias_tensor))
-    LinearPlans(context.transparent, context.plan_folder).prepare(products)
 
 
 def _key(weight: Tensor, bias: Tensor | None) -> str:

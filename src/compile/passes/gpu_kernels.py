@@ -27,6 +27,8 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
     graph, count = gm.graph, 0
     ops = torch.ops.pagespec
     plans = LinearPlans(context.transparent, context.plan_folder)
+    products = {node: _product(node, context) for node in filter(is_linear, graph.nodes)}
+    plans.prepare([product for product in products.values() if product is not None])
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -42,15 +44,9 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
             if not _fits_our_kernel(operands):
                 continue
             node.target, node.args, node.kwargs = triton_grouped.grouped_mm, operands, {}
-        elif is_linear(node):
+        elif (product := products.get(node)) is not None:
             source, weight, bias = linear_operands(node)
-            tensor = context.constant(weight)
-            bias_tensor = context.constant(bias) if bias is not None else None
-            if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
-                continue
-            if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
-                continue
-            few_rows = plans.few_rows(tensor, bias_tensor)
+            few_rows = plans.few_rows(*product)
             gated = _only_gate(node)
             with graph.inserting_before(node):
                 if gated is not None:
@@ -67,6 +63,18 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
             continue
         count += 1
     return count
+
+
+def _product(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a linear layer, if they are constants that our kernel can multiply."""
+    _, weight, bias = linear_operands(node)
+    tensor = context.constant(weight)
+    bias_tensor = context.constant(bias) if bias is not None else None
+    if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
+        return None
+    if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
+        return None
+    return tensor, bias_tensor
 
 
 def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
