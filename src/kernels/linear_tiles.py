@@ -204,7 +204,7 @@ def choose_tile(
     """
     if has_one_tile(k_size, itemsize):
         return _ONE_TILE_WIDE if itemsize == 4 else _ONE_TILE_NARROW
-    bucket = next((b for b in _BUCKETS if num_rows <= b), _BUCKETS[-1])
+    bucket = _bucket_of(num_rows) or _BUCKETS[-1]
     if not card.is_large:
         return _small_tile(bucket, num_outs, k_size, has_gate, card.num_sms)
     tuned = TUNED.get((num_outs, k_size), {}).get(bucket)
@@ -235,18 +235,18 @@ def choose_early_tile(
         num_outs: N of the product; a weight of gate and up has twice as many rows.
     """
     num_atoms, rest = divmod(k_size, 64)
-    bucket = next((b for b in _BUCKETS if num_rows <= b), None)
+    bucket = _bucket_of(num_rows)
     if not card.has_early or bucket is None or rest:
         return None
     if bucket > 16:
         return _early_for_more(bucket, num_outs, k_size, has_gate)
     atoms = next(a for a in (8 if num_atoms >= 32 else 4, 4, 2, 1) if num_atoms % a == 0)
-    widest = 32 if has_gate else 64  # one warpgroup's
-    for part in (widest, widest // 2, widest // 4, 8):
+    parts = _parts(has_gate)
+    for part in parts:
         tile = EarlyTile(part, atoms, num_atoms // atoms)
         if 32 <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
             return tile
-    for part in (widest, 32):
+    for part in (p for p in parts if p >= 32):
         for stages in range(8, 2, -1):
             tile = EarlyTile(part, 4, stages)
             if 96 <= num_outs // part <= 512 and tile.fits(num_outs, k_size, has_gate):
@@ -261,12 +261,20 @@ def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> 
     if bucket > 64 or num_outs * k_size * 2 >= _SHORT_PRODUCT_BYTES:
         return None
     atoms = next(a for a in (4, 2, 1) if k_size // 64 % a == 0)
-    widest = 32 if has_gate else 64
-    for part in (widest, widest // 2, widest // 4):
+    for part in _parts(has_gate)[:3]:
         tile = EarlyTile(part, atoms, min(4, k_size // 64 // atoms), 32)
         if num_outs // part * (bucket // 32) >= 32 and tile.fits(num_outs, k_size, has_gate):
             return tile
     return None
+
+
+def _bucket_of(num_rows: int) -> int | None:
+    return next((b for b in _BUCKETS if num_rows <= b), None)
+
+
+def _parts(has_gate: bool) -> tuple[int, ...]:
+    """Rows of the weight a program, the most of one warpgroup first."""
+    return (32, 16, 8) if has_gate else (64, 32, 16, 8)
 
 
 def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms: int) -> Tile:
