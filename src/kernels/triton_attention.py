@@ -281,7 +281,7 @@ def _decode(
         **turn,
         BLOCK_M=max(_MIN_DOT, group),
         GROUP=group,
-        CHUNK=max(1, t.merge_chunk * 512 // max(512, group * shared["DV_PAD"])),
+        CHUNK=t.merge_chunk_of(group * shared["DV_PAD"]),
         BY_TOKEN=by_token,
         FIRST=spread.splits_in_first,
         EMULATE=query.device.type == "cpu",

@@ -15,7 +15,7 @@ from torch import Tensor
 from pagespec.kernels.triton_norm import rounded, scaled
 from pagespec.kernels.triton_store import has_dependent_launch
 
-TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
+_TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
 
 
 @triton.jit
@@ -191,6 +191,11 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
+def heads_at_once(num_heads: int, d_pad: int) -> int:
+    """Heads of a program, for up to ``num_heads`` of ``d_pad`` elements; a power of two."""
+    return min(max(_TILE // d_pad, 1), triton.next_power_of_2(num_heads))
+
+
 def norm_rope_store(
     query: Tensor,
     key: Tensor,
@@ -217,9 +222,8 @@ def norm_rope_store(
         return out
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     d_pad, dv_pad = triton.next_power_of_2(dim), triton.next_power_of_2(v_dim)
-    most = triton.next_power_of_2(max(num_heads, num_kv_heads))
-    heads = min(max(TILE // d_pad, 1), most)
-    v_heads = min(max(TILE // dv_pad, 1), triton.next_power_of_2(num_kv_heads))
+    heads = heads_at_once(max(num_heads, num_kv_heads), d_pad)
+    v_heads = heads_at_once(num_kv_heads, dv_pad)
     num_tiles = (
         triton.cdiv(num_heads, heads)
         + triton.cdiv(num_kv_heads, heads)

@@ -53,6 +53,10 @@ class Tiling:
     knee_from: int = 128
     max_programs: int = 4096
 
+    def merge_chunk_of(self, num_values: int) -> int:
+        """Pieces loaded at once by groups of ``num_values``, query heads x value elements."""
+        return max(1, self.merge_chunk * 512 // max(512, num_values))
+
     def num_splits(self, num_positions: int) -> int:
         """Splits that begin below ``num_positions``."""
         short = math.ceil(min(num_positions, self.knee) / self.short_split)

@@ -196,8 +196,7 @@ def fits(query: Tensor, key: Tensor, has_norm: bool) -> bool:
     if steps(query)[2] == 1 or steps(key)[2] == 1:
         return False
     group = triton.next_power_of_2(num_heads // key.shape[1])
-    most = triton.next_power_of_2(max(num_heads, key.shape[1]))
-    theirs = min(max(triton_rope.TILE // padded, 1), most) * padded
+    theirs = triton_rope.heads_at_once(max(num_heads, key.shape[1]), padded) * padded
     at_once = 16 // query.element_size()
     ours = (max(_KEYS, group) * padded, _KEYS * padded)
     return all(min(at_once, n // 128) == min(at_once, theirs // 128) for n in ours)

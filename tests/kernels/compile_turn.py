@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from pagespec.kernels.triton_decode import decode_kernel
-from pagespec.kernels.triton_rope import TILE, _norm_rope_store_kernel
+from pagespec.kernels.triton_rope import _norm_rope_store_kernel, heads_at_once
 from pagespec.kernels.triton_tiling import choose_tiling
 
 _BF16 = {"query", "key", "value", "cos", "sin", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
@@ -65,7 +65,7 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
         "HQ": hq, "HKV": hkv, "DK": dim, "DV": dim, "DK_PAD": dim, "DV_PAD": dim, "Q_STEP": 16,
         "BLOCK_M": max(16, group), "BLOCK_N": t.block_n, "SHORT": t.short_split,
         "LONG": t.long_split, "KNEE": t.knee, "FIRST": 1, "PAGE": 16, "ONES": 16, "GROUP": group,
-        "CHUNK": max(1, t.merge_chunk * 512 // max(512, group * dim)), "BY_TOKEN": True,
+        "CHUNK": t.merge_chunk_of(group * dim), "BY_TOKEN": True,
         "HAS_WINDOW": case["window"], "HAS_SOFTCAP": case["softcap"], "HAS_SINKS": False,
         "PRECISION": "tf32", "EMULATE": False, "PDL": True, "TURN": turn, "sinks": None,
     }  # fmt: skip
@@ -82,11 +82,10 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
 
 def rope_constants(case: dict[str, Any]) -> dict[str, Any]:
     hq, hkv, dim = case["hq"], case["hkv"], case["dim"]
-    heads = min(TILE // dim, triton.next_power_of_2(hq))
     return {
-        "HQ": hq, "HKV": hkv, "D": dim, "DV": dim, "R": dim, "TABLE": dim, "HEADS": heads,
-        "V_HEADS": min(TILE // dim, hkv), "D_PAD": dim, "DV_PAD": dim, "FORM": "rounded",
-        "EMULATE": False, "PDL": True,
+        "HQ": hq, "HKV": hkv, "D": dim, "DV": dim, "R": dim, "TABLE": dim,
+        "HEADS": heads_at_once(hq, dim), "V_HEADS": heads_at_once(hkv, dim),
+        "D_PAD": dim, "DV_PAD": dim, "FORM": "rounded", "EMULATE": False, "PDL": True,
     }  # fmt: skip
 
 
