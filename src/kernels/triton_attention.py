@@ -90,6 +90,8 @@ def paged_attention(
             **shared,
             BLOCK_M=block_m,
             PARTS=t.prefill_parts,
+            # All rows at once: thousands of programs look for their row, most to find none.
+            ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
             num_warps=t.prefill_warps,
             num_stages=t.prefill_stages,
         )

@@ -47,7 +47,7 @@ def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type
         end = tl.load(starts + unit + 1)
         context = tl.load(contexts + unit)
         if (begin != unit) | (end != unit + 1):  # not the usual batch of one query each
-            row = count_at_most(starts + 1, num_rows, unit, 1, False)
+            row = count_at_most(starts + 1, num_rows, unit, 1, False, 256)
             end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
             context = tl.load(contexts + row, mask=row < num_rows, other=0)
         position = tl.where(row < num_rows, context - (end - token), -1)
@@ -222,9 +222,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if first_piece == last_piece:
         return
     num_pieces = last_piece - first_piece + 1
+    FEW: tl.constexpr = min(KNEE // SHORT, CHUNK)
     # Lanes without a piece have returned above.
     if arrives_last(arrived + unit * HKV + head, tl.minimum(num_lanes, num_pieces)):
         merge(
             partial, stats, out, sinks, unit, token, head, num_pieces, max_pieces, factor,
-            HQ, G, DV, DV_PAD, GROUP, CHUNK, HAS_SINKS,
+            HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW, HAS_SINKS,
         )  # fmt: skip

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from pagespec.kernels.triton_softmax import finish, fold
 
-_FEW = tl.constexpr(4)  # pieces; up to 512 positions are as many
-
 
 @triton.jit
 def _fold_pieces(  # type: ignore[no-untyped-def]
@@ -73,12 +71,14 @@ def merge(  # type: ignore[no-untyped-def]
     DV_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """Fold the pieces of the query heads of one unit and KV head, and store the outputs.
 
     Args:
         partial, stats, out: as of :func:`pagespec.kernels.triton_decode.decode_kernel`.
+        CHUNK: pieces loaded at once. FEW: those loaded at once if there are no more.
     """
     in_group = tl.arange(0, GROUP)
     is_head = in_group < G
@@ -89,7 +89,6 @@ def merge(  # type: ignore[no-untyped-def]
     peak = tl.full((GROUP,), float("-inf"), tl.float32)
     mass = tl.zeros((GROUP, 1), tl.float32)
     acc = tl.zeros((GROUP, DV_PAD), tl.float32)
-    FEW: tl.constexpr = min(_FEW, CHUNK)
     if num_pieces <= FEW:
         peak, mass, acc = _fold_pieces(
             partial, stats, index, 0, num_pieces, peak, mass, acc, factor, DV, DV_PAD, GROUP, FEW

@@ -158,6 +158,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
+    ROWS: tl.constexpr,  # rows looked at together
 ):
     PART: tl.constexpr = DV_PAD // PARTS
     PART_USED: tl.constexpr = DV // PARTS
@@ -167,7 +168,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     tile = num_tiles - 1 - tl.program_id(0) // (HKV * PARTS)
     head = tl.program_id(0) // PARTS % HKV
     part = tl.program_id(0) % PARTS * PART
-    row = count_at_most(starts, num_rows + 1, tile, BLOCK_Q, True) - 1
+    row = count_at_most(starts, num_rows + 1, tile, BLOCK_Q, True, ROWS) - 1
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = tl.where(row < num_rows, end, num_tokens)

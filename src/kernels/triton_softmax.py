@@ -250,11 +250,13 @@ def walk(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def count_at_most(starts, count, bound, STEP: tl.constexpr, INDEXED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many i < count have ``starts[i] // STEP + (i if INDEXED) <= bound``."""
+def count_at_most(  # type: ignore[no-untyped-def]
+    starts, count, bound, STEP: tl.constexpr, INDEXED: tl.constexpr, WIDTH: tl.constexpr
+):
+    """How many i < count have ``starts[i] // STEP + (i if INDEXED) <= bound``; WIDTH at a time."""
     total = 0
-    for first in range(0, count, 256):
-        i = first + tl.arange(0, 256)
+    for first in range(0, count, WIDTH):
+        i = first + tl.arange(0, WIDTH)
         keys = tl.load(starts + i, mask=i < count, other=0) // STEP
         if INDEXED:
             keys += i
