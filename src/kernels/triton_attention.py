@@ -286,6 +286,8 @@ def _decode(
         CHUNK=t.merge_chunk_of(group * shared["DV_PAD"]),
         BY_TOKEN=by_token,
         FIRST=spread.splits_in_first,
+        WHOLE=spread.whole_below,
+        FAR=spread.far_from,
         EMULATE=query.device.type == "cpu",
         PDL=overlap,
         num_warps=t.decode_warps,

@@ -1,13 +1,15 @@
 """Attention of single queries over pages: split-KV decode that merges its splits in one launch.
 
 A program serves one token, one KV head with its G query heads, and some of the *pieces* of the
-context. The first piece is the first ``FIRST`` splits, folded by the program; each later split is
-a piece. Programs beside each other take pieces ``lane``, ``lane + num_lanes``, ... from the last
-one back (the first ones are short: what starts last should not take longest); if a context has more
-than one, their states go to ``partial`` and ``stats``, and the program that arrives last folds them
-in order (:mod:`pagespec.kernels.triton_merge`). All choices of ``FIRST`` and ``num_lanes``, and all
-orders of arrival, give the same bits (:mod:`pagespec.kernels.triton_softmax`), so the choices may
-follow the size of the batch.
+context. The first piece is the first splits, folded by the program; each later split is a piece.
+How many splits are first follows the size of the batch (``FIRST``), and a context's own length:
+one below ``WHOLE`` is a single piece, in one of ``FAR`` positions or more they reach to the knee.
+Programs beside each other take pieces ``lane``, ``lane + num_lanes``, ... from the last one back
+(the first ones are short: what starts last should not take longest); if a context has more than
+one, their states go to ``partial`` and ``stats``, and the program that arrives last folds them in
+order (:mod:`pagespec.kernels.triton_merge`). All choices of pieces and lanes, and all orders of
+arrival, give the same bits (:mod:`pagespec.kernels.triton_softmax`), so the choices may follow the
+size of the batch.
 
 With ``TURN`` the queries, and the keys and values of the step, come as a product leaves them, and
 the programs normalise, rotate and store first (:mod:`pagespec.kernels.triton_turn`).
@@ -32,6 +34,8 @@ from pagespec.kernels.triton_softmax import (
     walk,
 )
 from pagespec.kernels.triton_turn import ask, load_angles, load_weights, store_new
+
+_ALL = tl.constexpr(1 << 20)  # splits; more than any context has
 
 
 @triton.jit
@@ -58,6 +62,24 @@ def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type
         context = tl.load(contexts + unit)
         position = tl.where(is_single, context - 1, -1)
     return row, token, position
+
+
+@triton.jit
+def _splits_in_first(  # type: ignore[no-untyped-def]
+    position,
+    SHORT: tl.constexpr,
+    KNEE: tl.constexpr,
+    FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    """Splits in the first piece of a context that ends at ``position``."""
+    num_first = tl.full((), FIRST, tl.int32)
+    if WHOLE > 0:
+        num_first = tl.where(position < WHOLE, _ALL, num_first)
+    if FAR > 0:
+        num_first = tl.where(position >= FAR - 1, max(FIRST, KNEE // SHORT), num_first)
+    return num_first
 
 
 @triton.jit(
@@ -99,7 +121,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr, FIRST: tl.constexpr,
+    SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr,
+    FIRST: tl.constexpr, WHOLE: tl.constexpr, FAR: tl.constexpr,
     PAGE: tl.constexpr, ONES: tl.constexpr,
     GROUP: tl.constexpr,  # G, padded to a power of two
     CHUNK: tl.constexpr,
@@ -116,6 +139,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     DTYPE: tl.constexpr = out.dtype.element_ty
+    FOLD: tl.constexpr = FIRST > 1 or WHOLE > 0 or FAR > 0  # a piece may hold several splits
     unit = tl.program_id(1)
     head = tl.program_id(0) % HKV
     lane = tl.program_id(0) // HKV
@@ -123,12 +147,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     # before it has ended, and weights never. So both are read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
-    low, first_piece, last_piece = pieces_of(seen, window, SHORT, LONG, KNEE, FIRST, HAS_WINDOW)
+    num_first = _splits_in_first(seen, SHORT, KNEE, FIRST, WHOLE, FAR)
+    low, first_piece, last_piece = pieces_of(seen, window, num_first, SHORT, LONG, KNEE, HAS_WINDOW)
     if lane > last_piece - first_piece:
         return  # before it waits: its place is free for the next kernel. Lane 0 goes on and waits
     some_row = tl.minimum(row, num_rows - 1)
     table = tables + some_row.to(tl.int64) * table_stride
-    begin = piece_begin(last_piece - lane, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
+    begin = piece_begin(last_piece - lane, low, num_first, SHORT, LONG, KNEE, BLOCK_N)
     blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
     k_dims = tl.arange(0, DK_PAD)
     if TURN:
@@ -176,10 +201,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         end_new = tl.where(stores, token + 1, first_new)
         store_new(
             key, value, cos, sin, k_own, k_others, k_cache, v_cache, slot_mapping, eps,
-            first_new, end_new, token, seen, last_piece, lane, num_lanes, head, k_dims, partners,
+            first_new, end_new, token, seen, num_first, last_piece, lane, num_lanes, head, k_dims,
+            partners,
             k_token_stride, k_head_stride, v_token_stride, v_head_stride,
             cos_stride, cos_step, sin_stride, sin_step,
-            HKV, DK, DV, DV_PAD, K_STEP, V_STEP, R, TABLE, ANGLES, SHORT, LONG, KNEE, FIRST,
+            HKV, DK, DV, DV_PAD, K_STEP, V_STEP, R, TABLE, ANGLES, SHORT, LONG, KNEE,
             FORM, EMULATE,
         )  # fmt: skip
         if position < 0:  # padding
@@ -193,14 +219,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     for behind in range(lane, last_piece - first_piece + 1, num_lanes):
         piece = last_piece - behind
         next_piece = tl.maximum(piece - num_lanes, 0)
-        next_begin = piece_begin(next_piece, low, SHORT, LONG, KNEE, FIRST, BLOCK_N)
+        next_begin = piece_begin(next_piece, low, num_first, SHORT, LONG, KNEE, BLOCK_N)
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
-        end = split_begin(piece + FIRST, SHORT, LONG, KNEE)
+        end = split_begin(piece + num_first, SHORT, LONG, KNEE)
         total_peak, total_mass, total_acc, peak, mass, acc = walk(
             q, k_cache + head * DK, v_cache + head * DV, table, blocks, begin,
             tl.minimum(end, position + 1), position, positions, window, factor, cap_in, cap_out,
             HKV, DK, DV, DK_PAD, DV_PAD, BLOCK_M, BLOCK_N, SHORT, LONG, KNEE, PAGE, ONES,
-            FIRST > 1, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+            FOLD, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
         )  # fmt: skip
         begin = next_begin
         blocks = next_blocks

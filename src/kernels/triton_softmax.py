@@ -44,18 +44,22 @@ def split_begin(split, SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constex
 def pieces_of(  # type: ignore[no-untyped-def]
     position,
     window,
+    num_first,
     SHORT: tl.constexpr,
     LONG: tl.constexpr,
     KNEE: tl.constexpr,
-    FIRST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """First position in view, and the first and last piece of a query at ``position``."""
+    """First position in view, and the first and last piece of a query at ``position``.
+
+    Args:
+        num_first: splits in the first piece.
+    """
     low = tl.zeros_like(position)
     if HAS_WINDOW:
         low = tl.maximum(position - window + 1, 0)
-    first_piece = tl.maximum(split_of(low, SHORT, LONG, KNEE) - (FIRST - 1), 0)
-    last_piece = tl.maximum(split_of(position, SHORT, LONG, KNEE) - (FIRST - 1), 0)
+    first_piece = tl.maximum(split_of(low, SHORT, LONG, KNEE) - (num_first - 1), 0)
+    last_piece = tl.maximum(split_of(position, SHORT, LONG, KNEE) - (num_first - 1), 0)
     return low, first_piece, last_piece
 
 
@@ -63,14 +67,14 @@ def pieces_of(  # type: ignore[no-untyped-def]
 def piece_begin(  # type: ignore[no-untyped-def]
     piece,
     low,
+    num_first,
     SHORT: tl.constexpr,
     LONG: tl.constexpr,
     KNEE: tl.constexpr,
-    FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """First tile in view of a piece."""
-    begin = tl.where(piece == 0, 0, split_begin(piece + (FIRST - 1), SHORT, LONG, KNEE))
+    begin = tl.where(piece == 0, 0, split_begin(piece + (num_first - 1), SHORT, LONG, KNEE))
     return tl.maximum(begin, low // BLOCK_N * BLOCK_N)
 
 

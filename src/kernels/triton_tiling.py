@@ -34,7 +34,10 @@ class Tiling:
         merge_chunk: pieces whose loads a merging program has under way together, of groups of up
             to 512 values; of larger ones as many fewer. Few pieces are loaded all at once.
         whole_from: decode programs (rows x KV heads) from which each walks its whole context.
-        knee_from: those from which the first piece reaches to the knee.
+        knee_from: those from which the first piece reaches to the knee, and a context that ends
+            below ``whole_below`` is one piece.
+        far_from: with fewer, positions of a context from which its first piece reaches to the knee;
+            0 for none.
         max_programs: what contexts of many pieces are spread over.
     """
 
@@ -48,9 +51,11 @@ class Tiling:
     short_split: int = 128
     long_split: int = 512
     knee: int = 512
-    merge_chunk: int = 20
+    merge_chunk: int = 16
     whole_from: int = WHOLE_FROM
     knee_from: int = 128
+    whole_below: int = 2048
+    far_from: int = 4096
     max_programs: int = 4096
 
     def merge_chunk_of(self, num_values: int) -> int:
@@ -101,23 +106,30 @@ class Spread:
     """How a batch's contexts are spread over decode programs.
 
     Attributes:
-        splits_in_first: those that the first piece of a context holds.
+        splits_in_first: those that the first piece of a context holds, but: of a context that ends
+            below position ``whole_below`` it holds all, and of one of ``far_from`` positions or
+            more those up to the knee. 0 for neither.
         max_pieces: the most that a context may have. num_lanes: programs that share them.
     """
 
     splits_in_first: int
+    whole_below: int
+    far_from: int
     max_pieces: int
     num_lanes: int
 
 
 def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spread:
     """The spread for ``num_programs``, units x KV heads, of contexts of up to ``length``."""
+    whole_below = far_from = 0
     if num_programs >= t.whole_from:
         splits_in_first = _ALL
+    elif num_programs >= t.knee_from:
+        splits_in_first, whole_below = t.num_splits(t.knee), t.whole_below
     else:
-        splits_in_first = t.num_splits(t.knee) if num_programs >= t.knee_from else 1
+        splits_in_first, far_from = 1, t.far_from
     max_pieces = max(1, t.num_splits(length) - splits_in_first + 1)
     if window:
         max_pieces = min(max_pieces, (window - 2) // t.short_split + 2)
     num_lanes = min(max_pieces, max(1, t.max_programs // num_programs))
-    return Spread(splits_in_first, max_pieces, num_lanes)
+    return Spread(splits_in_first, whole_below, far_from, max_pieces, num_lanes)

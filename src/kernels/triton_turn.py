@@ -115,6 +115,7 @@ def store_new(  # type: ignore[no-untyped-def]
     end_new,
     token,
     position,
+    num_first,
     last_piece,
     lane,
     num_lanes,
@@ -141,7 +142,6 @@ def store_new(  # type: ignore[no-untyped-def]
     SHORT: tl.constexpr,
     LONG: tl.constexpr,
     KNEE: tl.constexpr,
-    FIRST: tl.constexpr,
     FORM: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -151,13 +151,14 @@ def store_new(  # type: ignore[no-untyped-def]
 
     Args:
         position: of ``token``, 0 for padding. first_new: the first token of its row.
+        num_first: splits in the first piece of the row.
     """
     DTYPE: tl.constexpr = k_cache.dtype.element_ty
     v_dims = tl.arange(0, DV_PAD)
     for first in range(first_new, end_new, KEYS):
         tokens = first + tl.arange(0, KEYS)
         piece = split_of(tl.maximum(position - (token - tokens), 0), SHORT, LONG, KNEE)
-        behind = last_piece - tl.maximum(piece - (FIRST - 1), 0)
+        behind = last_piece - tl.maximum(piece - (num_first - 1), 0)
         mine = (tokens <= token) & (behind % num_lanes == lane)
         wide = tokens.to(tl.int64)
         slots = tl.load(slot_mapping + wide, mask=mine, other=0)

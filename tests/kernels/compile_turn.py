@@ -64,7 +64,8 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
     constants = {
         "HQ": hq, "HKV": hkv, "DK": dim, "DV": dim, "DK_PAD": dim, "DV_PAD": dim, "Q_STEP": 16,
         "BLOCK_M": max(16, group), "BLOCK_N": t.block_n, "SHORT": t.short_split,
-        "LONG": t.long_split, "KNEE": t.knee, "FIRST": 1, "PAGE": 16, "ONES": 16, "GROUP": group,
+        "LONG": t.long_split, "KNEE": t.knee, "FIRST": 1, "WHOLE": 0, "FAR": t.far_from,
+        "PAGE": 16, "ONES": 16, "GROUP": group,
         "CHUNK": t.merge_chunk_of(group * dim), "BY_TOKEN": True,
         "HAS_WINDOW": case["window"], "HAS_SOFTCAP": case["softcap"], "HAS_SINKS": False,
         "PRECISION": "tf32", "EMULATE": False, "PDL": True, "TURN": turn, "sinks": None,
