@@ -34,8 +34,8 @@ class Tiling:
         merge_chunk: pieces whose loads a merging program has under way together, of groups of up
             to 512 values; of larger ones as many fewer. Few pieces are loaded all at once.
         whole_from: decode programs (rows x KV heads) from which each walks its whole context.
-        knee_from: those from which the first piece reaches to the knee, and a context that ends
-            below ``whole_below`` is one piece.
+        some_whole_from: those from which each walks a context that ends below ``whole_below``.
+        knee_from: those from which the first piece reaches to the knee.
         far_from: with fewer, positions of a context from which its first piece reaches to the knee;
             0 for none.
         max_programs: what contexts of many pieces are spread over.
@@ -53,8 +53,9 @@ class Tiling:
     knee: int = 512
     merge_chunk: int = 16
     whole_from: int = WHOLE_FROM
-    knee_from: int = 128
+    some_whole_from: int = 512
     whole_below: int = 2048
+    knee_from: int = 128
     far_from: int = 4096
     max_programs: int = 4096
 
@@ -125,7 +126,8 @@ def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spr
     if num_programs >= t.whole_from:
         splits_in_first = _ALL
     elif num_programs >= t.knee_from:
-        splits_in_first, whole_below = t.num_splits(t.knee), t.whole_below
+        splits_in_first = t.num_splits(t.knee)
+        whole_below = t.whole_below if num_programs >= t.some_whole_from else 0
     else:
         splits_in_first, far_from = 1, t.far_from
     max_pieces = max(1, t.num_splits(length) - splits_in_first + 1)

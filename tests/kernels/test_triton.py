@@ -72,8 +72,13 @@ SMALL = Tiling(
 # How the pieces of a context are spread over programs; none of it may change a bit.
 SPREADS = {
     "one program a context": {"whole_from": 1},
-    "first piece to the knee": {"knee_from": 1, "max_programs": 64, "whole_below": 0},
-    "short contexts whole": {"knee_from": 1, "max_programs": 64, "whole_below": 64},
+    "first piece to the knee": {"knee_from": 1, "max_programs": 64},
+    "short contexts whole": {
+        "knee_from": 1,
+        "some_whole_from": 1,
+        "whole_below": 64,
+        "max_programs": 64,
+    },
     "far contexts to the knee": {"max_programs": 1 << 12, "far_from": 64},
     "a program a piece": {"max_programs": 1 << 12, "far_from": 0},
     "one lane for all pieces": {"max_programs": 1},

@@ -28,8 +28,13 @@ from tests.paged import Rows, Shape, poisoned_memory
 
 SPREADS = {
     "one program a context": {"whole_from": 1},
-    "first piece to the knee": {"knee_from": 1, "max_programs": 64, "whole_below": 0},
-    "short contexts whole": {"knee_from": 1, "max_programs": 64, "whole_below": 64},
+    "first piece to the knee": {"knee_from": 1, "max_programs": 64},
+    "short contexts whole": {
+        "knee_from": 1,
+        "some_whole_from": 1,
+        "whole_below": 64,
+        "max_programs": 64,
+    },
     "far contexts to the knee": {"max_programs": 1 << 12, "far_from": 64},
     "a program a piece": {"max_programs": 1 << 12, "far_from": 0},
     "three lanes": {"max_programs": 60},
