@@ -7,7 +7,7 @@ captured in a CUDA graph and replayed with other contents.
   lanes of them) a token and KV head, of which the last to arrive merges what all computed. With
   few rows it normalises, rotates and stores too (:func:`turned_attention`).
 - More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
-  the other's alone.
+  the other's alone. On Hopper :mod:`pagespec.kernels.gluon_prefill` may be the latter; same bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from pagespec.kernels.linear_tiles import is_gluon_known
 from pagespec.kernels.triton_decode import decode_kernel
 from pagespec.kernels.triton_prefill import prefill_kernel
 from pagespec.kernels.triton_softmax import LOG2E
@@ -64,9 +65,7 @@ def paged_attention(
     if query.stride(2) != 1:
         query = query.contiguous()
     out = query.new_empty(num_tokens, num_q_heads, v_dim)
-    if num_tokens == 0:
-        return out
-    if num_rows == 0:
+    if num_tokens == 0 or num_rows == 0:
         return out.zero_()
     by_token = num_tokens <= num_rows
     metadata = (query_starts, context_lens, block_tables)
@@ -74,9 +73,14 @@ def paged_attention(
     shared = _shared(query, v_cache, scale, window, softcap, sinks, t)
     _decode(query, k_cache, v_cache, out, metadata, shared, t, arrived, by_token, _NOT_TURNED)
     if not by_token:
-        group_size = num_q_heads // num_kv_heads
-        block_m = max(t.block_m, triton.next_power_of_2(group_size))
-        num_tiles = num_tokens // (block_m // group_size) + num_rows + 1
+        if query.is_cuda and is_gluon_known():
+            from pagespec.kernels import gluon_prefill
+
+            if gluon_prefill.launch(query, k_cache, v_cache, out, metadata, shared, t):
+                return out
+        group = num_q_heads // num_kv_heads
+        block_m = max(t.block_m, triton.next_power_of_2(group))
+        num_tiles = num_tokens // (block_m // group) + num_rows + 1
         prefill_kernel[(num_tiles * num_kv_heads * t.prefill_parts,)](
             query,
             k_cache,
@@ -135,9 +139,8 @@ def turned_attention(
         ValueError: no tokens or more than rows, a block size that is no power of two, or too few
             counters.
     """
-    num_tokens, num_heads, dim = query.shape
-    page, _, v_dim = v_cache.shape[1:]
-    num_rows = len(block_tables)
+    num_tokens, num_rows = len(query), len(block_tables)
+    (num_heads, dim), (page, _, v_dim) = query.shape[1:], v_cache.shape[1:]
     if not 0 < num_tokens <= num_rows:
         raise ValueError(f"{num_tokens} tokens of {num_rows} rows: one to as many as rows needed")
     if page & (page - 1):

@@ -38,7 +38,9 @@ class Tiling:
         knee_from: those from which the first piece reaches to the knee.
         far_from: with fewer, positions of a context from which its first piece reaches to the knee;
             0 for none.
-        max_programs: what contexts of many pieces are spread over.
+        lanes: programs that share a context of many pieces, or more where there are few: up to
+            ``few_programs`` altogether, two for each multiprocessor. Those without a piece cost
+            time, too. max_programs: what contexts of many pieces are spread over at most.
     """
 
     block_n: int
@@ -57,6 +59,8 @@ class Tiling:
     whole_below: int = 2048
     knee_from: int = 128
     far_from: int = 4096
+    lanes: int = 16
+    few_programs: int = 256
     max_programs: int = 4096
 
     def merge_chunk_of(self, num_values: int) -> int:
@@ -133,5 +137,6 @@ def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spr
     max_pieces = max(1, t.num_splits(length) - splits_in_first + 1)
     if window:
         max_pieces = min(max_pieces, (window - 2) // t.short_split + 2)
-    num_lanes = min(max_pieces, max(1, t.max_programs // num_programs))
+    num_lanes = min(t.max_programs // num_programs, max(t.lanes, t.few_programs // num_programs))
+    num_lanes = min(max_pieces, max(1, num_lanes))
     return Spread(splits_in_first, whole_below, far_from, max_pieces, num_lanes)
