@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,8 +70,12 @@ def build(
         UnsupportedModelError: the probe refuses the model.
     """
     device = resolve_device(config.device)
-    plan_folder = None
+    plan_folder = reading = None
     if device.type == "cuda":
+        # Triton, which it needs, is only there on machines with a GPU.
+        from pagespec.kernels.kernel_keys import read_triton_early
+
+        reading = read_triton_early()
         config = config.for_gpu()
         # In a process that has used the GPU, products may have been computed already, and the
         # library keeps the settings it had then: what other processes found need not hold.
@@ -104,12 +108,18 @@ def build(
         compile = "inductor" if device.type == "cuda" else "graph"
     is_pinned = device.type == "cuda" and config.transparent
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    if device.type == "cuda":
-        # Triton, which it needs, is only there on machines with a GPU.
-        from pagespec.kernels.built_together import settle_cache_folder
+    with ExitStack() as stack:
+        stack.enter_context(current)
+        if is_pinned:
+            stack.enter_context(pinned_algorithms())
+        before_trace = None
+        if device.type == "cuda":
+            from pagespec.kernels.built_together import settle_cache_folder
+            from pagespec.kernels.compilers import compilers
 
-        settle_cache_folder()
-    with current, pinned_algorithms() if is_pinned else nullcontext():
+            settle_cache_folder()
+            # A model that was never traced here has no kernels here, either.
+            before_trace = stack.enter_context(compilers()).start
         with clock("capture"), collector_paused():
             captured = capture_model(
                 loaded,
@@ -119,12 +129,14 @@ def build(
                 attention=attention,
                 packing_bytes=_packing_bytes(model, device),
                 plan_folder=plan_folder,
-                graph_cache=_graph_cache(model),
+                graph_cache=_graph_cache(model, before_trace),
             )
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s
         stats.num_captures = captured.num_captures
         stats.num_compilations = captured.num_compiled
+        if reading is not None:
+            reading.join()
         make = _make_gpu_runner if device.type == "cuda" else _make_cpu_runner
         runner, max_model_len = make(config, captured, stats, clock, on_logits)
     logger.info(
@@ -236,9 +248,11 @@ def _packing_bytes(model: object, device: torch.device) -> int:
     return _available_cpu_bytes() // _PACKING_PART
 
 
-def _graph_cache(model: object) -> GraphCache | None:
+def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> GraphCache | None:
     """For models nobody else can change: a module the caller holds may compute anything."""
-    return None if isinstance(model, PreTrainedModel) else GraphCache(cache_root() / "graphs")
+    if isinstance(model, PreTrainedModel):
+        return None
+    return GraphCache(cache_root() / "graphs", before_trace)
 
 
 def _cpu_bytes_for_kv(config: EngineConfig) -> int:

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from pagespec.collector import collector_paused
 from pagespec.compile.build import Clock, blocks_in, fitting_length
 from pagespec.compile.capture import CapturedModel
 from pagespec.compile.gpu_runner import GpuRunner
@@ -52,7 +53,7 @@ def make_gpu_runner(
             on_logits=on_logits,
         )
 
-    with clock("kv_cache"), named_out_of_memory(config):
+    with clock("kv_cache"), named_out_of_memory(config), collector_paused():
         trial = make(MIN_SIZE, limit)
         trial.build_kernels(shapes)
         profile = profile_memory(config, device, trial.run_worst_case, len(shapes))
@@ -71,7 +72,7 @@ def make_gpu_runner(
             )
         max_model_len = fitting_length(config, num_blocks, limit)
         runner = make(num_blocks, max_model_len)
-    with clock("graphs"), named_out_of_memory(config):
+    with clock("graphs"), named_out_of_memory(config), collector_paused():
         before = torch.cuda.mem_get_info(device)[0]
         if shapes:
             runner.capture_graphs(shapes)

@@ -25,6 +25,7 @@ from pagespec.compile.step_buffers import StepBuffers
 from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
 from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.kernels.built_together import built_together
+from pagespec.kernels.compilers import current_compilers
 from pagespec.kernels.pinned import full_precision_sums
 from pagespec.kernels.triton_sample import sample_simple
 from pagespec.kernels.triton_step import unpack_decode, unpack_mixed
@@ -107,15 +108,21 @@ class GpuRunner:
     def build_kernels(self, shapes: Sequence[StepShape]) -> None:
         """Compile side by side what the largest step and steps of these shapes launch."""
         decode, mixed = (sorted(s for s in shapes if s.is_decode == kind) for kind in (True, False))
-        # These have nearly all that takes long. Of the others little is missing then, which counts:
-        # a launch that is left out takes ten times as long as one that is not.
-        first = [decode[i * (len(decode) - 1) // 3] for i in range(4) if decode]
+        others = current_compilers()
+        if others is not None and others.is_running:
+            # They begin with what is asked for, and are at it while more is found to be missing.
+            first = [*decode, *mixed]
+        else:
+            # These have nearly all that takes long. Of the others little is missing then, which
+            # counts: a launch that is left out takes ten times as long as one that is not.
+            some = [decode[i * (len(decode) - 1) // 3] for i in range(4) if decode]
+            first = [*dict.fromkeys(some), *mixed[:1], *mixed[-1:]]
         with self._scope():
             with built_together(self._device) as built:
                 self.run_worst_case()
-                for shape in (*dict.fromkeys(first), *mixed[:1], *mixed[-1:]):
+                for shape in first:
                     self._run_blank(shape)
-            if not built.num_compiled:
+            if not built.num_compiled or len(first) == len(shapes):
                 return  # such a start has been here before: the others come from the disk, too
             with built_together(self._device):
                 for shape in shapes:

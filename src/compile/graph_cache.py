@@ -12,13 +12,14 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagespec.compile.attention import AttentionSpec
 from pagespec.compile.cache_files import write_whole
 from pagespec.compile.graph_codec import NotKeepable, decode, encode
 from pagespec.compile.graph_key import graph_key, named_tensors
+from pagespec.compile.layer_trace import trace_layers
 from pagespec.compile.load import LoadedModel
 from pagespec.compile.tracing import Traced, trace
 
@@ -31,10 +32,14 @@ class GraphCache:
     """The graphs in ``folder``, which need not be there yet.
 
     For models that nobody else holds: a module that was changed by its owner can compute anything.
+
+    Args:
+        before_trace: called before a model is traced, which takes seconds.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, before_trace: Callable[[], None] | None = None) -> None:
         self._folder = folder
+        self._before_trace = before_trace
 
     def get(self, loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> tuple[Traced, bool]:
         """The graph of this model, and whether it was traced now.
@@ -46,7 +51,9 @@ class GraphCache:
         key = graph_key(loaded, specs)
         if key is not None and (kept := self._load(key, loaded)) is not None:
             return kept, False
-        traced = trace(loaded, specs)
+        if self._before_trace is not None:
+            self._before_trace()
+        traced = trace_layers(loaded, specs) or trace(loaded, specs)
         if key is not None:
             self._save(key, loaded, traced)
         return traced, True

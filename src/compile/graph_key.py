@@ -33,9 +33,12 @@ _OURS = Path(__file__).parent
 _OWN_SOURCES = (
     *(
         "attention.py",
+        "fake_layouts.py",
         "graph_codec.py",
         "graph_key.py",
         "graph_results.py",
+        "layer_trace.py",
+        "repeated_layers.py",
         "step_inputs.py",
         "tracing.py",
     ),

@@ -10,6 +10,7 @@ from pagespec.collector import collector_paused
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.core import Engine
+from pagespec.engine.head_start import open_gpu_early
 from pagespec.engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
 from pagespec.engine.outputs import RequestOutput
 from pagespec.engine.policy import Policy
@@ -28,9 +29,14 @@ if TYPE_CHECKING:
     from pagespec.compile.build import Built
 
 
-def import_engine() -> Callable[..., Built]:
+def import_engine(device: str = "auto") -> Callable[..., Built]:
     """:func:`pagespec.compile.build.build`. It comes with torch and transformers, which takes
-    seconds, so it is imported late, and everything before works without them."""
+    seconds, so it is imported late, and everything before works without them.
+
+    Args:
+        device: of the engine to be built; if it may be a GPU, that is opened meanwhile.
+    """
+    open_gpu_early(device)
     with collector_paused():
         from pagespec.compile.build import build
     return build
@@ -123,7 +129,7 @@ class LLM:
             seed=seed,
             load_format=load_format,
         )
-        built = import_engine()(model, config, on_logits)
+        built = import_engine(config.device)(model, config, on_logits)
         config = self.config = built.config
         self._startup = built.stats
         self.tokenizer = built.tokenizer

@@ -1,8 +1,9 @@
 """Compiles the Triton kernels of a start side by side instead of one after another.
 
 A launch of a kernel that is not there yet compiles it and waits. Here such a launch is left out and
-noted, and threads do what it needs: most of a compilation is LLVM and the assembler, which leave
-Python alone, so they use the machine's cores. What runs later finds the kernels made.
+noted. Then another process compiles what is missing (:mod:`pagespec.kernels.compilers`), if there
+is one, and threads of this process load it, or compile it, too: most of a compilation is LLVM and
+the assembler, which leave Python alone. What runs later finds the kernels made.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 import torch
 from triton import knobs
 
+from pagespec.kernels.compilers import current_compilers
+from pagespec.kernels.kernel_keys import settle_key
+
 logger = logging.getLogger("pagespec")
 
 # Every core, but not hundreds of assemblers at a time; a start has some dozen kernels.
@@ -34,6 +38,7 @@ class _Missing:
 
     def __init__(self) -> None:
         self._asking = threading.get_ident()
+        self._others = current_compilers()
         self.found: dict[tuple[int, str], tuple[Any, str]] = {}
 
     def __call__(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -41,7 +46,10 @@ class _Missing:
         if threading.get_ident() != self._asking:
             return False
         kernel, form = fn.jit_function, compile["specialization_data"]
-        self.found[id(kernel), form] = (kernel, form)
+        if (id(kernel), form) not in self.found:
+            self.found[id(kernel), form] = (kernel, form)
+            if self._others is not None:
+                self._others.ask(kernel, form)
         return True
 
 
@@ -92,6 +100,10 @@ def built_together(device: torch.device) -> Iterator[Built]:
 def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> int:
     """Returns how many were compiled; all of them, if something else listens to that already."""
     was_found: list[bool] = []
+    for kernel, _ in kernels:
+        settle_key(kernel)
+    others = current_compilers()
+    num_compiled = others.wait() if others is not None else 0
 
     def listen(*, cache_hit: bool, **_: Any) -> None:
         was_found.append(cache_hit)
@@ -114,6 +126,6 @@ def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> int:
     finally:
         if is_ours:
             knobs.compilation.listener = None
-    num_compiled = was_found.count(False) if is_ours else len(kernels)
+    num_compiled = num_compiled + was_found.count(False) if is_ours else len(kernels)
     logger.info("%d kernels were needed, %d of them compiled", len(kernels), num_compiled)
     return num_compiled

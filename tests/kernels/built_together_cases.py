@@ -1,9 +1,10 @@
-"""Kernels that launches ask for are built side by side: as if for an H100, with a driver that only
-notes what is loaded and launched. The compiler is Triton's own."""
+"""Kernels that launches ask for are built side by side, in threads or in other processes: as if for
+an H100, with a driver that only notes what is loaded and launched. The compiler is Triton's own."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from pagespec.kernels.built_together import built_together, settle_cache_folder  # noqa: E402
+from pagespec.kernels.compilers import compilers, current_compilers  # noqa: E402
+from pagespec.kernels.kernel_keys import settle_key  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 
@@ -77,6 +80,35 @@ def _copy(source, target, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 def _broken(target, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(target + tl.arange(0, SIZE), there_is_no_such_name)  # type: ignore[name-defined]  # noqa: F821
+
+
+# In a file of its own, for other processes to import.
+MODULE = """
+import triton
+import triton.language as tl
+
+FACTOR = tl.constexpr(3)
+
+@triton.jit
+def scaled(x):
+    return x * FACTOR
+
+@triton.jit
+def first(source, target, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(target + at, scaled(tl.load(source + at)))
+
+@triton.jit
+def second(source, target, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(target + at, scaled(tl.load(source + at)) + 1)
+"""
+
+
+def _imported(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (folder / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module(name)
 
 
 def _launch_copies(kernel: Any) -> None:
@@ -164,6 +196,57 @@ def test_the_hook_of_someone_else_stays(fake: FakeDriver, monkeypatch: pytest.Mo
         assert fake.launched == ["_copy"] * 5
     assert len(seen) == 3
     assert knobs.runtime.jit_cache_hook is hook
+
+
+def test_another_process_compiles(
+    fake: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = _imported("kernels_of_a_test", tmp_path, monkeypatch).second
+    with compilers() as others:
+        assert current_compilers() is others
+        others.start()
+        with built_together(DEVICE) as built:
+            _launch_copies(kernel)
+        # Each once: this process found what the other made.
+        assert built.num_compiled == 3
+        assert fake.loaded == ["second"] * 3
+        with built_together(DEVICE) as built:
+            _launch_copies(JITFunction(_copy))  # which no other process finds by its name
+        assert built.num_compiled == 3
+        others.ask(kernel, "no form")
+        assert others.wait() == 0
+        others.ask(_imported("kernels_left_over", tmp_path, monkeypatch).first, "no form")
+    assert current_compilers() is None
+    _launch_copies(kernel)
+    assert fake.launched == ["second"] * 5
+
+
+def test_without_the_other_process_this_one_compiles(
+    fake: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = _imported("kernels_of_another_test", tmp_path, monkeypatch).first
+    with compilers() as others:
+        others.start()
+        assert others._process is not None
+        others._process.kill()
+        with built_together(DEVICE) as built:
+            _launch_copies(kernel)
+        assert others._process is None
+    assert built.num_compiled == 3
+    assert fake.loaded == ["first"] * 3
+
+
+def test_names_of_kernels_do_not_hang_on_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+    for number, order in enumerate((["first", "second"], ["second", "first"], ["second"])):
+        module = _imported(f"kernels_in_order_{number}", tmp_path, monkeypatch)
+        for name in order:
+            settle_key(getattr(module, name))
+        assert {name for name, _ in module.second.used_global_vals} == {"FACTOR"}
+        keys.append(module.second.cache_key)
+    assert len(set(keys)) == 1
 
 
 def test_triton_keeps_kernels_where_it_would(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,69 @@
+"""The GPU is opened early where the engine may use one, and nothing else is done."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from pagespec.engine.head_start import open_gpu_early
+
+
+class FakeDriver:
+    """``num_gpus`` GPUs, of which it notes whose contexts were retained."""
+
+    def __init__(self, num_gpus: int) -> None:
+        self.num_gpus = num_gpus
+        self.retained: list[int] = []
+
+    def cuInit(self, _flags: int) -> int:
+        return 0 if self.num_gpus else 100
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        if index >= self.num_gpus:
+            return 101
+        device._obj.value = index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, _context: Any, device: ctypes.c_int) -> int:
+        self.retained.append(device.value)
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "retained"),
+    [
+        ("auto", 1, [0]),
+        ("cuda", 2, [0]),
+        ("cuda:1", 2, [1]),
+        ("cuda:2", 2, []),
+        ("auto", 0, []),
+        ("cpu", 1, []),
+        ("cuda:x", 1, []),
+        ("tpu", 1, []),
+    ],
+)
+def test_the_gpu_that_may_be_used_is_opened(
+    device: str, num_gpus: int, retained: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = FakeDriver(num_gpus)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
+    thread = open_gpu_early(device)
+    if thread is not None:
+        thread.join()
+    assert driver.retained == retained
+
+
+def test_without_a_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def missing(name: str) -> None:
+        asked.append(name)
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    thread = open_gpu_early("auto")
+    assert thread is not None
+    thread.join()
+    assert asked == ["libcuda.so.1"]
