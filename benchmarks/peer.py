@@ -79,25 +79,25 @@ def read_bench(line: str, into: PeerResult) -> None:
 
 
 def read_more(text: str, workloads: dict[str, Workload], into: PeerResult) -> None:
-    """Add the lines that ``bench_more.py`` printed for ``workloads``.
+    """Add the lines that ``bench_more.py`` printed for ``workloads``, one or more for each.
 
     Raises:
         PeerError: a workload is missing, or its token counts are not those of ours.
     """
-    found: dict[str, tuple[int, int, float]] = {}
+    found: dict[str, list[tuple[list[int], float]]] = {}
     for line in text.splitlines():
         match = _MORE_LINE.match(line)
         if match and match["tag"] in _MORE:
-            counts = int(match["inputs"]), int(match["outputs"])
-            found[_MORE[match["tag"]]] = (*counts, float(match["seconds"]))
+            counts = [int(match["inputs"]), int(match["outputs"])]
+            found.setdefault(_MORE[match["tag"]], []).append((counts, float(match["seconds"])))
     for name, workload in workloads.items():
         if name not in found:
             raise PeerError(f"bench_more.py printed no line for {name}")
-        *counts, seconds = found[name]
         ours = [workload.num_prompt_tokens, workload.num_output_tokens]
-        if counts != ours:
-            raise PeerError(f"{name}: the peer ran {counts} tokens in and out, we ran {ours}")
-        into.seconds.setdefault(name, []).append(seconds)
+        for counts, seconds in found[name]:
+            if counts != ours:
+                raise PeerError(f"{name}: the peer ran {counts} tokens in and out, we ran {ours}")
+            into.seconds.setdefault(name, []).append(seconds)
 
 
 def require_kit(folder: Path, model: str, names: list[str] | None = None) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pagespec.kernels import ops, reference, triton_attention, triton_store
+from pagespec.kernels.linear_tiles import Card
 from pagespec.kernels.triton_counted import CountedAttention
 from pagespec.kernels.triton_decode import decode_kernel
 from pagespec.kernels.triton_prefill import prefill_kernel
@@ -178,6 +180,41 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
         name: (scheduled(batch, chunks) != whole).sum().item() for name, chunks in schedules.items()
     }
     assert different == dict.fromkeys(schedules, 0), f"of {whole.numel()} elements"
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and Card.of(torch.device("cuda")).has_early),
+    reason="for Hopper, in the Gluon of some Tritons",
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPES[0],
+        Shape(hq=32, hkv=8, dk=64, dv=64, block_size=64, dtype=BF16),
+        Shape(hq=14, hkv=2, dk=128, dv=128, block_size=256, dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_prefill_of_hopper_has_the_bits_of_any(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagespec.kernels import gluon_prefill
+
+    launched: list[bool] = []
+    launch = gluon_prefill.launch
+
+    def noted(*arguments: Any) -> bool:
+        launched.append(launch(*arguments))
+        return launched[-1]
+
+    monkeypatch.setattr(gluon_prefill, "launch", noted)
+    for rows in (ROWS["mixed"], ROWS["prefill"], ROWS["extend"], [(4096, 128), (63, 2), (0, 64)]):
+        batch = stored(rows, shape)
+        out = attend(batch)
+        with monkeypatch.context() as without:
+            without.setattr(triton_attention, "is_gluon_known", lambda: False)
+            assert torch.equal(attend(batch), out), rows
+    assert launched == [True] * 4
 
 
 @pytest.mark.parametrize("shape", BITWISE, ids=str)
