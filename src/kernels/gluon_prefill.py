@@ -36,8 +36,6 @@ from pagespec.kernels.gluon_softmax import consume, lines_of
 from pagespec.kernels.triton_tiling import Tiling
 
 _STAGES = {64: 8, 128: 5}  # units in the ring, by head size
-# A row may have an idle program, which holds a multiprocessor: fewer, and Triton's is faster.
-_TOKENS_A_ROW = 8
 
 
 @gluon.jit
@@ -264,14 +262,11 @@ def launch(
         shared: what the attention kernels are given alike.
 
     Returns:
-        Whether it was launched: False where it does not fit the GPU, the shapes or the model, or
-        has too many rows.
+        Whether it was launched: False where it does not fit the GPU, the shapes or the model.
     """
     if not (_is_hopper(query.device) and fits(query, k_cache, v_cache, shared, t)):
         return False
     (num_tokens, num_heads, dim), num_rows = query.shape, len(metadata[2])
-    if num_tokens < _TOKENS_A_ROW * num_rows:
-        return False
     num_blocks, page, num_kv_heads, _ = k_cache.shape
     num_tiles = num_tokens // (128 // (num_heads // num_kv_heads)) + num_rows + 1
     sizes = [num_blocks * page, num_kv_heads * dim]

@@ -26,13 +26,11 @@ from pagespec.kernels.triton_rope import partners_of, turned
 from pagespec.kernels.triton_softmax import (
     block_ids,
     count_at_most,
-    empty,
     finish,
     fold,
     piece_begin,
     pieces_of,
     split_begin,
-    split_of,
     walk,
 )
 from pagespec.kernels.triton_turn import ask, load_angles, load_weights, store_new
@@ -80,7 +78,7 @@ def _splits_in_first(  # type: ignore[no-untyped-def]
     if WHOLE > 0:
         num_first = tl.where(position < WHOLE, _ALL, num_first)
     if FAR > 0:
-        num_first = tl.where(position >= FAR - 1, KNEE // SHORT, num_first)
+        num_first = tl.where(position >= FAR - 1, max(FIRST, KNEE // SHORT), num_first)
     return num_first
 
 
@@ -124,8 +122,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr,
-    FIRST: tl.constexpr,  # with more than 1, FAR is 0; else WHOLE is
-    WHOLE: tl.constexpr, FAR: tl.constexpr,
+    FIRST: tl.constexpr, WHOLE: tl.constexpr, FAR: tl.constexpr,
     PAGE: tl.constexpr, ONES: tl.constexpr,
     GROUP: tl.constexpr,  # G, padded to a power of two
     CHUNK: tl.constexpr,
@@ -142,6 +139,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     DTYPE: tl.constexpr = out.dtype.element_ty
+    FOLD: tl.constexpr = FIRST > 1 or WHOLE > 0 or FAR > 0  # a piece may hold several splits
     unit = tl.program_id(1)
     head = tl.program_id(0) % HKV
     lane = tl.program_id(0) // HKV
@@ -223,33 +221,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         next_piece = tl.maximum(piece - num_lanes, 0)
         next_begin = piece_begin(next_piece, low, num_first, SHORT, LONG, KNEE, BLOCK_N)
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
-        end = tl.minimum(split_begin(piece + num_first, SHORT, LONG, KNEE), position + 1)
-        total_peak, total_mass, total_acc = empty(BLOCK_M, ONES, DV_PAD)
-        # Few programs have one split each, but for the first piece of a far context; walking its
-        # splits one by one leaves the way over a single one as quick as it can be.
-        num_walks = 1
-        if FAR > 0:
-            num_walks = (
-                split_of(end - 1, SHORT, LONG, KNEE) - split_of(begin, SHORT, LONG, KNEE) + 1
-            )
-        for _ in range(num_walks):
-            stop = end
-            if FAR > 0:
-                split = split_of(begin, SHORT, LONG, KNEE)
-                stop = tl.minimum(split_begin(split + 1, SHORT, LONG, KNEE), end)
-            total_peak, total_mass, total_acc, peak, mass, acc, blocks = walk(
-                q, k_cache + head * DK, v_cache + head * DV, table, blocks, begin, stop, position,
-                positions, total_peak, total_mass, total_acc, window, factor, cap_in, cap_out,
-                HKV, DK, DV, DK_PAD, DV_PAD, BLOCK_M, BLOCK_N, SHORT, LONG, KNEE, PAGE, ONES,
-                FIRST > 1, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
-            )  # fmt: skip
-            # The last split, if its end was not reached; else an empty one, which is harmless.
-            total_peak, total_mass, total_acc = fold(
-                total_peak, total_mass, total_acc, peak, mass, acc, factor
-            )
-            begin = stop
+        end = split_begin(piece + num_first, SHORT, LONG, KNEE)
+        total_peak, total_mass, total_acc, peak, mass, acc = walk(
+            q, k_cache + head * DK, v_cache + head * DV, table, blocks, begin,
+            tl.minimum(end, position + 1), position, positions, window, factor, cap_in, cap_out,
+            HKV, DK, DV, DK_PAD, DV_PAD, BLOCK_M, BLOCK_N, SHORT, LONG, KNEE, PAGE, ONES,
+            FOLD, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
         begin = next_begin
         blocks = next_blocks
+        # The last split of the piece, if its end was not reached; else empty, which is harmless.
+        total_peak, total_mass, total_acc = fold(
+            total_peak, total_mass, total_acc, peak, mass, acc, factor
+        )
         if first_piece == last_piece:
             result = finish(
                 total_peak, total_mass, total_acc, sinks, heads, is_head, factor, HAS_SINKS

@@ -110,13 +110,6 @@ def add_tile(scores, v, ones, peak, mass, acc, factor, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def empty(BLOCK_M: tl.constexpr, ONES: tl.constexpr, DV_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The state of nothing."""
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    return peak, tl.zeros((BLOCK_M, ONES), tl.float32), tl.zeros((BLOCK_M, DV_PAD), tl.float32)
-
-
-@triton.jit
 def fold(total_peak, total_mass, total_acc, peak, mass, acc, factor):  # type: ignore[no-untyped-def]
     """Fold a split into the total of the splits before it."""
     new_peak = tl.maximum(total_peak, peak)
@@ -199,9 +192,6 @@ def walk(  # type: ignore[no-untyped-def]
     end,
     last,
     positions,
-    total_peak,
-    total_mass,
-    total_acc,
     window,
     factor,
     cap_in,
@@ -223,9 +213,8 @@ def walk(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The decode kernel's way over the tiles that begin in ``[begin, end)``: the total with the
-    splits that end there, the state of one that does not, and the block ids of the tile behind
-    them. ``begin`` is a multiple of BLOCK_N.
+    """The decode kernel's way over the tiles that begin in ``[begin, end)``: the total of the
+    splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
 
     Args:
         k_cache, v_cache: pointers to the KV head in the first slot.
@@ -236,7 +225,10 @@ def walk(  # type: ignore[no-untyped-def]
     """
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
-    peak, mass, acc = empty(BLOCK_M, ONES, DV_PAD)
+    total_peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total_mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+    total_acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    peak, mass, acc = total_peak, total_mass, total_acc
     for start in tl.range(begin, end, BLOCK_N):
         # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
         k = load_rows(k_cache, blocks, start, last, DK, DK_PAD, HKV * DK, PAGE, BLOCK_N, False)
@@ -255,8 +247,10 @@ def walk(  # type: ignore[no-untyped-def]
                 total_peak, total_mass, total_acc = fold(
                     total_peak, total_mass, total_acc, peak, mass, acc, factor
                 )
-                peak, mass, acc = empty(BLOCK_M, ONES, DV_PAD)
-    return total_peak, total_mass, total_acc, peak, mass, acc, blocks
+                peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+                acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    return total_peak, total_mass, total_acc, peak, mass, acc
 
 
 @triton.jit

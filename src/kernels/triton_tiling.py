@@ -25,7 +25,8 @@ class Tiling:
     Attributes:
         block_n: keys a tile. short_split: keys a split up to position ``knee``, long_split: beyond;
             multiples of it. These four decide the bits.
-        decode_warps, decode_stages: of the decode kernel.
+        decode_warps, decode_stages: of the decode kernel. decode_registers: most of a thread of it;
+            None leaves that to the compiler.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
@@ -39,8 +40,8 @@ class Tiling:
         far_from: with fewer, positions of a context from which its first piece reaches to the knee;
             0 for none.
         lanes: programs that share a context of many pieces, or more where there are few: up to
-            ``few_programs`` altogether, two for each multiprocessor. Those without a piece cost
-            time, too. max_programs: what contexts of many pieces are spread over at most.
+            ``few_programs`` altogether. Those without a piece cost time, too.
+        max_programs: what contexts of many pieces are spread over at most.
     """
 
     block_n: int
@@ -54,13 +55,14 @@ class Tiling:
     long_split: int = 512
     knee: int = 512
     merge_chunk: int = 16
+    decode_registers: int | None = None
     whole_from: int = WHOLE_FROM
     some_whole_from: int = 512
     whole_below: int = 2048
-    knee_from: int = 128
+    knee_from: int = 64
     far_from: int = 4096
     lanes: int = 16
-    few_programs: int = 256
+    few_programs: int = 136
     max_programs: int = 4096
 
     def merge_chunk_of(self, num_values: int) -> int:
@@ -111,9 +113,9 @@ class Spread:
     """How a batch's contexts are spread over decode programs.
 
     Attributes:
-        splits_in_first: those that the first piece of a context holds, but: of a context that ends
-            below position ``whole_below`` it holds all, and of one of ``far_from`` positions or
-            more those up to the knee. 0 for neither.
+        splits_in_first: those that the first piece of a context holds; all of a context that ends
+            below position ``whole_below``, those up to the knee of one of ``far_from`` positions
+            or more. 0 for neither.
         max_pieces: the most that a context may have. num_lanes: programs that share them.
     """
 
