@@ -295,6 +295,5 @@ def _decode(
         PDL=overlap,
         num_warps=t.decode_warps,
         num_stages=t.decode_stages,
-        maxnreg=t.decode_registers,
         launch_pdl=overlap,
     )

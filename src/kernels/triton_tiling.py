@@ -25,8 +25,7 @@ class Tiling:
     Attributes:
         block_n: keys a tile. short_split: keys a split up to position ``knee``, long_split: beyond;
             multiples of it. These four decide the bits.
-        decode_warps, decode_stages: of the decode kernel. decode_registers: most of a thread of it;
-            None leaves that to the compiler.
+        decode_warps, decode_stages: of the decode kernel.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
@@ -55,7 +54,6 @@ class Tiling:
     long_split: int = 512
     knee: int = 512
     merge_chunk: int = 16
-    decode_registers: int | None = None
     whole_from: int = WHOLE_FROM
     some_whole_from: int = 512
     whole_below: int = 2048

@@ -327,7 +327,7 @@ def test_no_batch_compiles_a_kernel_anew() -> None:
         for view in (query, head_major):
             assert torch.equal(ops.paged_attention(view, *rest), attend(batch))
 
-    for num_rows in (2, 33, 257):  # each way to spread pieces over programs
+    for num_rows in (2, 33, 64, 257):  # each way to spread pieces over programs
         run(num_rows, 700, 1, 0)
         run(num_rows, 700, 2, 0)
     before = num_compiled()
