@@ -103,7 +103,7 @@ def show(model: str, runs: list[dict[str, Any]]) -> None:
         f"triton {runs[0]['triton']}"
     )
     typer.echo(
-        f"captures, compilations, CUDA graphs: cold {stats['num_captures']}, "
+        f"captures, kernels compiled or loaded, CUDA graphs: cold {stats['num_captures']}, "
         f"{stats['num_compilations']}, {stats['num_graphs']}; warm {last['num_captures']}, "
         f"{last['num_compilations']}, {last['num_graphs']}"
     )

@@ -135,7 +135,8 @@ def describe(model: str, result: dict[str, Any], their: PeerResult | None) -> st
         f"pagespec: attention {stats['attention']}, compile {settings['compile']}, transparent "
         f"{settings['transparent']}, {settings['max_num_seqs']} sequences, started in "
         f"{result['start_s']:.1f} s; {stats['num_captures']} captures, "
-        f"{stats['num_compilations']} compilations, {stats['num_graphs']} CUDA graphs",
+        f"{stats['num_compilations']} kernels compiled or loaded, {stats['num_graphs']} CUDA "
+        "graphs",
         f"KV tokens that fit: {result['kv_tokens']:,}; memory, GiB: {memory}",
     ]
     if their is not None:

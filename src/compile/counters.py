@@ -8,14 +8,15 @@ import torch
 
 
 def count_triton_variants() -> int:
-    """Compiled forms of our Triton kernels in this process, on all devices."""
+    """Forms of our Triton and Gluon kernels that this process has, on all devices: what it compiled
+    and what it found on the disk."""
     triton = sys.modules.get("triton")
     if triton is None:
         return 0
     kernels = {
         id(value): value
         for name, module in list(sys.modules.items())
-        if name.startswith("pagespec.kernels.triton_") and module is not None
+        if name.startswith("pagespec.kernels.") and module is not None
         for value in vars(module).values()
         if isinstance(value, triton.JITFunction)
     }

@@ -12,8 +12,8 @@ class EngineStats:
     Attributes:
         attention: the attention implementation chosen, and attention_reason why.
         num_captures: graphs traced from the model; 0 if the graph was read from the disk.
-        num_compilations: pieces compiled by Inductor, and Triton kernels compiled, in this
-            process.
+        num_compilations: pieces compiled by Inductor, and forms of Triton's and Gluon's kernels,
+            in this process; compiled or taken from the disk.
         num_graphs: CUDA graphs captured.
         num_steps: steps dispatched.
         startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
