@@ -84,20 +84,7 @@ class CapturedModel:
         """A function from a step's inputs to its logits ``[S, V]``, over these caches."""
         if self._function is None:
             return lambda inputs: self._run_eagerly(inputs, kv_caches)
-        arguments: list[Any] = []
-        input_slots: list[tuple[int, str]] = []
-        size_slots: list[tuple[int, str, int]] = []
-        for slot, (kind, *where) in enumerate(self._sources):
-            arguments.append(None)
-            if kind == "constant":
-                arguments[slot] = where[0]
-            elif kind == "cache":
-                arguments[slot] = kv_caches[where[0]][where[1]]
-            elif kind == "input":
-                input_slots.append((slot, where[0]))
-            else:
-                size_slots.append((slot, where[0], where[1]))
-        return BoundGraph(self._function, arguments, input_slots, size_slots)
+        return BoundGraph(self._function, self._sources, kv_caches)
 
     def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         module = self.loaded.module
@@ -134,13 +121,7 @@ class CapturedModel:
             self.rewrites["regions"] = num_regions
             self.compile_s = time.perf_counter() - begin
         self.graph = gm
-        final = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self._sources = [
-            ("constant", context.constants[node.name])
-            if node.name in context.constants
-            else traced.sources[node.name]
-            for node in final
-        ]
+        self._sources = traced.arguments()
         self._function = gm.forward
 
 

@@ -19,6 +19,11 @@ class _Memory(Tensor):
         raise NotImplementedError(f"{function} of what only carries a layout")
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Equal for tensors, fake ones too, in the same memory."""
+    return tensor.untyped_storage()._cdata
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How one fake tensor lies in memory, to make others like it.

@@ -29,9 +29,10 @@ from pagespec.compile.attention import (
     allocate_kv_caches,
     attention_implementation,
 )
+from pagespec.compile.graph_key import named_tensors
 from pagespec.compile.load import LoadedModel
 from pagespec.compile.repeated_layers import NotAlike, repeat_layers
-from pagespec.compile.step_inputs import KVCaches, StepInputs
+from pagespec.compile.step_inputs import BoundGraph, KVCaches, StepInputs
 from pagespec.compile.tracing import Traced, forward, trace
 from pagespec.errors import UnsupportedModelError
 
@@ -82,12 +83,7 @@ def _trace_some(
     loaded: LoadedModel, specs: Sequence[AttentionSpec], name: str, chosen: Sequence[int]
 ) -> Traced:
     module = loaded.module
-    tensors = dict(
-        [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-    )
+    tensors = dict(named_tensors(module))
     with _only_layers(module, name, chosen):
         traced = trace(loaded, specs)
     repeat_layers(traced, tensors, f"{name}.", chosen)
@@ -162,8 +158,8 @@ def _computes_the_same(traced: Traced, loaded: LoadedModel, specs: Sequence[Atte
     given, made = (allocate_kv_caches(specs, 3, 17, loaded.dtype, device) for _ in range(2))
     with torch.inference_mode():
         with attention_implementation(module, ATTENTION_NAME):
-            logits = forward(module, specs, inputs, given)
-        again = Interpreter(traced.gm).run(*_arguments(traced, inputs, made))[0]
+            logits = forward(module, specs, inputs, given)[0]
+        again = BoundGraph(Interpreter(traced.gm).run, traced.arguments(), made)(inputs)
     pairs = [(logits, again), *zip(_flat(given), _flat(made), strict=True)]
     return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
@@ -186,21 +182,6 @@ def _small_step(loaded: LoadedModel) -> StepInputs:
         context_lens=tensor(lengths, torch.int32),
         block_tables=tensor([[0, 2], [1, 2]], torch.int32),
     )
-
-
-def _arguments(traced: Traced, inputs: StepInputs, kv_caches: KVCaches) -> Iterator[Any]:
-    for node in traced.gm.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node.name in traced.constants:
-            yield traced.constants[node.name]
-            continue
-        kind, *where = traced.sources[node.name]
-        if kind == "cache":
-            yield kv_caches[where[0]][where[1]]
-        else:
-            tensor = getattr(inputs, where[0])
-            yield tensor if kind == "input" else tensor.shape[where[1]]
 
 
 def _flat(kv_caches: KVCaches) -> list[Tensor]:

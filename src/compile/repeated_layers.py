@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pagespec.compile.fake_layouts import Layout
+from pagespec.compile.fake_layouts import Layout, memory_of
 from pagespec.compile.passes.context import example
 from pagespec.compile.tracing import Traced
 
@@ -92,7 +92,7 @@ class _Repetition:
             for part, fake in enumerate(_leaves(node)):
                 if isinstance(fake, FakeTensor):
                     self.homes.setdefault(id(fake), (node, part))
-                    self.memories.setdefault(_memory(fake), fake)
+                    self.memories.setdefault(memory_of(fake), fake)
         self.layouts: dict[int, Layout] = {}
         self.made: dict[int, list[Node]] = {self.layers[0]: self.pieces[0]}
         self.inputs_of = {place: node for node, place in self.inputs.items()}
@@ -150,7 +150,7 @@ class _Repetition:
 
     def _owner(self, fake: FakeTensor) -> tuple[Node, int]:
         """The node whose result's memory it lies in, and as which part."""
-        return self.homes[id(self.memories[_memory(fake)])]
+        return self.homes[id(self.memories[memory_of(fake)])]
 
     def _are_linked(self, one: Node, two: Node) -> bool:
         """Whether the second piece reads ``two`` where the first reads ``one``."""
@@ -241,7 +241,7 @@ class _Repetition:
         if home is not like:
             found: FakeTensor = _leaves(self._node(home, piece))[part]
             return found
-        first = self.memories[_memory(fake)]
+        first = self.memories[memory_of(fake)]
         if first is fake:
             return fake if node is like else self._layout(fake).new()
         home, part = self.homes[id(first)]
@@ -258,10 +258,6 @@ class _Repetition:
 def _is_attention(node: Node) -> bool:
     op = torch.ops.pagespec.paged_attention
     return node.target in (op, op.default)
-
-
-def _memory(fake: FakeTensor) -> int:
-    return fake.untyped_storage()._cdata
 
 
 def _leaves(node: Node) -> list[Any]:

@@ -42,20 +42,31 @@ EXAMPLE_SIZES = {"T": 11, "B": 5, "S": 3, "M": 7, "num_blocks": 12, "block_size"
 class BoundGraph:
     """The captured graph with parameters and one set of KV caches filled in.
 
-    ``slots`` says, for each placeholder, where its argument comes from.
+    Args:
+        function: takes the graph's arguments, gives its results.
+        sources: where each argument comes from, as of
+            :meth:`pagespec.compile.tracing.Traced.arguments`.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        arguments: list[Any],
-        input_slots: list[tuple[int, str]],
-        size_slots: list[tuple[int, str, int]],
+        sources: Sequence[tuple[Any, ...]],
+        kv_caches: KVCaches,
     ) -> None:
         self._function = function
-        self._arguments = arguments
-        self._input_slots = input_slots
-        self._size_slots = size_slots
+        self._arguments: list[Any] = [None] * len(sources)
+        self._input_slots: list[tuple[int, str]] = []
+        self._size_slots: list[tuple[int, str, int]] = []
+        for slot, (kind, *where) in enumerate(sources):
+            if kind == "constant":
+                self._arguments[slot] = where[0]
+            elif kind == "cache":
+                self._arguments[slot] = kv_caches[where[0]][where[1]]
+            elif kind == "input":
+                self._input_slots.append((slot, where[0]))
+            else:
+                self._size_slots.append((slot, where[0], where[1]))
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Logits ``[S, V]`` of a step; writes its KV into the caches."""

@@ -59,6 +59,15 @@ class Traced:
     constants: dict[str, Tensor]
     sources: dict[str, Source]
 
+    def arguments(self) -> list[Source]:
+        """Where the value of each placeholder comes from, in order: its source, or ``("constant",
+        tensor)``."""
+        names = [node.name for node in self.gm.graph.nodes if node.op == "placeholder"]
+        return [
+            ("constant", self.constants[name]) if name in self.constants else self.sources[name]
+            for name in names
+        ]
+
 
 class _Captured(BaseException):
     """Ends the trace in the backend, before Dynamo builds guards that nobody would check.

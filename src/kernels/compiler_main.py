@@ -28,9 +28,9 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
+from pagespec.kernels.compilers import COMPILED, FAILED, FOUND
 from pagespec.kernels.kernel_keys import settle_key
 
-COMPILED, FOUND, FAILED = 0, 1, 2
 _POLL_S = 0.01
 
 

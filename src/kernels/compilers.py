@@ -25,7 +25,7 @@ logger = logging.getLogger("pagespec")
 
 # A kernel takes seconds; whoever is silent for so long has failed.
 _PATIENCE_S = 120.0
-_COMPILED, _FOUND = 0, 1  # as in compiler_main, which is not imported here: it is a program
+COMPILED, FOUND, FAILED = 0, 1, 2  # what became of a kernel that was asked for
 
 
 class Compilers:
@@ -97,10 +97,10 @@ class Compilers:
         except (OSError, EOFError, ValueError) as error:
             self._give_up(error)
             return 0
-        num_failed = sum(status not in (_COMPILED, _FOUND) for status in statuses)
+        num_failed = sum(status not in (COMPILED, FOUND) for status in statuses)
         if num_failed:
             logger.info("%d kernels were not compiled by another process", num_failed)
-        return statuses.count(_COMPILED)
+        return statuses.count(COMPILED)
 
     def _answers(self, number: int) -> list[int]:
         assert self._process is not None

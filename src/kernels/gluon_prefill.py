@@ -18,7 +18,6 @@ memory, by each warpgroup for itself, which writes what the other writes.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pagespec.kernels.gluon_softmax import consume, lines_of
+from pagespec.kernels.linear_tiles import Card
 from pagespec.kernels.triton_tiling import Tiling
 
 _STAGES = {64: 8, 128: 5}  # units in the ring, by head size
@@ -213,11 +213,6 @@ def prefill_kernel(
     )  # fmt: skip
 
 
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def fits(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, shared: dict[str, Any], t: Tiling
 ) -> bool:
@@ -264,7 +259,7 @@ def launch(
     Returns:
         Whether it was launched: False where it does not fit the GPU, the shapes or the model.
     """
-    if not (_is_hopper(query.device) and fits(query, k_cache, v_cache, shared, t)):
+    if not (Card.of(query.device).has_early and fits(query, k_cache, v_cache, shared, t)):
         return False
     (num_tokens, num_heads, dim), num_rows = query.shape, len(metadata[2])
     num_blocks, page, num_kv_heads, _ = k_cache.shape

@@ -139,8 +139,9 @@ def turned_attention(
         ValueError: no tokens or more than rows, a block size that is no power of two, or too few
             counters.
     """
-    num_tokens, num_rows = len(query), len(block_tables)
-    (num_heads, dim), (page, _, v_dim) = query.shape[1:], v_cache.shape[1:]
+    num_tokens, num_heads, dim = query.shape
+    page, _, v_dim = v_cache.shape[1:]
+    num_rows = len(block_tables)
     if not 0 < num_tokens <= num_rows:
         raise ValueError(f"{num_tokens} tokens of {num_rows} rows: one to as many as rows needed")
     if page & (page - 1):

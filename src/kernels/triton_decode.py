@@ -33,9 +33,8 @@ from pagespec.kernels.triton_softmax import (
     split_begin,
     walk,
 )
+from pagespec.kernels.triton_tiling import ALL_SPLITS
 from pagespec.kernels.triton_turn import ask, load_angles, load_weights, store_new
-
-_ALL = tl.constexpr(1 << 20)  # splits; more than any context has
 
 
 @triton.jit
@@ -76,7 +75,7 @@ def _splits_in_first(  # type: ignore[no-untyped-def]
     """Splits in the first piece of a context that ends at ``position``."""
     num_first = tl.full((), FIRST, tl.int32)
     if WHOLE > 0:
-        num_first = tl.where(position < WHOLE, _ALL, num_first)
+        num_first = tl.where(position < WHOLE, ALL_SPLITS, num_first)
     if FAR > 0:
         num_first = tl.where(position >= FAR - 1, max(FIRST, KNEE // SHORT), num_first)
     return num_first

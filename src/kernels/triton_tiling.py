@@ -13,8 +13,9 @@ from functools import cache
 
 import torch
 import triton
+import triton.language as tl
 
-_ALL = 1 << 20  # splits; more than any context has
+ALL_SPLITS = tl.constexpr(1 << 20)  # more than any context has
 WHOLE_FROM = 1024  # decode programs; with as many or more there is nothing to merge
 
 
@@ -128,7 +129,7 @@ def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spr
     """The spread for ``num_programs``, units x KV heads, of contexts of up to ``length``."""
     whole_below = far_from = 0
     if num_programs >= t.whole_from:
-        splits_in_first = _ALL
+        splits_in_first = ALL_SPLITS.value
     elif num_programs >= t.knee_from:
         splits_in_first = t.num_splits(t.knee)
         whole_below = t.whole_below if num_programs >= t.some_whole_from else 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.kernels.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -32,13 +31,4 @@ assert counts == [2 * i for i in range(len(kernels) + 1)], counts
 
 def test_all_kernels_are_counted() -> None:
     """In a process without Triton's interpreter, which compiles nothing."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_apart("-c", PROGRAM)

@@ -9,28 +9,15 @@ from typing import Any
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from pagespec.kernels import triton_attention
 from pagespec.kernels.triton_decode import decode_kernel
+from tests.kernels.built_together_cases import FakeDriver
 from tests.kernels.turned import Case
 from tests.paged import Rows, Shape
 
 SHAPE = Shape(hq=16, hkv=8, dk=128, dv=128, dtype=torch.bfloat16)
-
-
-class NoGpu:
-    """Triton's driver as far as a launch asks for it before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
 
 
 def main() -> None:
@@ -41,7 +28,7 @@ def main() -> None:
             found.add(compile["specialization_data"])
         return True  # leaves the launch out
 
-    driver.set_active(NoGpu())  # type: ignore[arg-type]
+    driver.set_active(FakeDriver())  # type: ignore[arg-type]
     knobs.runtime.jit_cache_hook = note
 
     def forms(is_turned: bool, num_rows: int, context: int) -> list[str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -29,17 +28,8 @@ def test_no_batch_has_a_form_of_its_own() -> None:
         for context in (CONTEXTS if num_rows in OTHERS and num_rows < 20 else CONTEXTS[:1])
     ]
     program = Path(__file__).with_name("decode_forms.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, str(program), json.dumps(batches)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    asked = dict(zip(batches, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    printed = run_apart(str(program), json.dumps(batches))
+    asked = dict(zip(batches, json.loads(printed.splitlines()[-1]), strict=True))
     for is_turned in (False, True):
         warm = [asked[is_turned, num_rows, CONTEXTS[0]] for num_rows in WARM]
         assert [len(forms) for forms in warm] == [1] * len(WARM)

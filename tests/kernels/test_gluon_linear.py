@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -85,16 +84,8 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
         for rows, tile in TUNED_EARLY[n, k].items():
             cases.append((rows, n, k, n == 3072, *astuple(tile)))
     script = Path(__file__).with_name("compile_gluon.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for case, order in zip(cases, json.loads(done.stdout), strict=True):
+    printed = run_apart(str(script), json.dumps(cases))
+    for case, order in zip(cases, json.loads(printed), strict=True):
         stages, num_steps = case[6], case[2] // (64 * case[5])
         ahead, behind = order.split("w")
         assert ahead == "d" + stages * "t", (case, order)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kernels.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -46,16 +45,8 @@ def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know() -> None:
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
     script = Path(__file__).with_name("compile_prefill.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps({"fits": TAKEN + LEFT, "build": TAKEN})],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer = json.loads(done.stdout)
+    printed = run_apart(str(script), json.dumps({"fits": TAKEN + LEFT, "build": TAKEN}))
+    answer = json.loads(printed)
     # Never on a CPU.
     assert answer["fits"] == [[True, False]] * len(TAKEN) + [[False, False]] * len(LEFT)
     for case, built in zip(TAKEN, answer["built"], strict=True):

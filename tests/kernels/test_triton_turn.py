@@ -8,37 +8,25 @@ is not collected, and test_triton_turn_gpu.py tests the same on it.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 from triton.runtime.interpreter import InterpreterBuilder
 
 from pagespec.kernels import triton_counted, triton_turn
 from pagespec.kernels.triton_counted import CountedAttention
 from pagespec.kernels.triton_tiling import choose_tiling
+from tests.kernels.apart import run_apart
 from tests.kernels.test_triton import SMALL, _dot, shuffled
+from tests.kernels.test_triton import SPREADS as OF_PAGED
 from tests.kernels.turned import Case, same_bits
 from tests.paged import Rows, Shape, poisoned_memory
 
-SPREADS = {
-    "one program a context": {"whole_from": 1},
-    "first piece to the knee": {"knee_from": 1, "max_programs": 64},
-    "short contexts whole": {
-        "knee_from": 1,
-        "some_whole_from": 1,
-        "whole_below": 64,
-        "max_programs": 64,
-    },
-    "far contexts to the knee": {"max_programs": 1 << 12, "far_from": 64},
-    "a program a piece": {"max_programs": 1 << 12, "far_from": 0},
-    "three lanes": {"max_programs": 60},
-}
+SPREADS = OF_PAGED | {"three lanes": {"max_programs": 60}}
 ROWS: dict[str, Rows] = {
     # The first context; the last slot and the first of a block, of splits, of the knee.
     "decode": [(0, 1), (15, 1), (16, 1), (62, 1), (63, 1), (64, 1), (100, 1)],
@@ -174,19 +162,12 @@ def test_its_bits_do_not_hang_on_the_compiler() -> None:
         {"hq": 16, "hkv": 8, "dim": 64, "window": True, "softcap": False},
     ]
     program = Path(__file__).with_name("compile_turn.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, str(program), json.dumps(cases)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for case, built in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    printed = run_apart(str(program), json.dumps(cases))
+    for case, built in zip(cases, json.loads(printed.splitlines()[-1]), strict=True):
         with_contraction, without = built["contracted"]
         assert with_contraction == without > 0, case
         rope, turned = built["squares"]
         assert rope == turned == [[8, case["dim"] // 8, 1]]
-        assert max(built["spilled"]) <= 16  # bytes a thread; outside the loops they cost nothing
+        # Bytes a thread. Newer Tritons than those in use spill a few, outside the loops.
+        is_newer = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 7)
+        assert max(built["spilled"]) <= (16 if is_newer else 0)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from pagespec.compile.fake_layouts import Layout
+from pagespec.compile.fake_layouts import Layout, memory_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, type(...), torch.dtype, torch.device)
 _PLAIN_OF_TORCH = (torch.layout, torch.memory_format)
@@ -103,7 +102,7 @@ class _Arguments:
             number = self.numbers.setdefault(id(value), len(self.tensors))
             if number == len(self.tensors):
                 self.tensors.append(value)
-                self.storages.setdefault(_memory(value), number)
+                self.storages.setdefault(memory_of(value), number)
             return ("tensor", number)
         if type(value) is torch.SymInt:
             return ("size", value.node.expr)
@@ -137,7 +136,7 @@ class _Arguments:
         num_bytes = fake.untyped_storage().nbytes()
         return (
             *(fake.dim(), fake.dtype, fake.device, fake.requires_grad, id(fake.fake_mode)),
-            *(isinstance(fake, torch.nn.Parameter), self.storages.get(_memory(fake))),
+            *(isinstance(fake, torch.nn.Parameter), self.storages.get(memory_of(fake))),
             expressions((*sizes, num_bytes)),
         )
 
@@ -182,7 +181,7 @@ class _Results:
         layout, place = Layout.of(fake), len(self._made)
         self._check_sizes((*layout.sizes, *layout.steps, layout.offset, layout.num_bytes))
         self._made[id(fake)] = place
-        memory = _memory(fake)
+        memory = memory_of(fake)
         owner = self._arguments.storages.get(memory)
         first = self._storages.setdefault(memory, place)
 
@@ -211,7 +210,3 @@ def _check(fake: FakeTensor) -> None:
     # The value of a small constant, which a call may read.
     if fake.constant is not None:
         raise _Unknown
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
