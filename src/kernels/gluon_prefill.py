@@ -120,7 +120,6 @@ def _produce(
         "table_stride",
         "num_tokens",
         "num_rows",
-        "num_tiles",
     ],
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
 )
@@ -138,7 +137,6 @@ def prefill_kernel(
     table_stride,
     num_tokens,
     num_rows,
-    num_tiles,
     HQ: gl.constexpr,
     HKV: gl.constexpr,
     D: gl.constexpr,
@@ -153,16 +151,19 @@ def prefill_kernel(
 ):
     G: gl.constexpr = HQ // HKV
     BLOCK_Q: gl.constexpr = BLOCK_M // G
-    # Later tiles of a row see more keys: longest first, so that the last programs are short.
-    tile = num_tiles - 1 - gl.program_id(0) // HKV
+    # The rest of a prompt that was begun in a step before comes as an early row, its tiles the
+    # longest ones; and later tiles of a row see more keys. Long ones first: rows as they come, the
+    # tiles of each from the last one back.
+    tile = gl.program_id(0) // HKV
     head = gl.program_id(0) % HKV
     row = _row_of(starts, num_rows, tile, BLOCK_Q)
     begin = gl.load(starts + row)
     end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = gl.where(row < num_rows, end, num_tokens)
     num_queries = end - begin
-    first = (tile - (begin // BLOCK_Q + row)) * BLOCK_Q
-    if first >= num_queries:
+    behind = tile - (begin // BLOCK_Q + row)
+    first = ((num_queries + BLOCK_Q - 1) // BLOCK_Q - 1 - behind) * BLOCK_Q
+    if first < 0:
         return
     if (row < num_rows) & (num_queries == 1):  # the decode kernel's
         return
@@ -280,7 +281,6 @@ def launch(
         table_stride=metadata[2].stride(0),
         num_tokens=num_tokens,
         num_rows=num_rows,
-        num_tiles=num_tiles,
         **constants_of(query, shared),
         num_warps=4,
     )

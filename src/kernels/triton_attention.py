@@ -89,7 +89,6 @@ def paged_attention(
             *metadata,
             num_tokens=num_tokens,
             num_rows=num_rows,
-            num_tiles=num_tiles,
             table_stride=block_tables.stride(0),
             **shared,
             BLOCK_M=block_m,

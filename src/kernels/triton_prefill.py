@@ -116,7 +116,6 @@ def walk_folding_first(  # type: ignore[no-untyped-def]
         "table_stride",
         "num_tokens",
         "num_rows",
-        "num_tiles",
     ],
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
 )
@@ -138,7 +137,6 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     num_tokens,
     num_rows,
-    num_tiles,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
     DK: tl.constexpr,
@@ -164,8 +162,10 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     PART_USED: tl.constexpr = DV // PARTS
     G: tl.constexpr = HQ // HKV
     BLOCK_Q: tl.constexpr = BLOCK_M // G
-    # Later tiles of a row see more keys: longest first, so that the last programs are short.
-    tile = num_tiles - 1 - tl.program_id(0) // (HKV * PARTS)
+    # The rest of a prompt that was begun in a step before comes as an early row, its tiles the
+    # longest ones; and later tiles of a row see more keys. Long ones first: rows as they come, the
+    # tiles of each from the last one back.
+    tile = tl.program_id(0) // (HKV * PARTS)
     head = tl.program_id(0) // PARTS % HKV
     part = tl.program_id(0) % PARTS * PART
     row = count_at_most(starts, num_rows + 1, tile, BLOCK_Q, True, ROWS) - 1
@@ -173,8 +173,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = tl.where(row < num_rows, end, num_tokens)
     num_queries = end - begin
-    first = (tile - (begin // BLOCK_Q + row)) * BLOCK_Q
-    if first >= num_queries:
+    behind = tile - (begin // BLOCK_Q + row)
+    first = ((num_queries + BLOCK_Q - 1) // BLOCK_Q - 1 - behind) * BLOCK_Q
+    if first < 0:
         return
     if (row < num_rows) & (num_queries == 1):  # the decode kernel's
         return
