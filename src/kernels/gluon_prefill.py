@@ -53,6 +53,20 @@ def _row_of(starts, num_rows, tile, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
+def _num_leading_singles(starts, num_rows):
+    """As :func:`triton_prefill.num_leading_singles`."""
+    WIDTH: gl.constexpr = 1024
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    num_singles = num_rows
+    for first in range(0, num_rows, WIDTH):
+        row = first + gl.arange(0, WIDTH, LAYOUT)
+        end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
+        others = gl.where((row < num_rows) & (end != row + 1), row, num_rows)
+        num_singles = gl.minimum(num_singles, gl.min(others, 0))
+    return num_singles
+
+
+@gluon.jit
 def _ask(desc, table, tile, last, column, pieces, bar, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
     """Ask for a tile of keys or values: ``[panels, BLOCK_N, 64]``, in pieces of a block."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
@@ -151,10 +165,10 @@ def prefill_kernel(
 ):
     G: gl.constexpr = HQ // HKV
     BLOCK_Q: gl.constexpr = BLOCK_M // G
-    # The rest of a prompt that was begun in a step before comes as an early row, its tiles the
-    # longest ones; and later tiles of a row see more keys. Long ones first: rows as they come, the
-    # tiles of each from the last one back.
-    tile = gl.program_id(0) // HKV
+    num_singles = _num_leading_singles(starts, num_rows)
+    tile = gl.program_id(0) // HKV + num_singles // BLOCK_Q + num_singles
+    if tile > num_tokens // BLOCK_Q + num_rows:
+        return
     head = gl.program_id(0) % HKV
     row = _row_of(starts, num_rows, tile, BLOCK_Q)
     begin = gl.load(starts + row)

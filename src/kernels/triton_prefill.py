@@ -7,7 +7,10 @@ not fit its registers, ``PARTS`` programs serve the tile: each computes all scor
 of its part of the values' dimensions.
 
 The grid holds ``T // queries a tile + B + 1`` tiles, enough for any row lengths; each program finds
-its row from ``query_starts``. Tokens behind the last row are one more row, which gets zeros.
+its row from ``query_starts``. Tokens behind the last row are one more row, which gets zeros. Long
+tiles should start first and idle programs last. So single queries in front, which are the decode
+kernel's, are passed over; then come the rows in order, the rest of a prompt that an earlier step
+began before a new prompt; and of each row the last tile first, which sees the most keys.
 
 Bits are those of the decode kernel. :func:`walk_folding_first` takes the steps of its ``walk``
 (:mod:`pagespec.kernels.triton_softmax`), but folds later, and says why.
@@ -107,6 +110,18 @@ def walk_folding_first(  # type: ignore[no-untyped-def]
     return fold(total_peak, total_mass, total_acc, peak, mass, acc, factor)
 
 
+@triton.jit
+def num_leading_singles(starts, num_rows, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many rows of one query come before the first other one; looks at WIDTH at a time."""
+    num_singles = num_rows
+    for first in range(0, num_rows, WIDTH):
+        row = first + tl.arange(0, WIDTH)
+        end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+        others = tl.where((row < num_rows) & (end != row + 1), row, num_rows)
+        num_singles = tl.minimum(num_singles, tl.min(others))
+    return num_singles
+
+
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=[
@@ -162,10 +177,10 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     PART_USED: tl.constexpr = DV // PARTS
     G: tl.constexpr = HQ // HKV
     BLOCK_Q: tl.constexpr = BLOCK_M // G
-    # The rest of a prompt that was begun in a step before comes as an early row, its tiles the
-    # longest ones; and later tiles of a row see more keys. Long ones first: rows as they come, the
-    # tiles of each from the last one back.
-    tile = tl.program_id(0) // (HKV * PARTS)
+    num_singles = num_leading_singles(starts, num_rows, ROWS)
+    tile = tl.program_id(0) // (HKV * PARTS) + num_singles // BLOCK_Q + num_singles
+    if tile > num_tokens // BLOCK_Q + num_rows:
+        return
     head = tl.program_id(0) // PARTS % HKV
     part = tl.program_id(0) % PARTS * PART
     row = count_at_most(starts, num_rows + 1, tile, BLOCK_Q, True, ROWS) - 1

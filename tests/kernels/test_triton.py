@@ -40,6 +40,8 @@ ROWS: dict[str, Rows] = {
     "decode": [(10, 1), (100, 1), (0, 1)],
     # As many rows as tokens or more, yet not one query each.
     "empty rows": [(5, 1), (0, 0), (20, 4), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0)],
+    "singles in front": [(9, 1), (70, 1), (30, 1), (5, 2), (0, 0), (44, 40), (8, 1)],
+    "singles and padding": [(9, 1), (20, 1)],
 }
 SHAPES = [
     Shape(),

@@ -42,6 +42,7 @@ ROWS: dict[str, Rows] = {
     "prefill": [(0, 1337), (0, 2), (0, 64)],
     "extend": [(3000, 130), (511, 2), (512, 3)],
     "empty rows": [(5, 1), (0, 0), (0, 4), (0, 0), (0, 0), (0, 0), (0, 0), (600, 2)],
+    "singles in front": [(9, 1), (700, 1), (30, 1), (5, 2), (0, 0), (44, 300), (8, 1)],
 }
 BF16 = torch.bfloat16
 SHAPES = [
@@ -208,13 +209,14 @@ def test_prefill_of_hopper_has_the_bits_of_any(
         return launched[-1]
 
     monkeypatch.setattr(gluon_prefill, "launch", noted)
-    for rows in (ROWS["mixed"], ROWS["prefill"], ROWS["extend"], [(4096, 128), (63, 2), (0, 64)]):
+    batches = [*ROWS.values(), [(4096, 128), (63, 2), (0, 64)]]
+    for rows in batches:
         batch = stored(rows, shape)
         out = attend(batch)
         with monkeypatch.context() as without:
             without.setattr(triton_attention, "is_gluon_known", lambda: False)
             assert torch.equal(attend(batch), out), rows
-    assert launched == [True] * 4
+    assert launched == [True] * len(batches)
 
 
 @pytest.mark.parametrize("shape", BITWISE, ids=str)
