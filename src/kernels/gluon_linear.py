@@ -77,6 +77,56 @@ def _add_stage(
     return total
 
 
+@gluon.jit
+def store_outputs(
+    total,
+    out,
+    begin,
+    begin_m,
+    num_rows,
+    N: gl.constexpr,
+    HALVES: gl.constexpr,
+    PART: gl.constexpr,
+    X_ROWS: gl.constexpr,
+):
+    """Round the sums ``total [LEFT, X_ROWS]``, gate and multiply them if HALVES are 2, and store
+    those of weight rows ``begin`` to ``begin + PART`` and rows of x from ``begin_m`` on."""
+    LEFT: gl.constexpr = total.shape[0]
+    SUM: gl.constexpr = total.type.layout
+    W_ROWS: gl.constexpr = HALVES * PART
+    NUM_WARPS: gl.constexpr = LEFT // 16
+    WIDE: gl.constexpr = 8 if X_ROWS > 16 else 2  # outputs of a row that a thread stores at once
+    result = total.to(gl.bfloat16)
+    if HALVES == 2:  # rows lie as [parts, halves, PART]
+        PLAIN: gl.constexpr = gl.BlockedLayout(
+            [WIDE // 2, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
+        )
+        PAIRS: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 1, 2], [1, 8, 4, 1], [1, 2, NUM_WARPS // 2, 1], [3, 1, 2, 0]
+        )
+        pairs = result.reshape([LEFT // W_ROWS, 2, PART, X_ROWS]).permute([0, 2, 3, 1])
+        gate, up = gl.convert_layout(pairs, PAIRS).split()
+        # As triton_activation.silu and _silu_mul of triton_linear round it.
+        wide = gate.to(gl.float32)
+        activated = tl.div_rn(wide, libdevice.exp(-wide) + 1.0).to(gl.bfloat16)
+        product = (activated.to(gl.float32) * up.to(gl.float32)).to(gl.bfloat16)
+        result = gl.convert_layout(product.reshape([LEFT // 2, X_ROWS]), PLAIN)
+        n = gl.arange(0, LEFT // 2, gl.SliceLayout(1, PLAIN))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
+    elif WIDE > 2:
+        BY_ROW: gl.constexpr = gl.BlockedLayout(
+            [WIDE, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
+        )
+        result = gl.convert_layout(result, BY_ROW)
+        n = gl.arange(0, LEFT, gl.SliceLayout(1, BY_ROW))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, BY_ROW))
+    else:
+        n = gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
+    mask = (n[:, None] < PART) & (m[None, :] < num_rows)
+    gl.store(out + m[None, :] * N + (begin + n)[:, None], result, mask=mask)
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def early_kernel(
     x_desc,  # [K / 64, M, 64], boxes [ATOMS, X_ROWS, 64]
@@ -108,7 +158,6 @@ def early_kernel(
     BYTES: gl.constexpr = ATOMS * (W_ROWS + X_ROWS) * 128
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, X_ROWS, 16])
-    WIDE: gl.constexpr = 8 if X_ROWS > 16 else 2  # outputs of a row that a thread stores at once
 
     # Programs that share weights lie beside each other, so that one read from memory serves them.
     num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
@@ -163,35 +212,7 @@ def early_kernel(
                 slot = 0
                 phase ^= 1
     total = warpgroup_mma_wait(0, deps=(total,))
-    result = total.to(gl.bfloat16)
-    if HALVES == 2:  # rows lie as [parts, halves, PART]
-        PLAIN: gl.constexpr = gl.BlockedLayout(
-            [WIDE // 2, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
-        )
-        PAIRS: gl.constexpr = gl.BlockedLayout(
-            [1, 1, 1, 2], [1, 8, 4, 1], [1, 2, NUM_WARPS // 2, 1], [3, 1, 2, 0]
-        )
-        pairs = result.reshape([LEFT // W_ROWS, 2, PART, X_ROWS]).permute([0, 2, 3, 1])
-        gate, up = gl.convert_layout(pairs, PAIRS).split()
-        # As triton_activation.silu and _silu_mul of triton_linear round it.
-        wide = gate.to(gl.float32)
-        activated = tl.div_rn(wide, libdevice.exp(-wide) + 1.0).to(gl.bfloat16)
-        product = (activated.to(gl.float32) * up.to(gl.float32)).to(gl.bfloat16)
-        result = gl.convert_layout(product.reshape([LEFT // 2, X_ROWS]), PLAIN)
-        n = gl.arange(0, LEFT // 2, gl.SliceLayout(1, PLAIN))
-        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
-    elif WIDE > 2:
-        BY_ROW: gl.constexpr = gl.BlockedLayout(
-            [WIDE, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
-        )
-        result = gl.convert_layout(result, BY_ROW)
-        n = gl.arange(0, LEFT, gl.SliceLayout(1, BY_ROW))
-        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, BY_ROW))
-    else:
-        n = gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
-        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
-    mask = (n[:, None] < PART) & (m[None, :] < num_rows)
-    gl.store(out + m[None, :] * N + (begin + n)[:, None], result, mask=mask)
+    store_outputs(total, out, begin, begin_m, num_rows, N, HALVES, PART, X_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import fused
 from pagespec.kernels.linear_tiles import (
     Card,
+    EarlyTile,
     choose_early_tile,
     choose_tile,
     has_one_tile,
@@ -91,6 +92,62 @@ def linear_silu_mul(
         return _ours(x, weight, bias, has_gate=True)
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     return fused.act_mul(gate, up, "silu")
+
+
+def has_joined_norm(weight: Tensor, has_gate: bool) -> bool:
+    """Whether :func:`norm_linear` has one launch for this weight, given few rows."""
+    return _tile_with_norm(weight, 1, has_gate) is not None
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    form: fused.NormForm,
+    weight: Tensor,
+    few_rows: int,
+    has_gate: bool,
+) -> tuple[Tensor, Tensor]:
+    """The product of ``add_rms_norm``'s first result, and its second; for few rows one launch.
+
+    Args:
+        x, residual, norm_weight, eps, form: as of :func:`pagespec.kernels.fused.add_rms_norm`.
+        weight, few_rows: as of :func:`linear`, or of :func:`linear_silu_mul` if ``has_gate``.
+
+    Returns:
+        ``[..., N]``, and ``residual + x``.
+    """
+    num_rows = x.numel() // x.shape[-1]
+    if num_rows <= few_rows and x.is_contiguous() and residual.is_contiguous():
+        tile = _tile_with_norm(weight, num_rows, has_gate)
+        if tile is not None:
+            from pagespec.kernels import gluon_norm_linear
+
+            out, hidden = gluon_norm_linear.matmul(
+                x.view(num_rows, -1), residual.view(num_rows, -1), norm_weight, eps, form, weight,
+                tile=tile, has_gate=has_gate,
+            )  # fmt: skip
+            return out.view(*x.shape[:-1], -1), hidden.view(x.shape)
+    normed, hidden = fused.add_rms_norm(x, residual, norm_weight, eps, form)
+    product = linear_silu_mul if has_gate else linear
+    return product(normed, weight, None, few_rows), hidden
+
+
+def _tile_with_norm(weight: Tensor, num_rows: int, has_gate: bool) -> EarlyTile | None:
+    """The tile for ``num_rows`` where one launch computes the norm, too; else None."""
+    card = Card.of(weight.device)
+    if not card.has_early or weight.dtype != torch.bfloat16 or not can_describe(weight):
+        return None
+    from pagespec.kernels import gluon_norm_linear
+
+    if not 0 < num_rows <= gluon_norm_linear.MAX_ROWS:
+        return None
+    num_outs, k_size = weight.shape[0] // (2 if has_gate else 1), weight.shape[1]
+    tile = choose_early_tile(num_rows, num_outs, k_size, has_gate, card)
+    if tile is None or not gluon_norm_linear.fits(k_size, tile, has_gate):
+        return None
+    return tile
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from pagespec.kernels.linear_tiles import is_gluon_known
 
 kernels = [triton_decode.decode_kernel]
 if is_gluon_known():
-    from pagespec.kernels import gluon_linear, gluon_prefill
-    kernels += [gluon_linear.early_kernel, gluon_prefill.prefill_kernel]
+    from pagespec.kernels import gluon_linear, gluon_norm_linear, gluon_prefill
+    kernels += [gluon_linear.early_kernel, gluon_norm_linear.normed_kernel]
+    kernels += [gluon_prefill.prefill_kernel]
 counts = [count_triton_variants()]
 for device, kernel in enumerate(kernels):
     kernel.device_caches[device] = ({"a form": object(), "another": object()},)

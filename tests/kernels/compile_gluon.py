@@ -14,25 +14,36 @@ from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.gluon_linear import early_kernel, plan_launch
+from pagespec.kernels.gluon_norm_linear import constants_of, normed_kernel
 from pagespec.kernels.linear_tiles import EarlyTile
 
+_POINTERS = ("x", "residual", "norm_weight", "hidden", "out")
 
-def ptx_of(num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: EarlyTile) -> str:
+
+def ptx_of(
+    num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: EarlyTile, has_norm: bool
+) -> str:
     launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap=True)
-    names = early_kernel.arg_names
-    kinds = dict.fromkeys(launch.constants, "constexpr") | {
+    kernel = normed_kernel if has_norm else early_kernel
+    constants = (
+        constants_of(launch.constants, num_rows, "rounded") if has_norm else launch.constants
+    )
+    names = kernel.arg_names
+    pointers = [name for name in names if name in _POINTERS]
+    kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(pointers, "*bf16")
+    kinds |= {
         "x_desc": f"tensordesc<bf16{launch.x_box},{launch.x_layout!r}>",
         "w_desc": f"tensordesc<bf16{launch.weight_box},{launch.weight_layout!r}>",
-        "out": "*bf16",
         "num_rows": "i32",
+        "eps": "fp32",
     }
     source = GluonASTSource(
-        early_kernel,
+        kernel,
         {name: kinds[name] for name in names},
-        {(names.index(name),): value for name, value in launch.constants.items()},
-        {(names.index("out"),): [["tt.divisibility", 16]]},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
     )
-    options = {"num_warps": launch.num_warps, "launch_pdl": True}
+    options = {"num_warps": launch.num_warps, "launch_pdl": True, "enable_fp_fusion": not has_norm}
     return str(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
@@ -50,6 +61,6 @@ def events(ptx: str) -> str:
 
 if __name__ == "__main__":
     answer = []
-    for rows, outs, k_size, has_gate, *tile in json.loads(sys.argv[1]):
-        answer.append(events(ptx_of(rows, outs, k_size, has_gate, EarlyTile(*tile))))
+    for has_norm, rows, outs, k_size, has_gate, *tile in json.loads(sys.argv[1]):
+        answer.append(events(ptx_of(rows, outs, k_size, has_gate, EarlyTile(*tile), has_norm)))
     print(json.dumps(answer))

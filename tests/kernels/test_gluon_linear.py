@@ -31,6 +31,13 @@ MEASURED = {
     (4096, 12288, False): (32, 4, 8),
 }
 
+# Of Qwen3-0.6B and SmolLM2-135M, where one launch computes the norm, too.
+WITH_NORM = {
+    (4096, 1024, False): (64, 4, 4),
+    (3072, 1024, True): (32, 4, 4),
+    (1536, 576, True): (32, 1, 9),
+}
+
 
 def test_a_tile_takes_what_shared_memory_holds() -> None:
     from pagespec.kernels.linear_tiles import (
@@ -79,17 +86,44 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
-    cases = [(rows, *shape, *tile, 16) for shape, tile in MEASURED.items() for rows in (2, 16)]
+    cases = [
+        (False, rows, *shape, *tile, 16) for shape, tile in MEASURED.items() for rows in (2, 16)
+    ]
     for n, k in ((1024, 2048), (3072, 1024)):
         for rows, tile in TUNED_EARLY[n, k].items():
-            cases.append((rows, n, k, n == 3072, *astuple(tile)))
+            cases.append((False, rows, n, k, n == 3072, *astuple(tile)))
+    cases += [(True, rows, *shape, *WITH_NORM[shape], 16) for shape in WITH_NORM for rows in (2, 4)]
     script = Path(__file__).with_name("compile_gluon.py")
     printed = run_apart(str(script), json.dumps(cases))
     for case, order in zip(cases, json.loads(printed), strict=True):
-        stages, num_steps = case[6], case[2] // (64 * case[5])
+        has_norm, _, _, k_size, _, _, atoms, stages, _ = case
+        num_steps = k_size // (64 * atoms)
         ahead, behind = order.split("w")
         assert ahead == "d" + stages * "t", (case, order)
+        if has_norm:  # x comes through registers
+            assert behind == num_steps * atoms * 4 * "m", (case, order)
+            continue
         # x behind the wait; where stages are used again, both once more in the loop.
         assert behind.startswith(stages * "t"), (case, order)
         assert behind.count("t") == stages + (2 if num_steps > stages else 0), (case, order)
-        assert behind.count("m") == 4 * case[5], (case, order)  # 16 summands each
+        assert behind.count("m") == 4 * atoms, (case, order)  # 16 summands each
+
+
+def test_rows_of_four_warps_may_have_their_norm_joined() -> None:
+    from pagespec.kernels.linear_tiles import Card, EarlyTile, choose_early_tile, is_gluon_known
+
+    if not is_gluon_known():
+        pytest.skip("this Triton has another Gluon; no engine would use the kernel")
+    from pagespec.kernels.gluon_norm_linear import fits
+
+    card = Card(132, 227 << 10, has_early=True)
+    for shape, tile in WITH_NORM.items():
+        chosen = choose_early_tile(1, *shape, card)
+        assert chosen == EarlyTile(*tile), shape
+        assert fits(shape[1], chosen, shape[2])
+    for n, k, has_gate in ((1024, 512, False), (4096, 2048, False), (6144, 4096, False)):
+        chosen = choose_early_tile(1, n, k, has_gate, card)
+        assert chosen is not None
+        assert not fits(k, chosen, has_gate)
+    assert not fits(1024, EarlyTile(64, 4, 3), has_gate=False)  # stages are used again
+    assert not fits(1024, EarlyTile(64, 4, 4), has_gate=True)  # two warpgroups

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagespec.kernels import fused
+
 pytestmark = pytest.mark.gpu
 
 # Largest error relative to the size of an output: rounding of it, and of a gate before.
@@ -320,3 +322,43 @@ def test_a_chain_in_gluon_waits_for_its_rows(rows: int) -> None:
         x.copy_(normal(rows, 1024, seed=100 + seed))
         graph.replay()
         assert torch.equal(out, chain(x, ours=False)), seed
+
+
+@pytest.mark.parametrize("form", ["rounded", "wide", "plus_one"])
+@pytest.mark.parametrize(
+    ("n", "k", "has_gate"),
+    [(4096, 1024, False), (3072, 1024, True), (1536, 576, True), (960, 576, False)],
+)
+def test_a_product_and_the_norm_before_it_in_one_launch(
+    n: int, k: int, has_gate: bool, form: fused.NormForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of two launches, for both results, and a row's own whatever stands beside it."""
+    from pagespec.kernels import gluon_norm_linear, gpu_linear
+    from pagespec.kernels.linear_tiles import EarlyTile
+
+    weight = normal(n * (1 + has_gate), k, seed=1) / k**0.5
+    norm_weight = 1 + normal(k, seed=2) / 4
+    # Rows of all sizes: sums of squares of many exponents.
+    size = 2.0 ** torch.arange(-20, 44, device="cuda")[:, None]
+    x = (normal(64, k, seed=3).float() * size).bfloat16()
+    residual = (normal(64, k, seed=4).float() * size.roll(7, 0)).bfloat16()
+    normed, hidden = fused.add_rms_norm(x, residual, norm_weight, 1e-6, form)
+    product = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
+    expected = product(normed, weight, None, len(x))
+    assert gpu_linear.has_joined_norm(weight, has_gate)
+    calls = []
+    matmul = gluon_norm_linear.matmul
+    monkeypatch.setattr(
+        gluon_norm_linear, "matmul", lambda *a, **k: calls.append(len(a[0])) or matmul(*a, **k)
+    )
+    for num_rows in (1, 2, 3, 4, 5):
+        for begin in range(0, 64 - num_rows, 3):
+            rows = slice(begin, begin + num_rows)
+            out, found = gpu_linear.norm_linear(
+                x[rows][None], residual[rows][None], norm_weight, 1e-6, form, weight, 16, has_gate
+            )
+            assert torch.equal(out[0], expected[rows]), (rows, "product")
+            assert torch.equal(found[0], hidden[rows]), (rows, "sum")
+    assert set(calls) == set(range(1, gluon_norm_linear.MAX_ROWS + 1))
+    with pytest.raises(ValueError, match="rows"):
+        matmul(x, residual, norm_weight, 1e-6, form, weight, tile=EarlyTile(64, 4, 4))

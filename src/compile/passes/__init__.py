@@ -46,6 +46,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from pagespec.compile.passes.fuse_rope_table import fuse_rope_table
     from pagespec.compile.passes.gpu_kernels import call_gpu_kernels
     from pagespec.compile.passes.join_attention import join_attention
+    from pagespec.compile.passes.join_norm import join_norm
 
     return {
         "fuse_rope_store": fuse_rope_store,
@@ -54,6 +55,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_activation": fuse_activation,
         "fuse_rope_table": fuse_rope_table,
         "gpu_kernels": call_gpu_kernels,
+        "join_norm": join_norm,
     }
 
 

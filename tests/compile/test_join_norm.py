@@ -1,0 +1,102 @@
+"""A norm joins the product that alone reads it."""
+
+from __future__ import annotations
+
+import importlib.util
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from pagespec.compile.passes.context import PassContext
+from pagespec.kernels import fused
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+K = 64
+
+
+def graph_of(has_gate: bool, *, biased: bool = False, num_readers: int = 1) -> GraphModule:
+    """out, hidden + 1 and, with more readers, the norm: of x, residual, two weights and a bias."""
+    from pagespec.kernels import gpu_linear
+
+    graph = Graph()
+    names = ("x", "residual", "norm_weight", "weight", "bias")
+    x, residual, norm_weight, weight, bias = map(graph.placeholder, names)
+    norm = graph.call_function(fused.add_rms_norm, (x, residual, norm_weight, 1e-6, "rounded"))
+    normed = graph.call_function(operator.getitem, (norm, 0))
+    hidden = graph.call_function(operator.getitem, (norm, 1))
+    more = graph.call_function(operator.add, (hidden, 1))  # before the product
+    call = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
+    out = graph.call_function(call, (normed, weight, bias if biased else None, 0))
+    out.meta["example_value"] = "what Dynamo recorded"
+    graph.output((out, more, *[normed] * (num_readers - 1)))
+    return GraphModule({}, graph)
+
+
+def operands(has_gate: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    rows = 2 * K if has_gate else K
+    return [torch.randn(s) for s in ((1, 3, K), (1, 3, K), (K,), (rows, K), (rows,))]
+
+
+@pytest.fixture
+def weights_asked_about(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """As on a card that has the launch for all weights."""
+    from pagespec.kernels import gpu_linear
+
+    asked: list[Any] = []
+    monkeypatch.setattr(gpu_linear, "has_joined_norm", lambda *args: asked.append(args) or True)
+    return asked
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]) -> None:
+    from pagespec.compile.passes.join_norm import join_norm
+    from pagespec.kernels import gpu_linear
+
+    gm, arguments = graph_of(has_gate), operands(has_gate)
+    expected = gm(*arguments)
+    weight = arguments[3]
+    assert join_norm(gm, PassContext(nn.Module(), {"weight": weight})) == 1
+    gm.graph.lint()
+    gm.recompile()
+    called = [node for node in gm.graph.nodes if node.op == "call_function"]
+    assert [node.target for node in called].count(gpu_linear.norm_linear) == 1
+    assert not {fused.add_rms_norm, gpu_linear.linear} & {node.target for node in called}
+    outputs = gm.graph.output_node().args[0]
+    assert outputs[0].meta["example_value"] == "what Dynamo recorded"
+    for before, after in zip(expected, gm(*arguments), strict=True):
+        assert torch.equal(before, after)
+    assert weights_asked_about == [(weight, has_gate)]
+
+
+@pytest.mark.parametrize(
+    ("change", "constants"),
+    [({"biased": True}, ("weight", "bias")), ({"num_readers": 2}, ("weight",)), ({}, ())],
+    ids=["bias", "two readers", "weight is computed"],
+)
+def test_leaves_others_alone(
+    change: dict[str, Any], constants: tuple[str, ...], weights_asked_about: list[Any]
+) -> None:
+    from pagespec.compile.passes.join_norm import join_norm
+
+    gm = graph_of(False, **change)
+    before = str(gm.graph)
+    tensors = {name: torch.randn(K, K) for name in constants}
+    assert join_norm(gm, PassContext(nn.Module(), tensors)) == 0
+    assert str(gm.graph) == before
+    assert not weights_asked_about
+
+
+def test_only_cards_with_the_kernel_join() -> None:
+    """The CPU has not, and gets the two calls."""
+    from pagespec.compile.passes.join_norm import join_norm
+
+    gm = graph_of(True)
+    weight = torch.randn(2 * K, K, dtype=torch.bfloat16)
+    assert join_norm(gm, PassContext(nn.Module(), {"weight": weight})) == 0
