@@ -227,6 +227,12 @@ class Launch:
     num_warps: int
     constants: dict[str, object]
 
+    def describe(self, weight: Tensor, halves: int) -> TensorDescriptor:
+        """``weight [halves * N, K]`` as ``[K / 64, halves, N, 64]``."""
+        num_outs, (k_size, row) = len(weight) // halves, (weight.shape[1], weight.stride(0))
+        shape, strides = [k_size // 64, halves, num_outs, 64], [64, num_outs * row, row, 1]
+        return TensorDescriptor(weight, shape, strides, self.weight_box, self.weight_layout)
+
 
 def plan_launch(
     num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: EarlyTile, overlap: bool
@@ -288,17 +294,9 @@ def matmul(
     x_desc = TensorDescriptor(
         x, [k_size // 64, num_rows, 64], [64, x.stride(0), 1], launch.x_box, launch.x_layout
     )
-    row = weight.stride(0)
-    w_desc = TensorDescriptor(
-        weight,
-        [k_size // 64, halves, num_outs, 64],
-        [64, num_outs * row, row, 1],
-        launch.weight_box,
-        launch.weight_layout,
-    )
     early_kernel[(launch.num_programs,)](
         x_desc,
-        w_desc,
+        launch.describe(weight, halves),
         out,
         num_rows,
         **launch.constants,

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pagespec.kernels.fused import NormForm
 from pagespec.kernels.gluon_linear import plan_launch, store_outputs
@@ -170,20 +169,12 @@ def matmul(
         raise ValueError(f"{tile} does not fit rows of {k_size}")
     launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap)
     out, hidden = x.new_empty(num_rows, num_outs), x.new_empty(num_rows, k_size)
-    step = weight.stride(0)
-    w_desc = TensorDescriptor(
-        weight,
-        [k_size // 64, halves, num_outs, 64],
-        [64, num_outs * step, step, 1],
-        launch.weight_box,
-        launch.weight_layout,
-    )
     normed_kernel[(launch.num_programs,)](
         x,
         residual,
         norm_weight,
         hidden,
-        w_desc,
+        launch.describe(weight, halves),
         out,
         num_rows,
         eps,

@@ -7,7 +7,8 @@ the order of our two kernels: :mod:`pagespec.kernels.gluon_linear` up to 16 rows
 faster, too. So a shape needs one number, its *few rows*: up to it ours, above it cuBLAS.
 :func:`choose_plan` finds that number on the card at hand, by comparing bits. Where the bits of our
 tiles are not known to agree (float32, rows that are not whole 16-byte units), the Triton kernel
-computes all rows, with one tile.
+computes all rows, with one tile. A norm before a product of a few rows may join it
+(:mod:`pagespec.kernels.gluon_norm_linear`).
 """
 
 from __future__ import annotations
