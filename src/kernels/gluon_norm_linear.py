@@ -3,7 +3,7 @@
 At batch 1 a norm is a kernel that waits for one and is waited for by the next, for a microsecond
 of work. Here each program of :mod:`pagespec.kernels.gluon_linear`'s kernel adds the residual and
 normalises all of its x itself, behind the same wait, while its weights are under way. That is the
-same work 64 times or more, so it pays for few rows only.
+same work 32 times or more, so it pays for few rows only.
 
 Bits are those of :mod:`pagespec.kernels.triton_norm` and of the product alone: a row is spread over
 four warps as there, which gives the same order of additions. Hence the bounds on K
@@ -147,7 +147,8 @@ def matmul(
 
     Args:
         x, residual: bfloat16 ``[M, K]`` on a Hopper GPU, contiguous; M at most :data:`MAX_ROWS`.
-        norm_weight: ``[K]``; eps and form as of :func:`pagespec.kernels.fused.add_rms_norm`.
+        norm_weight: ``[K]``, a parameter like ``weight``: both are read before the wait. eps and
+            form as of :func:`pagespec.kernels.fused.add_rms_norm`.
         weight, has_gate, overlap: as of :func:`pagespec.kernels.gluon_linear.matmul`.
         tile: one that :func:`fits`.
 
@@ -180,7 +181,9 @@ def matmul(
         eps,
         **constants_of(launch.constants, num_rows, form),
         num_warps=4,
-        enable_fp_fusion=False,  # as for the norm alone
+        # As for the norm alone. In the gate, which has it otherwise without a norm, it concerns
+        # exp's last factor, a power of two, and the sum with 1: exact either way.
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )
     return out, hidden

@@ -11,8 +11,13 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from pagespec.compile import capture as capture_module
+from pagespec.compile.capture import capture_model
+from pagespec.compile.load import load_model
 from pagespec.compile.passes.context import PassContext
+from pagespec.compile.probe import probe_model
 from pagespec.kernels import fused
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -61,8 +66,9 @@ def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]
 
     gm, arguments = graph_of(has_gate), operands(has_gate)
     expected = gm(*arguments)
-    weight = arguments[3]
-    assert join_norm(gm, PassContext(nn.Module(), {"weight": weight})) == 1
+    norm_weight, weight = arguments[2:4]
+    context = PassContext(nn.Module(), {"weight": weight, "norm_weight": norm_weight})
+    assert join_norm(gm, context) == 1
     gm.graph.lint()
     gm.recompile()
     called = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -77,8 +83,13 @@ def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]
 
 @pytest.mark.parametrize(
     ("change", "constants"),
-    [({"biased": True}, ("weight", "bias")), ({"num_readers": 2}, ("weight",)), ({}, ())],
-    ids=["bias", "two readers", "weight is computed"],
+    [
+        ({"biased": True}, ("weight", "norm_weight", "bias")),
+        ({"num_readers": 2}, ("weight", "norm_weight")),
+        ({}, ("norm_weight",)),
+        ({}, ("weight",)),
+    ],
+    ids=["bias", "two readers", "weight is computed", "norm's weight is computed"],
 )
 def test_leaves_others_alone(
     change: dict[str, Any], constants: tuple[str, ...], weights_asked_about: list[Any]
@@ -99,4 +110,16 @@ def test_only_cards_with_the_kernel_join() -> None:
 
     gm = graph_of(True)
     weight = torch.randn(2 * K, K, dtype=torch.bfloat16)
-    assert join_norm(gm, PassContext(nn.Module(), {"weight": weight})) == 0
+    context = PassContext(nn.Module(), {"weight": weight, "norm_weight": torch.randn(K)})
+    assert join_norm(gm, context) == 0
+
+
+@pytest.mark.parametrize(("arch", "num_joined"), [("llama", 3), ("qwen3", 3), ("gemma3_text", 3)])
+def test_finds_the_norms_of_models(
+    arch: str, num_joined: int, weights_asked_about: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers all but the first, and the last, which is not the head's alone."""
+    loaded = load_model(tiny_model(arch, num_hidden_layers=2).to(torch.bfloat16))
+    monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", capture_module.gpu_passes())
+    captured = capture_model(loaded, probe_model(loaded), transparent=False)
+    assert captured.rewrites["join_norm"] == num_joined == len(weights_asked_about)

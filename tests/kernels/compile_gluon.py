@@ -48,11 +48,12 @@ def ptx_of(
 
 
 def events(ptx: str) -> str:
-    """The order of things: (d)ependents may start, (t)ensor copy, (w)ait, (m)atrix product."""
+    """The order of (d)ependents' start, (t)ensor copies, (l)oads, the (w)ait, (m)atrix products."""
     kinds = {
         "griddepcontrol.launch_dependents": "d",
         "griddepcontrol.wait": "w",
         "cp.async.bulk.tensor": "t",
+        "ld.global": "l",
         "wgmma.mma_async": "m",
     }
     found = re.findall("|".join(map(re.escape, kinds)), ptx)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from pagespec.kernels import triton_attention
+from pagespec.kernels.triton_prefill import num_leading_singles
 from pagespec.kernels.triton_tiling import choose_tiling
 from tests.kernels.test_triton import (  # noqa: F401 (two are fixtures)
     TOLERANCE,
@@ -72,3 +75,19 @@ def test_heads_of_256_have_their_values_shared() -> None:
     out = triton_attention.paged_attention(*batch.attend)
     error = (out[: batch.num_tokens] - float64_attention(batch, rows, shape)).abs().max().item()
     assert error <= TOLERANCE[half]
+
+
+@triton.jit
+def _count_kernel(starts, out, num_rows, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(out, num_leading_singles(starts, num_rows, WIDTH))
+
+
+@pytest.mark.parametrize("others", [[], [2], [0, 2, 0], [3, 1, 1], [0, 1], [5, 0, 0, 0, 0, 1]])
+@pytest.mark.parametrize("num_singles", [0, 1, 15, 16, 17, 32, 40])
+def test_single_queries_in_front_are_counted(num_singles: int, others: list[int]) -> None:
+    """In looks of 16 rows; later rows may start where as many single ones would."""
+    lengths = torch.tensor([0, *[1] * num_singles, *others], dtype=torch.int32)
+    out = torch.empty(1, dtype=torch.int32)
+    starts = lengths.cumsum(0, dtype=torch.int32)
+    _count_kernel[(1,)](starts, out, num_rows=len(lengths) - 1, WIDTH=16)
+    assert out.item() == num_singles

@@ -27,7 +27,9 @@ def join_norm(gm: GraphModule, context: PassContext) -> int:
         if norm.op != "call_function" or norm.target is not fused.add_rms_norm:
             continue
         results: dict[Any, Node] = {user.args[1]: user for user in norm.users}
-        product = _only_product(results.get(0), context)
+        # Both weights are read early, so nothing of a step may compute them.
+        is_constant = context.constant(norm.args[2]) is not None
+        product = _only_product(results.get(0), context) if is_constant else None
         if product is None:
             continue
         _, weight, _, few_rows = product.args
