@@ -132,10 +132,8 @@ def read_trace(trace: Path, categories: frozenset[str]) -> list[Interval]:
     return intervals
 
 
-def profile_steps(
-    llm: Any, generate: Callable[[], object], trace: Path, num_steps: int = NUM_STEPS
-) -> StepProfile:
-    """Run ``generate`` and trace ``num_steps`` engine steps of it, from when every running request
+def profile_steps(llm: Any, generate: Callable[[], object], trace: Path) -> StepProfile:
+    """Run ``generate`` and trace ``NUM_STEPS`` engine steps of it, from when every running request
     decodes.
 
     Args:
@@ -152,12 +150,12 @@ def profile_steps(
     synchronize: Callable[[], object] = torch.cuda.synchronize if is_gpu else lambda: None
     profiler = profile(
         activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU],
-        schedule=schedule(wait=0, warmup=_NUM_WARMUP_STEPS, active=num_steps, repeat=1),
+        schedule=schedule(wait=0, warmup=_NUM_WARMUP_STEPS, active=NUM_STEPS, repeat=1),
         on_trace_ready=lambda ready: ready.export_chrome_trace(str(trace)),
     )
     engine = llm.engine
     step = engine.step
-    num_traced = _NUM_WARMUP_STEPS + num_steps
+    num_traced = _NUM_WARMUP_STEPS + NUM_STEPS
     num_done = -1  # not started
     begin = wall_s = 0.0
 
@@ -190,9 +188,9 @@ def profile_steps(
         if num_done >= 0:
             profiler.stop()
     if num_done < num_traced:
-        raise RuntimeError(f"the run ended before {num_steps} decode steps could be traced")
+        raise RuntimeError(f"the run ended before {NUM_STEPS} decode steps could be traced")
     intervals = read_trace(trace, _GPU_CATEGORIES if is_gpu else _CPU_CATEGORIES)
-    return StepProfile(intervals, num_steps, wall_s)
+    return StepProfile(intervals, NUM_STEPS, wall_s)
 
 
 def _is_decoding(scheduler: Any) -> bool:

@@ -30,7 +30,6 @@ class Report:
     scope: Scope
     states: int = 0
     transitions: int = 0
-    engine_transitions: int = 0
     depth: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0  # what it would take on an idle machine
@@ -153,7 +152,6 @@ class Explorer:
         if not self.report.violated and self.wanted.intersection(LIVENESS):
             self.look_for_livelock()
         self.report.states = len(self.graph.parent)
-        self.report.engine_transitions = len(self.graph.source)
         self.report.seconds = time.perf_counter() - began
         self.report.cpu_seconds = time.process_time() - cpu_began
         return self.report

@@ -18,10 +18,6 @@ def owners(state: State) -> list[int]:
     return own
 
 
-def is_live(state: State, r: int) -> bool:
-    return not state.requests[r].reason
-
-
 # --------------------------------------------------------------------------- pool
 def s1(state: State, _: Scope) -> bool:
     return owners(state) == list(state.refs)

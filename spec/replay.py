@@ -12,19 +12,15 @@ prefixes still, interned instead of spelt out, since real prompts are long.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from . import model
+from .events import TraceError, read_events
 from .model import Machine
 from .state import NO_TOKEN, Plan, Request, Row, Scope, Template
 
-VERSION = 1
-
-
-class TraceError(ValueError):
-    """The file is no step trace, or of another version."""
+__all__ = ["TraceError", "Verdict", "check"]
 
 
 class Verdict(NamedTuple):
@@ -92,8 +88,6 @@ class Replay:
     """Takes events one by one; ``_Refused`` at the first that the specification does not allow."""
 
     def __init__(self, start: dict[str, Any]) -> None:
-        if start.get("event") != "start" or start.get("version") != VERSION:
-            raise TraceError(f"not a step trace of version {VERSION}")
         scope = Scope(
             "trace",
             (),
@@ -115,10 +109,7 @@ class Replay:
         self.num_steps = self.num_preemptions = self.num_hit_blocks = 0
 
     def apply(self, event: dict[str, Any]) -> None:
-        handler = getattr(self, "_on_" + str(event.get("event")), None)
-        if handler is None:
-            raise TraceError(f"unknown event {event.get('event')!r}")
-        handler(event)
+        getattr(self, f"_on_{event['event']}")(event)
 
     def _number(self, event: dict[str, Any]) -> int:
         if event["id"] not in self.numbers:
@@ -231,28 +222,14 @@ def _short(rows: list[tuple[Any, ...]]) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(lines, 1):
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TraceError(f"line {number} is no JSON: {error}") from error
-        if not isinstance(event, dict):
-            raise TraceError(f"line {number} is no event")
-        yield number, event
-
-
 def check(lines: Iterable[str]) -> Verdict:
     """Replay a trace.
 
     Raises:
         TraceError: it is no trace; a trace that breaks a property is a Verdict, not an error.
     """
-    events = _events(lines)
-    first = next(events, None)
-    if first is None:
-        raise TraceError("the trace is empty")
-    replay = Replay(first[1])
+    events = read_events(lines)
+    replay = Replay(next(events)[1])
     broken: dict[str, Any] = {}
     for line, event in events:
         try:
@@ -265,8 +242,6 @@ def check(lines: Iterable[str]) -> Verdict:
                 "detail": str(refusal),
             }
             break
-        except (KeyError, TypeError) as error:
-            raise TraceError(f"line {line} is no event of a step trace: {error!r}") from error
     return Verdict(
         replay.num_steps,
         len(replay.machine.requests),

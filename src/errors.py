@@ -20,10 +20,15 @@ class InvalidInputError(PagespecError, ValueError):
         self.field = field
         self.value = value
         self.limit = limit
+        super().__init__(f"{field} = {_shown(value)}: {limit}")
+
+
+def _shown(value: object) -> str:
+    try:
         shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field} = {shown}: {limit}")
+    except Exception:  # of an integer with thousands of digits; or of an object of the caller's
+        shown = f"<{type(value).__name__}>"
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 class UnsupportedModelError(PagespecError):

@@ -32,4 +32,4 @@ def defect(
     return register
 
 
-A, B, LONG = Template((0, 0), 2), Template((0, 1), 2), Template((0, 0, 0, 0), 2)
+A, LONG = Template((0, 0), 2), Template((0, 0, 0, 0), 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -178,16 +178,14 @@ class _Run:
                 yield prompt, params
 
     def _prompt(self, llm: LLM, question: Question) -> dict[str, Any]:
-        prompt: dict[str, Any]
+        prompt: Mapping[str, Any]
         if question.kind == "messages":
-            prompt = dict(conversation_prompt(llm, question.content))
+            prompt = conversation_prompt(llm, question.content)
         elif question.kind == "prompt" and self._fingerprint.chat:
-            prompt = dict(conversation_prompt(llm, user_message(question.content)))
+            prompt = conversation_prompt(llm, user_message(question.content))
         else:
             prompt = {question.kind: question.content}
-        if question.cache_salt is not None:
-            prompt["cache_salt"] = question.cache_salt
-        return prompt
+        return {**prompt, **question.options}
 
     def _write_errors(self) -> Iterator[None]:
         """Write the error rows that are next in line."""

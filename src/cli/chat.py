@@ -16,6 +16,7 @@ from pagespec.cli import start
 from pagespec.cli.command import note
 from pagespec.cli.options import EngineOptions, SamplingOptions
 from pagespec.cli.prompts import Message, conversation_prompt, has_chat_template
+from pagespec.engine.inputs import require_unicode
 from pagespec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class Conversation:
         as it got.
 
         Raises:
-            InvalidInputError: the conversation is refused (too long, say); it is then unchanged.
+            InvalidInputError: the conversation is refused (too long, or no Unicode text); it is
+                then unchanged.
         """
+        require_unicode("message", text)
         messages = [*self.messages, {"role": "user", "content": text}]
         params = self._sampling.params(self._turn)
         pieces: list[str] = []
@@ -98,6 +101,8 @@ def talk(engine: EngineOptions, sampling: SamplingOptions, *, system: str | None
         PagespecError: the model is refused or has no chat template.
     """
     sampling.params(0)
+    if system is not None:
+        require_unicode("--system", system)
     llm = start.start_llm(engine)
     if not has_chat_template(llm):
         limit = "has no chat template; use `pagespec generate --raw --prompt ...`"
@@ -126,9 +131,20 @@ def _read() -> str | None:
     """The next line, or None at its end. Ctrl-C drops the line being typed."""
     while True:
         try:
-            return input("> " if sys.stdin.isatty() else "")
+            return input("> ") if sys.stdin.isatty() else _read_piped()
+        except UnicodeDecodeError as error:
+            note(f"refused: the line is not {error.encoding} text ({error.reason})")
         except EOFError:
             typer.echo()
             return None
         except KeyboardInterrupt:
             note(f"\n{HELP}")
+
+
+def _read_piped() -> str:
+    """The next line of a file or pipe. It is decoded by itself: where the text stream meets a wrong
+    byte, all that it has read ahead is lost."""
+    raw = sys.stdin.buffer.readline()
+    if not raw:
+        raise EOFError
+    return raw.decode(sys.stdin.encoding).rstrip("\r\n")

@@ -10,12 +10,8 @@ import typer
 from pagespec.cli import start
 from pagespec.cli.command import note
 from pagespec.cli.options import EngineOptions, SamplingOptions
-from pagespec.cli.prompts import (
-    conversation_prompt,
-    has_chat_template,
-    require_unicode,
-    user_message,
-)
+from pagespec.cli.prompts import conversation_prompt, has_chat_template, user_message
+from pagespec.engine.inputs import require_unicode
 from pagespec.engine.outputs import RequestMetrics
 from pagespec.errors import EngineError
 

@@ -79,7 +79,8 @@ def generate(
 
     A line of the input is a JSON object with "prompt" (text),
     "prompt_token_ids" (list) or "messages" (list of "role" and "content"),
-    and if wanted an "id", a "cache_salt" and sampling fields of its own:
+    and if wanted an "id", a "cache_salt", a "priority" (for --policy priority;
+    0, the default, is the most urgent) and sampling fields of its own:
 
     \b
       {"prompt": "2 + 2 =", "max_tokens": 4, "temperature": 0}
@@ -189,7 +190,7 @@ def verify(
     preempted after every token. Their tokens and every bit of their logits must
     be the same. Some cases are run again without transparency, to show that the
     check finds differences where there are any. Exit code 0 if no answer
-    differs, 1 if any does.
+    differs, 1 if any does or if none was cached or preempted.
     """
     from pagespec.cli.verify import verify_schedules
 

@@ -98,7 +98,9 @@ class EngineOptions:
         float | None,
         typer.Option(
             metavar="X",
-            help="Share of the memory for weights and KV cache (on CPU, for the cache alone).",
+            help="On a GPU, share of its memory that may be in use in all: by other processes, "
+            "weights, steps, graphs and KV cache. On a CPU, share of the free memory for the KV "
+            "cache.",
             show_default="0.9; on CPU half, at most 4 GiB",
             rich_help_panel=_ENGINE,
         ),
@@ -140,7 +142,8 @@ class EngineOptions:
         str,
         typer.Option(
             metavar="NAME",
-            help="Order of service: fcfs, shortest_first or priority.",
+            help="Order of service: fcfs, shortest_first or priority (the field of that name in a "
+            "line of --input; 0 is the most urgent).",
             rich_help_panel=_ENGINE,
         ),
     ] = "fcfs"
@@ -245,15 +248,16 @@ class SamplingOptions:
     def params(self, index: int, overrides: Mapping[str, Any] | None = None) -> SamplingParams:
         """Sampling parameters of request number ``index``.
 
-        The seed is given explicitly and not left to the engine, whose own choice may depend on
-        how many requests came before in this process: a resumed run would then differ.
+        The seed is given explicitly, also where ``overrides`` have a null, and not left to the
+        engine, whose own choice may depend on how many requests came before in this process: a
+        resumed run would then differ.
 
         Raises:
             InvalidInputError: a value is outside its limits.
         """
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values.update(overrides or {})
-        if not overrides or "seed" not in overrides:
+        if (overrides or {}).get("seed") is None:
             values["seed"] = self._seed_of(index)
         return SamplingParams(**values)
 

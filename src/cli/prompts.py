@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pagespec.errors import InvalidInputError
-
 if TYPE_CHECKING:
     from pagespec.engine.llm import LLM
 
@@ -19,18 +17,6 @@ def has_chat_template(llm: LLM) -> bool:
 
 def user_message(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
-
-
-def require_unicode(field: str, text: str) -> None:
-    """Refuse lone surrogates: JSON and the command line can carry them, tokenizers cannot.
-
-    Raises:
-        InvalidInputError: ``text`` has one.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(field, text, f"is not Unicode text ({error.reason})") from error
 
 
 def conversation_prompt(llm: LLM, messages: Sequence[Message]) -> dict[str, list[int]]:

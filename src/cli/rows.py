@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagespec.cli.options import SAMPLING_FIELDS, SamplingOptions
-from pagespec.cli.prompts import require_unicode
+from pagespec.engine.inputs import require_unicode
 from pagespec.errors import InvalidInputError
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-_OTHER_FIELDS = frozenset({"id", "cache_salt"})
+_PROMPT_OPTIONS = ("cache_salt", "priority")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -28,12 +28,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A line that could be read: exactly one of the prompt fields, and the rest of it."""
+    """A line that could be read: exactly one of the prompt fields, and the rest of it.
+
+    ``options`` are what the engine takes beside a prompt, in the prompt's dict.
+    """
 
     kind: str
     content: Any
     identity: str | int | None
-    cache_salt: Any
+    options: dict[str, Any]
     overrides: dict[str, Any]
 
 
@@ -95,7 +98,7 @@ def parse_question(line: Line) -> Question:
     if not isinstance(given, dict):
         raise InvalidInputError("line", shown, "must be a JSON object")
     require_unicode("line", json.dumps(given, ensure_ascii=False))
-    known = SAMPLING_FIELDS | _OTHER_FIELDS | set(_PROMPT_FIELDS)
+    known = SAMPLING_FIELDS | {"id", *_PROMPT_OPTIONS, *_PROMPT_FIELDS}
     unknown = sorted(set(given) - known)
     if unknown:
         allowed = ", ".join(sorted(known))
@@ -112,7 +115,8 @@ def parse_question(line: Line) -> Question:
     if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
         raise InvalidInputError("id", identity, "must be text or an integer")
     overrides = {name: given[name] for name in given if name in SAMPLING_FIELDS}
-    return Question(kinds[0], content, identity, given.get("cache_salt"), overrides)
+    options = {name: given[name] for name in _PROMPT_OPTIONS if given.get(name) is not None}
+    return Question(kinds[0], content, identity, options, overrides)
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

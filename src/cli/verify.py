@@ -24,7 +24,7 @@ _MAX_VOCABULARY = 50_000
 
 
 def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool = False) -> None:
-    """Run the gate and print a verdict; exit code 1 if any answer differs.
+    """Run the gate and print a verdict; exit code 1 unless every family shows transparency.
 
     On a GPU the controls run first, as this command again with ``only_control``, which prints
     JSON: in one process, what pins the library's algorithms for the gate would pin theirs.
@@ -32,8 +32,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     Raises:
         PagespecError: an option is refused.
     """
-    if engine.trace is not None:
-        raise InvalidInputError("--trace", engine.trace, "verify starts several engines")
+    _check(engine)
     from pagespec.compile.build import resolve_device
     from pagespec.compile.load import load_model
     from pagespec.verify import Family, GateSize, run_controls, run_gate
@@ -44,14 +43,11 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     loaded = load_model(
         start.model_of(engine), dtype=engine.dtype, device=device, load_format=engine.load_format
     )
-    given = engine.llm_arguments()
-    del given["trace"]
-
-    module: Any = loaded.module  # loaded once, for all engines
+    # Loaded once, for all engines: it has its type and its weights.
+    arguments = engine.llm_arguments() | {"dtype": "auto", "load_format": "auto"}
+    module: Any = loaded.module
 
     def make_llm(**overrides: Any) -> Any:
-        # The gate says how large the cache is.
-        arguments = given | {"dtype": "auto", "load_format": "auto", "memory_utilization": None}
         return start.make_llm(module, **(arguments | overrides))
 
     size = GateSize.quick() if quick else GateSize(max_batch=engine.max_num_seqs)
@@ -73,8 +69,37 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     typer.echo(f"{start.model_label(engine)} in {dtype} on {device}")
     typer.echo(_table(report))
     typer.echo(_verdict(report))
-    if report.num_different:
+    if not report.is_transparent:
         raise typer.Exit(1)
+
+
+def _check(engine: EngineOptions) -> None:
+    """Refuse, before anything is loaded, what the engines would refuse or the gate not heed.
+
+    Raises:
+        InvalidInputError: an option is outside its limits, or one that the gate sets itself.
+    """
+    if engine.trace is not None:
+        raise InvalidInputError("--trace", engine.trace, "verify starts several engines")
+    for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "memory_utilization"):
+        given = getattr(engine, name)
+        if given is not None:
+            option = "--" + name.replace("_", "-")
+            raise InvalidInputError(option, given, "verify sets it itself, for each of its engines")
+    if engine.no_prefix_caching:
+        raise InvalidInputError("--no-prefix-caching", True, "verify tries hits in the cache")
+    from pagespec.engine.config import EngineConfig
+    from pagespec.verify.report import CUT_PROMPT
+
+    arguments = engine.llm_arguments()
+    del arguments["trace"]
+    EngineConfig(**arguments)
+    if engine.max_num_seqs < 2:
+        limit = "must be at least 2: verify answers requests beside each other"
+        raise InvalidInputError("max_num_seqs", engine.max_num_seqs, limit)
+    if engine.block_size >= CUT_PROMPT:
+        limit = f"must be below {CUT_PROMPT}: verify looks for hits in prompts of so many tokens"
+        raise InvalidInputError("block_size", engine.block_size, limit)
 
 
 def _own_controls() -> list[dict[str, Any]]:
@@ -109,6 +134,11 @@ def _verdict(report: GateReport) -> str:
         return (
             f"NOT TRANSPARENT: {report.num_different} of {report.num_cases} answers depend on "
             "their schedule."
+        )
+    if report.idle:
+        return (
+            f"NOT SHOWN: all {report.num_cases} answers are equal, but there was none of the hits "
+            f"or preemptions they are about in: {'; '.join(report.idle)}."
         )
     proven = (
         f"transparent: all {report.num_cases} answers have the tokens and the bits of the logits "

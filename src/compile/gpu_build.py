@@ -28,7 +28,7 @@ def make_gpu_runner(
     clock: Clock,
     on_logits: OnLogits | None,
 ) -> tuple[GpuRunner, int]:
-    """Profile, allocate the KV cache, capture the decode graphs.
+    """Build kernels, profile, allocate the KV cache, capture the graphs of decode and mixed steps.
 
     Returns:
         The runner, and the most tokens a request may have.

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from pagespec.compile.gguf import converted_folder
+from pagespec.compile.refusal import cause, refusing
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 
 _DTYPES = {
@@ -26,6 +27,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 _LOAD_FORMATS = ("auto", "dummy")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ def load_model(
             ``~/.cache/pagespec``.
 
     Raises:
-        InvalidInputError: nothing there, no config, no or incomplete weights, unknown dtype.
+        InvalidInputError: nothing there, no config, no or incomplete weights, a file that is
+            damaged, unknown dtype.
         UnsupportedModelError: an architecture transformers has no causal language model for.
     """
     device = torch.device(device)
@@ -94,21 +97,23 @@ def load_model(
             _cast(module, torch_dtype)
         return _described(module, tokenizer=None)
 
-    source = _resolved_source(model, cache_dir)
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        if "model type" in str(error) or "model_type" in str(error):
-            raise UnsupportedModelError(f"{model}: {_first_line(error)}") from error
-        raise InvalidInputError(
-            "model", str(model), f"must have a readable config.json ({_first_line(error)})"
-        ) from error
+    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
+    if not isinstance(name, str):
+        raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
+    source = _resolved_source(name, cache_dir)
+    with refusing(name, "must have a readable config.json"):
+        try:
+            config = AutoConfig.from_pretrained(source)
+        except (ValueError, KeyError) as error:
+            if "model type" in str(error) or "model_type" in str(error):
+                raise UnsupportedModelError(f"{name}: {cause(error)}") from error
+            raise
     if torch_dtype is None:
         text_config = config.get_text_config(decoder=True)
         configured = text_config.dtype or config.dtype or torch.bfloat16
         torch_dtype = torch.float32 if device.type == "cpu" else configured
-    module = _built(source, str(model), config, torch_dtype, load_format, device)
-    return _described(module.to(device).eval(), _tokenizer(source))  # type: ignore[arg-type]
+    module = _built(source, name, config, torch_dtype, load_format, device)
+    return _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
 
 
 def _cast(module: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -131,21 +136,18 @@ def _resolved_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     raise InvalidInputError("dtype", dtype, f"must be 'auto' or one of {sorted(_DTYPES)}")
 
 
-def _resolved_source(
-    model: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None
-) -> str:
+def _resolved_source(name: str, cache_dir: str | os.PathLike[str] | None) -> str:
     """A folder or a hub id that transformers reads."""
-    path = Path(model)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InvalidInputError("model", str(model), "must be an existing .gguf file")
-        return str(converted_folder(path, cache_dir))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InvalidInputError("model", str(model), "must be a folder with a config.json")
-        return str(path)
-    name = str(model)
-    if path.exists():
+    # os.path answers False where Path raises, over a name that is too long.
+    if name.endswith(".gguf"):
+        if not os.path.isfile(name):
+            raise InvalidInputError("model", name, "must be an existing .gguf file")
+        return str(converted_folder(Path(name), cache_dir))
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            raise InvalidInputError("model", name, "must be a folder with a config.json")
+        return name
+    if os.path.exists(name):
         raise InvalidInputError("model", name, "must be a folder, a .gguf file or a hub id")
     if name.count("/") > 1 or name.startswith((".", "~", "/")) or not name:
         raise InvalidInputError("model", name, "must be an existing folder or .gguf file")
@@ -160,60 +162,73 @@ def _built(
     load_format: str,
     device: torch.device,
 ) -> PreTrainedModel:
-    try:
-        if load_format == "dummy":
-            devices = [device] if device.type == "cuda" else []
-            # Made where they will be: a CPU takes minutes over the random numbers of a large model.
-            with torch.random.fork_rng(devices=devices), device:
-                torch.manual_seed(0)
-                module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            return module
-        # With accelerate, the weights go straight from the file to the device.
-        has_accelerate = importlib.util.find_spec("accelerate") is not None
-        is_direct = device.type == "cuda" and has_accelerate
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            device_map={"": device} if is_direct else None,
-        )
-        module, info = result
-    except OSError as error:
-        raise InvalidInputError(
-            "model", name, f"must have weights ({_first_line(error)})"
-        ) from error
-    except ValueError as error:
-        if "Unrecognized configuration class" in str(error):
-            raise UnsupportedModelError(
-                f"{name}: transformers has no causal language model for {type(config).__name__}"
-            ) from error
-        raise
-    # Transformers would go on with random weights for these.
-    missing = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
-    if missing:
-        raise InvalidInputError(
-            "model", name, f"must have all weights; {len(missing)} are missing: {missing[:3]}"
-        )
+    is_dummy = load_format == "dummy"
+    limit = "must have a config.json" if is_dummy else "must have weights"
+    with refusing(name, f"{limit} that a model can be built from"):
+        try:
+            if is_dummy:
+                return _dummy(config, dtype, device)
+            return _read(source, name, config, dtype, device)
+        except ValueError as error:
+            if "Unrecognized configuration class" in str(error):
+                kind = type(config).__name__
+                raise UnsupportedModelError(
+                    f"{name}: transformers has no causal language model for {kind}"
+                ) from error
+            raise
+
+
+def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    devices = [device] if device.type == "cuda" else []
+    # Made where they will be: a CPU takes minutes over the random numbers of a large model.
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(0)
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return module
 
 
-def _tokenizer(source: str) -> Any | None:
-    folder = Path(source)
-    if folder.is_dir() and not any(
-        (folder / name).exists()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+def _read(
+    source: str, name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    # With accelerate, the weights go straight from the file to the device.
+    has_accelerate = importlib.util.find_spec("accelerate") is not None
+    is_direct = device.type == "cuda" and has_accelerate
+    result: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        # Not to go on with them, but to name them below.
+        ignore_mismatched_sizes=True,
+        device_map={"": device} if is_direct else None,
+    )
+    module: PreTrainedModel = result[0]
+    # Transformers would go on with random weights for these.
+    for what, keys in (
+        ("are missing", result[1]["missing_keys"]),
+        ("have other shapes than config.json says", result[1]["mismatched_keys"]),
     ):
-        return None
-    try:
-        # Without clean-up decoding is lossless, and text can be cut and joined anywhere.
-        return AutoTokenizer.from_pretrained(source, clean_up_tokenization_spaces=False)
-    except (OSError, ValueError):
-        return None
+        if keys:
+            first = sorted(map(str, keys))[:3]
+            raise InvalidInputError(
+                "model", name, f"must have all weights; {len(keys)} {what}: {first}"
+            )
+    return module
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+def _tokenizer(source: str, name: str) -> Any | None:
+    folder = Path(source)
+    is_local = folder.is_dir()
+    if is_local and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        return None
+    with refusing(name, "must have a tokenizer that can be read, or none"):
+        try:
+            # Without clean-up decoding is lossless, and text can be cut and joined anywhere.
+            return AutoTokenizer.from_pretrained(source, clean_up_tokenization_spaces=False)
+        except (OSError, ValueError):
+            if is_local:
+                raise
+            return None  # how the hub says that there is none
 
 
 def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
@@ -223,7 +238,9 @@ def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
     eos = getattr(generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(text_config, "eos_token_id", None)
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    ids = [] if eos is None else eos if isinstance(eos, (list, tuple)) else [eos]
+    if not all(type(token_id) is int for token_id in ids):
+        raise InvalidInputError("eos_token_id", eos, "must be a token id, or a list of them")
     head = module.get_output_embeddings()
     if head is None or not hasattr(text_config, "vocab_size"):
         raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")

@@ -1,6 +1,7 @@
 """The eager probe: run the model on a few tokens and see what its attention needs.
 
-Four runs with stand-in attention functions, no KV cache and no graph:
+Five runs with stand-in attention functions, no KV cache and no graph: four that look for
+something, and a plain one that the last two are compared with.
 
 1. *record*: every attention call in order, its shapes, scale, softcap, sinks, and the window,
    read off the mask closure that reaches this very call;
@@ -262,7 +263,7 @@ def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
 def _check_token_independence(
     loaded: LoadedModel, forward: ForwardFunction, local: _LocalAttention, ids: Tensor
 ) -> None:
-    """Runs 2 to 4 of the module's description."""
+    """Runs 2 to 4 of the module's description, and the one that 3 and 4 are compared with."""
     name, limit = loaded.architecture, loaded.max_position_embeddings
     if limit < 4:
         raise UnsupportedModelError(f"{name}: max_position_embeddings = {limit}")

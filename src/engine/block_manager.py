@@ -168,13 +168,6 @@ class BlockManager:
                 self._contents[block] = tokens
         request.num_published = num_full_blocks
 
-    def reset_prefix_cache(self) -> int:
-        """Forget every cached, unowned block; returns how many. Owned blocks stay published."""
-        num_cached_blocks = len(self.lru_blocks)
-        for _ in range(num_cached_blocks):
-            self.free_blocks.append(self._evict())
-        return num_cached_blocks
-
     # ------------------------------------------------------------------------------------------
 
     def _evict(self) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pagespec.engine.policy import Policy
+from pagespec.engine.trace import check_trace_path
 from pagespec.errors import InvalidInputError
 
 COMPILE_MODES = ("auto", "graph", "inductor", "eager")
@@ -12,19 +17,55 @@ ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
+# Block numbers, token indices and context lengths of a step are int32 tensors.
+MAX_COUNT = (1 << 31) - 1
+# Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,9})?")
 _CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens a step
 
 
-def _check_count(name: str, value: object, low: int = 1, high: int | None = None) -> None:
+def _check_count(name: str, value: object, low: int = 1, high: int = MAX_COUNT) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise InvalidInputError(name, value, f"must be an integer of {low} or more")
-    if high is not None and value > high:
+    if value > high:
         raise InvalidInputError(name, value, f"must be at most {high}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise InvalidInputError(name, value, f"must be one of {', '.join(choices)}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidInputError(name, value, "must be True or False")
+
+
+def check_device(name: object) -> None:
+    """Raises InvalidInputError if that is no name of a device, whether or not there is one here."""
+    if not isinstance(name, str) or not _DEVICE.fullmatch(name):
+        raise InvalidInputError("device", name, 'must be "auto", "cpu", "cuda" or "cuda:N"')
+
+
+def check_objects(
+    *, model: object, trace: object, check_invariants: object, on_logits: object
+) -> None:
+    """The arguments of ``LLM`` that are no settings of the engine.
+
+    Raises:
+        InvalidInputError: one is of the wrong type, or ``trace`` cannot be written.
+    """
+    # Whoever has a model in memory has imported its class: a text must not wait for that.
+    module = sys.modules.get("transformers.modeling_utils")
+    is_path = isinstance(model, (str, os.PathLike)) and isinstance(os.fspath(model), str)
+    if not is_path and (module is None or not isinstance(model, module.PreTrainedModel)):
+        limit = "must be a folder, a hub id, a .gguf file or a transformers model"
+        raise InvalidInputError("model", model, limit)
+    if trace is not None:
+        check_trace_path(trace)
+    _check_bool("check_invariants", check_invariants)
+    if on_logits is not None and not callable(on_logits):
+        raise InvalidInputError("on_logits", on_logits, "must be a function, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +85,7 @@ class EngineConfig:
     attention: str = "auto"
     transparent: bool = True
     overlap: bool | None = None
-    graph_batch_sizes: tuple[int, ...] | None = None
+    graph_batch_sizes: Sequence[int] | None = None
     policy: str = "fcfs"
     seed: int = 0
     load_format: str = "auto"
@@ -54,8 +95,7 @@ class EngineConfig:
         _check_choice("compile", self.compile, COMPILE_MODES)
         _check_choice("attention", self.attention, ATTENTION_KERNELS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        if not isinstance(self.device, str) or not self.device:
-            raise InvalidInputError("device", self.device, 'must be "auto", "cpu" or "cuda[:N]"')
+        check_device(self.device)
         if self.max_model_len is not None:
             _check_count("max_model_len", self.max_model_len, 2)
         _check_count("max_num_seqs", self.max_num_seqs)
@@ -76,20 +116,22 @@ class EngineConfig:
                     "so that every running request can decode one token a step",
                 )
         share = self.memory_utilization
-        if share is not None and (not isinstance(share, (int, float)) or not 0.0 < share <= 1.0):
-            raise InvalidInputError("memory_utilization", share, "must be above 0 and at most 1")
-        for name in ("enable_prefix_caching", "transparent"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(name, getattr(self, name), "must be True or False")
+        if share is not None:
+            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if not is_number or not 0.0 < share <= 1.0:
+                limit = "must be a number above 0 and at most 1"
+                raise InvalidInputError("memory_utilization", share, limit)
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        _check_bool("transparent", self.transparent)
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise InvalidInputError("overlap", self.overlap, "must be True, False or None")
         if self.graph_batch_sizes is not None:
-            if not isinstance(self.graph_batch_sizes, tuple):
-                raise InvalidInputError(
-                    "graph_batch_sizes", self.graph_batch_sizes, "must be a tuple of integers"
-                )
-            for size in self.graph_batch_sizes:
+            sizes = self.graph_batch_sizes
+            if not isinstance(sizes, Sequence) or isinstance(sizes, (bytes, bytearray, memoryview)):
+                raise InvalidInputError("graph_batch_sizes", sizes, "must be a list of integers")
+            for size in sizes:
                 _check_count("graph_batch_sizes", size, 1, self.max_num_seqs)
+            object.__setattr__(self, "graph_batch_sizes", tuple(sizes))
         bound = 1 << 63
         if (
             isinstance(self.seed, bool)

@@ -6,18 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagespec.engine.policy import MAX_PRIORITY
+from pagespec.engine.sampling_params import SamplingParams
 from pagespec.errors import InvalidInputError
 
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
+_BYTES = (bytes, bytearray, memoryview)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """A checked prompt. ``text`` is None when token ids were given."""
+    """A checked prompt. ``text`` is None when token ids were given. ``priority`` is 0 (the most
+    urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: bytes = b""
+    priority: int = 0
+
+
+def require_unicode(field: str, text: str) -> None:
+    """Refuse lone surrogates: Python's text and JSON can carry them, tokenizers cannot.
+
+    Raises:
+        InvalidInputError: ``text`` has one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(field, text, f"is not Unicode text ({error.reason})") from error
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -25,23 +42,27 @@ def split_prompts(prompts: Any) -> list[Any]:
     a list of those."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise InvalidInputError("prompts", prompts, "must be text, token ids, a dict, or a list")
     if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
         return [prompts]
     return list(prompts)
 
 
-def pair_params(prompts: Sequence[Any], params: Any, default: Any) -> list[Any]:
-    """One set of sampling parameters a prompt.
+def pair_params(prompts: Sequence[Any], params: Any, default: SamplingParams) -> list[Any]:
+    """One set of sampling parameters a prompt; those of a list are not looked at.
 
     Raises:
-        InvalidInputError: a list of another length than ``prompts``.
+        InvalidInputError: neither parameters nor a list, or one of another length than ``prompts``.
     """
     if params is None:
         params = default
-    if not isinstance(params, Sequence):
+    if isinstance(params, SamplingParams):
         return [params] * len(prompts)
+    if not isinstance(params, Sequence) or isinstance(params, (str, *_BYTES)):
+        raise InvalidInputError(
+            "sampling_params", params, "must be a SamplingParams, or a list with one a prompt"
+        )
     if len(params) != len(prompts):
         raise InvalidInputError(
             "sampling_params", params, f"{len(params)} given for {len(prompts)} prompts"
@@ -65,27 +86,35 @@ class PromptReader:
 
     def read(self, prompt: Any, field: str = "prompt") -> PromptInput:
         """Raises InvalidInputError naming ``field``, the value and the limit."""
-        cache_salt = b""
+        cache_salt, priority = b"", 0
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _PROMPT_KEYS
             if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
                 raise InvalidInputError(
                     field,
                     dict(prompt),
-                    "must have either 'prompt' or 'prompt_token_ids', and at most 'cache_salt'",
+                    "must have either 'prompt' or 'prompt_token_ids', "
+                    "and at most 'cache_salt' and 'priority' besides",
                 )
             salt = prompt.get("cache_salt", "")
             if not isinstance(salt, str):
                 raise InvalidInputError(f"{field}.cache_salt", salt, "must be text")
+            require_unicode(f"{field}.cache_salt", salt)
             cache_salt = salt.encode()
+            priority = prompt.get("priority", 0)
+            if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
+                raise InvalidInputError(
+                    f"{field}.priority",
+                    priority,
+                    f"must be an integer from 0, the most urgent, to {MAX_PRIORITY}",
+                )
             prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
         if isinstance(prompt, str):
-            return PromptInput(
-                prompt, self._check(self._tokenize(prompt, field), field), cache_salt
-            )
-        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+            token_ids = self._check(self._tokenize(prompt, field), field)
+            return PromptInput(prompt, token_ids, cache_salt, priority)
+        if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
             raise InvalidInputError(field, prompt, "must be text or a list of token ids")
-        return PromptInput(None, self._check(list(prompt), field), cache_salt)
+        return PromptInput(None, self._check(list(prompt), field), cache_salt, priority)
 
     def read_messages(self, messages: Any, field: str = "messages") -> PromptInput:
         """A conversation (list of {"role", "content"}) through the model's chat template."""
@@ -102,6 +131,7 @@ class PromptReader:
             )
         except Exception as error:  # a template refuses with whatever Jinja raises
             raise InvalidInputError(field, messages, f"chat template: {error}") from error
+        require_unicode(field, text)
         token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return PromptInput(text, self._check(token_ids, field))
 
@@ -110,6 +140,7 @@ class PromptReader:
             raise InvalidInputError(field, text, "this model has no tokenizer: give token ids")
         if not text:
             raise InvalidInputError(field, text, "must not be empty")
+        require_unicode(field, text)
         token_ids: list[int] = self._tokenizer(text)["input_ids"]
         return token_ids
 

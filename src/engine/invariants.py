@@ -105,7 +105,7 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19 or S20."""
+    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20 or S27."""
     blocks = scheduler.blocks
     num_tokens = plan.total_num_tokens
     _require(num_tokens <= scheduler.max_num_batched_tokens, "S18", f"{num_tokens} tokens")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagespec.collector import collector_paused
 from pagespec.engine.block_manager import BlockManager
-from pagespec.engine.config import EngineConfig
+from pagespec.engine.config import EngineConfig, check_objects
 from pagespec.engine.core import Engine
 from pagespec.engine.head_start import open_gpu_early
 from pagespec.engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
@@ -47,8 +47,10 @@ class LLM:
 
     Args:
         model: a local folder, a hub id, a GGUF file, or a ``transformers`` causal language model
-            already in memory (used in place: its attention implementation is changed).
-        dtype: "auto" (float32 on CPU, the model's own on a GPU), "float32", "bfloat16", "float16".
+            already in memory (used in place: it is moved to the device and put in evaluation
+            mode, and weights of products that read one input are laid together).
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, the model's own on a
+            GPU; a model in memory keeps its own.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         max_model_len: most tokens of prompt plus output a request may have; None takes the
             model's own limit, or what the KV cache holds if that is less.
@@ -57,9 +59,10 @@ class LLM:
             2,048, on a GPU 8,192.
         block_size: tokens in a KV block.
         num_blocks: KV blocks; None sizes the cache from memory.
-        memory_utilization: share of the device's memory for weights and KV cache together (on
-            CPU: of the memory available now, for the cache alone); default 0.9 on a GPU; on CPU,
-            half of what is available and at most 4 GiB. Give this or ``num_blocks``.
+        memory_utilization: share of a GPU's memory that may be in use in all: by other processes,
+            weights, steps, graphs and KV cache; default 0.9. On a CPU the share of the memory
+            available now that the KV cache takes; default half of it, at most 4 GiB. Give this or
+            ``num_blocks``.
         enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
         compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
             between its products and kernels (on CPU this needs a C++ compiler); "eager" runs the
@@ -71,14 +74,14 @@ class LLM:
         overlap: plan and queue a step while the one before computes; default on a GPU.
         graph_batch_sizes: batch sizes of decode steps to capture as CUDA graphs; None for a list
             up to ``max_num_seqs``, an empty one for no graphs. Only on a GPU.
-        policy: order of service, "fcfs", "shortest_first" or "priority".
+        policy: order of service: "fcfs"; "shortest_first", which counts prompt and ``max_tokens``;
+            or "priority", which a prompt's dict gives (see ``generate``).
         seed: seed of the requests that bring none of their own.
         load_format: "auto", or "dummy" for random weights from the config alone.
-        trace: file to write the step trace to; ``pagespec trace check`` replays it against the
-            specification.
+        trace: file to write the step trace to, for ``pagespec trace check`` to replay.
         check_invariants: check the scheduler's structural properties after every step (slow).
-        on_logits: called after each step with its plan and its logits, a float tensor
-            ``[num_sampled, vocab_size]``; for tests and measurements.
+        on_logits: called when a step is dispatched, with its plan and its logits
+            ``[num_sampled, vocab_size]``, which the next step overwrites: clone what is to be kept.
 
     Raises:
         InvalidInputError: an argument is outside its limits.
@@ -110,6 +113,9 @@ class LLM:
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
     ) -> None:
+        check_objects(
+            model=model, trace=trace, check_invariants=check_invariants, on_logits=on_logits
+        )
         config = EngineConfig(
             dtype=dtype,
             device=device,
@@ -124,7 +130,7 @@ class LLM:
             attention=attention,
             transparent=transparent,
             overlap=overlap,
-            graph_batch_sizes=None if graph_batch_sizes is None else tuple(graph_batch_sizes),
+            graph_batch_sizes=graph_batch_sizes,
             policy=policy,
             seed=seed,
             load_format=load_format,
@@ -175,8 +181,10 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, a dict ``{"prompt": ...}`` or
-                ``{"prompt_token_ids": [...]}`` (with ``"cache_salt"`` if the prefix cache must
-                not be shared across salts), or a list of those.
+                ``{"prompt_token_ids": [...]}``, or a list of those. A dict may also have
+                ``"cache_salt"``, text: the prefix cache is not shared across salts; and
+                ``"priority"``, 0 (the most urgent, default) to 256: under ``policy="priority"``
+                one of p lets those of 0 among the next 16 p arrivals go first.
             sampling_params: one for all, or one a prompt.
             use_tqdm: show a progress bar on stderr.
 
@@ -212,7 +220,10 @@ class LLM:
         )
         conversations = list(messages) if is_many else [messages]
         params = pair_params(conversations, sampling_params, SamplingParams())
-        inputs = [self._reader.read_messages(conversation) for conversation in conversations]
+        inputs = [
+            self._reader.read_messages(item, f"messages[{i}]" if is_many else "messages")
+            for i, item in enumerate(conversations)
+        ]
         return self._serving.run(inputs, params, use_tqdm)
 
     def generate_iter(
@@ -227,15 +238,15 @@ class LLM:
         error in its place and the others go on.
 
         Args:
-            window: how many items are read ahead of the one yielded; default four times
-                ``max_num_seqs``.
+            window: how many items are read and not yet yielded at most, so 1 serves one at a
+                time; default four times ``max_num_seqs``.
 
         Raises:
             InvalidInputError: ``window`` is no integer of 1 or more.
         """
         if window is None:
             window = 4 * self.config.max_num_seqs
-        if not isinstance(window, int) or window < 1:
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise InvalidInputError("window", window, "must be an integer of 1 or more, or None")
         return self._serving.iterate(items, self._read, window)
 
@@ -251,7 +262,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         return self._serving.stream(self._read(prompt), params, self.tokenizer)
 
     def _read(self, prompt: Any) -> PromptInput:

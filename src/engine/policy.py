@@ -22,6 +22,9 @@ TOKENS_PER_ARRIVAL = 64
 
 _MAX_OVERTAKES = {"fcfs": 0, "shortest_first": 256, "priority": 4096}
 
+MAX_PRIORITY = _MAX_OVERTAKES["priority"] // ARRIVALS_PER_PRIORITY
+"""The least urgent priority a caller may give: any beyond it would be served as this one is."""
+
 
 class Policy:
     """Gives each arrival its rank.
@@ -32,7 +35,7 @@ class Policy:
             policy's own (0, 256, 4096).
         tokens_per_arrival: how much length is worth one place, under "shortest_first".
         arrivals_per_priority: how many places a level of priority is worth, under "priority"
-            (0 is the most urgent).
+            (0 is the most urgent; a caller gives it as ``"priority"`` of a prompt's dict).
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class Policy:
         tokens_per_arrival: int = TOKENS_PER_ARRIVAL,
         arrivals_per_priority: int = ARRIVALS_PER_PRIORITY,
     ) -> None:
-        if name not in _MAX_OVERTAKES:
+        if not isinstance(name, str) or name not in _MAX_OVERTAKES:
             raise InvalidInputError("policy", name, f"must be one of {sorted(_MAX_OVERTAKES)}")
         self.name = name
         self.max_overtakes = _MAX_OVERTAKES[name] if max_overtakes is None else max_overtakes

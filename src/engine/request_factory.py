@@ -76,6 +76,7 @@ class RequestFactory:
             stop_token_ids=stop_token_ids,
             on_token=watcher,
             seed=seed,
+            priority=prompt.priority,
             cache_salt=prompt.cache_salt,
         )
 

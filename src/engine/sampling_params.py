@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pagespec.errors import InvalidInputError
 
 MAX_STOP_STRINGS = 64
+# Sequences of integers, but not of token ids.
+_BYTES = (bytes, bytearray, memoryview)
 _SEED_BITS = 64
 
 
@@ -19,7 +21,8 @@ def _is_int(value: object) -> bool:
 def _require_float(name: str, value: object, low: float, high: float, limit: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidInputError(name, value, f"must be a number {limit}")
-    if math.isnan(value) or not low <= value <= high:
+    # Exact for integers of any size, which may be too large for a float, and false for NaN.
+    if not low <= value <= high:
         raise InvalidInputError(name, value, f"must be {limit}")
     return float(value)
 
@@ -92,7 +95,8 @@ class SamplingParams:
         if stop is None:
             return ()
         strings = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
+        is_list = isinstance(strings, Sequence) and not isinstance(strings, _BYTES)
+        if not is_list or len(strings) > MAX_STOP_STRINGS:
             raise InvalidInputError(
                 "stop", stop, f"must be a string or a list of at most {MAX_STOP_STRINGS} strings"
             )
@@ -105,7 +109,7 @@ class SamplingParams:
         ids = self.stop_token_ids
         if ids is None:
             return ()
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        if isinstance(ids, (str, *_BYTES)) or not isinstance(ids, Sequence):
             raise InvalidInputError("stop_token_ids", ids, "must be a list of token ids")
         for token_id in ids:
             if not _is_int(token_id) or token_id < 0:

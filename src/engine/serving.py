@@ -15,7 +15,9 @@ from pagespec.engine.outputs import RequestOutput
 from pagespec.engine.request import Request
 from pagespec.engine.request_factory import RequestFactory
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.errors import PagespecError
+from pagespec.errors import InvalidInputError, PagespecError
+
+_END = object()  # of a stream: None may be one of its items, which is then refused
 
 
 class Serving:
@@ -62,10 +64,12 @@ class Serving:
         read: Callable[[Any], PromptInput],
         window: int,
     ) -> Iterator[RequestOutput | PagespecError]:
-        """Serve a stream of (prompt, parameters), ``window`` of them ahead of the one yielded.
+        """Serve a stream of (prompt, parameters) in its order.
 
         Args:
+            items: one that is no such pair yields an InvalidInputError in its place.
             read: checks a prompt. What it or the engine refuses yields its error in its place.
+            window: how many items are read and not yet yielded at most.
         """
         source = iter(items)
         pending: deque[tuple[Request, PromptInput] | PagespecError] = deque()
@@ -73,11 +77,13 @@ class Serving:
         try:
             while True:
                 while not is_exhausted and len(pending) < window:
-                    item = next(source, None)
-                    if item is None:
+                    item: Any = next(source, _END)
+                    if item is _END:
                         is_exhausted = True
                         break
                     try:
+                        if not isinstance(item, (tuple, list)) or len(item) != 2:
+                            raise InvalidInputError("items", item, "must be (prompt, parameters)")
                         prompt = read(item[0])
                         request = self._factory.make(prompt, item[1])
                         self._engine.add(request)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,8 +29,29 @@ from typing import Any
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
+from pagespec.errors import InvalidInputError
 
 TRACE_VERSION = 1
+
+
+def check_trace_path(trace: object) -> None:
+    """See that a trace could be written there, and leave the place as it is.
+
+    Raises:
+        InvalidInputError: it is no path, or a file there cannot be written.
+    """
+    path = os.fspath(trace) if isinstance(trace, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise InvalidInputError("trace", trace, "must be the path of a file to write, or None")
+    try:
+        can_write = not stat.S_ISDIR(os.stat(path).st_mode) and os.access(path, os.W_OK)
+    except FileNotFoundError:
+        folder = os.path.dirname(path) or "."
+        can_write = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    except (OSError, ValueError):  # a name too long, a folder not to be entered, a NUL
+        can_write = False
+    if not can_write:
+        raise InvalidInputError("trace", trace, "must be a file that can be written in a folder")
 
 
 class TraceWriter:

@@ -14,7 +14,7 @@ computes all rows, with one tile. A norm before a product of a few rows may join
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -178,10 +178,6 @@ class Plan:
     num_outs: int
     k_size: int
     few_rows: int
-
-    def as_dict(self) -> dict[str, int]:
-        """For JSON; ``Plan(**d)`` reads it."""
-        return asdict(self)
 
 
 def sweep(

@@ -27,6 +27,8 @@ _CONTROLS: tuple[tuple[str, dict[str, Any]], ...] = (
 _NUM_CONTROL_BATCHES = 6
 _NUM_CONTROL_CUTS = 8
 
+Case = tuple[str, Subject, Answer]  # what was done, to whom, and what it then answered
+
 
 class _Gate:
     def __init__(
@@ -98,7 +100,7 @@ class _Gate:
             self._family(f"neighbours' lengths{words}", self._neighbours(stage))
             self._family(f"cuts of the prompt{words}", self._cuts(stage))
             self._family(f"chunks of the prompt{words}", self._chunks(stage))
-            self._family(f"prefix hits{words}", self._hits(stage))
+            self._family(f"prefix hits{words}", self._hits(stage), "num_hit_blocks")
             self._family(f"neighbours aborted{words}", self._aborts(stage))
             stage.close()
         if self._size.both_overlaps:
@@ -109,14 +111,19 @@ class _Gate:
 
     def _pressed_families(self, stage: Stage, words: str) -> None:
         self._family(f"paused and computed again{words}", self._pauses(stage))
-        self._family(f"preempted for blocks{words}", self._preemptions(stage))
+        cases = self._preemptions(stage)
+        self._family(f"preempted for blocks{words}", cases, "num_preemptions")
         stage.close()
 
-    def _family(self, name: str, cases: Iterator[tuple[str, Subject, Answer]]) -> None:
+    def _family(self, name: str, cases: Iterator[Case], counts: str | None = None) -> None:
+        """``counts`` is the number of the report that the cases must raise to show anything."""
         self._note(name)
         family = Family(name)
+        before = getattr(self.report, counts) if counts else None
         for case, subject, answer in cases:
             family.compare(case, subject, answer, self._references[subject])
+        if counts and getattr(self.report, counts) == before:
+            self.report.idle.append(name)
         self.report.families.append(family)
 
     def controls(self) -> list[Family]:
@@ -142,9 +149,9 @@ class _Gate:
         stage.close()
         return found
 
-    # Cases: (name, subject, answer) -----------------------------------------------------------
+    # Cases ------------------------------------------------------------------------------------
 
-    def _batches(self, stage: Stage, sizes: Sequence[int]) -> Iterator[tuple[str, Subject, Answer]]:
+    def _batches(self, stage: Stage, sizes: Sequence[int]) -> Iterator[Case]:
         """All of a batch are subjects, in another order each time; one waits in the largest."""
         for size in sizes:
             subjects = [self._pool[i % len(self._pool)] for i in range(size)]
@@ -153,7 +160,7 @@ class _Gate:
             for subject, answer in zip(subjects, answers, strict=True):
                 yield f"batch of {size}", subject, answer
 
-    def _neighbours(self, stage: Stage) -> Iterator[tuple[str, Subject, Answer]]:
+    def _neighbours(self, stage: Stage) -> Iterator[Case]:
         """A neighbour comes first, at the same time, or in the middle of the answer."""
         for i, length in enumerate(self._size.neighbour_lengths):
             neighbour = self._subject(length, i)
@@ -170,9 +177,7 @@ class _Gate:
             stage.finish()
             yield f"neighbour of {length} tokens", subject, stage.answer(request)
 
-    def _cuts(
-        self, stage: Stage, count: int | None = None
-    ) -> Iterator[tuple[str, Subject, Answer]]:
+    def _cuts(self, stage: Stage, count: int | None = None) -> Iterator[Case]:
         for i, cut in enumerate(self._size.cuts[:count]):
             subject = self._cut[i % 2]
             request = stage.add(subject, b"cut %d" % i)
@@ -180,7 +185,7 @@ class _Gate:
             stage.finish()
             yield f"cut after {cut}", subject, stage.answer(request)
 
-    def _chunks(self, stage: Stage) -> Iterator[tuple[str, Subject, Answer]]:
+    def _chunks(self, stage: Stage) -> Iterator[Case]:
         for i, budget in enumerate(self._size.budgets):
             subject = self._cut[i % 2]
             request = stage.add(subject, b"budget %d" % i)
@@ -189,7 +194,7 @@ class _Gate:
             stage.finish()
             yield f"chunks of {budget}", subject, stage.answer(request)
 
-    def _hits(self, stage: Stage) -> Iterator[tuple[str, Subject, Answer]]:
+    def _hits(self, stage: Stage) -> Iterator[Case]:
         """The leading blocks come from another request's prompt, or all from the same request."""
         size = self._block_size
         for i, subject in enumerate(self._cut):
@@ -204,7 +209,7 @@ class _Gate:
                     self.report.num_hit_blocks += request.num_cached_tokens // size
                     yield f"{count} blocks hit{again}", subject, stage.answer(request)
 
-    def _aborts(self, stage: Stage) -> Iterator[tuple[str, Subject, Answer]]:
+    def _aborts(self, stage: Stage) -> Iterator[Case]:
         """Two neighbours, one of them long, are aborted after each number of steps."""
         for count in range(self._size.num_tokens + 1):
             subject = self._cut[count % 2]
@@ -231,7 +236,7 @@ class _Gate:
             overlap=overlap,
         )
 
-    def _pauses(self, stage: Stage) -> Iterator[tuple[str, Subject, Answer]]:
+    def _pauses(self, stage: Stage) -> Iterator[Case]:
         """Its blocks are taken after each token of its answer, and once in the prompt."""
         for count in range(self._size.num_tokens):
             for subject in self._cut:
@@ -244,7 +249,7 @@ class _Gate:
                 stage.finish()
                 yield f"taken after {count} tokens", subject, stage.answer(request)
 
-    def _preemptions(self, stage: Stage) -> Iterator[tuple[str, Subject, Answer]]:
+    def _preemptions(self, stage: Stage) -> Iterator[Case]:
         """An elder request needs one more block after each number of steps, and none is left."""
         size, answer = self._block_size, self._size.num_tokens
         for steps in range(answer):

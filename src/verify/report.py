@@ -82,12 +82,20 @@ class GateReport:
             difference, if any did.
         num_preemptions: how often a request was preempted for its blocks.
         num_hit_blocks: how many blocks were found in the prefix cache.
+        idle: families that are about hits or preemptions and had none: their answers were equal
+            without a trial.
     """
 
     families: list[Family] = field(default_factory=list)
     controls: list[Family] = field(default_factory=list)
     num_preemptions: int = 0
     num_hit_blocks: int = 0
+    idle: list[str] = field(default_factory=list)
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether every answer was equal and every family did what it is about."""
+        return self.num_different == 0 and not self.idle
 
     @property
     def num_cases(self) -> int:

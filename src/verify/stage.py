@@ -111,10 +111,10 @@ class Stage:
         ):
             self.step()
 
-    def finish(self, *, budget: int | None = None) -> None:
+    def finish(self) -> None:
         """Step until nothing is left to do."""
         while self.engine.has_work:
-            self.step(budget=budget)
+            self.step()
 
     def answer(self, request: Request) -> Answer:
         """Of a finished request; what was recorded of it is dropped. Steps that overlap may have

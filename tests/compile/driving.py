@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ def drive(
     num_blocks: int,
     chunk: int,
     seed: int = 0,
-    on_plan: Callable[[StepPlan], None] | None = None,
 ) -> int:
     """Run all requests to their length: chunks of prompts mixed with decodes, requests joining
     one a step, blocks handed out in random order. Returns the number of steps."""
@@ -63,8 +61,6 @@ def drive(
         plan = StepPlan(
             step, tuple(rows), tuple(starts), tuple(lengths), tuple(sampled), (), new_blocks
         )
-        if on_plan is not None:
-            on_plan(plan)
         tokens = iter(runner.collect(runner.dispatch(plan)).token_ids)
         for request, start, n, is_sampled in plan.rows():
             request.num_computed = start + n

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pagespec.compile import load
 from pagespec.compile.gguf import converted_folder, embedded_model_path
 from pagespec.compile.load import load_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
@@ -62,24 +65,96 @@ def test_refusals_name_the_field(folder: Path, tmp_path: Path) -> None:
         assert caught.value.field == field
 
 
-@pytest.mark.parametrize("case", ["no config", "no weights", "missing weight", "not a gguf"])
+@pytest.mark.parametrize("case", ["no config", "no weights", "missing weight"])
 def test_incomplete_folders_are_refused(folder: Path, case: str) -> None:
-    target = folder
     if case == "no config":
         (folder / "config.json").unlink()
     elif case == "no weights":
         (folder / "model.safetensors").unlink()
-    elif case == "missing weight":
+    else:
         model = tiny_model("qwen2")
         state = model.state_dict()
         del state["model.layers.0.mlp.up_proj.weight"]
         model.save_pretrained(folder, state_dict=state)
-    else:
-        target = folder / "broken.gguf"
-        target.write_bytes(b"not a model" * 10)
     with pytest.raises(InvalidInputError) as caught:
-        load_model(target, cache_dir=folder / "cache")
+        load_model(folder)
     assert caught.value.field == "model"
+
+
+GGUF_HEADER = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", b"[]", "config.json"),
+        ("model.safetensors", b"", "SafetensorError"),
+        ("model.safetensors", b"junk" * 100, "SafetensorError"),
+        ("model.safetensors", slice(-100), "SafetensorError"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "eos_token_id"),
+        ("tokenizer.json", b"", "tokenizer"),
+        ("tokenizer.json", b"{}", "tokenizer"),
+        ("tokenizer_config.json", b"junk", "tokenizer"),
+        ("x.gguf", b"", "GGUF"),
+        ("x.gguf", b"not a model" * 10, "GGUF"),
+        ("x.gguf", GGUF_HEADER[:10], "GGUF"),
+        ("x.gguf", GGUF_HEADER + b"\xff" * 100, "GGUF"),
+    ],
+)
+def test_a_damaged_file_is_refused(
+    folder: Path, file: str, content: bytes | slice, words: str
+) -> None:
+    """``content`` takes the file's place, or says which part of it is left."""
+    path = folder / file
+    path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[content])
+    with pytest.raises(InvalidInputError, match=words):
+        load_model(path if file.endswith("gguf") else folder, cache_dir=folder / "cache")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": "x"}, "hidden_size"),
+        ({"hidden_act": "bogus"}, "bogus"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"vocab_size": 999}, "embed_tokens"),
+        ({"dtype": "bogus"}, "bogus"),
+    ],
+)
+def test_a_config_that_fits_no_model_is_refused(folder: Path, change: dict, words: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(InvalidInputError, match=words) as caught:
+        load_model(folder)
+    assert caught.value.value == str(folder)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"x", "x" * 5000, "a\0b"])
+def test_what_names_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        load_model(model)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        KeyboardInterrupt(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_not_the_files_fault_passes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_args: Any, **_settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(type(error)) as caught:
+        load_model(folder)
+    assert caught.value is error
 
 
 def test_unknown_architectures_are_refused(folder: Path) -> None:

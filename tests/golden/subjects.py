@@ -10,7 +10,6 @@ import torch
 from pagespec.compile.gguf import embedded_model_path
 from pagespec.compile.load import load_model
 from tests.golden.harness import (
-    Condition,
     Reference,
     Subject,
     conditions,
@@ -61,7 +60,3 @@ def smollm2(device: str = "cpu") -> tuple[Subject, Reference]:
     reference = reference_of(loaded.module, prompts, [SMOLLM2_NUM_OUTPUTS] * len(prompts))
     subject = Subject("SmolLM2-135M", str(path), dtype="float32", device=device, max_num_seqs=16)
     return subject, reference
-
-
-def smollm2_condition(name: str) -> Condition:
-    return next(c for c in SMOLLM2_CONDITIONS if c.name == name)

@@ -68,8 +68,8 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def stored(rows: Rows, shape: Shape, *, num_padding: int = 3, seed: int = 0) -> Batch:
-    batch = make_batch(rows, shape, num_padding=num_padding, seed=seed, device="cuda")
+def stored(rows: Rows, shape: Shape, *, num_padding: int = 3) -> Batch:
+    batch = make_batch(rows, shape, num_padding=num_padding, device="cuda")
     ops.kv_store(*batch.store)
     return batch
 

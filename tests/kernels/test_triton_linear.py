@@ -8,7 +8,6 @@ It cuts bfloat16 off rather than rounding it.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 
 import pytest
@@ -203,8 +202,7 @@ def test_a_plan_trusts_only_what_was_compared() -> None:
     assert few((17,), (17,)) == ALL_ROWS
     assert few((), worth_it=64) == 64
     assert few((65,), worth_it=256) == 511  # 66 to 511 were not compared
-    plan = plan_from(SweepReport(counts, (17,), ()), 10, 20, 16)
-    assert Plan(**json.loads(json.dumps(plan.as_dict()))) == plan
+    assert plan_from(SweepReport(counts, (17,), ()), 10, 20, 16) == Plan(10, 20, 30)
 
 
 def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ refused with the property it breaks."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -79,7 +80,59 @@ def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[
     assert num_altered > 5
 
 
-def test_what_is_no_trace_is_refused() -> None:
-    for lines in (["{}"], [], ["no json"], ['{"event": "start", "version": 99}']):
-        with pytest.raises(replay.TraceError):
-            replay.check(lines)
+MISSHAPEN = [None, 1.5, {}, [[]], [None]]
+ODD = [0, -1, 10**30, True, "x", [], ["x"], [-1]]
+
+
+def test_a_misshapen_field_makes_it_no_trace(tmp_path: Path) -> None:
+    """And a field of the right shape with an odd value gets a verdict, or makes it no trace."""
+    seen: set[str] = set()
+    for seed in range(NUM_SCENARIOS):
+        lines = trace_of(seed, tmp_path / "t.jsonl")
+        for i, line in enumerate(lines):
+            event = json.loads(line)
+            kind = event.pop("event")
+            if kind in seen or event.get("rows") == [] or event.get("token_ids") == []:
+                continue
+            seen.add(kind)
+            for field in event.keys() - {"t", "reason"}:
+                for value in (*MISSHAPEN, *ODD, "missing"):
+                    changed = {"event": kind, **event, field: value}
+                    if value == "missing":
+                        del changed[field]
+                    altered = [*lines[:i], json.dumps(changed), *lines[i + 1 :]]
+                    if value == "missing" or value in MISSHAPEN:
+                        with pytest.raises(replay.TraceError, match=r"^line|^not"):
+                            replay.check(altered)
+                    else:
+                        with contextlib.suppress(replay.TraceError):
+                            replay.check(altered)
+    assert seen == {"start", "add", "plan", "result", "abort", "pause", "resume"}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["{}"],
+        [],
+        ["no json"],
+        ["[]"],
+        ['{"event": "start", "version": 99}'],
+        ['{"event": "start", "version": 1}'],
+        ["[" * 100_000],
+        ['{"event": ' + "1" * 5000 + "}"],
+    ],
+    ids=lambda lines: repr(lines)[:30],
+)
+def test_what_is_no_trace_is_refused(lines: list[str]) -> None:
+    with pytest.raises(replay.TraceError):
+        replay.check(lines)
+
+
+@pytest.mark.parametrize(
+    "event", [{"event": "start", "version": 1}, {"event": "init__"}, {"event": ["add"]}, {}]
+)
+def test_an_unknown_event_makes_it_no_trace(tmp_path: Path, event: dict) -> None:
+    lines = trace_of(0, tmp_path / "t.jsonl")
+    with pytest.raises(replay.TraceError, match=r"^line 2"):
+        replay.check([lines[0], json.dumps(event), *lines[1:]])

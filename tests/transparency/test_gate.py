@@ -69,5 +69,38 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
     assert report.num_cases > 100
     assert report.num_preemptions >= SIZE.num_tokens
     assert report.num_hit_blocks > 100
+    assert report.is_transparent
     # The gate sees differences where there are some. bfloat16 rounds most of them away.
     assert report.has_power or dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("_one_capture")
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({}, []),
+        ({"enable_prefix_caching": False}, ["prefix hits"]),
+        ({"num_blocks": 200}, ["preempted for blocks"]),
+    ],
+)
+def test_families_without_hits_or_preemptions_show_nothing(
+    settings: dict[str, Any], idle: list[str]
+) -> None:
+    """Equal answers of engines that never did what the family is about are no success."""
+    model = tiny_model("llama")
+    size = GateSize(
+        max_batch=2,
+        neighbour_lengths=(1,),
+        cuts=(1,),
+        budgets=(33,),
+        num_tokens=4,
+        both_overlaps=False,
+    )
+
+    def make_llm(**arguments: Any) -> LLM:
+        return LLM(model, device="cpu", **(arguments | settings))
+
+    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, size=size, with_control=False)
+    assert report.num_different == 0
+    assert report.idle == idle
+    assert report.is_transparent == (not idle)

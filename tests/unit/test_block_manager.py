@@ -14,9 +14,9 @@ def make_request(tokens: list[int], salt: bytes = b"") -> Request:
     return Request("r", tokens, SamplingParams(), max_num_tokens=100, cache_salt=salt)
 
 
-def fill(pool: BlockManager, tokens: list[int], salt: bytes = b"") -> Request:
+def fill(pool: BlockManager, tokens: list[int]) -> Request:
     """A request whose every token is computed, settled and published."""
-    request = make_request(tokens, salt)
+    request = make_request(tokens)
     pool.acquire(request, pool.match(request))
     pool.allocate(request, pool.num_blocks_for(len(tokens)) - len(request.block_table))
     request.num_computed = len(tokens)
@@ -103,12 +103,3 @@ def test_without_prefix_caching_nothing_is_published() -> None:
     fill(pool, [1, 2, 3])
     assert pool.index == {}
     assert pool.match(make_request([1, 2, 3])) == []
-
-
-def test_reset_forgets_cached_blocks_only() -> None:
-    pool = BlockManager(8, 2)
-    kept = fill(pool, [1, 2, 3])
-    pool.release(fill(pool, [7, 8, 9]))
-    assert pool.reset_prefix_cache() == 1
-    assert pool.match(make_request([7, 8, 9])) == []
-    assert pool.match(make_request([1, 2, 3])) == kept.block_table[:1]

@@ -9,19 +9,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import pagespec
-from pagespec.cli import start
+from pagespec.cli import chat, start
 from pagespec.cli.bench import percentile
 from pagespec.cli.chat import ctrl_c_sets
 from pagespec.cli.main import app
 from pagespec.engine.inputs import PromptInput, PromptReader
 from pagespec.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagespec.errors import InvalidInputError
+from pagespec.verify import Family, GateReport
 
 
 class FakeTokenizer:
@@ -80,7 +82,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     return fake
 
 
-def call(*arguments: str, typed: str | None = None) -> Result:
+def call(*arguments: str, typed: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=typed, env={"COLUMNS": "100"})
 
 
@@ -174,6 +176,26 @@ def test_chat_refuses_one_question_and_goes_on(llm: FakeLLM) -> None:
     assert llm.asked == ["user:hi"]
 
 
+@pytest.mark.parametrize("line", [b"\xff", b"wrong \xc3"])
+def test_chat_drops_a_line_that_is_no_text_and_goes_on(llm: FakeLLM, line: bytes) -> None:
+    result = call("chat", "-m", "x", typed=line + b"\r\nhi\r\nbye")
+    assert result.exit_code == 0, result.output
+    assert "refused: the line is not utf-8 text" in result.stderr
+    assert [asked.split("user:")[-1] for asked in llm.asked] == ["hi", "bye"]
+
+
+def test_chat_refuses_lone_surrogates(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal gives them under a locale without UTF-8."""
+    lines = iter(["\ud800", "hi", "/exit"])
+    monkeypatch.setattr(chat, "_read", lambda: next(lines))
+    result = call("chat", "-m", "x")
+    assert "refused: message" in result.stderr
+    assert llm.asked == ["user:hi"]
+    result = call("chat", "-m", "x", "--system", "\ud800")
+    assert result.exit_code == 2
+    assert "--system" in result.stderr
+
+
 def test_chat_without_a_template_is_refused(llm: FakeLLM) -> None:
     llm.tokenizer.chat_template = None
     result = call("chat", "-m", "x", typed="hi\n")
@@ -214,3 +236,54 @@ def test_percentile_is_a_value_that_occurred() -> None:
     assert percentile(values, 50) == 50
     assert percentile(values, 99) == 99
     assert percentile([3.0], 99) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--block-size", "0"], "block_size"),
+        (["--block-size", "64"], "block_size"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--max-num-seqs", "1"], "max_num_seqs"),
+        (["--max-num-seqs", "-3", "--quick"], "max_num_seqs"),
+        (["--dtype", "int3"], "dtype"),
+        (["--num-blocks", "100"], "--num-blocks"),
+        (["--max-model-len", "100"], "--max-model-len"),
+        (["--max-num-batched-tokens", "100"], "--max-num-batched-tokens"),
+        (["--memory-utilization", "0.5"], "--memory-utilization"),
+        (["--no-prefix-caching"], "--no-prefix-caching"),
+        (["--trace", "t.jsonl"], "--trace"),
+    ],
+)
+def test_verify_refuses_before_it_loads(options: list[str], field: str) -> None:
+    """The model would be refused, too, were it looked at."""
+    result = call("verify", "-m", "/no/such/model", "--device", "cpu", *options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"pagespec: error: {field} = ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_different", "idle", "exit_code", "verdict"),
+    [
+        (0, [], 0, "transparent: all 3 answers"),
+        (1, [], 1, "NOT TRANSPARENT: 1 of 3"),
+        (0, ["prefix hits"], 1, "NOT SHOWN: all 3 answers are equal"),
+        (1, ["prefix hits"], 1, "NOT TRANSPARENT: 1 of 3"),
+    ],
+)
+def test_verify_says_what_was_shown(
+    monkeypatch: pytest.MonkeyPatch,
+    num_different: int,
+    idle: list[str],
+    exit_code: int,
+    verdict: str,
+) -> None:
+    loaded = SimpleNamespace(module=None, vocab_size=50, dtype="torch.float32")
+    family = Family("prefix hits", num_equal=3 - num_different, num_different=num_different)
+    report = GateReport([family], [Family("control: none", num_different=1)], idle=idle)
+    monkeypatch.setattr("pagespec.compile.load.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("pagespec.verify.run_gate", lambda *_, **__: report)
+    result = call("verify", "-m", "x", "--device", "cpu")
+    assert result.exit_code == exit_code, result.output
+    assert result.stdout.splitlines()[-1 if exit_code else -2].startswith(verdict)

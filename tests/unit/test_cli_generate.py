@@ -132,3 +132,25 @@ def test_messages_and_the_chat_flag_use_the_template(desk: Desk) -> None:
     assert [row.get("text") for row in rows] == ["[USER]A", "[USER]B", None, None]
     assert "content" in rows[2]["error"]
     assert "no such role" in rows[3]["error"]
+
+
+def test_a_priority_goes_with_its_prompt(desk: Desk) -> None:
+    desk.llm = FakeLLM(FakeTokenizer())
+    desk.lines(
+        {"prompt": "a", "priority": 3, "cache_salt": "s"},
+        {"messages": [{"role": "user", "content": "b"}], "priority": 0},
+        {"prompt": "c", "priority": None},
+    )
+    assert desk.run_file().exit_code == 0
+    first, second, third = (prompt for prompt, _ in desk.llm.seen)
+    assert first == {"prompt": "a", "priority": 3, "cache_salt": "s"}
+    assert second["priority"] == 0
+    assert third == {"prompt": "c"}
+
+
+def test_every_line_has_a_seed_of_its_own(desk: Desk) -> None:
+    desk.lines(
+        {"prompt": "a"}, {"prompt": "a", "seed": None}, {"prompt": "a", "seed": 0}, {"prompt": "a"}
+    )
+    assert desk.run_file("--seed", "7").exit_code == 0
+    assert [params.seed for _, params in desk.llm.seen] == [7, 8, 0, 10]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pagespec import LLM, EngineError, InvalidInputError, RequestOutput, SamplingParams
+from pagespec.engine.inputs import PromptReader
 from pagespec.engine.invariants import check_state
 from tests.models import VOCAB_SIZE, tiny_model
+from tests.unit.cli_fakes import FakeTokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -102,12 +105,76 @@ def test_requests_that_run_are_not_disturbed_by_bad_ones(llm: LLM) -> None:
     assert ids([results[0], results[3]]) == [expected] * 2
 
 
-@pytest.mark.parametrize("window", [0, -1, 2.0])
+@pytest.mark.parametrize(
+    "item",
+    [
+        None,
+        5,
+        "ab",
+        (),
+        ([1],),
+        ([1], GREEDY, GREEDY),
+        ([1], None),
+        ("\ud800", GREEDY),
+        ({"prompt_token_ids": [1], "cache_salt": "\ud800"}, GREEDY),
+    ],
+)
+def test_a_bad_item_of_a_stream_is_refused_in_its_place(llm: LLM, item: Any) -> None:
+    good = ([5, 6, 7], GREEDY)
+    results = list(llm.generate_iter([good, item, list(good)], window=3))
+    assert isinstance(results[1], InvalidInputError)
+    assert ids([results[0], results[2]]) == ids(
+        llm.generate([[5, 6, 7]] * 2, GREEDY, use_tqdm=False)
+    )
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_window_counts_the_item_yielded(llm: LLM, window: int) -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[tuple[list[int], SamplingParams]]:
+        for i in range(4):
+            read.append(i)
+            yield [5 + i], GREEDY
+
+    results = llm.generate_iter(items(), window=window)
+    next(results)
+    assert len(read) == window
+    results.close()
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.0, True])
 def test_a_bad_window_is_refused_before_anything_is_read(llm: LLM, window: Any) -> None:
     items = iter([([5, 6, 7], GREEDY)])
     with pytest.raises(InvalidInputError, match="window"):
         llm.generate_iter(items, window=window)
     assert len(list(items)) == 1
+
+
+@pytest.mark.parametrize("params", [{}, 0, [], False])
+def test_a_stream_takes_nothing_for_its_default_but_none(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, params: Any
+) -> None:
+    monkeypatch.setattr(llm, "tokenizer", FakeTokenizer())
+    with pytest.raises(InvalidInputError, match="must be a SamplingParams"):
+        llm.stream([1], params)
+
+
+def test_a_conversation_among_several_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [{"role": "user", "content": "a"}]
+    monkeypatch.setattr(llm, "_reader", PromptReader(FakeTokenizer(), VOCAB_SIZE, 100))
+    with pytest.raises(InvalidInputError, match=r"^messages\[1\] = \[\]: must be a non-empty"):
+        llm.chat([good, []])
+    with pytest.raises(InvalidInputError, match=r"^messages = .*no such role"):
+        llm.chat([{"role": "nobody", "content": "a"}])
+
+
+def test_urgent_requests_are_served_first() -> None:
+    llm = LLM(tiny_model("llama"), max_num_seqs=1, num_blocks=8, compile="eager", policy="priority")
+    prompts = [{"prompt_token_ids": [5], "priority": p} for p in (2, 1, 0)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    late, middle, urgent = (output.metrics.queue_time_s for output in outputs)
+    assert urgent < middle < late
 
 
 def test_a_closed_iterator_leaves_nothing_behind(llm: LLM) -> None:
@@ -152,7 +219,9 @@ def test_the_length_limit_is_the_models(llm: LLM) -> None:
     [
         ({"max_model_len": 513}, "max_model_len = 513: the model's own limit is 512"),
         ({"num_blocks": 4, "max_model_len": 100}, "holds one request of at most 65 tokens"),
+        ({"num_blocks": 10**9}, "num_blocks = 1000000000: their .* GiB do not fit the"),
         ({"device": "tpu"}, "device"),
+        ({"device": "cuda:256"}, "device = 'cuda:256': [0-9]+ GPUs are visible"),
         ({"block_size": 0}, "block_size = 0"),
     ],
 )

@@ -18,7 +18,7 @@ def make_request(seniority: int, num_tokens: int = 10, priority: int = 0) -> Req
 
 def test_first_come_first_served_ranks_by_arrival_alone() -> None:
     policy = Policy()
-    ranks = [policy.rank(make_request(i, 500 - i, 9 - i)) for i in range(5)]
+    ranks = [policy.rank(make_request(i, 500 - 100 * i, 9 - i)) for i in range(5)]
     assert ranks == sorted(ranks)
 
 

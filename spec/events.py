@@ -1,0 +1,149 @@
+"""The lines of a step trace, each checked for its shape before anything is made of it.
+
+``pagespec.engine.trace`` describes the format. A field that is missing, of another type or outside
+its bounds makes the file no trace; whether a well-formed event is one that the specification
+allows is for ``replay`` to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+VERSION = 1
+_MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
+_MAX_BLOCK_SIZE = 1 << 20
+
+Shape = Callable[[Any], bool]
+
+
+class TraceError(ValueError):
+    """The file is no step trace, or of another version."""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int  # true and false are no numbers here
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_policy(value: Any) -> bool:
+    return value in ("fcfs", "shortest_first", "priority")
+
+
+def _between(low: int, high: int | None = None) -> Shape:
+    return lambda value: _is_integer(value) and low <= value and (high is None or value <= high)
+
+
+def _list_of(shape: Shape, *, at_least: int = 0) -> Shape:
+    return lambda value: (
+        isinstance(value, list) and len(value) >= at_least and all(map(shape, value))
+    )
+
+
+def _tuple_of(*shapes: Shape) -> Shape:
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) == len(shapes)
+        and all(shape(item) for shape, item in zip(shapes, value, strict=True))
+    )
+
+
+_POOL = _tuple_of(_is_count, _is_count, _is_count)
+_EVENTS: dict[str, dict[str, Shape]] = {
+    "start": {
+        "num_blocks": _between(1, _MAX_BLOCKS),
+        "block_size": _between(1, _MAX_BLOCK_SIZE),
+        "enable_prefix_caching": _is_flag,
+        "max_num_seqs": _between(1),
+        "max_num_batched_tokens": _between(1),
+        "pipeline_depth": _is_count,
+        "policy": _is_policy,
+        "max_overtakes": _is_count,
+        "tokens_per_arrival": _between(1),
+        "arrivals_per_priority": _is_count,
+    },
+    "add": {
+        "id": _is_text,
+        "prompt": _list_of(_is_count, at_least=1),
+        "max_num_tokens": _is_count,
+        "stop_token_ids": _list_of(_is_integer),
+        "has_stop_strings": _is_flag,
+        "salt": _is_text,
+        "priority": _is_integer,
+    },
+    "plan": {
+        "step": _is_count,
+        "rows": _list_of(_tuple_of(_is_text, _is_count, _is_count, _is_flag)),
+        "preempted": _list_of(_is_text),
+        "pool": _POOL,
+    },
+    "result": {
+        "step": _is_count,
+        "token_ids": _list_of(_is_count),
+        "finished": _list_of(_tuple_of(_is_text, _is_text)),
+        "pool": _POOL,
+    },
+    "abort": {"id": _is_text},
+    "pause": {"id": _is_text},
+    "resume": {"id": _is_text},
+}
+
+
+def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each event with the number of its line, from 1. The first is a start, no other is.
+
+    Raises:
+        TraceError: a line is no event of a step trace.
+    """
+    number = 0
+    for number, line in enumerate(lines, 1):
+        event = _parsed(line, number)
+        is_start = event.get("event") == "start"
+        if number == 1 and not (is_start and event.get("version") == VERSION):
+            raise TraceError(f"not a step trace of version {VERSION}")
+        if number > 1 and is_start:
+            raise TraceError(f"line {number} starts another trace")
+        _check_shape(event, number)
+        yield number, event
+    if number == 0:
+        raise TraceError("the trace is empty")
+
+
+def _parsed(line: str, number: int) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    # Besides bad syntax: an integer of too many digits, and lists nested too deep.
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"line {number} is no JSON: {error}") from error
+    if not isinstance(event, dict):
+        raise TraceError(f"line {number} is no event")
+    return event
+
+
+def _check_shape(event: dict[str, Any], number: int) -> None:
+    name = event.get("event")
+    fields = _EVENTS.get(name) if isinstance(name, str) else None
+    if fields is None:
+        raise TraceError(f"line {number}: unknown event {_short(name)}")
+    for field, shape in fields.items():
+        if field not in event:
+            raise TraceError(f"line {number}: {name} has no {field!r}")
+        if not shape(event[field]):
+            raise TraceError(f"line {number}: {name} has {field} = {_short(event[field])}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
