@@ -34,10 +34,6 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int  # true and false are no numbers here
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_policy(value: Any) -> bool:
     return value in ("fcfs", "shortest_first", "priority")
 
@@ -60,6 +56,7 @@ def _tuple_of(*shapes: Shape) -> Shape:
     )
 
 
+_is_count = _between(0)
 _POOL = _tuple_of(_is_count, _is_count, _is_count)
 _EVENTS: dict[str, dict[str, Shape]] = {
     "start": {
@@ -136,14 +133,15 @@ def _check_shape(event: dict[str, Any], number: int) -> None:
     name = event.get("event")
     fields = _EVENTS.get(name) if isinstance(name, str) else None
     if fields is None:
-        raise TraceError(f"line {number}: unknown event {_short(name)}")
+        raise TraceError(f"line {number}: unknown event {shortened(repr(name), 80)}")
     for field, shape in fields.items():
         if field not in event:
             raise TraceError(f"line {number}: {name} has no {field!r}")
         if not shape(event[field]):
-            raise TraceError(f"line {number}: {name} has {field} = {_short(event[field])}")
+            value = shortened(repr(event[field]), 80)
+            raise TraceError(f"line {number}: {name} has {field} = {value}")
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def shortened(text: str, length: int) -> str:
+    """At most so many characters of a text, the last three dots if some are left out."""
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from . import model
-from .events import TraceError, read_events
+from .events import TraceError, read_events, shortened
 from .model import Machine
 from .state import NO_TOKEN, Plan, Request, Row, Scope, Template
 
@@ -219,7 +219,7 @@ class Replay:
 
 def _short(rows: list[tuple[Any, ...]]) -> str:
     text = str(rows)
-    return text if len(text) <= 160 else text[:157] + "..."
+    return shortened(text, 160)
 
 
 def check(lines: Iterable[str]) -> Verdict:

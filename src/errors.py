@@ -23,12 +23,17 @@ class InvalidInputError(PagespecError, ValueError):
         super().__init__(f"{field} = {_shown(value)}: {limit}")
 
 
+def shortened(text: str, length: int) -> str:
+    """At most so many characters of a text, the last three dots if some are left out."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def _shown(value: object) -> str:
     try:
         shown = repr(value)
     except Exception:  # of an integer with thousands of digits; or of an object of the caller's
         shown = f"<{type(value).__name__}>"
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    return shortened(shown, 80)
 
 
 class UnsupportedModelError(PagespecError):

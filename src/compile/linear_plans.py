@@ -86,7 +86,7 @@ def _fingerprint(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     for part in (name, torch.__version__, torch.version.cuda, triton.__version__):
         digest.update(f"{part}\n".encode())
-    for name in ("gpu_linear", "linear_tiles", "triton_linear", "gluon_linear"):
+    for name in ("gpu_linear", "linear_tiles", "triton_linear", "gluon_launch", "gluon_linear"):
         digest.update((Path(gpu_linear.__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:24]
 

@@ -19,6 +19,7 @@ from transformers import (
 
 from pagespec.compile.gguf import converted_folder
 from pagespec.compile.refusal import cause, refusing
+from pagespec.engine.checks import path_of
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 
 _DTYPES = {
@@ -97,8 +98,8 @@ def load_model(
             _cast(module, torch_dtype)
         return _described(module, tokenizer=None)
 
-    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
-    if not isinstance(name, str):
+    name = path_of(model)
+    if name is None:
         raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
     source = _resolved_source(name, cache_dir)
     with refusing(name, "must have a readable config.json"):

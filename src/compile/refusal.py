@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pagespec.errors import InvalidInputError, PagespecError
+from pagespec.errors import InvalidInputError, PagespecError, shortened
 
 # Not the files' fault: a device without memory, or in trouble.
 _PASSED_ON = (PagespecError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -37,5 +37,4 @@ def refusing(model: str, limit: str) -> Iterator[None]:
 
 def cause(error: Exception) -> str:
     """An error in one line."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text if len(text) <= _MAX_CAUSE else text[: _MAX_CAUSE - 3] + "..."
+    return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", _MAX_CAUSE)

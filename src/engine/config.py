@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pagespec.engine.checks import is_list, path_of
 from pagespec.engine.policy import Policy
 from pagespec.engine.trace import check_trace_path
 from pagespec.errors import InvalidInputError
@@ -57,8 +57,8 @@ def check_objects(
     """
     # Whoever has a model in memory has imported its class: a text must not wait for that.
     module = sys.modules.get("transformers.modeling_utils")
-    is_path = isinstance(model, (str, os.PathLike)) and isinstance(os.fspath(model), str)
-    if not is_path and (module is None or not isinstance(model, module.PreTrainedModel)):
+    is_module = module is not None and isinstance(model, module.PreTrainedModel)
+    if not is_module and path_of(model) is None:
         limit = "must be a folder, a hub id, a .gguf file or a transformers model"
         raise InvalidInputError("model", model, limit)
     if trace is not None:
@@ -127,7 +127,7 @@ class EngineConfig:
             raise InvalidInputError("overlap", self.overlap, "must be True, False or None")
         if self.graph_batch_sizes is not None:
             sizes = self.graph_batch_sizes
-            if not isinstance(sizes, Sequence) or isinstance(sizes, (bytes, bytearray, memoryview)):
+            if not is_list(sizes):
                 raise InvalidInputError("graph_batch_sizes", sizes, "must be a list of integers")
             for size in sizes:
                 _check_count("graph_batch_sizes", size, 1, self.max_num_seqs)

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagespec.engine.checks import is_list
 from pagespec.engine.policy import MAX_PRIORITY
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.errors import InvalidInputError
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
-_BYTES = (bytes, bytearray, memoryview)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def split_prompts(prompts: Any) -> list[Any]:
     a list of those."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
+    if not is_list(prompts):
         raise InvalidInputError("prompts", prompts, "must be text, token ids, a dict, or a list")
     if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
         return [prompts]
@@ -59,7 +59,7 @@ def pair_params(prompts: Sequence[Any], params: Any, default: SamplingParams) ->
         params = default
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
-    if not isinstance(params, Sequence) or isinstance(params, (str, *_BYTES)):
+    if not is_list(params):
         raise InvalidInputError(
             "sampling_params", params, "must be a SamplingParams, or a list with one a prompt"
         )
@@ -112,7 +112,7 @@ class PromptReader:
         if isinstance(prompt, str):
             token_ids = self._check(self._tokenize(prompt, field), field)
             return PromptInput(prompt, token_ids, cache_salt, priority)
-        if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
+        if not is_list(prompt):
             raise InvalidInputError(field, prompt, "must be text or a list of token ids")
         return PromptInput(None, self._check(list(prompt), field), cache_salt, priority)
 

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pagespec.engine.checks import is_list
 from pagespec.errors import InvalidInputError
 
 MAX_STOP_STRINGS = 64
-# Sequences of integers, but not of token ids.
-_BYTES = (bytes, bytearray, memoryview)
 _SEED_BITS = 64
 
 
@@ -95,8 +94,7 @@ class SamplingParams:
         if stop is None:
             return ()
         strings = (stop,) if isinstance(stop, str) else stop
-        is_list = isinstance(strings, Sequence) and not isinstance(strings, _BYTES)
-        if not is_list or len(strings) > MAX_STOP_STRINGS:
+        if not is_list(strings) or len(strings) > MAX_STOP_STRINGS:
             raise InvalidInputError(
                 "stop", stop, f"must be a string or a list of at most {MAX_STOP_STRINGS} strings"
             )
@@ -109,7 +107,7 @@ class SamplingParams:
         ids = self.stop_token_ids
         if ids is None:
             return ()
-        if isinstance(ids, (str, *_BYTES)) or not isinstance(ids, Sequence):
+        if not is_list(ids):
             raise InvalidInputError("stop_token_ids", ids, "must be a list of token ids")
         for token_id in ids:
             if not _is_int(token_id) or token_id < 0:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pagespec.engine.checks import path_of
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
@@ -40,8 +41,8 @@ def check_trace_path(trace: object) -> None:
     Raises:
         InvalidInputError: it is no path, or a file there cannot be written.
     """
-    path = os.fspath(trace) if isinstance(trace, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
+    path = path_of(trace)
+    if not path:
         raise InvalidInputError("trace", trace, "must be the path of a file to write, or None")
     try:
         can_write = not stat.S_ISDIR(os.stat(path).st_mode) and os.access(path, os.W_OK)

@@ -21,8 +21,6 @@ the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -37,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 
+from pagespec.kernels.gluon_launch import plan_launch
 from pagespec.kernels.linear_tiles import EarlyTile
 
 
@@ -44,6 +43,27 @@ from pagespec.kernels.linear_tiles import EarlyTile
 def _weight_stage(smem, slot, PIECES: gl.constexpr, w_desc):
     stage = smem.index(slot * PIECES)
     return stage._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
+
+
+@gluon.jit
+def ask_for_weights(
+    smem,
+    bars,
+    w_desc,
+    begin,
+    PIECES: gl.constexpr,
+    BYTES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Make the barriers, each for BYTES, and ask for all stages of weights from ``begin`` on."""
+    ATOMS: gl.constexpr = w_desc.block_type.shape[0]
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(bars.index(slot), count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.expect(bars.index(slot), BYTES)
+        target = _weight_stage(smem, slot, PIECES, w_desc)
+        at = [slot * ATOMS, 0, begin, 0]
+        tma.async_copy_global_to_shared(w_desc, at, bars.index(slot), target)
 
 
 @gluon.jit
@@ -165,13 +185,7 @@ def early_kernel(
     begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(bars.index(slot), count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.expect(bars.index(slot), BYTES)
-        target = _weight_stage(smem, slot, W_PIECES, w_desc)
-        at = [slot * ATOMS, 0, begin, 0]
-        tma.async_copy_global_to_shared(w_desc, at, bars.index(slot), target)
+    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, STAGES)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for slot in gl.static_range(STAGES):
@@ -215,54 +229,6 @@ def early_kernel(
     store_outputs(total, out, begin, begin_m, num_rows, N, HALVES, PART, X_ROWS)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A launch worked out, for a GPU or for a compiler alone: descriptors' shapes and constants."""
-
-    x_box: list[int]
-    weight_box: list[int]
-    x_layout: gl.NVMMASharedLayout
-    weight_layout: gl.NVMMASharedLayout
-    num_programs: int
-    num_warps: int
-    constants: dict[str, object]
-
-    def describe(self, weight: Tensor, halves: int) -> TensorDescriptor:
-        """``weight [halves * N, K]`` as ``[K / 64, halves, N, 64]``."""
-        num_outs, (k_size, row) = len(weight) // halves, (weight.shape[1], weight.stride(0))
-        shape, strides = [k_size // 64, halves, num_outs, 64], [64, num_outs * row, row, 1]
-        return TensorDescriptor(weight, shape, strides, self.weight_box, self.weight_layout)
-
-
-def plan_launch(
-    num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: EarlyTile, overlap: bool
-) -> Launch:
-    """Raises ValueError if the tile does not fit the shape."""
-    halves = 2 if has_gate else 1
-    x_rows = 8 if num_rows <= 8 else tile.x_rows
-    if not tile.fits(num_outs, k_size, has_gate):
-        raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
-    constants: dict[str, object] = {
-        "N": num_outs,
-        "K": k_size,
-        "HALVES": halves,
-        "PART": tile.part,
-        "X_ROWS": x_rows,
-        "ATOMS": tile.atoms,
-        "STAGES": tile.stages,
-        "PDL": overlap,
-    }
-    return Launch(
-        [tile.atoms, x_rows, 64],
-        [tile.atoms, halves, tile.part, 64],
-        gl.NVMMASharedLayout(128, 16, 3),
-        gl.NVMMASharedLayout(128, 16, 4),
-        num_outs // tile.part * -(-num_rows // x_rows),
-        4 if tile.part * halves <= 64 else 8,
-        constants,
-    )
-
-
 def matmul(
     x: Tensor, weight: Tensor, *, tile: EarlyTile, has_gate: bool = False, overlap: bool = True
 ) -> Tensor:
@@ -296,7 +262,7 @@ def matmul(
     )
     early_kernel[(launch.num_programs,)](
         x_desc,
-        launch.describe(weight, halves),
+        launch.describe(weight),
         out,
         num_rows,
         **launch.constants,

@@ -21,14 +21,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from pagespec.kernels.fused import NormForm
-from pagespec.kernels.gluon_linear import plan_launch, store_outputs
+from pagespec.kernels.gluon_launch import plan_launch
+from pagespec.kernels.gluon_linear import ask_for_weights, store_outputs
 from pagespec.kernels.linear_tiles import EarlyTile
 
 _BLOCK = 1024  # elements of a row, padded: 8 for each thread of four warps
@@ -71,14 +71,7 @@ def normed_kernel(
     weights = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     normed = gl.allocate_shared_memory(gl.bfloat16, [BLOCK // 8, 64], OPERAND)  # by atom, 8 rows
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(bars.index(slot), count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.expect(bars.index(slot), ATOMS * W_ROWS * 128)
-        stage = weights.index(slot * W_PIECES)
-        target = stage._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
-        at = [slot * ATOMS, 0, begin, 0]
-        tma.async_copy_global_to_shared(w_desc, at, bars.index(slot), target)
+    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, ATOMS * W_ROWS * 128, STAGES)
     k = gl.arange(0, BLOCK, gl.SliceLayout(0, LINE))
     scale = gl.load(norm_weight + k, mask=k < K, other=0.0).to(gl.float32)
     if PDL:
@@ -159,8 +152,7 @@ def matmul(
         ValueError: shapes do not fit each other or the tile.
     """
     num_rows, k_size = x.shape
-    halves = 2 if has_gate else 1
-    num_outs = weight.shape[0] // halves
+    num_outs = len(weight) // (2 if has_gate else 1)
     if not 0 < num_rows <= MAX_ROWS or weight.shape[1] != k_size or residual.shape != x.shape:
         raise ValueError(
             f"x {list(x.shape)} does not fit residual {list(residual.shape)}, weight "
@@ -175,7 +167,7 @@ def matmul(
         residual,
         norm_weight,
         hidden,
-        launch.describe(weight, halves),
+        launch.describe(weight),
         out,
         num_rows,
         eps,

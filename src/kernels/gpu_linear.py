@@ -43,20 +43,32 @@ _MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above what is ours and this, it is
 def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False) -> Tensor:
     """One of our kernels; leading dims as x has them."""
     rows = x.reshape(-1, x.shape[-1])
-    num_outs, k_size = weight.shape[0] // (2 if has_gate else 1), weight.shape[1]
-    card = Card.of(x.device)
     early = None
-    if bias is None and x.dtype == torch.bfloat16 and can_describe(rows) and can_describe(weight):
-        early = choose_early_tile(len(rows), num_outs, k_size, has_gate, card)
+    if bias is None and x.dtype == weight.dtype and can_describe(rows):
+        early = _early_tile(weight, len(rows), has_gate)
     if early is not None:
         # Gluon is not in every Triton; the card says whether it is.
         from pagespec.kernels import gluon_linear
 
         out = gluon_linear.matmul(rows, weight, tile=early, has_gate=has_gate)
     else:
-        tile = choose_tile(len(rows), num_outs, k_size, x.itemsize, has_gate, card)
+        shape = _product_shape(weight, has_gate)
+        tile = choose_tile(len(rows), *shape, x.itemsize, has_gate, Card.of(x.device))
         out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
-    return out.view(*x.shape[:-1], num_outs)
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+def _product_shape(weight: Tensor, has_gate: bool) -> tuple[int, int]:
+    """(N, K) of a product; a weight of gate and up has 2 N rows."""
+    return len(weight) // (2 if has_gate else 1), weight.shape[1]
+
+
+def _early_tile(weight: Tensor, num_rows: int, has_gate: bool) -> EarlyTile | None:
+    """The tile for ``num_rows`` of the kernel in Gluon; None where that does not serve."""
+    if weight.dtype != torch.bfloat16 or not can_describe(weight):
+        return None
+    shape = _product_shape(weight, has_gate)
+    return choose_early_tile(num_rows, *shape, has_gate, Card.of(weight.device))
 
 
 def linear(
@@ -137,18 +149,13 @@ def norm_linear(
 
 def _tile_with_norm(weight: Tensor, num_rows: int, has_gate: bool) -> EarlyTile | None:
     """The tile for ``num_rows`` where one launch computes the norm, too; else None."""
-    card = Card.of(weight.device)
-    if not card.has_early or weight.dtype != torch.bfloat16 or not can_describe(weight):
+    tile = _early_tile(weight, num_rows, has_gate)
+    if tile is None:
         return None
     from pagespec.kernels import gluon_norm_linear
 
-    if not 0 < num_rows <= gluon_norm_linear.MAX_ROWS:
-        return None
-    num_outs, k_size = weight.shape[0] // (2 if has_gate else 1), weight.shape[1]
-    tile = choose_early_tile(num_rows, num_outs, k_size, has_gate, card)
-    if tile is None or not gluon_norm_linear.fits(k_size, tile, has_gate):
-        return None
-    return tile
+    has_few = 0 < num_rows <= gluon_norm_linear.MAX_ROWS
+    return tile if has_few and gluon_norm_linear.fits(weight.shape[1], tile, has_gate) else None
 
 
 @dataclass(frozen=True, slots=True)

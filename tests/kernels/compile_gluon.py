@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagespec.kernels.gluon_linear import early_kernel, plan_launch
+from pagespec.kernels.gluon_launch import plan_launch
+from pagespec.kernels.gluon_linear import early_kernel
 from pagespec.kernels.gluon_norm_linear import constants_of, normed_kernel
 from pagespec.kernels.linear_tiles import EarlyTile
 

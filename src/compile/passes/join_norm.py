@@ -18,6 +18,8 @@ from torch.fx import GraphModule, Node
 from pagespec.compile.passes.context import PassContext, example
 from pagespec.kernels import fused, gpu_linear
 
+_HAS_GATE: dict[Any, bool] = {gpu_linear.linear: False, gpu_linear.linear_silu_mul: True}
+
 
 def join_norm(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of norms joined. Results are unchanged, as
@@ -33,7 +35,7 @@ def join_norm(gm: GraphModule, context: PassContext) -> int:
         if product is None:
             continue
         _, weight, _, few_rows = product.args
-        has_gate = product.target is gpu_linear.linear_silu_mul
+        has_gate = _HAS_GATE[product.target]
         # There, where the sum is: others may read it before the product. The weight is an input.
         with graph.inserting_before(norm):
             joined = graph.call_function(
@@ -55,11 +57,10 @@ def _only_product(normed: Node | None, context: PassContext) -> Node | None:
     if normed is None or len(normed.users) != 1:
         return None
     (product,) = normed.users
-    if product.target not in (gpu_linear.linear, gpu_linear.linear_silu_mul):
+    if product.target not in _HAS_GATE:
         return None
     source, weight, bias, _ = product.args
     tensor = context.constant(weight)
     if source is not normed or bias is not None or tensor is None:
         return None
-    has_gate = product.target is gpu_linear.linear_silu_mul
-    return product if gpu_linear.has_joined_norm(tensor, has_gate) else None
+    return product if gpu_linear.has_joined_norm(tensor, _HAS_GATE[product.target]) else None
