@@ -1,8 +1,9 @@
 """The runner on a GPU: nothing waits for the device but ``collect``.
 
-A step is one copy of staged integers to the device, the replay of a CUDA graph (the next larger
-one of those captured), and one copy of the sampled tokens back. With overlap the next step is
-planned, packed and queued while this one computes; the tokens it needs never leave the device.
+A step is one copy of staged integers to the device and the replay of a CUDA graph (the next larger
+one of those captured), whose last kernel stores the sampled tokens in the host's memory. With
+overlap the next step is planned, packed and queued while this one computes; the tokens it needs
+are on the device, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.kernels.built_together import built_together
 from pagespec.kernels.compilers import current_compilers
 from pagespec.kernels.pinned import full_precision_sums
-from pagespec.kernels.triton_sample import sample_simple
+from pagespec.kernels.triton_sample import Results, sample_simple
 from pagespec.kernels.triton_step import unpack_decode, unpack_mixed
 from pagespec.kernels.triton_truncate import TRUNCATED_FIELDS, sample_truncated
 
@@ -89,7 +90,8 @@ class GpuRunner:
         )
         depth = self.pipeline_depth
         self._stager = Stager(self.buffers, depth + 1)
-        self._results = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
+        self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
+        self._results = Results(self._ring.tensor, self.buffers.result_row)
         self._graphs: StepGraphs | None = None
         self.pack_s = 0.0
         self.wait_s = 0.0
@@ -163,7 +165,7 @@ class GpuRunner:
             b.context_lens.fill_(length)
             b.block_tables.fill_(self.num_blocks)
             logits = self._forward(b.mixed_inputs(num_tokens, num_rows))
-            sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled)
+            self._sample(logits)
             # So that no step waits for the compiler.
             self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
             torch.cuda.synchronize()
@@ -184,13 +186,14 @@ class GpuRunner:
         return handle
 
     def _dispatch(self, plan: StepPlan) -> GpuStepHandle:
+        index, token_ids, _ = self._ring.take()
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
         if shape is not None and shape.is_decode:
-            truncated = self._stager.stage_decode(plan, shape.num_rows)
+            truncated = self._stager.stage_decode(plan, shape.num_rows, index)
         else:
-            truncated, staged_shape = self._stager.stage_mixed(plan, shape)
+            truncated, staged_shape = self._stager.stage_mixed(plan, shape, index)
         if shape is not None and self._graphs is not None:
             logits = self._graphs.replay(shape)
         else:
@@ -201,10 +204,7 @@ class GpuRunner:
         if self._on_logits is not None:
             self._on_logits(plan, logits[:num_sampled])
         self._stager.note(plan)
-        index, pinned, _ = self._results.take()
-        token_ids = pinned[:num_sampled]
-        token_ids.copy_(self.buffers.sampled[:num_sampled], non_blocking=True)
-        return GpuStepHandle(plan.step, self._results.release(index), token_ids)
+        return GpuStepHandle(plan.step, self._ring.release(index), token_ids[:num_sampled])
 
     def collect(self, handle: object) -> StepResult:
         """The tokens of a dispatched step; waits for it."""
@@ -238,10 +238,16 @@ class GpuRunner:
                 )
                 inputs = b.mixed_inputs(shape.num_tokens, shape.num_rows)
             logits = self._forward(inputs)
-            sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled)
+            self._sample(logits)
         return logits
+
+    def _sample(self, logits: Tensor) -> None:
+        b = self.buffers
+        sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results)
 
     def _sample_truncated(self, logits: Tensor, truncated: Tensor) -> None:
         """Sample rows that use top_k, top_p or min_p anew; ``truncated`` as staged."""
         b = self.buffers
-        sample_truncated(logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled)
+        sample_truncated(
+            logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results
+        )

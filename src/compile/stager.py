@@ -38,8 +38,9 @@ class Stager:
         """``plan`` was queued; the next may feed the tokens it samples."""
         self._tokens.note(plan)
 
-    def stage_decode(self, plan: StepPlan, bucket: int) -> Tensor:
-        """Send a decode-only plan, padded to ``bucket`` rows.
+    def stage_decode(self, plan: StepPlan, bucket: int, result_row: int) -> Tensor:
+        """Send a decode-only plan, padded to ``bucket`` rows; its tokens are to go to
+        ``result_row``.
 
         Returns:
             On the device, the fields of the rows that use top_k, top_p or min_p, int32
@@ -48,8 +49,8 @@ class Stager:
         is_same = self._tables.place(plan)
         index, pinned, array = self._ring.take()
         num_rows = len(plan)
-        size = DECODE_FIELDS * bucket + 1
-        fields = array[: size - 1].reshape(DECODE_FIELDS, bucket)
+        size = DECODE_FIELDS * bucket + 2
+        fields = array[: size - 2].reshape(DECODE_FIELDS, bucket)
         fields[:, num_rows:] = 0
         fields[2, num_rows:] = -1
         fields[3] = -1
@@ -60,11 +61,14 @@ class Stager:
         params = self._row_params(plan.requests)
         fields[4:6, :num_rows] = params.seeds
         fields[6, :num_rows] = params.temperature_bits
-        array[size - 1] = num_rows
+        array[size - 2 : size] = num_rows, result_row
         return self._send(index, pinned, array, size, params.truncated, where, ids)
 
-    def stage_mixed(self, plan: StepPlan, shape: StepShape | None) -> tuple[Tensor, StepShape]:
-        """Send any plan, padded to ``shape``, or to the smallest sizes there can be.
+    def stage_mixed(
+        self, plan: StepPlan, shape: StepShape | None, result_row: int
+    ) -> tuple[Tensor, StepShape]:
+        """Send any plan, padded to ``shape``, or to the smallest sizes there can be; its tokens are
+        to go to ``result_row``.
 
         Returns:
             What :meth:`stage_decode` returns, and the shape.
@@ -106,6 +110,8 @@ class Stager:
         kept[1:3, :num_sampled] = params.seeds
         kept[3, :num_sampled] = params.temperature_bits
         at += 4 * padded_rows
+        array[at] = result_row
+        at += 1
         return self._send(index, pinned, array, at, params.truncated, where, ids), shape
 
     def _row_params(self, requests: tuple[Request, ...]) -> RowParams:

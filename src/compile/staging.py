@@ -30,13 +30,16 @@ class PinnedRing:
     Args:
         num_buffers: at least one more than the steps that can be in flight.
         num_elements: of each buffer.
+
+    Attributes:
+        tensor: all of them, ``[num_buffers, num_elements]``.
     """
 
     def __init__(self, num_buffers: int, num_elements: int, dtype: torch.dtype) -> None:
-        self._tensors = [
-            torch.zeros(num_elements, dtype=dtype, pin_memory=torch.cuda.is_available())
-            for _ in range(num_buffers)
-        ]
+        self.tensor = torch.zeros(
+            num_buffers, num_elements, dtype=dtype, pin_memory=torch.cuda.is_available()
+        )
+        self._tensors = list(self.tensor)
         self._arrays = [tensor.numpy() for tensor in self._tensors]
         self._events: list[torch.cuda.Event | None] = [None] * num_buffers
         self._next = 0

@@ -26,6 +26,7 @@ class StepBuffers:
         table_store: int32 ``[2 * rows, M]``, the block table of a request a row.
         sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
         staged: int32, what the host sent for this step.
+        result_row: int32 ``[1]``, where this step's tokens are to go on the host.
         num_bytes: of all.
     """
 
@@ -59,6 +60,7 @@ class StepBuffers:
         self.sample_positions = zeros(num_rows)
         self.sampled = zeros(num_rows)
         self.staged = zeros(staging_elements, dtype=torch.int32)
+        self.result_row = zeros(1, dtype=torch.int32)
         self.width = width
 
     @property
@@ -93,5 +95,5 @@ class StepBuffers:
     def elements_to_stage(max_num_tokens: int, max_num_rows: int) -> int:
         """int32 elements that any step of these sizes stages."""
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
-        mixed = 3 * num_tokens + 3 * num_rows + 1 + 4 * num_rows
-        return max(mixed, DECODE_FIELDS * num_rows + 1) + TRUNCATED_FIELDS * num_rows
+        mixed = 3 * num_tokens + 3 * num_rows + 1 + 4 * num_rows + 1
+        return max(mixed, DECODE_FIELDS * num_rows + 2) + TRUNCATED_FIELDS * num_rows

@@ -9,6 +9,8 @@ the same way without noise. Of equal scores the lowest id wins.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -51,6 +53,14 @@ def noise_of(seed, position, index, KIND: tl.constexpr):  # type: ignore[no-unty
 def first_of_best(score, ids):  # type: ignore[no-untyped-def]
     """The lowest of the ids whose score is the largest."""
     return tl.min(tl.where(score == tl.max(score), ids, 0x7FFFFFFF))
+
+
+@triton.jit
+def hand_over(token, row, sampled, results, result_row, results_stride):  # type: ignore[no-untyped-def]
+    """Store a row's token for the next step, and for the host if there are ``results``."""
+    tl.store(sampled + row, token.to(tl.int64))
+    if results is not None:
+        tl.store(results + tl.load(result_row) * results_stride + row, token.to(tl.int64))
 
 
 @triton.jit
@@ -97,7 +107,10 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     largest,
     sums,
     sampled,
+    results,
+    result_row,
     logits_stride,
+    results_stride,
     num_groups,
     VOCAB: tl.constexpr,
     GROUP: tl.constexpr,
@@ -127,18 +140,37 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     score = noise_of(seed, position, ids, 0) - distance
     score = tl.where(logit > float("-inf"), score, float("-inf"))
     score = tl.where(temperature > 0.0, score, logit)
-    tl.store(sampled + row, first_of_best(score, ids).to(tl.int64))
+    hand_over(first_of_best(score, ids), row, sampled, results, result_row, results_stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Where the host reads tokens. A kernel stores them there itself: a copy behind it would stand
+    between it and the next step.
+
+    Attributes:
+        tokens: int64 ``[steps, >= S]``, in memory of the host that the device writes to (pinned).
+        row: int32 ``[1]``, on the device: which of them this step's are.
+    """
+
+    tokens: Tensor
+    row: Tensor
 
 
 def sample_simple(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, sampled: Tensor
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    sampled: Tensor,
+    results: Results | None = None,
 ) -> None:
     """Write one token a row into ``sampled``; for rows without top_k, top_p and min_p.
 
     Args:
         logits: ``[S, V]``, any float dtype, rows contiguous, S at most 65,535.
         temperatures: float32 ``[>= S]``, 0 for greedy. seeds, positions: int64 ``[>= S]``.
-        sampled: int64 ``[>= S]``, written.
+        sampled: int64 ``[>= S]``, written. results: written, too.
     """
     num_rows, vocab_size = logits.shape
     num_groups = triton.cdiv(vocab_size, GROUP)
@@ -164,7 +196,10 @@ def sample_simple(
         largest,
         sums,
         sampled,
+        None if results is None else results.tokens,
+        None if results is None else results.row,
         logits.stride(0),
+        0 if results is None else results.tokens.stride(0),
         num_groups,
         VOCAB=vocab_size,
         GROUP=GROUP,

@@ -17,7 +17,8 @@ _BLOCK = 256
 DECODE_FIELDS = 7
 """int32 fields a row in the staged form of a decode step, each an array ``[bucket]``: token id,
 position, row of the table store (-1: padding), new block id (-1: none), seed (low word, high word),
-bits of the float32 temperature. One more word follows: the number of rows that are no padding."""
+bits of the float32 temperature. Two more words follow: the number of rows that are no padding, and
+where the step's tokens are to go."""
 
 
 @triton.jit(do_not_specialize=["num_updates"])
@@ -56,6 +57,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     temperatures,
     seeds,
     sample_positions,
+    result_row,
     null_slot,
     store_stride,
     table_stride,
@@ -79,6 +81,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     tl.store(position_ids + row, position.to(tl.int64))
     if row == 0:
         tl.store(query_starts, 0)
+        tl.store(result_row, tl.load(staged + 7 * BUCKET + 1))
     tl.store(query_starts + row + 1, tl.where(is_real, row + 1, num_rows))
     tl.store(context_lens + row, tl.where(is_real, position + 1, 0))
     tl.store(temperatures + row, temperature)
@@ -119,6 +122,7 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
     temperatures,
     seeds,
     sample_positions,
+    result_row,
     null_slot,
     store_stride,
     table_stride,
@@ -155,6 +159,8 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
         lengths = tl.load(rows_at + num_rows + 1 + i, mask=mask, other=0)
         tl.store(context_lens + i, lengths, mask=mask)
     elif part == 2:
+        if tl.program_id(0) == 0:
+            tl.store(result_row, tl.load(kept_at + 4 * num_kept))
         mask = i < num_kept
         kept = tl.load(kept_at + i, mask=mask, other=0)
         tl.store(kept_tokens + i, kept.to(tl.int64), mask=mask)
@@ -189,6 +195,7 @@ class StepTensors(Protocol):
         block_tables: int32 ``[B, M]``, written: the rows of the store, as far as they are in use.
         kept_tokens: int64 ``[B]``, written by :func:`unpack_mixed` alone.
         temperatures: float32, seeds, sample_positions: int64, each ``[B]``, written.
+        result_row: int32 ``[1]``, written: where the step's tokens are to go.
     """
 
     staged: Tensor
@@ -204,6 +211,7 @@ class StepTensors(Protocol):
     temperatures: Tensor
     seeds: Tensor
     sample_positions: Tensor
+    result_row: Tensor
 
 
 def unpack_decode(b: StepTensors, *, bucket: int, block_size: int, null_slot: int) -> None:
@@ -227,6 +235,7 @@ def unpack_decode(b: StepTensors, *, bucket: int, block_size: int, null_slot: in
         b.temperatures,
         b.seeds,
         b.sample_positions,
+        b.result_row,
         null_slot,
         b.table_store.stride(0),
         b.block_tables.stride(0),
@@ -252,7 +261,7 @@ def unpack_mixed(
     ``b.staged`` holds, one behind the other: token ids, positions and rows of the table store (-1:
     padding), ``[num_tokens]`` each; query starts ``[num_rows + 1]``, context lengths and rows of
     the table store ``[num_rows]``; tokens to keep, low and high words of the seeds and bits of the
-    temperatures ``[num_kept]``.
+    temperatures ``[num_kept]``; where the step's tokens are to go.
 
     Args:
         max_num_blocks: blocks of the longest row.
@@ -274,6 +283,7 @@ def unpack_mixed(
         b.temperatures,
         b.seeds,
         b.sample_positions,
+        b.result_row,
         null_slot,
         b.table_store.stride(0),
         b.block_tables.stride(0),

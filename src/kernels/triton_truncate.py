@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagespec.kernels.sampling import GROUP
 from pagespec.kernels.triton_cut import find_cut, largest_logit, mark_kept, token_keys
-from pagespec.kernels.triton_sample import first_of_best, noise_of
+from pagespec.kernels.triton_sample import Results, first_of_best, hand_over, noise_of
 
 # The quickest on an H100 (benchmarks/NOTES.md).
 _TILE = 4096
@@ -31,7 +31,10 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
     seeds,
     positions,
     sampled,
+    results,
+    result_row,
     logits_stride,
+    results_stride,
     num_rows,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
@@ -81,7 +84,8 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         is_kept, num_seen = mark_kept(key, limit, quota, is_tied, num_seen)
         score = noise_of(seed, position, ids, 0) - key.to(tl.float32, bitcast=True)
         score = tl.where(is_kept, score, float("-inf"))
-        tl.store(sampled + place, first_of_best(score, ids).to(tl.int64))
+        token = first_of_best(score, ids)
+        hand_over(token, place, sampled, results, result_row, results_stride)
 
 
 def sample_truncated(
@@ -91,6 +95,7 @@ def sample_truncated(
     seeds: Tensor,
     positions: Tensor,
     sampled: Tensor,
+    results: Results | None = None,
     *,
     tile: int = _TILE,
     num_warps: int = _NUM_WARPS,
@@ -102,7 +107,7 @@ def sample_truncated(
         fields: int32 ``[4 * S]``, laid out as :data:`TRUNCATED_FIELDS` says. A place is a row of
             ``logits``; below 0, there is nothing to do.
         temperatures: float32 ``[>= N]``, 0 for greedy. seeds, positions: int64 ``[>= N]``.
-        sampled: int64 ``[>= N]``, written at the places given.
+        sampled: int64 ``[>= N]``, written at the places given. results: written there, too.
         tile: tokens read at once, a power of two of a group or more.
     """
     num_rows = len(fields) // TRUNCATED_FIELDS
@@ -114,7 +119,10 @@ def sample_truncated(
         seeds,
         positions,
         sampled,
+        None if results is None else results.tokens,
+        None if results is None else results.row,
         logits.stride(0),
+        0 if results is None else results.tokens.stride(0),
         num_rows,
         VOCAB=vocab_size,
         TILE=tile,

@@ -324,6 +324,40 @@ def test_a_chain_in_gluon_waits_for_its_rows(rows: int) -> None:
         assert torch.equal(out, chain(x, ours=False)), seed
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_chain_with_norms_waits_for_its_rows(rows: int) -> None:
+    """What is added and normalised is what the kernel before has written."""
+    from pagespec.kernels import gpu_linear
+
+    norm_weight = 1 + normal(1024, seed=2) / 4
+    ups = [normal(6144, 1024, seed=10 + i) / 32 for i in range(8)]
+    downs = [normal(1024, 3072, seed=20 + i) / 55 for i in range(8)]
+
+    def chain(x: Tensor, residual: Tensor, *, joined: bool) -> tuple[Tensor, Tensor]:
+        for up, down in zip(ups, downs, strict=True):
+            if joined:
+                y, residual = gpu_linear.norm_linear(
+                    x, residual, norm_weight, 1e-6, "rounded", up, 16, True
+                )
+                x = gpu_linear.linear(y, down)
+            else:
+                y, residual = fused.add_rms_norm(x, residual, norm_weight, 1e-6, "rounded")
+                y = product(TILES[0], y, up, has_gate=True, overlap=False)
+                x = product(TILES[0], y, down, overlap=False)
+        return x, residual
+
+    x, residual = normal(rows, 1024), normal(rows, 1024, seed=1)
+    chain(x, residual, joined=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(x, residual, joined=True)
+    for seed in range(30):
+        x.copy_(normal(rows, 1024, seed=100 + seed))
+        graph.replay()
+        for a, b in zip(found, chain(x, residual, joined=False), strict=True):
+            assert torch.equal(a, b), seed
+
+
 @pytest.mark.parametrize("form", ["rounded", "wide", "plus_one"])
 @pytest.mark.parametrize(
     ("n", "k", "has_gate"),

@@ -210,6 +210,7 @@ def test_prefill_of_hopper_has_the_bits_of_any(
 
     monkeypatch.setattr(gluon_prefill, "launch", noted)
     batches = [*ROWS.values(), [(4096, 128), (63, 2), (0, 64)]]
+    batches.append([(0, 1)] * 2100 + [(0, 5), (3, 1)])  # rows are looked at 1,024 at a time
     for rows in batches:
         batch = stored(rows, shape)
         out = attend(batch)

@@ -19,14 +19,16 @@ INF = math.inf
 
 def draw(logits: Tensor, temperatures: list[float], seeds: list[int], positions: list[int]) -> list:
     sampled = torch.full((len(logits) + 1,), -1)
-    triton_sample.sample_simple(
-        logits,
-        torch.tensor(temperatures),
-        torch.tensor(seeds),
-        torch.tensor(positions),
-        sampled,
-    )
+    steps = torch.full((3, len(sampled)), -1)
+    results = triton_sample.Results(steps, torch.tensor([1], dtype=torch.int32))
+    inputs = (torch.tensor(temperatures), torch.tensor(seeds), torch.tensor(positions))
+    triton_sample.sample_simple(logits, *inputs, sampled, results)
     assert sampled[-1] == -1
+    assert torch.equal(steps[1], sampled)  # and no other
+    assert (steps[::2] == -1).all()
+    without = torch.full_like(sampled, -1)
+    triton_sample.sample_simple(logits, *inputs, without)
+    assert torch.equal(without, sampled)
     return sampled[:-1].tolist()
 
 

@@ -81,7 +81,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     positions = [*range(2, 9), 0, 5]
     staged = [*ids, *positions, *[0] * 7, 1, 2]
     staged += [0, 7, 8, 9, 9, 1, 6, 0, 1, 2]  # query starts, context lengths, store rows
-    staged += [6, 8, *params.seeds[0], *params.seeds[1], *params.temperature_bits]
+    staged += [6, 8, *params.seeds[0], *params.seeds[1], *params.temperature_bits, 5]
     b.staged[: len(staged)] = torch.from_numpy(np.array(staged, np.int32))
     triton_step.unpack_mixed(
         b,
@@ -105,6 +105,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     assert b.sample_positions[:2].tolist() == [9, 6]
     assert b.seeds[:2].tolist() == [-5, 0]
     assert b.temperatures[:2].tolist() == [1.0, 1.0]
+    assert b.result_row.item() == 5
 
 
 def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
@@ -122,7 +123,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     fields[4:6, :2] = seeds.seeds
     fields[6, :2] = np.array([0.5, 0.0], np.float32).view(np.int32)
     b.staged[: fields.size] = torch.from_numpy(fields.ravel())
-    b.staged[fields.size] = 2
+    b.staged[fields.size : fields.size + 2] = torch.tensor([2, 7])
     triton_step.unpack_decode(
         b,
         bucket=bucket,
@@ -141,6 +142,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     assert b.seeds[:2].tolist() == [-2, 3]
     assert b.temperatures[:2].tolist() == [0.5, 0.0]
     assert b.sample_positions[:2].tolist() == [7, 9]
+    assert b.result_row.item() == 7
 
 
 def decode_plan(step: int, requests: list[Request], new: dict[int, tuple[int, ...]]) -> StepPlan:
