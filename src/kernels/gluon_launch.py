@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pagespec.kernels.linear_tiles import EarlyTile
+from pagespec.kernels.triton_store import starts_next_late
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def plan_launch(
         "X_ROWS": x_rows,
         "ATOMS": tile.atoms,
         "STAGES": tile.stages,
+        "LATE": starts_next_late(num_rows),
         "PDL": overlap,
     }
     return Launch(

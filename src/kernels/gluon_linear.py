@@ -160,9 +160,10 @@ def early_kernel(
     X_ROWS: gl.constexpr,
     ATOMS: gl.constexpr,
     STAGES: gl.constexpr,
+    LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
+    if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     STEPS: gl.constexpr = K // (64 * ATOMS)
     W_ROWS: gl.constexpr = HALVES * PART
@@ -188,6 +189,8 @@ def early_kernel(
     ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, STAGES)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
     for slot in gl.static_range(STAGES):
         target = _x_stage(smem, slot, X_FROM, X_PIECES, x_desc)
         tma.async_copy_global_to_shared(

@@ -54,9 +54,10 @@ def normed_kernel(
     STAGES: gl.constexpr,
     BLOCK: gl.constexpr,
     FORM: gl.constexpr,
+    LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL:
+    if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     W_ROWS: gl.constexpr = HALVES * PART
     W_PIECES: gl.constexpr = ATOMS * W_ROWS // 8
@@ -76,6 +77,8 @@ def normed_kernel(
     scale = gl.load(norm_weight + k, mask=k < K, other=0.0).to(gl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
 
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LINE))
     mask = (row < num_rows)[:, None] & (k < K)[None, :]
@@ -183,6 +186,6 @@ def matmul(
 
 def constants_of(product: dict[str, object], num_rows: int, form: NormForm) -> dict[str, object]:
     """The kernel's constants; ``product``: those of the product alone."""
-    names = ("N", "K", "HALVES", "PART", "ATOMS", "STAGES", "PDL")
+    names = ("N", "K", "HALVES", "PART", "ATOMS", "STAGES", "LATE", "PDL")
     chosen = {"ROWS": max(2, triton.next_power_of_2(num_rows)), "BLOCK": _BLOCK, "FORM": form}
     return {name: product[name] for name in names} | chosen

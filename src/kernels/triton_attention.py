@@ -22,7 +22,7 @@ from pagespec.kernels.linear_tiles import is_gluon_known
 from pagespec.kernels.triton_decode import decode_kernel
 from pagespec.kernels.triton_prefill import prefill_kernel
 from pagespec.kernels.triton_softmax import LOG2E
-from pagespec.kernels.triton_store import has_dependent_launch, steps
+from pagespec.kernels.triton_store import has_dependent_launch, starts_next_late, steps
 from pagespec.kernels.triton_tiling import Tiling, choose_spread, choose_tiling
 
 _MIN_DOT = 16  # smallest side of a matrix instruction
@@ -176,6 +176,7 @@ def turned_attention(
         "ANGLES": angles,
         "FORM": "" if q_weight is None else form,
         "TURN": True,
+        "LATE": starts_next_late(num_tokens),
         # As triton_rope is compiled. The rest of the kernel says itself where to contract.
         "enable_fp_fusion": False,
     }
@@ -190,6 +191,7 @@ _NOT_TURNED: dict[str, Any] = {
     **dict.fromkeys(("cos_stride", "cos_step", "sin_stride", "sin_step")),
     **dict.fromkeys(("K_STEP", "V_STEP", "R", "TABLE", "ANGLES", "FORM")),
     "TURN": False,
+    "LATE": False,
 }
 
 

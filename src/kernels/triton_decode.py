@@ -12,7 +12,8 @@ arrival, give the same bits (:mod:`pagespec.kernels.triton_softmax`), so the cho
 size of the batch.
 
 With ``TURN`` the queries, and the keys and values of the step, come as a product leaves them, and
-the programs normalise, rotate and store first (:mod:`pagespec.kernels.triton_turn`).
+the programs normalise, rotate and store first (:mod:`pagespec.kernels.triton_turn`). With ``LATE``
+the next kernel starts behind that (:func:`pagespec.kernels.triton_store.starts_next_late`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pagespec.kernels.triton_softmax import (
     walk,
 )
 from pagespec.kernels.triton_tiling import ALL_SPLITS
-from pagespec.kernels.triton_turn import ask, load_angles, load_weights, store_new
+from pagespec.kernels.triton_turn import KEYS, ask, load_angles, load_weights, store_new
 
 
 @triton.jit
@@ -134,6 +135,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     TURN: tl.constexpr,
     EMULATE: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
@@ -159,18 +161,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         first_new = tl.where(position < 0, token, tl.load(starts + some_row))
         stores = (first_new < token) | (lane == 0)
         partners = partners_of(k_dims, R)
-        q_own, q_others = load_weights(q_weight, k_dims, partners, DK, DTYPE, FORM)
+        q_own, q_others = load_weights(q_weight, k_dims, partners, DK, BLOCK_M, DTYPE, FORM)
         k_size = tl.where(stores, DK, 0)
-        k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, DTYPE, FORM)
+        k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, KEYS, DTYPE, FORM)
         if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
             if position >= 0:
                 ask(k_cache + head * DK, blocks, begin, HKV * DK, DK, PAGE, BLOCK_N)
                 ask(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        # Not sooner: programs of the next kernel would take places where this one has none yet, and
-        # some multiprocessors would end up with three programs of a launch, others with none.
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            # Not sooner: programs of the next kernel would take places where this one has none yet,
+            # and some multiprocessors would end up with three programs of a launch, others none.
+            tl.extra.cuda.gdc_launch_dependents()
 
     in_group = tl.arange(0, BLOCK_M)
     heads = head * G + in_group
@@ -213,6 +216,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         if stores:
             tl.debug_barrier()  # other threads of this program are about to load it
         q = turned(q, y, q_own, q_others, c, s, k_dims, eps, DK, R, FORM, DTYPE, EMULATE)
+    if PDL and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
 
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
     for behind in range(lane, last_piece - first_piece + 1, num_lanes):

@@ -78,7 +78,8 @@ def merge(  # type: ignore[no-untyped-def]
 
     Args:
         partial, stats, out: as of :func:`pagespec.kernels.triton_decode.decode_kernel`.
-        CHUNK: pieces loaded at once. FEW: those loaded at once if there are no more.
+        CHUNK: pieces loaded at once. FEW: those loaded at once if there are no more; else twice as
+            many, if those suffice.
     """
     in_group = tl.arange(0, GROUP)
     is_head = in_group < G
@@ -89,9 +90,14 @@ def merge(  # type: ignore[no-untyped-def]
     peak = tl.full((GROUP,), float("-inf"), tl.float32)
     mass = tl.zeros((GROUP, 1), tl.float32)
     acc = tl.zeros((GROUP, DV_PAD), tl.float32)
+    MORE: tl.constexpr = min(2 * FEW, CHUNK)
     if num_pieces <= FEW:
         peak, mass, acc = _fold_pieces(
             partial, stats, index, 0, num_pieces, peak, mass, acc, factor, DV, DV_PAD, GROUP, FEW
+        )
+    elif num_pieces <= MORE:
+        peak, mass, acc = _fold_pieces(
+            partial, stats, index, 0, num_pieces, peak, mass, acc, factor, DV, DV_PAD, GROUP, MORE
         )
     else:
         for first in range(0, num_pieces, CHUNK):

@@ -52,16 +52,16 @@ def turned(  # type: ignore[no-untyped-def]
     taken in the same order, which follows from the layout of x.
 
     Args:
-        y: the partners of x. w, w_partner: ``[D_PAD]``, of no meaning without FORM.
-        c, s: ``[M or 1, D_PAD]``. All as they were loaded. offsets: of a head, ``[D_PAD]``.
+        y: the partners of x. w, w_partner: ``[M or 1, D_PAD]``, of no meaning without FORM.
+        c, s: the same shape. All as they were loaded. offsets: of a head, ``[D_PAD]``.
     """
     HALF: tl.constexpr = R // 2
     x = x.to(tl.float32)
     y = y.to(tl.float32)
     if FORM != "":
         r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None]
-        x = scaled(x * r, w.to(tl.float32)[None, :], FORM, DTYPE, EMULATE)
-        y = scaled(y * r, w_partner.to(tl.float32)[None, :], FORM, DTYPE, EMULATE)
+        x = scaled(x * r, w.to(tl.float32), FORM, DTYPE, EMULATE)
+        y = scaled(y * r, w_partner.to(tl.float32), FORM, DTYPE, EMULATE)
     y = tl.where((offsets < HALF)[None, :], -y, y)
     result = rounded(x * c.to(tl.float32), DTYPE, EMULATE)
     result += rounded(y * s.to(tl.float32), DTYPE, EMULATE)
@@ -93,10 +93,10 @@ def _turn_heads(  # type: ignore[no-untyped-def]
     start = source + heads[:, None] * head_stride
     x = tl.load(start + offsets[None, :], mask=mask, other=0.0)
     y = tl.load(start + partners[None, :], mask=mask, other=0.0)
-    w, w_partner = offsets, offsets
+    w, w_partner = x, y
     if FORM != "":
-        w = tl.load(weight + offsets, mask=offsets < D, other=0.0)
-        w_partner = tl.load(weight + partners, mask=offsets < D, other=0.0)
+        w = tl.load(weight + offsets, mask=offsets < D, other=0.0)[None, :]
+        w_partner = tl.load(weight + partners, mask=offsets < D, other=0.0)[None, :]
     c = tl.load(cos, mask=offsets < R, other=0.0)[None, :]
     s = tl.load(sin, mask=offsets < R, other=0.0)[None, :]
     result = turned(x, y, w, w_partner, c, s, offsets, eps, D, R, FORM, DTYPE, EMULATE)

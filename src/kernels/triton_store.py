@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_LATE_ROWS = 4
+
 
 @triton.jit(
     # What follows the batch must not make new versions of the kernel: strides of tensors whose
@@ -72,11 +74,24 @@ def has_dependent_launch(device: torch.device) -> bool:
     The launch of a kernel takes about a microsecond, which for small batches is a tenth of the
     attention. Ours let the next one start first of all (``gdc_launch_dependents``; attention once
     it has waited), then wait (``gdc_wait``) before they touch what kernels write. So several may
-    lie ahead of the one that works, which costs it nothing: a kernel is only put where all of those
-    before it have their place already. Each ends after the one before it, as some program of each
-    waits.
+    lie ahead of the one that works: a kernel is only put where all of those before it have their
+    place already. What that costs few rows, :func:`starts_next_late` spares them. Each ends after
+    the one before it, as some program of each waits.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def starts_next_late(num_rows: int) -> bool:
+    """Whether attention and products of a step of ``num_rows`` let the next kernel start only
+    behind their own wait.
+
+    A kernel that starts asks for its weights. The sooner the better, as long as those before are
+    busy with data of their own. Where they are a chain of short waits, as attention of few rows is,
+    what they wait for stands in line behind megabytes of weights that nobody needs yet, and a
+    kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
+    four rows, early from eight on (benchmarks/NOTES.md, "Few rows").
+    """
+    return num_rows <= _LATE_ROWS
 
 
 def kv_store(

@@ -32,13 +32,21 @@ KEYS = tl.constexpr(_KEYS)
 
 
 @triton.jit
-def load_weights(weight, dims, partners, size, DTYPE: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first ``size`` weights of a norm and those of their partners; zeros without FORM."""
-    own = tl.zeros(dims.shape, DTYPE)
+def load_weights(  # type: ignore[no-untyped-def]
+    weight, dims, partners, size, M: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr
+):
+    """``[M, D_PAD]``, M times the first ``size`` weights of a norm and those of their partners;
+    zeros without FORM.
+
+    A row for each head or token, so that each thread reads what it needs: no exchange.
+    """
+    own = tl.zeros((M, dims.shape[0]), DTYPE)
     others = own
     if FORM != "":
-        own = tl.load(weight + dims, mask=dims < size, other=0.0)
-        others = tl.load(weight + partners, mask=dims < size, other=0.0)
+        rows = weight + tl.zeros((M,), tl.int32)[:, None]
+        mask = (dims < size)[None, :]
+        own = tl.load(rows + dims[None, :], mask=mask, other=0.0)
+        others = tl.load(rows + partners[None, :], mask=mask, other=0.0)
     return own, others
 
 
@@ -54,10 +62,7 @@ def load_angles(  # type: ignore[no-untyped-def]
     TABLE: tl.constexpr,
     ANGLES: tl.constexpr,
 ):
-    """``[M, D_PAD]`` of cos or sin of ``tokens [M]``, zeros but where ``mask [M]`` and dims < R.
-
-    A row for each head or token, so that each thread reads what it needs: no exchange.
-    """
+    """``[M, D_PAD]`` of cos or sin of ``tokens [M]``, zeros but where ``mask [M]`` and dims < R."""
     rows = table + (tokens * ANGLES)[:, None] * stride
     at = dims % TABLE
     if ANGLES > 1:

@@ -68,7 +68,8 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
         "PAGE": 16, "ONES": 16, "GROUP": group,
         "CHUNK": t.merge_chunk_of(group * dim), "BY_TOKEN": True,
         "HAS_WINDOW": case["window"], "HAS_SOFTCAP": case["softcap"], "HAS_SINKS": False,
-        "PRECISION": "tf32", "EMULATE": False, "PDL": True, "TURN": turn, "sinks": None,
+        "PRECISION": "tf32", "EMULATE": False, "PDL": True, "TURN": turn,
+        "LATE": turn, "sinks": None,
     }  # fmt: skip
     if turn:
         angles = {"K_STEP": 16, "V_STEP": 16, "R": dim, "TABLE": dim, "ANGLES": 8}

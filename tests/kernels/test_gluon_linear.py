@@ -99,12 +99,16 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
         has_norm, _, _, k_size, _, _, atoms, stages, _ = case
         num_steps = k_size // (64 * atoms)
         ahead, behind = order.split("w")
+        # Few rows let the next kernel start behind their wait, others first of all.
+        is_late = case[1] <= 4
+        assert (ahead[0] == "d", behind[0] == "d") == (not is_late, is_late), (case, order)
+        ahead, behind = ahead.lstrip("d"), behind.lstrip("d")
         if has_norm:  # its weight is loaded with those of the product, x and the residual behind
             rows = 4 if case[1] == 4 else 2
-            assert ahead == "d" + stages * "t" + "l", (case, order)
+            assert ahead == stages * "t" + "l", (case, order)
             assert behind == rows * 2 * "l" + num_steps * atoms * 4 * "m", (case, order)
             continue
-        assert ahead == "d" + stages * "t", (case, order)
+        assert ahead == stages * "t", (case, order)
         # x behind the wait; where stages are used again, both once more in the loop.
         assert behind.startswith(stages * "t"), (case, order)
         assert behind.count("t") == stages + (2 if num_steps > stages else 0), (case, order)
