@@ -11,6 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from pagespec.kernels.linear_tiles import EarlyTile
 from pagespec.kernels.triton_store import starts_next_late
 
+_AHEAD_BYTES = 6 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -48,6 +50,7 @@ def plan_launch(
         "X_ROWS": x_rows,
         "ATOMS": tile.atoms,
         "STAGES": tile.stages,
+        "AHEAD": _stages_ahead(num_rows, num_outs * halves, k_size, tile),
         "LATE": starts_next_late(num_rows),
         "PDL": overlap,
     }
@@ -60,3 +63,14 @@ def plan_launch(
         4 if tile.part * halves <= 64 else 8,
         constants,
     )
+
+
+def _stages_ahead(num_rows: int, num_weight_rows: int, k_size: int, tile: EarlyTile) -> int:
+    """Stages of weights that are asked for before the wait; the others are behind it.
+
+    All of them, but of few rows (:func:`starts_next_late`) no more than 6 MiB of a weight that is
+    staged as a whole: the kernel before ends only when what is under way has come.
+    """
+    if not starts_next_late(num_rows) or tile.stages * tile.atoms * 64 < k_size:
+        return tile.stages
+    return min(tile.stages, max(1, tile.stages * _AHEAD_BYTES // (num_weight_rows * k_size * 2)))

@@ -53,13 +53,14 @@ def ask_for_weights(
     begin,
     PIECES: gl.constexpr,
     BYTES: gl.constexpr,
-    STAGES: gl.constexpr,
+    FROM: gl.constexpr,
+    TO: gl.constexpr,
 ):
-    """Make the barriers, each for BYTES, and ask for all stages of weights from ``begin`` on."""
+    """Ask for stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
     ATOMS: gl.constexpr = w_desc.block_type.shape[0]
-    for slot in gl.static_range(STAGES):
+    for slot in gl.static_range(FROM, TO):
         mbarrier.init(bars.index(slot), count=1)
-    for slot in gl.static_range(STAGES):
+    for slot in gl.static_range(FROM, TO):
         mbarrier.expect(bars.index(slot), BYTES)
         target = _weight_stage(smem, slot, PIECES, w_desc)
         at = [slot * ATOMS, 0, begin, 0]
@@ -160,6 +161,7 @@ def early_kernel(
     X_ROWS: gl.constexpr,
     ATOMS: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,  # stages of weights asked for before the wait
     LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -186,11 +188,12 @@ def early_kernel(
     begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, STAGES)
+    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, 0, AHEAD)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if LATE:
             tl.extra.cuda.gdc_launch_dependents()
+    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, AHEAD, STAGES)
     for slot in gl.static_range(STAGES):
         target = _x_stage(smem, slot, X_FROM, X_PIECES, x_desc)
         tma.async_copy_global_to_shared(

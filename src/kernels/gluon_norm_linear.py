@@ -54,6 +54,7 @@ def normed_kernel(
     STAGES: gl.constexpr,
     BLOCK: gl.constexpr,
     FORM: gl.constexpr,
+    AHEAD: gl.constexpr,  # stages of weights asked for before the wait
     LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -61,6 +62,7 @@ def normed_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     W_ROWS: gl.constexpr = HALVES * PART
     W_PIECES: gl.constexpr = ATOMS * W_ROWS // 8
+    BYTES: gl.constexpr = ATOMS * W_ROWS * 128
     # Behind the last atom lies what its operand reads beyond: LEFT rows from its first on.
     LEFT: gl.constexpr = 64
     PIECES: gl.constexpr = STAGES * W_PIECES + (LEFT - W_ROWS) // 8
@@ -72,7 +74,7 @@ def normed_kernel(
     weights = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     normed = gl.allocate_shared_memory(gl.bfloat16, [BLOCK // 8, 64], OPERAND)  # by atom, 8 rows
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, ATOMS * W_ROWS * 128, STAGES)
+    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, BYTES, 0, AHEAD)
     k = gl.arange(0, BLOCK, gl.SliceLayout(0, LINE))
     scale = gl.load(norm_weight + k, mask=k < K, other=0.0).to(gl.float32)
     if PDL:
@@ -83,8 +85,10 @@ def normed_kernel(
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LINE))
     mask = (row < num_rows)[:, None] & (k < K)[None, :]
     places = row[:, None] * K + k[None, :]
-    h = gl.load(x + places, mask=mask, other=0.0).to(gl.float32)
-    h += gl.load(residual + places, mask=mask, other=0.0).to(gl.float32)
+    h = gl.load(x + places, mask=mask, other=0.0)
+    more = gl.load(residual + places, mask=mask, other=0.0)
+    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, BYTES, AHEAD, STAGES)
+    h = h.to(gl.float32) + more.to(gl.float32)
     rounded = h.to(gl.bfloat16)
     if gl.program_id(0) == 0:
         gl.store(hidden + places, rounded, mask=mask)
@@ -186,6 +190,6 @@ def matmul(
 
 def constants_of(product: dict[str, object], num_rows: int, form: NormForm) -> dict[str, object]:
     """The kernel's constants; ``product``: those of the product alone."""
-    names = ("N", "K", "HALVES", "PART", "ATOMS", "STAGES", "LATE", "PDL")
+    names = ("N", "K", "HALVES", "PART", "ATOMS", "STAGES", "AHEAD", "LATE", "PDL")
     chosen = {"ROWS": max(2, triton.next_power_of_2(num_rows)), "BLOCK": _BLOCK, "FORM": form}
     return {name: product[name] for name in names} | chosen
