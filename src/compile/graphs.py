@@ -96,8 +96,6 @@ class StepGraphs:
         self,
         run: Callable[[StepShape], Tensor],
         shapes: Sequence[StepShape],
-        *,
-        show_progress: bool = True,
     ) -> None:
         self._decode = sorted(shape for shape in shapes if shape.is_decode)
         # Rows first: the fewest that do, then the fewest tokens.
@@ -107,11 +105,7 @@ class StepGraphs:
         )
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool = torch.cuda.graph_pool_handle()
-        bar = tqdm(
-            sorted(set(shapes), reverse=True),
-            desc="capture CUDA graphs",
-            disable=None if show_progress else True,
-        )
+        bar = tqdm(sorted(set(shapes), reverse=True), desc="capture CUDA graphs", disable=None)
         for shape in bar:
             # Kernels that are compiled or loaded at their first call must be there before.
             run(shape)
