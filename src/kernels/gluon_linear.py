@@ -4,7 +4,9 @@ A step of few rows is a chain of short kernels that each wait for the last, and 
 mostly waiting for its weight, which depends on none of them. Triton cannot ask for the one operand
 before the wait and for the other after it; Gluon, which it is made of, can: here every program
 asks for all its weights that fit in shared memory, then waits (programmatic dependent launch),
-then asks for x. So **weights must be older than the kernel before**: parameters, nothing computed.
+then asks for x; with very few rows some weights are left for behind the wait, as they would be in
+the way of what is waited for (:mod:`pagespec.kernels.gluon_launch`). So **weights must be older
+than the kernel before**: parameters, nothing computed.
 
 A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It walks
 K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by one
