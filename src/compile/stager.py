@@ -12,7 +12,7 @@ from pagespec.compile.step_buffers import StepBuffers
 from pagespec.compile.step_inputs import MIN_SIZE
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
-from pagespec.kernels.triton_step import DECODE_FIELDS, update_tables
+from pagespec.kernels.triton_step import DECODE_FIELDS, decode_size, update_tables
 
 
 class Stager:
@@ -49,8 +49,8 @@ class Stager:
         is_same = self._tables.place(plan)
         index, pinned, array = self._ring.take()
         num_rows = len(plan)
-        size = DECODE_FIELDS * bucket + 2
-        fields = array[: size - 2].reshape(DECODE_FIELDS, bucket)
+        size = decode_size(bucket)
+        fields = array[: DECODE_FIELDS * bucket].reshape(DECODE_FIELDS, bucket)
         fields[:, num_rows:] = 0
         fields[2, num_rows:] = -1
         fields[3] = -1
@@ -61,7 +61,7 @@ class Stager:
         params = self._row_params(plan.requests)
         fields[4:6, :num_rows] = params.seeds
         fields[6, :num_rows] = params.temperature_bits
-        array[size - 2 : size] = num_rows, result_row
+        array[fields.size : size] = num_rows, result_row
         return self._send(index, pinned, array, size, params.truncated, where, ids)
 
     def stage_mixed(

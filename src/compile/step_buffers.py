@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
-from pagespec.kernels.triton_step import DECODE_FIELDS
+from pagespec.kernels.triton_step import decode_size
 from pagespec.kernels.triton_truncate import TRUNCATED_FIELDS
 
 
@@ -96,4 +96,4 @@ class StepBuffers:
         """int32 elements that any step of these sizes stages."""
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
         mixed = 3 * num_tokens + 3 * num_rows + 1 + 4 * num_rows + 1
-        return max(mixed, DECODE_FIELDS * num_rows + 2) + TRUNCATED_FIELDS * num_rows
+        return max(mixed, decode_size(num_rows)) + TRUNCATED_FIELDS * num_rows

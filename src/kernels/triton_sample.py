@@ -157,6 +157,13 @@ class Results:
     row: Tensor
 
 
+def places_of(results: Results | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """What :func:`hand_over` takes of them: tokens, row, and elements from step to step."""
+    if results is None:
+        return None, None, 0
+    return results.tokens, results.row, results.tokens.stride(0)
+
+
 def sample_simple(
     logits: Tensor,
     temperatures: Tensor,
@@ -173,6 +180,7 @@ def sample_simple(
         sampled: int64 ``[>= S]``, written. results: written, too.
     """
     num_rows, vocab_size = logits.shape
+    tokens, result_row, results_stride = places_of(results)
     num_groups = triton.cdiv(vocab_size, GROUP)
     largest = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(largest)
@@ -196,10 +204,10 @@ def sample_simple(
         largest,
         sums,
         sampled,
-        None if results is None else results.tokens,
-        None if results is None else results.row,
+        tokens,
+        result_row,
         logits.stride(0),
-        0 if results is None else results.tokens.stride(0),
+        results_stride,
         num_groups,
         VOCAB=vocab_size,
         GROUP=GROUP,

@@ -21,6 +21,11 @@ bits of the float32 temperature. Two more words follow: the number of rows that 
 where the step's tokens are to go."""
 
 
+def decode_size(bucket: int) -> int:
+    """int32 elements of the staged form of a decode step."""
+    return DECODE_FIELDS * bucket + 2
+
+
 @triton.jit(do_not_specialize=["num_updates"])
 def _update_tables_kernel(staged, table_store, num_updates, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

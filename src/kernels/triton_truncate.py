@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagespec.kernels.sampling import GROUP
 from pagespec.kernels.triton_cut import find_cut, largest_logit, mark_kept, token_keys
-from pagespec.kernels.triton_sample import Results, first_of_best, hand_over, noise_of
+from pagespec.kernels.triton_sample import Results, first_of_best, hand_over, noise_of, places_of
 
 # The quickest on an H100 (benchmarks/NOTES.md).
 _TILE = 4096
@@ -111,6 +111,7 @@ def sample_truncated(
         tile: tokens read at once, a power of two of a group or more.
     """
     num_rows = len(fields) // TRUNCATED_FIELDS
+    tokens, result_row, results_stride = places_of(results)
     vocab_size = logits.shape[1]
     _truncated_kernel[(num_rows,)](
         logits,
@@ -119,10 +120,10 @@ def sample_truncated(
         seeds,
         positions,
         sampled,
-        None if results is None else results.tokens,
-        None if results is None else results.row,
+        tokens,
+        result_row,
         logits.stride(0),
-        0 if results is None else results.tokens.stride(0),
+        results_stride,
         num_rows,
         VOCAB=vocab_size,
         TILE=tile,
