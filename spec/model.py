@@ -80,6 +80,7 @@ class Machine(Scheduler):
         for row, ids in zip(plan.rows, known, strict=True):
             self.write(row.request, row.start, row.n, ids)
         self.write_padding(sum(row.n for row in plan.rows))
+        self.tell_runner(plan)
         self.flight.append(
             tuple(
                 Row(
@@ -92,6 +93,15 @@ class Machine(Scheduler):
                 for row in plan.rows
             )
         )
+
+    def tell_runner(self, plan: Plan) -> None:
+        """The runner's block tables: it has the plans, in their order, and nothing else (S32)."""
+        for r in plan.released:
+            self.view.pop(r, None)
+        self.view.update(plan.tables)
+        for r, blocks in plan.added:
+            self.view[r] = self.view.get(r, ()) + blocks
+        self.left.clear()
 
     def all_tokens(self, r: int) -> tuple[int, ...]:
         """Settled tokens and those being sampled, which only the device knows."""
@@ -164,7 +174,9 @@ class Machine(Scheduler):
         self.release_if_drained(r)
 
     def leave(self, r: int) -> None:
-        for queue in (self.waiting, self.running, self.paused):
+        if r in self.running:
+            self.leave_running(r)
+        for queue in (self.waiting, self.paused):
             if r in queue:
                 queue.remove(r)
 
@@ -213,7 +225,8 @@ def initial(scope: Scope) -> State:
     count = scope.num_blocks
     empty = (EMPTY,) * scope.block_size
     free = tuple(reversed(range(count)))  # block 0 on top
-    return State((), (), (), (), (), (0,) * count, (None,) * count, (), free, (), (empty,) * count)
+    pool = ((0,) * count, (None,) * count, (), free, (), (empty,) * count)
+    return State((), (), (), (), (), *pool, view=(), left=())
 
 
 def can_schedule(state: State, scope: Scope) -> bool:

@@ -28,6 +28,8 @@ class Pool:
         self.free = list(state.free)
         self.lru = list(state.lru)
         self.contents = list(state.contents)
+        self.view = dict(state.view)
+        self.left = list(state.left)
 
     def freeze(self) -> State:
         return State(
@@ -42,6 +44,8 @@ class Pool:
             tuple(self.free),
             tuple(self.lru),
             tuple(self.contents),
+            tuple(sorted(self.view.items())),
+            tuple(sorted(self.left)),
         )
 
     def update(self, r: int, **fields: object) -> None:

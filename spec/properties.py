@@ -121,6 +121,15 @@ def s30(state: State, scope: Scope) -> bool:
     )
 
 
+def s32(state: State, _: Scope) -> bool:
+    """The runner's tables are those of the running requests, and it keeps none of others but for
+    those that the next plan will release."""
+    known = dict(state.view)
+    return known.keys() == {*state.running, *state.left} and all(
+        known[r] == state.requests[r].table for r in state.running
+    )
+
+
 # --------------------------------------------------------------------------- liveness, by state
 def l5(state: State, scope: Scope) -> bool:
     """The order of service is the order of ranks; who overtakes in it is bounded by K."""
@@ -155,6 +164,7 @@ STATE_PROPERTIES: dict[str, Callable[[State, Scope], bool]] = {
     "S27": s27,
     "S28": s28,
     "S30": s30,
+    "S32": s32,
     "L5": l5,
     "L7": l7,
 }

@@ -19,6 +19,7 @@ class Scheduler(Pool):
         self.held: list[int] = []
         self.closed_by: int | None = None
         self.admission_open = True
+        known = {r: len(self.requests[r].table) for r in self.running}
         self.to_come = self.walk_order(self.running)
         candidates = self.walk_order(self.waiting)
         while self.to_come or candidates:
@@ -37,7 +38,28 @@ class Scheduler(Pool):
             tuple(self.admitted),
             tuple(self.held),
             self.closed_by,
+            self.whole_tables(),
+            self.growth(known),
+            tuple(sorted(self.left)),
         )
+
+    # ------------------------------------------------------------------ what the runner is told
+    def whole_tables(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """S32: the table of everyone admitted in this step, hits and new blocks alike."""
+        return tuple((r, self.requests[r].table) for r, _ in self.admitted)
+
+    def growth(self, known: dict[int, int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """S32: what the tables of the other rows grew by. ``known``: their lengths before."""
+        grown = ((row.request, known.get(row.request)) for row in self.rows)
+        return tuple(
+            (r, self.requests[r].table[length:])
+            for r, length in grown
+            if length is not None and len(self.requests[r].table) > length
+        )
+
+    def leave_running(self, r: int) -> None:
+        self.running.remove(r)
+        self.left.append(r)
 
     def walk_order(self, queue: list[int]) -> list[int]:
         return list(queue)
@@ -180,7 +202,7 @@ class Scheduler(Pool):
 
     def preempt(self, victim: int) -> None:
         self.take_back(victim)
-        self.running.remove(victim)
+        self.leave_running(victim)
         if victim in self.to_come:
             self.to_come.remove(victim)
         self.enter(self.waiting, victim)

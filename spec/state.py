@@ -132,6 +132,8 @@ class State(NamedTuple):
     free: tuple[int, ...]  # a stack, top last
     lru: tuple[int, ...]  # unowned and published, oldest first
     contents: tuple[tuple[int, ...], ...]  # by block and slot: the prefix written there, or EMPTY
+    view: tuple[tuple[int, tuple[int, ...]], ...]  # the runner's block tables, from plans alone
+    left: tuple[int, ...]  # no longer running, which the next plan has to tell the runner
 
 
 # --------------------------------------------------------------------------- plans and labels
@@ -143,8 +145,9 @@ class PlanRow(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one schedule decided. Only ``rows`` and ``preempted`` leave the scheduler; the rest is
-    the account of why, which the properties examine."""
+    """What one schedule decided. ``rows``, ``preempted``, ``tables``, ``added`` and ``released``
+    leave the scheduler and are all that a runner ever learns; the rest is the account of why,
+    which the properties examine."""
 
     rows: tuple[PlanRow, ...]
     preempted: tuple[int, ...] = ()
@@ -152,6 +155,9 @@ class Plan(NamedTuple):
     admitted: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (request, its hit blocks)
     held: tuple[int, ...] = ()  # victims that must drain first, not scheduled
     closed_by: int | None = None  # the first request that wanted more blocks than it could get
+    tables: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (admitted request, its whole table)
+    added: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (other row, blocks its table grew by)
+    released: tuple[int, ...] = ()  # no longer running: their tables may be forgotten
 
 
 class Add(NamedTuple):

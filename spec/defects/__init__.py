@@ -1,7 +1,7 @@
 """Seeded defects: each replaces exactly one rule of the machine by a broken one, most of them
 taken from real engines (the row of BUGS.md). A property that no defect can break says nothing."""
 
-from . import life, liveness, pool, step
+from . import life, liveness, plan, pool, step
 from .registry import DEFECTS, Defect
 
-__all__ = ["DEFECTS", "Defect", "life", "liveness", "pool", "step"]
+__all__ = ["DEFECTS", "Defect", "life", "liveness", "plan", "pool", "step"]
