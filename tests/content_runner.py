@@ -2,7 +2,8 @@
 
 The "KV" of a slot is a hash chained over the token written there and the KV of the slot before,
 read through the block table; the next token is a hash of every KV the row reads. An aliased block,
-a stale hit, an unwritten slot or a wrong position therefore changes the stream.
+a stale hit, an unwritten slot or a wrong position therefore changes the stream. Block tables and
+tokens are those that the plans add up to: it sees no live request, as a real runner does not.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagespec.engine.plan import StepPlan, StepResult
-from pagespec.engine.request import Request
+from tests.tables import TablesFromPlans
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1
+_MAX_SAMPLED = 1024  # tokens of earlier steps that are kept: more than any steps in flight sample
 
 TOKEN_STRIDE = 256
 """Token ids are multiples of this: a key that saw only their low byte would take all for equal."""
@@ -70,7 +72,8 @@ class ContentRunner:
         self.kv = [_POISON] * (num_blocks * block_size)
         self.num_steps = 0
         self.fail_at_step: int | None = None
-        self._device_tokens: dict[Request, dict[int, int]] = {}
+        self._tables = TablesFromPlans()
+        self._sampled: list[int] = []  # by the steps before, newest first
 
     def dispatch(self, plan: StepPlan) -> _Step:
         if self.fail_at_step is not None and self.num_steps >= self.fail_at_step:
@@ -79,29 +82,27 @@ class ContentRunner:
         self.num_steps += 1
         writes: list[tuple[int, int]] = []
         sampled: list[int] = []
+        self._tables.take(plan)
+        token_ids = iter([t if t >= 0 else self._sampled[-1 - t] for t in plan.token_ids])
         for request, start, num_tokens, is_sampled in plan.rows():
-            pending = self._device_tokens.setdefault(request, {})
+            table = self._tables[request.request_id]
             slots = [
-                request.block_table[p // self.block_size] * self.block_size + p % self.block_size
+                table[p // self.block_size] * self.block_size + p % self.block_size
                 for p in range(start + num_tokens)
             ]
             kvs = [self.kv[slot] for slot in slots[:start]]
             for position in range(start, start + num_tokens):
-                token = (
-                    request.token_ids[position]
-                    if position < len(request.token_ids)
-                    else pending[position]
-                )
+                token = next(token_ids)
                 salt = int.from_bytes(request.cache_salt, "little")
                 kvs.append(kv_of(token, kvs[-1] if kvs else salt, position))
                 writes.append((slots[position], kvs[-1]))
             if is_sampled:
-                token = token_after(kvs, request.seed, self.vocab_size)
-                pending[start + num_tokens] = token
-                sampled.append(token)
+                sampled.append(token_after(kvs, request.seed, self.vocab_size))
+        assert next(token_ids, None) is None, "more token ids than positions"
         assert len({slot for slot, _ in writes}) == len(writes), "S15: two writes to one slot"
         for slot, kv in writes:
             self.kv[slot] = kv
+        self._sampled = (sampled + self._sampled)[:_MAX_SAMPLED]
         return _Step(sampled, 1)
 
     def collect(self, handle: object) -> StepResult:

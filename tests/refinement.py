@@ -2,14 +2,19 @@
 
 `Pair` applies each action to both and compares: the plans row by row, and after every action the
 abstraction of the real state with the specification's, field by field, the order of the free
-stack and of the LRU queue included.
+stack and of the LRU queue included. The runner's view of block tables (S32) is made of the real
+plans alone; real packers stand in the loop, and what they make of a plan must be the tokens, slots
+and tables that the specification has for its rows.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from typing import Protocol
 
 from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.invariants import RunnerView
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import SENIORITY_BITS, Policy
 from pagespec.engine.request import Request as RealRequest
@@ -18,6 +23,7 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.errors import InvalidInputError
 from spec import model
+from spec.properties import all_tokens
 from spec.state import (
     STOP,
     Abort,
@@ -26,18 +32,28 @@ from spec.state import (
     Pause,
     Plan,
     Request,
+    Row,
     Schedule,
     Scope,
     Settle,
     State,
     prefixes,
 )
+from tests.tables import RowSeen, TablesFromPlans
 
 _PARAMS = SamplingParams()
 
 
 class RefinementError(AssertionError):
     """The implementation did what the specification does not."""
+
+
+class Packer(Protocol):
+    """What `tests/packers.py` has."""
+
+    def read(self, plan: StepPlan) -> list[RowSeen]: ...
+
+    def sampled(self, token_ids: Sequence[int]) -> None: ...
 
 
 def real_scheduler(scope: Scope) -> Scheduler:
@@ -59,11 +75,15 @@ def real_scheduler(scope: Scope) -> Scheduler:
 class Pair:
     """One state of the specification and the real objects that are to be in the same."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, packers: Sequence[Packer] = ()) -> None:
         self.scope = scope
         self.state = model.initial(scope)
         self.scheduler = real_scheduler(scope)
         self.requests: list[RealRequest] = []
+        self.view = TablesFromPlans()
+        self.checker = RunnerView()
+        self.packers = list(packers)
+        self.num_packed_steps = 0
         self.compare("at the start")
 
     def enabled(self) -> list[Label]:
@@ -78,7 +98,38 @@ class Pair:
         plan = self._apply_to_real(label)
         if made is not None and plan is not None:
             self._compare_plans(made, plan)
+            if plan.requests:
+                self.view.take(plan)
+                self.checker.check(self.scheduler, plan)
+                self._compare_packed(plan, label.tokens)
         self.compare(label)
+
+    def _compare_packed(self, plan: StepPlan, tokens: Sequence[int]) -> None:
+        if not self.packers:
+            return
+        expected = [self._row_expected(row) for row in self.state.flight[-1]]
+        for packer in self.packers:
+            got = packer.read(plan)
+            packer.sampled(tokens)
+            for row, a, b in zip(plan.requests, expected, got, strict=True):
+                if a != b:
+                    raise RefinementError(
+                        f"{type(packer).__name__}, step {plan.step}, request {row.request_id}: "
+                        f"the specification says {a}, packed are {b}"
+                    )
+        self.num_packed_steps += 1
+
+    def _row_expected(self, row: Row) -> RowSeen:
+        size = self.scope.block_size
+        table = self.state.requests[row.request].table
+        positions = list(range(row.start, row.start + row.n))
+        ids = all_tokens(self.state, row.request)
+        return RowSeen(
+            [ids[p] for p in positions],
+            positions,
+            [table[p // size] * size + p % size for p in positions],
+            list(table[: -(-(row.start + row.n) // size)]),
+        )
 
     def _apply_to_real(self, label: Label) -> StepPlan | None:
         scheduler = self.scheduler
@@ -101,7 +152,7 @@ class Pair:
         elif isinstance(label, Schedule):
             return scheduler.schedule()
         elif isinstance(label, Settle):
-            scheduler.commit(scheduler.in_flight[0], label.tokens)
+            scheduler.commit(scheduler.in_flight[0].plan, label.tokens)
         elif isinstance(label, Abort):
             scheduler.abort(str(label.request))
         elif isinstance(label, Pause):
@@ -121,7 +172,7 @@ class Pair:
 
     def compare(self, after: object) -> None:
         expected = _comparable(self.state)
-        got = _comparable(abstraction(self.scheduler, self.requests))
+        got = _comparable(abstraction(self.scheduler, self.requests, self.view))
         for name, a, b in zip(State._fields, expected, got, strict=True):
             if a != b:
                 raise RefinementError(
@@ -129,13 +180,17 @@ class Pair:
                 )
 
     def save(self) -> bytes:
-        return pickle.dumps((self.state, self.scheduler, self.requests), protocol=5)
+        kept = (self.state, self.scheduler, self.requests, self.view, self.checker, self.packers)
+        return pickle.dumps(kept, protocol=5)
 
     def load(self, saved: bytes) -> None:
-        self.state, self.scheduler, self.requests = pickle.loads(saved)
+        kept = pickle.loads(saved)
+        self.state, self.scheduler, self.requests, self.view, self.checker, self.packers = kept
 
 
-def abstraction(scheduler: Scheduler, requests: list[RealRequest]) -> State:
+def abstraction(
+    scheduler: Scheduler, requests: list[RealRequest], view: TablesFromPlans
+) -> State:
     """The specification's view of the real objects, but for the contents of blocks."""
     blocks = scheduler.blocks
     names: dict[bytes, int] = {}
@@ -150,7 +205,7 @@ def abstraction(scheduler: Scheduler, requests: list[RealRequest]) -> State:
         paused=tuple(int(r.request_id) for r in requests if r.state is RequestState.PAUSED),
         flight=tuple(
             tuple((int(r.request_id), start, n, s) for r, start, n, s in plan.rows())
-            for plan in scheduler.in_flight
+            for plan, _ in scheduler.in_flight
         ),
         refs=tuple(blocks.ref_counts),
         keys=tuple(None if key is None else names[key] for key in blocks.keys),
@@ -158,6 +213,8 @@ def abstraction(scheduler: Scheduler, requests: list[RealRequest]) -> State:
         free=tuple(blocks.free_blocks),
         lru=tuple(blocks.lru_blocks),
         contents=(),
+        view=tuple(sorted((int(name), table) for name, table in view.items())),
+        left=tuple(sorted(map(int, scheduler.released))),
     )
 
 
@@ -199,13 +256,17 @@ def _comparable(state: State) -> State:
     return state._replace(requests=requests, flight=flight, contents=())
 
 
-def explore(scope: Scope, max_states: int | None = None) -> tuple[int, int]:
-    """Drive the real objects through every action enabled in every reachable state of ``scope``.
+def explore(scope: Scope, max_states: int | None = None) -> tuple[int, int, int]:
+    """Drive the real objects, the packer of the CPU among them, through every action enabled in
+    every reachable state of ``scope``.
 
     Returns:
-        How many states and transitions were covered.
+        How many states, transitions and packed steps were covered.
     """
-    pair = Pair(scope)
+    from tests.packers import CpuPacker  # it imports torch, which the mutants' kill suite does not
+
+    packer = CpuPacker(num_blocks=scope.num_blocks, block_size=scope.block_size)
+    pair = Pair(scope, [packer])
     seen = {pair.state}
     frontier = [pair.save()]
     num_transitions = 0
@@ -220,4 +281,4 @@ def explore(scope: Scope, max_states: int | None = None) -> tuple[int, int]:
             if pair.state not in seen and (max_states is None or len(seen) < max_states):
                 seen.add(pair.state)
                 frontier.append(pair.save())
-    return len(seen), num_transitions
+    return len(seen), num_transitions, pair.num_packed_steps

@@ -11,7 +11,7 @@ import random
 
 from pagespec.engine.block_manager import BlockManager, OutOfBlocksError
 from pagespec.engine.core import Engine
-from pagespec.engine.invariants import InvariantError, check_plan, check_state
+from pagespec.engine.invariants import InvariantError, RunnerView, check_plan, check_state
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request, RequestState
@@ -55,6 +55,7 @@ class Scenario:
             pipeline_depth=depth,
         )
         self.engine = Engine(self.scheduler, self.runner)
+        self.view = RunnerView()
         schedule = self.scheduler.schedule
         self.scheduler.schedule = lambda: self._watched(schedule)  # type: ignore[method-assign]
         self.requests: list[Request] = []
@@ -219,19 +220,22 @@ class Scenario:
         plan = schedule()
         check_state(scheduler)
         check_plan(scheduler, plan)
+        self.view.check(scheduler, plan)
         if list(plan.rows()) and _shape(twin.schedule()) != _shape(plan):
             raise PropertyError("S31", "the same state gave another plan")
-        rows = set(plan.requests)
-        for victim in plan.preempted:
+        rows = set(scheduler.in_flight[-1].requests) if plan.requests else set()
+        names = {info.request_id for info in plan.preempted}
+        preempted = [request for request in running if request.request_id in names]
+        for victim in preempted:
             gave = any(
-                refs[block] == sum(block in tables[v] for v in plan.preempted)
+                refs[block] == sum(block in tables[v] for v in preempted)
                 for block in tables[victim]
             )
             if not gave:
                 raise PropertyError("S21", f"{victim} was preempted for nothing")
-            if any(r.rank > victim.rank and r in plan.preempted for r in rows):
+            if any(r.rank > victim.rank and r in preempted for r in rows):
                 raise PropertyError("L3", f"{victim} lost its blocks to a younger one")
-        if plan.preempted and min(r.rank for r in plan.preempted) < min(r.rank for r in rows):
+        if preempted and min(r.rank for r in preempted) < min(r.rank for r in rows):
             raise PropertyError("L3", "the oldest was preempted")
         num_wanted = sum(-(-num_to_come[r] // self.block_size) - len(tables[r]) for r in running)
         if num_available >= num_wanted and not num_waiting:
@@ -269,4 +273,6 @@ def _twin(scheduler: Scheduler) -> Scheduler:
 
 def _shape(plan: StepPlan) -> tuple[object, ...]:
     rows = tuple((r.request_id, start, n, s) for r, start, n, s in plan.rows())
-    return rows, tuple(r.request_id for r in plan.preempted), tuple(plan.new_blocks.items())
+    preempted = tuple(r.request_id for r in plan.preempted)
+    told = (plan.tables, plan.new_blocks, plan.released, tuple(plan.token_ids))
+    return rows, preempted, told

@@ -18,37 +18,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagespec.compile.staging import TokenSource
 from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
-from pagespec.engine.plan import StepPlan
-from pagespec.engine.request import Request
+from pagespec.engine.plan import Blocks, StepPlan
 from pagespec.kernels.sampling import SamplingInputs
 
 _INITIAL_BLOCKS = 16
-_MAX_STALE_TABLES = 64
 
 
-@dataclass(slots=True)
 class _Table:
     """A request's block table as an array that grows by doubling."""
 
-    request: Request
-    blocks: NDArray[np.int32]
-    num_blocks: int = 0
+    def __init__(self, blocks: Blocks) -> None:
+        self._ids = np.empty(max(len(blocks), _INITIAL_BLOCKS), np.int32)
+        self._num_blocks = 0
+        self.append(blocks)
 
-    def update(self, num_new: int) -> NDArray[np.int32]:
-        table = self.request.block_table
-        # New ids were appended to what is known. Anything else (a new admission, or one after a
-        # preemption, whose ids are all new) is read afresh.
-        known = self.num_blocks if self.num_blocks + num_new == len(table) else 0
-        if len(table) > len(self.blocks):
-            grown = np.empty(max(len(table), 2 * len(self.blocks)), np.int32)
-            grown[:known] = self.blocks[:known]
-            self.blocks = grown
-        if known < len(table):
-            self.blocks[known : len(table)] = table[known:]
-        self.num_blocks = len(table)
-        return self.blocks[: self.num_blocks]
+    def append(self, blocks: Blocks) -> None:
+        begin, end = self._num_blocks, self._num_blocks + len(blocks)
+        if end > len(self._ids):
+            grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
+            grown[:begin] = self._ids[:begin]
+            self._ids = grown
+        self._ids[begin:end] = blocks
+        self._num_blocks = end
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        return self._ids[: self._num_blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +62,22 @@ class PackedStep:
 
 
 class BatchPacker:
-    """Turns plans into :class:`PackedStep`; keeps block tables as arrays between steps.
-
-    Relies on ``StepPlan.new_blocks``: a block table changes only by appending those ids, unless
-    they are the whole table.
-    """
+    """Turns plans into :class:`PackedStep`; keeps block tables as arrays between steps."""
 
     def __init__(self, *, block_size: int, num_blocks: int, device: torch.device) -> None:
         self._block_size = block_size
         self._null_slot = num_blocks * block_size
         self._null_block = num_blocks
         self._device = device
-        self._tables: dict[int, _Table] = {}
-        self._tokens = TokenSource()
-        self._sampled: NDArray[np.int64] | None = None
+        self._tables: dict[str, _Table] = {}
+        self._sampled = np.empty(0, np.int64)
 
-    def note(self, plan: StepPlan | None, token_ids: NDArray[np.int64] | None = None) -> None:
-        """``plan`` was computed and sampled ``token_ids``, which the next plan may feed before
-        its requests know them; None forgets the previous plan."""
-        self._tokens.note(plan)
+    def note(self, token_ids: NDArray[np.int64]) -> None:
+        """The plan packed last sampled ``token_ids``, which the next one may feed."""
         self._sampled = token_ids
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        """Reads the plan's requests; writes nothing to them.
+        """Takes in the plan's block tables, and packs the step.
 
         Raises:
             ValueError: a block table does not cover the positions of its row.
@@ -107,10 +96,9 @@ class BatchPacker:
         context_lens[:num_rows] = starts + lengths
 
         ids = np.zeros((1, padded_tokens), np.int64)
-        ids[0, :num_tokens] = self._tokens.all_ids(plan)
-        if self._sampled is not None:
-            fed = np.flatnonzero(ids[0] < 0)
-            ids[0, fed] = self._sampled[-1 - ids[0, fed]]
+        ids[0, :num_tokens] = plan.token_ids
+        fed = np.flatnonzero(ids[0] < 0)
+        ids[0, fed] = self._sampled[-1 - ids[0, fed]]
         rows = np.repeat(np.arange(num_rows), lengths)
         positions = np.zeros((1, padded_tokens), np.int64)
         positions[0, :num_tokens] = (
@@ -142,24 +130,21 @@ class BatchPacker:
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _block_tables(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
-        for request in plan.preempted:
-            self._tables.pop(id(request), None)
-        known = self._tables
-        rows = []
-        for row, request in enumerate(plan.requests):
-            # The entry holds the request, so its id cannot be reused while the entry lives.
-            table = known.get(id(request))
-            if table is None:
-                table = known[id(request)] = _Table(request, np.empty(_INITIAL_BLOCKS, np.int32))
-            blocks = table.update(len(plan.new_blocks.get(row, ())))
-            needed = plan.starts[row] + plan.num_tokens[row]
+        known, names = self._tables, [request.request_id for request in plan.requests]
+        for name in plan.released:
+            known.pop(name, None)
+        for row, table in plan.tables.items():
+            known[names[row]] = _Table(table)
+        for row, added in plan.new_blocks.items():
+            known[names[row]].append(added)
+        rows = [known[name].ids for name in names]
+        for name, start, num_tokens, blocks in zip(
+            names, plan.starts, plan.num_tokens, rows, strict=True
+        ):
+            needed = start + num_tokens
             if len(blocks) * self._block_size < needed:
                 # Unnoticed, its tokens would go to the null block.
-                raise ValueError(f"{request!r}: its block table does not cover {needed} tokens")
-            rows.append(blocks)
-        if len(known) > 2 * len(rows) + _MAX_STALE_TABLES:
-            current = {id(request) for request in plan.requests}
-            self._tables = {key: table for key, table in known.items() if key in current}
+                raise ValueError(f"request {name}: {len(blocks)} blocks for {needed} tokens")
         width = max([MIN_SIZE, *map(len, rows)])
         tables = np.full((padded_rows, width), self._null_block, np.int32)
         for row, blocks in enumerate(rows):

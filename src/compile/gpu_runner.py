@@ -203,7 +203,6 @@ class GpuRunner:
             self._sample_truncated(logits, truncated)
         if self._on_logits is not None:
             self._on_logits(plan, logits[:num_sampled])
-        self._stager.note(plan)
         return GpuStepHandle(plan.step, self._ring.release(index), token_ids[:num_sampled])
 
     def collect(self, handle: object) -> StepResult:

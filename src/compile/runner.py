@@ -76,7 +76,6 @@ class ModelRunner:
             begin = time.perf_counter()
             packed = self._packer.pack(plan)
             self.pack_s += time.perf_counter() - begin
-            self._packer.note(None)
             logits = self._forward(packed.inputs)[: packed.num_sampled]
             if self._on_logits is not None:
                 self._on_logits(plan, logits)
@@ -84,7 +83,7 @@ class ModelRunner:
                 tokens = torch.empty(0, dtype=torch.int64)
             else:
                 tokens = sample(logits, packed.sampling)
-            self._packer.note(plan, tokens.cpu().numpy())
+            self._packer.note(tokens.cpu().numpy())
             return StepHandle(plan.step, tokens)
 
     def collect(self, handle: object) -> StepResult:

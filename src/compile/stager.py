@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagespec.compile.graphs import StepShape
-from pagespec.compile.staging import IntArray, PinnedRing, RowParams, TableStore, TokenSource
+from pagespec.compile.staging import IntArray, PinnedRing, RowParams, TableStore
 from pagespec.compile.step_buffers import StepBuffers
 from pagespec.compile.step_inputs import MIN_SIZE
 from pagespec.engine.plan import StepPlan
-from pagespec.engine.request import Request
+from pagespec.engine.request import RequestInfo
 from pagespec.kernels.triton_step import DECODE_FIELDS, decode_size, update_tables
 
 
@@ -26,17 +28,12 @@ class Stager:
     def __init__(self, buffers: StepBuffers, num_steps_in_flight: int) -> None:
         self._buffers = buffers
         self._ring = PinnedRing(num_steps_in_flight + 1, len(buffers.staged), torch.int32)
-        self._params: tuple[tuple[Request, ...], RowParams] | None = None
+        self._params: tuple[tuple[RequestInfo, ...], RowParams] | None = None
         self.forget()
 
     def forget(self) -> None:
         """A step failed: nothing is known of what the device holds."""
-        self._tokens = TokenSource()
         self._tables = TableStore(len(self._buffers.table_store), self._buffers.width)
-
-    def note(self, plan: StepPlan) -> None:
-        """``plan`` was queued; the next may feed the tokens it samples."""
-        self._tokens.note(plan)
 
     def stage_decode(self, plan: StepPlan, bucket: int, result_row: int) -> Tensor:
         """Send a decode-only plan, padded to ``bucket`` rows; its tokens are to go to
@@ -46,7 +43,7 @@ class Stager:
             On the device, the fields of the rows that use top_k, top_p or min_p, int32
             ``[TRUNCATED_FIELDS * n]``; valid until the next step is staged.
         """
-        is_same = self._tables.place(plan)
+        self._tables.place(plan)
         index, pinned, array = self._ring.take()
         num_rows = len(plan)
         size = decode_size(bucket)
@@ -54,10 +51,10 @@ class Stager:
         fields[:, num_rows:] = 0
         fields[2, num_rows:] = -1
         fields[3] = -1
-        fields[0, :num_rows] = self._tokens.decode_ids(plan)
+        fields[0, :num_rows] = _as_array(plan.token_ids)
         fields[1, :num_rows] = plan.starts
         fields[2, :num_rows] = self._tables.rows
-        where, ids = self._tables.updates(plan, is_same, fields[3])
+        where, ids = self._tables.updates(plan, fields[3])
         params = self._row_params(plan.requests)
         fields[4:6, :num_rows] = params.seeds
         fields[6, :num_rows] = params.temperature_bits
@@ -73,7 +70,7 @@ class Stager:
         Returns:
             What :meth:`stage_decode` returns, and the shape.
         """
-        is_same = self._tables.place(plan)
+        self._tables.place(plan)
         index, pinned, array = self._ring.take()
         num_rows, num_sampled = len(plan), plan.num_sampled
         lengths = np.array(plan.num_tokens, np.int32)
@@ -87,11 +84,11 @@ class Stager:
         tokens = array[: 3 * padded_tokens].reshape(3, padded_tokens)
         tokens[:, num_tokens:] = 0
         tokens[2, num_tokens:] = -1
-        tokens[0, :num_tokens] = self._tokens.all_ids(plan)
+        tokens[0, :num_tokens] = _as_array(plan.token_ids)
         tokens[1, :num_tokens] = np.arange(num_tokens) - np.repeat(ends - lengths - starts, lengths)
         store_rows = np.array(self._tables.rows, np.int32)
         tokens[2, :num_tokens] = np.repeat(store_rows, lengths)
-        where, ids = self._tables.updates(plan, is_same, None)
+        where, ids = self._tables.updates(plan)
         at = 3 * padded_tokens
         array[at] = 0
         array[at + 1 : at + 1 + num_rows] = ends
@@ -114,7 +111,7 @@ class Stager:
         at += 1
         return self._send(index, pinned, array, at, params.truncated, where, ids), shape
 
-    def _row_params(self, requests: tuple[Request, ...]) -> RowParams:
+    def _row_params(self, requests: tuple[RequestInfo, ...]) -> RowParams:
         if self._params is None or self._params[0] != requests:
             self._params = (requests, RowParams.of(requests))
         return self._params[1]
@@ -148,3 +145,10 @@ class Stager:
         many = torch.tensor(where + ids, dtype=torch.int32).to(b.staged.device)
         update_tables(many, b.table_store, len(where))
         return b.staged[begin:size]
+
+
+def _as_array(token_ids: Sequence[int]) -> Sequence[int] | IntArray:
+    """The range of a step that feeds all its rows as an array, which is quicker to copy."""
+    if isinstance(token_ids, range):
+        return np.arange(token_ids.start, token_ids.stop, token_ids.step, dtype=np.int32)
+    return token_ids

@@ -1,7 +1,7 @@
 """Host side of a step on a GPU: what to send, written into pinned memory that is used in turn.
 
-Block tables live on the device (the *table store*, one row a request); a step sends the ids that
-were added. Tokens that an earlier step sampled are named by their place in that step's result.
+Block tables live on the device (the *table store*, a row per running request); a step sends what
+its plan says of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagespec.engine.plan import StepPlan
-from pagespec.engine.request import Request
+from pagespec.engine.plan import Blocks, StepPlan
+from pagespec.engine.request import RequestInfo
 from pagespec.engine.sampling_params import SamplingParams
 
 _MAX_INT32 = 2**31 - 1
@@ -62,157 +62,64 @@ class PinnedRing:
         return event
 
 
-@dataclass(slots=True)
-class _Entry:
-    request: Request
-    row: int
-    num_blocks: int = 0
-
-
 class TableStore:
-    """Which row of the device's table store holds which request, and what must be sent to it.
-
-    Relies on ``StepPlan.new_blocks``: a table changes only by appending those ids, unless they
-    are the whole table.
+    """Which row of the device's table store holds which running request's block table.
 
     Args:
-        num_rows: rows of the store; at least the rows a plan can have.
+        num_rows: rows of the store; at least the requests that can run at a time.
         width: blocks a row holds.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
         self._width = width
-        self._entries: dict[int, _Entry] = {}
+        self._rows: dict[str, int] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._last_requests: tuple[Request, ...] = ()
-        self._last: list[_Entry] = []
+        self._num_blocks = [0] * num_rows  # that each row of the store holds
+        self._last_requests: tuple[RequestInfo, ...] = ()
+        self.rows: list[int] = []
 
-    def place(self, plan: StepPlan) -> bool:
-        """Find a row for each of the plan's requests, taking rows from those not in the plan.
-
-        Returns:
-            Whether the plan's rows are those of the plan before, in the same order.
-        """
-        entries = self._entries
-        for request in plan.preempted:
-            self._drop(id(request))
-        if plan.requests == self._last_requests:
-            return True
-        missing = [r for r in plan.requests if id(r) not in entries]
-        if len(missing) > len(self._free_rows):
-            current = {id(request) for request in plan.requests}
-            for key in [key for key in entries if key not in current]:
-                self._drop(key)
-        for request in missing:
-            # The entry holds the request, so its id cannot be reused while the entry lives.
-            entries[id(request)] = _Entry(request, self._free_rows.pop())
-        self._last_requests = plan.requests
-        self._last = [entries[id(request)] for request in plan.requests]
-        return False
-
-    @property
-    def rows(self) -> list[int]:
-        """The store row of each of the requests placed last."""
-        return [entry.row for entry in self._last]
-
-    def _drop(self, key: int) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._free_rows.append(entry.row)
-            self._last_requests = ()
+    def place(self, plan: StepPlan) -> None:
+        """Find the store row of each of the plan's rows; ``rows`` is the list of them."""
+        rows_of = self._rows
+        for request_id in plan.released:
+            store_row = rows_of.pop(request_id, None)
+            if store_row is not None:  # else admitted before a step that failed
+                self._free_rows.append(store_row)
+        for row in plan.tables:
+            rows_of[plan.requests[row].request_id] = self._free_rows.pop()
+        if plan.tables or plan.requests != self._last_requests:
+            self.rows = [rows_of[request.request_id] for request in plan.requests]
+            self._last_requests = plan.requests
 
     def updates(
-        self, plan: StepPlan, is_same: bool, new_blocks: IntArray | None
+        self, plan: StepPlan, new_blocks: IntArray | None = None
     ) -> tuple[list[int], list[int]]:
         """Flat store indices and block ids to send for the plan placed last.
 
         Args:
-            is_same: what :meth:`place` returned.
-            new_blocks: where one new block a row at the end of its table may be noted instead,
-                ``[>= rows]``; None if there is no such place.
+            new_blocks: of a decode-only plan, where the block a row grew by is noted instead,
+                ``[>= rows]``: its kernel stores it at the block of the row's position.
         """
         where: list[int] = []
         ids: list[int] = []
-        added = plan.new_blocks
-        for row in added if is_same else range(len(plan)):
-            num_new = len(added[row]) if row in added else 0
-            entry = self._last[row]
-            table = entry.request.block_table
-            num_blocks = len(table)
-            if num_new == 0 and entry.num_blocks == num_blocks:
-                continue
-            known = entry.num_blocks if entry.num_blocks + num_new == num_blocks else 0
-            if new_blocks is not None and num_blocks - known == 1 and known:
-                new_blocks[row] = table[known]
+        num_blocks = self._num_blocks
+        for row, blocks in plan.tables.items():
+            num_blocks[self.rows[row]] = 0
+            self._append(row, blocks, where, ids)
+        for row, blocks in plan.new_blocks.items():
+            if new_blocks is None:
+                self._append(row, blocks, where, ids)
             else:
-                begin = entry.row * self._width
-                where.extend(range(begin + known, begin + num_blocks))
-                ids.extend(table[known:])
-            entry.num_blocks = num_blocks
+                (new_blocks[row],) = blocks
+                num_blocks[self.rows[row]] += 1
         return where, ids
 
-
-class TokenSource:
-    """Token ids of a plan's rows: known ones as they are, others as ``-(j + 1)``, the j-th token
-    the previous step sampled."""
-
-    def __init__(self) -> None:
-        self._plan: StepPlan | None = None
-        self._places: dict[int, int] | None = None
-
-    def note(self, plan: StepPlan | None) -> None:
-        """``plan`` was dispatched; None forgets the previous step."""
-        self._plan, self._places = plan, None
-
-    def follows(self, plan: StepPlan) -> bool:
-        """Does every row of ``plan`` compute the token its row sampled in the step before?"""
-        last = self._plan
-        return (
-            last is not None
-            and last.is_decode_only
-            and plan.requests == last.requests
-            and all(
-                start == before + 1 for start, before in zip(plan.starts, last.starts, strict=True)
-            )
-        )
-
-    def place(self, request: Request) -> int:
-        """Where the previous step put the request's token.
-
-        Raises:
-            ValueError: it sampled none for it.
-        """
-        if self._places is None:
-            last = self._plan
-            sampled = (
-                []
-                if last is None
-                else [request for request, _, _, is_sampled in last.rows() if is_sampled]
-            )
-            self._places = {id(request): place for place, request in enumerate(sampled)}
-        place = self._places.get(id(request))
-        if place is None:
-            raise ValueError(f"{request!r}: its last token is neither known nor being sampled")
-        return place
-
-    def decode_ids(self, plan: StepPlan) -> Sequence[int] | IntArray:
-        """One id a row of a decode-only plan."""
-        if self.follows(plan):
-            return np.arange(-1, -len(plan) - 1, -1, dtype=np.int32)
-        return [
-            request.token_ids[start] if start < len(request.token_ids) else -1 - self.place(request)
-            for request, start in zip(plan.requests, plan.starts, strict=True)
-        ]
-
-    def all_ids(self, plan: StepPlan) -> list[int]:
-        """The ids of all tokens of a plan."""
-        ids: list[int] = []
-        for request, start, n, _ in plan.rows():
-            if n == 1 and start >= len(request.token_ids):
-                ids.append(-1 - self.place(request))
-            else:
-                ids.extend(request.token_ids[start : start + n])
-        return ids
+    def _append(self, row: int, blocks: Blocks, where: list[int], ids: list[int]) -> None:
+        store_row = self.rows[row]
+        begin = store_row * self._width + self._num_blocks[store_row]
+        where += range(begin, begin + len(blocks))
+        ids += blocks
+        self._num_blocks[store_row] += len(blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +137,7 @@ class RowParams:
     truncated: IntArray
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> RowParams:
+    def of(cls, requests: Sequence[RequestInfo]) -> RowParams:
         params = [request.sampling_params for request in requests]
         seeds = np.array([request.seed & (1 << 64) - 1 for request in requests], np.uint64)
         return cls(

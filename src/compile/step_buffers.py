@@ -23,7 +23,7 @@ class StepBuffers:
         staging_elements: int32 elements a step may stage.
 
     Attributes:
-        table_store: int32 ``[2 * rows, M]``, the block table of a request a row.
+        table_store: int32 ``[rows, M]``, the block table of a running request per row.
         sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
         staged: int32, what the host sent for this step.
         result_row: int32 ``[1]``, where this step's tokens are to go on the host.
@@ -54,7 +54,7 @@ class StepBuffers:
         self.query_starts = zeros(num_rows + 1, dtype=torch.int32)
         self.context_lens = zeros(num_rows, dtype=torch.int32)
         self.block_tables = zeros(num_rows, width, dtype=torch.int32)
-        self.table_store = zeros(2 * num_rows, width, dtype=torch.int32)
+        self.table_store = zeros(num_rows, width, dtype=torch.int32)
         self.temperatures = zeros(num_rows, dtype=torch.float32)
         self.seeds = zeros(num_rows)
         self.sample_positions = zeros(num_rows)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from pagespec.engine.invariants import check_plan, check_state
+from pagespec.engine.invariants import RunnerView, check_plan, check_state
 from pagespec.engine.outputs import RequestMetrics
 from pagespec.engine.request import Request
 from pagespec.engine.runner import Runner
@@ -51,7 +51,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self._trace = TraceWriter(trace, scheduler) if trace is not None else None
-        self._check_invariants = check_invariants
+        self._view = RunnerView() if check_invariants else None
         self._handles: deque[object] = deque()
         self._times: dict[Request, _Times] = {}
         self._awaiting_first_token: set[Request] = set()
@@ -104,14 +104,16 @@ class Engine:
             begin = time.perf_counter()
             plan = scheduler.schedule()
             self.schedule_s += time.perf_counter() - begin
-            if self._check_invariants:
+            if self._view is not None:
                 check_state(scheduler)
                 check_plan(scheduler, plan)
+                self._view.check(scheduler, plan)
             if plan.requests:
                 if self._trace is not None:
                     self._trace.plan(plan)
-                if plan.new_blocks:
-                    self._note_first_scheduled([plan.requests[row] for row in plan.new_blocks])
+                if plan.tables:
+                    requests = scheduler.in_flight[-1].requests
+                    self._note_first_scheduled([requests[row] for row in plan.tables])
                 try:
                     self._handles.append(self.runner.dispatch(plan))
                 except Exception as error:
@@ -125,7 +127,7 @@ class Engine:
         return self._settle_oldest() if self._handles else []
 
     def _settle_oldest(self) -> list[Request]:
-        plan = self.scheduler.in_flight[0]
+        plan = self.scheduler.in_flight[0].plan
         try:
             result = self.runner.collect(self._handles[0])
             begin = time.perf_counter()
@@ -137,7 +139,7 @@ class Engine:
         self._handles.popleft()
         if self._trace is not None:
             self._trace.result(plan, result.token_ids, finished)
-        if self._check_invariants:
+        if self._view is not None:
             check_state(self.scheduler)
         now = time.perf_counter()
         if self._awaiting_first_token:
@@ -157,7 +159,7 @@ class Engine:
         for request_id in list(scheduler.requests):
             self._end(request_id, reason)
         while scheduler.in_flight:
-            plan = scheduler.in_flight[0]
+            plan = scheduler.in_flight[0].plan
             unread = [0] * plan.num_sampled
             finished = scheduler.commit(plan, unread)
             if self._trace is not None:

@@ -33,8 +33,8 @@ def check_state(scheduler: Scheduler) -> None:
     S24, S27 or S28."""
     _check_pool(scheduler)
     _check_requests(scheduler)
-    for plan in scheduler.in_flight:
-        for request, start, num_tokens, _ in plan.rows():
+    for plan, requests in scheduler.in_flight:
+        for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
             num_blocks = scheduler.blocks.num_blocks_for(start + num_tokens)
             holds = len(request.block_table) >= num_blocks
             _require(holds, "S28", f"{request} gave back blocks that step {plan.step} writes")
@@ -106,15 +106,23 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20 or S27."""
+    if not plan.requests:
+        return
     blocks = scheduler.blocks
+    requests = scheduler.in_flight[-1].requests
     num_tokens = plan.total_num_tokens
     _require(num_tokens <= scheduler.max_num_batched_tokens, "S18", f"{num_tokens} tokens")
     _require(len(plan) <= scheduler.max_num_seqs, "S18", f"{len(plan)} rows")
     _require(not set(plan.preempted) & set(plan.requests), "S20", "a victim stayed in the plan")
-    for request in plan.preempted:
-        _require(not request.block_table and not request.num_computed, "S20", f"{request}")
+    preempted = {info.request_id for info in plan.preempted}
+    for request in scheduler.waiting:
+        if request.request_id in preempted:
+            _require(not request.block_table and not request.num_computed, "S20", f"{request}")
+            preempted.discard(request.request_id)
+    _require(not preempted, "S20", f"{preempted} were preempted and do not wait")
     written: set[int] = set()
-    for request, start, num_row_tokens, is_sampled in plan.rows():
+    rows = zip(requests, plan.starts, plan.num_tokens, plan.sampled, strict=True)
+    for request, start, num_row_tokens, is_sampled in rows:
         end = start + num_row_tokens
         _require(num_row_tokens >= 1, "S18", f"empty row of {request}")
         _require(request.state is RequestState.RUNNING, "S27", f"{request} is not running")
@@ -127,3 +135,49 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             is_own = blocks.ref_counts[block] == 1 and blocks.keys[block] is None
             _require(is_own, "S9", f"{request} writes block {block}, shared or published")
             written.add(block)
+
+
+class RunnerView:
+    """What a runner makes of the plans, given to it in their order, and of nothing else: the block
+    table of each running request. Checked against the scheduler's own (S32)."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, list[int]] = {}
+
+    def check(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        """Take in a plan that is to be dispatched.
+
+        Raises:
+            InvariantError: the tables are not those of the running requests, or the token ids not
+                those of the rows.
+        """
+        if not plan.requests:
+            return
+        self._take(plan)
+        running = {request.request_id: request for request in scheduler.running}
+        _require(self._tables.keys() == running.keys(), "S32", "other requests than the running")
+        for request_id, table in self._tables.items():
+            request = running[request_id]
+            _require(table == request.block_table, "S32", f"told {table} for {request}")
+        self._check_token_ids(scheduler, plan)
+
+    def _take(self, plan: StepPlan) -> None:
+        for request_id in plan.released:
+            _require(self._tables.pop(request_id, None) is not None, "S32", "released twice")
+        for row, blocks in plan.tables.items():
+            self._tables[plan.requests[row].request_id] = list(blocks)
+        for row, blocks in plan.new_blocks.items():
+            request_id = plan.requests[row].request_id
+            _require(request_id in self._tables, "S32", f"{request_id} was never admitted")
+            self._tables[request_id] += blocks
+
+    @staticmethod
+    def _check_token_ids(scheduler: Scheduler, plan: StepPlan) -> None:
+        requests = scheduler.in_flight[-1].requests
+        ids = iter(plan.token_ids)
+        for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
+            told = [next(ids) for _ in range(num_tokens)]
+            known = request.token_ids[start : start + num_tokens]
+            is_fed = num_tokens == 1 and told[0] < 0
+            _require(is_fed or told == known, "S32", f"told tokens {told} for {request}")
+        _require(next(ids, None) is None, "S32", "more token ids than positions")

@@ -1,11 +1,13 @@
-"""The frozen plan of one step: what the scheduler decided, and all the runner needs to know."""
+"""The frozen plan of one step: what the scheduler decided, and all a runner ever learns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pagespec.engine.request import Request
+from pagespec.engine.request import RequestInfo
+
+Blocks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,27 +17,34 @@ class StepPlan:
     Row ``i`` computes positions ``[starts[i], starts[i] + num_tokens[i])`` of ``requests[i]``,
     and one token is sampled from its last position if and only if ``sampled[i]``.
 
-    The token ids at those positions are ``requests[i].token_ids[start : start + n]``. When steps
-    overlap, the last position may be a token that an earlier step in flight is still sampling:
-    then ``start >= len(token_ids)``, ``n == 1``, and the runner feeds its own device copy.
-    ``requests[i].block_table`` already covers every position. A runner reads requests during
-    ``dispatch`` only and never writes to them.
+    A runner has the plans, in order, and nothing else: the block tables it makes of ``released``,
+    ``tables`` and ``new_blocks``, applied in this order, are the requests' own (S32). A plan refers
+    to nothing that changes after it was made.
 
     Attributes:
         step: 0, 1, 2 ... in dispatch order.
+        token_ids: the ids of all positions computed, row after row; a negative one, ``-(j + 1)``,
+            is the j-th token that the step before sampled, which its device knows first. (Beyond a
+            pipeline depth of 1, j goes on into the steps before that, newest first.) A ``range``
+            if each row feeds the token that the same row of the step before sampled.
+        tables: the whole block table of each row that was admitted in this step, by row.
+        new_blocks: the ids appended to the block tables of other rows, by row.
+        released: ids of requests that left the running ones since the plan before, those of
+            ``preempted`` included; one of them may be admitted again in this very plan.
         preempted: requests whose blocks were taken back for this step; none of them is a row.
-        new_blocks: for each row that got blocks, the ids appended to its block table (the hits of
-            a new admission included).
         is_decode_only: every row computes one position and samples from it.
     """
 
     step: int
-    requests: tuple[Request, ...]
+    requests: tuple[RequestInfo, ...]
     starts: tuple[int, ...]
     num_tokens: tuple[int, ...]
     sampled: tuple[bool, ...]
-    preempted: tuple[Request, ...] = ()
-    new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    token_ids: Sequence[int]
+    tables: dict[int, Blocks] = field(default_factory=dict)
+    new_blocks: dict[int, Blocks] = field(default_factory=dict)
+    released: tuple[str, ...] = ()
+    preempted: tuple[RequestInfo, ...] = ()
     is_decode_only: bool = False
 
     def __len__(self) -> int:
@@ -43,14 +52,14 @@ class StepPlan:
 
     @property
     def total_num_tokens(self) -> int:
-        return sum(self.num_tokens)
+        return len(self.token_ids)
 
     @property
     def num_sampled(self) -> int:
         return sum(self.sampled)
 
-    def rows(self) -> Iterator[tuple[Request, int, int, bool]]:
-        """(request, start, num_tokens, sampled) a row; for tests, traces and simple runners."""
+    def rows(self) -> Iterator[tuple[RequestInfo, int, int, bool]]:
+        """(request, start, num_tokens, sampled) per row."""
         return zip(self.requests, self.starts, self.num_tokens, self.sampled, strict=True)
 
 

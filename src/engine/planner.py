@@ -17,16 +17,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from pagespec.engine.plan import StepPlan
+from pagespec.engine.plan import Blocks, StepPlan
 from pagespec.engine.preemption import choose_victims
-from pagespec.engine.request import Request, RequestState
+from pagespec.engine.request import Request, RequestInfo, RequestState
 
 if TYPE_CHECKING:
     from pagespec.engine.scheduler import Scheduler
 
 by_rank = attrgetter("rank")
+
+
+class InFlightStep(NamedTuple):
+    """A plan and the live requests of its rows, which only the scheduler may touch."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
 
 
 class Planner:
@@ -38,6 +45,7 @@ class Planner:
 
     __slots__ = (
         "_blocks",
+        "_admitted_rows",
         "_held",
         "_is_closed",
         "_new_blocks",
@@ -58,16 +66,18 @@ class Planner:
         self._starts: list[int] = []
         self._unusual_rows: dict[int, tuple[int, bool]] = {}
         self._num_extra_tokens = 0
-        # By row. Blocks are taken for the row that is written next.
-        self._new_blocks: dict[int, tuple[int, ...]] = {}
+        # Blocks are taken, and requests admitted, for the row that is written next.
+        self._admitted_rows: list[int] = []
+        self._new_blocks: dict[int, Blocks] = {}
         self._preempted: list[Request] = []
         # Victims with tokens in flight: kept out of the plan until they have drained.
         self._held: set[Request] = set()
         # An elder went without blocks it wanted: nobody younger takes any in this step.
         self._is_closed = False
 
-    def plan(self) -> StepPlan:
-        """Walk, moving requests between the queues and blocks into tables; return the plan."""
+    def plan(self) -> InFlightStep:
+        """Walk, moving requests between the queues and blocks into tables; return the plan with
+        its rows' requests."""
         running, waiting = self._running, self._scheduler.waiting
         position = 0
         while True:
@@ -166,7 +176,8 @@ class Planner:
         num_taken = min(num_wanted, blocks.num_available_blocks)
         if num_taken < num_wanted:
             self._is_closed = True
-        self._add_blocks(blocks.allocate(request, num_taken))
+        if num_taken:
+            self._new_blocks[len(self._requests)] = blocks.allocate(request, num_taken)
         return num_taken * blocks.block_size
 
     # Admission and preemption -----------------------------------------------------------------
@@ -191,7 +202,7 @@ class Planner:
             self._is_closed = True
             return False
         blocks.acquire(request, hits)
-        self._add_blocks(tuple(hits))
+        self._admitted_rows.append(len(self._requests))
         self._scheduler.enter_running(request, position)
         return True
 
@@ -214,24 +225,67 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------
 
-    def _add_blocks(self, block_ids: tuple[int, ...]) -> None:
-        if block_ids:
-            row = len(self._requests)
-            self._new_blocks[row] = self._new_blocks.get(row, ()) + block_ids
-
-    def _freeze(self) -> StepPlan:
+    def _freeze(self) -> InFlightStep:
         num_rows = len(self._requests)
         num_tokens = [1] * num_rows
         sampled = [True] * num_rows
         for row, (num_row_tokens, is_sampled) in self._unusual_rows.items():
             num_tokens[row], sampled[row] = num_row_tokens, is_sampled
-        return StepPlan(
+        tables = {}
+        for row in self._admitted_rows:
+            tables[row] = tuple(self._requests[row].block_table)
+            self._new_blocks.pop(row, None)
+        requests, infos, feeds_itself = self._batch()
+        plan = StepPlan(
             step=self._scheduler.num_steps,
-            requests=tuple(self._requests),
+            requests=infos,
             starts=tuple(self._starts),
             num_tokens=tuple(num_tokens),
             sampled=tuple(sampled),
-            preempted=tuple(self._preempted),
+            token_ids=range(-1, -num_rows - 1, -1) if feeds_itself else self._token_ids(num_tokens),
+            tables=tables,
             new_blocks=self._new_blocks,
+            released=tuple(self._scheduler.released),
+            preempted=tuple(victim.info for victim in self._preempted),
             is_decode_only=num_rows > 0 and not self._unusual_rows,
         )
+        return InFlightStep(plan, requests)
+
+    def _batch(self) -> tuple[tuple[Request, ...], tuple[RequestInfo, ...], bool]:
+        """The rows' requests, what the plan says of them, and whether each row feeds the token
+        that the same row of the step before sampled: then the batch is the one before."""
+        requests = tuple(self._requests)
+        last = self._scheduler.last_step
+        if last is not None and requests == last.requests:
+            feeds_itself = last.plan.is_decode_only and not self._unusual_rows
+            return requests, last.plan.requests, feeds_itself
+        return requests, tuple([request.info for request in requests]), False
+
+    def _token_ids(self, num_tokens: list[int]) -> tuple[int, ...]:
+        """The ids the rows compute: settled ones as they are, others by their place among the
+        tokens that steps in flight sample."""
+        ids: list[int] = []
+        places: dict[Request, int] | None = None
+        for request, start, n in zip(self._requests, self._starts, num_tokens, strict=True):
+            known = request.token_ids
+            if start < len(known):
+                if n == 1:
+                    ids.append(known[start])
+                else:
+                    ids += known[start : start + n]
+                continue
+            if places is None:
+                places = self._places_in_flight()
+            ids.append(-1 - places[request])
+        return tuple(ids)
+
+    def _places_in_flight(self) -> dict[Request, int]:
+        """Where the steps in flight put each request's latest token, counted from the newest."""
+        places: dict[Request, int] = {}
+        num_places = 0
+        for plan, requests in reversed(self._scheduler.in_flight):
+            for request, is_sampled in zip(requests, plan.sampled, strict=True):
+                if is_sampled:
+                    places.setdefault(request, num_places)
+                    num_places += 1
+        return places

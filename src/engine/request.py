@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pagespec.engine.sampling_params import SamplingParams
 
@@ -15,6 +16,24 @@ class RequestState(enum.Enum):
     RUNNING = "running"
     PAUSED = "paused"
     FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestInfo:
+    """What never changes of a request, and so may stand in a plan. Compared by identity.
+
+    Attributes:
+        request_id: no other live request has it.
+        seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
+            parameters and the absolute position only (T7).
+        cache_salt: requests share cached blocks only with requests of the same salt.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    cache_salt: bytes
 
 
 class Request:
@@ -37,9 +56,7 @@ class Request:
         stop_token_ids: ids that end it with "stop" (the model's end tokens unless ignored).
         on_token: called with each settled output id, in order; True ends it with "stop" (stop
             strings). Must not raise.
-        seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
-            parameters and the absolute position only (T7).
-        cache_salt: requests share cached blocks only with requests of the same salt.
+        info: what never changes of it; plans refer to this.
         seniority: arrival number given by the scheduler. rank: place in the order of service
             (smaller is elder), fixed at arrival by the policy.
         block_keys: (chained prefix key, token ids as bytes) of its full blocks, computed on demand,
@@ -54,8 +71,8 @@ class Request:
     __slots__ = (
         "block_keys",
         "block_table",
-        "cache_salt",
         "finish_reason",
+        "info",
         "max_num_tokens",
         "next_event",
         "num_admissions",
@@ -70,9 +87,6 @@ class Request:
         "on_token",
         "priority",
         "rank",
-        "request_id",
-        "sampling_params",
-        "seed",
         "seniority",
         "state",
         "stop_token_ids",
@@ -92,16 +106,15 @@ class Request:
         priority: int = 0,
         cache_salt: bytes = b"",
     ) -> None:
-        self.request_id = request_id
+        self.info = RequestInfo(
+            request_id, len(prompt_token_ids), sampling_params, seed, cache_salt
+        )
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.sampling_params = sampling_params
         self.max_num_tokens = max_num_tokens
         self.stop_token_ids = stop_token_ids
         self.on_token = on_token
-        self.seed = seed
         self.priority = priority
-        self.cache_salt = cache_salt
         self.seniority = -1
         self.rank = -1
         self.state = RequestState.WAITING
@@ -117,6 +130,22 @@ class Request:
         self.num_admissions = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.info.request_id
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self.info.sampling_params
+
+    @property
+    def seed(self) -> int:
+        return self.info.seed
+
+    @property
+    def cache_salt(self) -> bytes:
+        return self.info.cache_salt
 
     @property
     def num_in_flight(self) -> int:

@@ -18,8 +18,8 @@ class Runner(Protocol):
     pipeline_depth: int
 
     def dispatch(self, plan: StepPlan) -> object:
-        """Start computing ``plan`` and return a handle at once. Reads the plan's requests (token
-        ids, block tables, sampling parameters, seeds) here and at no later time."""
+        """Start computing ``plan`` and return a handle at once. The plans, in their order, are
+        all it knows: block tables are what they add up to."""
         ...
 
     def collect(self, handle: object) -> StepResult:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.plan import StepPlan
-from pagespec.engine.planner import Planner, by_rank
+from pagespec.engine.planner import InFlightStep, Planner, by_rank
 from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request, RequestState
 from pagespec.errors import InvalidInputError
@@ -63,7 +63,10 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # live: waiting, running or paused
         self.waiting: list[Request] = []  # in rank order, as is running
         self.running: list[Request] = []
-        self.in_flight: deque[StepPlan] = deque()
+        self.in_flight: deque[InFlightStep] = deque()
+        self.last_step: InFlightStep | None = None  # the newest dispatched, settled or not
+        # Left the running ones since the last plan; the next plan tells the runner.
+        self.released: list[str] = []
         # Finished or paused, but some step in flight still writes their blocks.
         self.draining: set[Request] = set()
         self.num_arrivals = 0
@@ -134,11 +137,13 @@ class Scheduler:
         is not in flight and must not be committed). Deterministic in the state (S31)."""
         if len(self.in_flight) > self.pipeline_depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit one first")
-        plan = Planner(self).plan()
-        if plan.requests:
+        step = Planner(self).plan()
+        if step.requests:
             self.num_steps += 1
-            self.in_flight.append(plan)
-        return plan
+            self.in_flight.append(step)
+            self.last_step = step
+            self.released.clear()
+        return step.plan
 
     def enter_running(self, request: Request, position: int) -> None:
         """Admit the head of the waiting ones, its prefix hits in its table, at its place in rank
@@ -176,14 +181,14 @@ class Scheduler:
         Raises:
             ValueError: another plan is older, or the count is wrong; nothing was changed.
         """
-        if not self.in_flight or self.in_flight[0] is not plan:
+        if not self.in_flight or self.in_flight[0].plan is not plan:
             raise ValueError(f"step {plan.step} is not the oldest step in flight")
         if len(token_ids) != plan.num_sampled:
             raise ValueError(f"{len(token_ids)} tokens for {plan.num_sampled} sampled rows")
-        self.in_flight.popleft()
+        _, requests = self.in_flight.popleft()
         finished: list[Request] = []
         if plan.is_decode_only:
-            for request, token in zip(plan.requests, token_ids, strict=True):
+            for request, token in zip(requests, token_ids, strict=True):
                 num_computed = request.num_computed + 1
                 if num_computed < request.next_event and token not in request.stop_token_ids:
                     request.num_computed = num_computed
@@ -192,7 +197,9 @@ class Scheduler:
                     self._settle(request, 1, token, finished)
             return finished
         tokens = iter(token_ids)
-        for request, _, num_tokens, is_sampled in plan.rows():
+        for request, num_tokens, is_sampled in zip(
+            requests, plan.num_tokens, plan.sampled, strict=True
+        ):
             self._settle(request, num_tokens, next(tokens) if is_sampled else None, finished)
         return finished
 
@@ -252,6 +259,8 @@ class Scheduler:
         queue = {_RUNNING: self.running, RequestState.WAITING: self.waiting}.get(request.state)
         if queue is not None:
             del queue[bisect_left(queue, request.rank, key=by_rank)]
+        if queue is self.running:
+            self.released.append(request.request_id)
         request.state = state
         request.next_event = 0
         if request.num_in_flight:

@@ -43,7 +43,8 @@ def drive(
     rng.shuffle(free)
     step = 0
     while any(len(r.token_ids) < r.max_num_tokens for r in requests):
-        rows, starts, lengths, sampled, new_blocks = [], [], [], [], {}
+        rows, starts, lengths, sampled, token_ids = [], [], [], [], []
+        tables, new_blocks = {}, {}
         for request in requests[: step + 1]:
             if len(request.token_ids) >= request.max_num_tokens:
                 continue
@@ -52,17 +53,26 @@ def drive(
             needed = -(-(start + n) // block_size) - len(request.block_table)
             if needed > 0:
                 taken = tuple(free.pop() for _ in range(needed))
+                is_first = not request.block_table
                 request.block_table.extend(taken)
-                new_blocks[len(rows)] = taken
+                (tables if is_first else new_blocks)[len(rows)] = taken
             rows.append(request)
             starts.append(start)
             lengths.append(n)
             sampled.append(start + n == len(request.token_ids))
+            token_ids += request.token_ids[start : start + n]
         plan = StepPlan(
-            step, tuple(rows), tuple(starts), tuple(lengths), tuple(sampled), (), new_blocks
+            step=step,
+            requests=tuple(request.info for request in rows),
+            starts=tuple(starts),
+            num_tokens=tuple(lengths),
+            sampled=tuple(sampled),
+            token_ids=tuple(token_ids),
+            tables=tables,
+            new_blocks=new_blocks,
         )
         tokens = iter(runner.collect(runner.dispatch(plan)).token_ids)
-        for request, start, n, is_sampled in plan.rows():
+        for request, start, n, is_sampled in zip(rows, starts, lengths, sampled, strict=True):
             request.num_computed = start + n
             if is_sampled:
                 request.token_ids.append(next(tokens))

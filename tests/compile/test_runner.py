@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,9 +42,10 @@ def test_a_failing_step_leaves_the_runner_usable(captured: CapturedModel) -> Non
     runner = ModelRunner(captured, block_size=4, num_blocks=60, on_logits=on_logits)
     with pytest.raises(ValueError, match="hook"):
         run(runner, chunk=5)
-    request = make_requests([[1, 2, 3]], 4)[0]
-    with pytest.raises(ValueError, match="does not cover 3 tokens"):
-        runner.dispatch(StepPlan(0, (request,), (0,), (3,), (True,)))
+    request = make_requests([[1, 2, 3, 4, 5]], 4)[0]
+    plan = StepPlan(0, (request.info,), (0,), (5,), (True,), (1, 2, 3, 4, 5), {0: (7,)})
+    with pytest.raises(ValueError, match="1 blocks for 5 tokens"):
+        runner.dispatch(plan)
     fails = False
     assert run(runner, chunk=5) == expected
 
@@ -69,17 +72,19 @@ def test_one_graph_serves_all_sizes(captured: CapturedModel) -> None:
 def test_a_step_without_samples_returns_none(captured: CapturedModel) -> None:
     runner = ModelRunner(captured, block_size=4, num_blocks=4)
     request = make_requests([[1, 2, 3]], 4)[0]
-    request.block_table = [2]
     for start, n in ((0, 1), (1, 2)):
-        plan = StepPlan(0, (request,), (start,), (n,), (False,))
+        tables = {0: (2,)} if start == 0 else {}
+        plan = StepPlan(0, (request.info,), (start,), (n,), (False,), (1,) * n, tables)
         assert list(runner.collect(runner.dispatch(plan)).token_ids) == []
 
 
 def test_packing() -> None:
     packer = BatchPacker(block_size=4, num_blocks=10, device=torch.device("cpu"))
     a, b = make_requests([[11, 12, 13, 14, 15, 16], [21, 22]], 4)
-    a.block_table, b.block_table = [7, 3], [5]
-    packed = packer.pack(StepPlan(0, (a, b), (1, 1), (4, 1), (False, True)))
+    ids, tables = (12, 13, 14, 15, 22), {0: (7, 3), 1: (5,)}
+    packed = packer.pack(
+        StepPlan(0, (a.info, b.info), (1, 1), (4, 1), (False, True), ids, tables)
+    )
     inputs = packed.inputs
     assert inputs.input_ids.tolist() == [[12, 13, 14, 15, 22]]
     assert inputs.position_ids.tolist() == [[1, 2, 3, 4, 1]]
@@ -90,32 +95,27 @@ def test_packing() -> None:
     assert inputs.logits_to_keep.tolist() == [4, 4]
     assert packed.num_sampled == 1
     # One token alone is padded into the null block.
-    inputs = packer.pack(StepPlan(1, (b,), (1,), (1,), (True,))).inputs
+    inputs = packer.pack(StepPlan(1, (b.info,), (1,), (1,), (True,), (22,))).inputs
     assert inputs.slot_mapping.tolist() == [21, 40]
     assert inputs.query_starts.tolist() == [0, 1, 1]
     assert inputs.context_lens.tolist() == [2, 0]
 
 
-def test_block_tables_follow_growth_and_preemption() -> None:
+def test_block_tables_are_what_the_plans_say() -> None:
     packer = BatchPacker(block_size=1, num_blocks=99, device=torch.device("cpu"))
     (request,) = make_requests([[1, 2, 3, 4]], 60)
 
-    def table(new: tuple[int, ...], preempted: bool = False) -> list[int]:
-        if preempted:
-            packer.pack(StepPlan(0, (), (), (), (), (request,)))
-            request.block_table = []
-        request.block_table = [*request.block_table, *new]
-        plan = StepPlan(0, (request,), (0,), (1,), (False,), (), {0: new} if new else {})
+    def table(**told: Any) -> list[int]:
+        plan = StepPlan(0, (request.info,), (0,), (1,), (True,), (1,), **told)
         return packer.pack(plan).inputs.block_tables[0].tolist()
 
-    assert table((5, 6)) == [5, 6]
-    assert table(()) == [5, 6]
-    assert table((7,)) == [5, 6, 7]
-    assert table((8, 9), preempted=True) == [8, 9]
-    assert table(tuple(range(20, 60))) == [8, 9, *range(20, 60)]
-    # Blocks that went and came back without the packer being told of a preemption.
-    request.block_table = []
-    assert table((1, 2, 3)) == [1, 2, 3]
+    assert table(tables={0: (5, 6)}) == [5, 6]
+    assert table() == [5, 6]
+    assert table(new_blocks={0: (7,)}) == [5, 6, 7]
+    assert table(released=("r0",), tables={0: (8, 9)}) == [8, 9]
+    assert table(new_blocks={0: tuple(range(20, 60))}) == [8, 9, *range(20, 60)]
+    with pytest.raises(KeyError):  # nobody said what its table is
+        table(released=("r0",))
 
 
 def test_refusals(captured: CapturedModel) -> None:

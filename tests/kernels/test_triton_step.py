@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pagespec.compile.batch import BatchPacker
-from pagespec.compile.staging import RowParams, TableStore, TokenSource
+from pagespec.compile.staging import RowParams, TableStore
 from pagespec.compile.step_buffers import StepBuffers
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
@@ -21,12 +22,9 @@ pytest.importorskip("triton")
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 50, 8
 
 
-def request(name: str, num_tokens: int, blocks: list[int], seed: int = 0) -> Request:
-    made = Request(
-        name, list(range(10, 10 + num_tokens)), SamplingParams(), max_num_tokens=99, seed=seed
-    )
-    made.block_table.extend(blocks)
-    return made
+def request(name: str, num_tokens: int, seed: int = 0) -> Request:
+    ids = list(range(10, 10 + num_tokens))
+    return Request(name, ids, SamplingParams(), max_num_tokens=99, seed=seed)
 
 
 def buffers(max_num_tokens: int = 40, max_num_rows: int = 8) -> StepBuffers:
@@ -43,9 +41,9 @@ def buffers(max_num_tokens: int = 40, max_num_rows: int = 8) -> StepBuffers:
     return made
 
 
-def store_tables(b: StepBuffers, requests: list[Request]) -> None:
-    for row, r in enumerate(requests):
-        b.table_store[row, : len(r.block_table)] = torch.tensor(r.block_table, dtype=torch.int32)
+def store_tables(b: StepBuffers, tables: list[list[int]]) -> None:
+    for row, table in enumerate(tables):
+        b.table_store[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
 
 
 def test_updates_land_at_their_places() -> None:
@@ -59,24 +57,26 @@ def test_updates_land_at_their_places() -> None:
 
 def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     requests = [
-        request("a", 9, [3, 1, 7], seed=-5),
-        request("b", 1, [4], seed=1 << 63),
-        request("c", 6, [9, 2]),
+        request("a", 9, seed=-5).info,
+        request("b", 1, seed=1 << 63).info,
+        request("c", 6).info,
     ]
+    tables = [[3, 1, 7], [4], [9, 2]]
+    ids = [*range(12, 19), 10, 15]
     plan = StepPlan(
         step=0,
         requests=tuple(requests),
         starts=(2, 0, 5),
         num_tokens=(7, 1, 1),
         sampled=(True, False, True),
-        new_blocks={0: (3, 1, 7), 1: (4,), 2: (9, 2)},
+        token_ids=tuple(ids),
+        tables={row: tuple(table) for row, table in enumerate(tables)},
     )
     packer = BatchPacker(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
     expected = packer.pack(plan).inputs
 
     b = buffers()
-    store_tables(b, requests)
-    ids = TokenSource().all_ids(plan)
+    store_tables(b, tables)
     params = RowParams.of([requests[0], requests[2]])
     positions = [*range(2, 9), 0, 5]
     staged = [*ids, *positions, *[0] * 7, 1, 2]
@@ -99,9 +99,9 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     assert torch.equal(made.query_starts, expected.query_starts)
     assert torch.equal(made.context_lens, expected.context_lens)
     assert torch.equal(made.logits_to_keep[:2], expected.logits_to_keep)
-    for row, r in enumerate(requests):
+    for row, table in enumerate(tables):
         num_used = -(-int(made.context_lens[row]) // BLOCK_SIZE)
-        assert made.block_tables[row, :num_used].tolist() == r.block_table[:num_used]
+        assert made.block_tables[row, :num_used].tolist() == table[:num_used]
     assert b.sample_positions[:2].tolist() == [9, 6]
     assert b.seeds[:2].tolist() == [-5, 0]
     assert b.temperatures[:2].tolist() == [1.0, 1.0]
@@ -119,7 +119,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     fields[1, :2] = [6, 8]
     fields[2] = [3, 5, -1, -1]
     fields[3] = [-1, 23, -1, -1]
-    seeds = RowParams.of([request("a", 1, [], seed=-2), request("b", 1, [], seed=3)])
+    seeds = RowParams.of([request("a", 1, seed=-2).info, request("b", 1, seed=3).info])
     fields[4:6, :2] = seeds.seeds
     fields[6, :2] = np.array([0.5, 0.0], np.float32).view(np.int32)
     b.staged[: fields.size] = torch.from_numpy(fields.ravel())
@@ -145,76 +145,50 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     assert b.result_row.item() == 7
 
 
-def decode_plan(step: int, requests: list[Request], new: dict[int, tuple[int, ...]]) -> StepPlan:
+def decode_plan(requests: list[Request], **told: Any) -> StepPlan:
+    num_rows = len(requests)
     return StepPlan(
-        step=step,
-        requests=tuple(requests),
+        step=0,
+        requests=tuple(r.info for r in requests),
         starts=tuple(len(r.token_ids) for r in requests),
-        num_tokens=(1,) * len(requests),
-        sampled=(True,) * len(requests),
-        new_blocks=new,
+        num_tokens=(1,) * num_rows,
+        sampled=(True,) * num_rows,
+        token_ids=range(-1, -num_rows - 1, -1),
         is_decode_only=True,
+        **told,
     )
 
 
-def test_the_table_store_sends_only_what_is_new() -> None:
-    a, b = request("a", 8, [1, 2]), request("b", 4, [5])
-    store = TableStore(4, WIDTH)
-    plan = decode_plan(0, [a, b], {0: (1, 2), 1: (5,)})
-    assert not store.place(plan)
-    where, ids = store.updates(plan, False, None)
-    rows = store.rows
-    assert where == [rows[0] * WIDTH, rows[0] * WIDTH + 1, rows[1] * WIDTH]
-    assert ids == [1, 2, 5]
+def test_the_table_store_sends_what_the_plan_says() -> None:
+    a, b = request("a", 8), request("b", 4)
+    store = TableStore(3, WIDTH)
+    plan = decode_plan([a, b], tables={0: (1, 2), 1: (5,)})
+    store.place(plan)
+    first, second = (row * WIDTH for row in store.rows)
+    assert store.updates(plan) == ([first, first + 1, second], [1, 2, 5])
 
-    b.block_table.append(6)
-    plan = decode_plan(1, [a, b], {1: (6,)})
     new_blocks = np.full(2, -1, np.int32)
-    assert store.place(plan)
-    assert store.updates(plan, True, new_blocks) == ([], [])
+    plan = decode_plan([a, b], new_blocks={1: (6,)})
+    store.place(plan)
+    assert store.updates(plan, new_blocks) == ([], [])
     assert new_blocks.tolist() == [-1, 6]
 
-    # Preempted and admitted again with as many blocks as before, all others: sent whole.
-    plan = StepPlan(
-        step=2, requests=(a,), starts=(8,), num_tokens=(1,), sampled=(True,), preempted=(b,)
-    )
-    store.updates(plan, store.place(plan), None)
-    b.block_table[:] = [8, 9]
-    plan = decode_plan(3, [a, b], {1: (8, 9)})
-    assert not store.place(plan)
-    _, ids = store.updates(plan, False, new_blocks)
-    assert ids == [8, 9]
+    plan = decode_plan([a, b], new_blocks={0: (3, 4), 1: (7,)})
+    store.place(plan)
+    assert store.updates(plan) == ([first + 2, first + 3, second + 2], [3, 4, 7])
+
+    # Gone and back in one plan, with fewer blocks: sent whole.
+    plan = decode_plan([a, b], released=("b",), tables={1: (8, 9)})
+    store.place(plan)
+    begin = store.rows[1] * WIDTH
+    assert store.updates(plan) == ([begin, begin + 1], [8, 9])
 
 
-def test_rows_are_taken_from_requests_that_are_gone() -> None:
+def test_rows_of_requests_that_are_gone_are_free_again() -> None:
     store = TableStore(2, WIDTH)
+    gone: tuple[str, ...] = ()
     for step in range(6):
-        pair = [request(f"{step}.{i}", 4, [step]) for i in range(2)]
-        plan = decode_plan(step, pair, {0: (step,), 1: (step,)})
-        store.place(plan)
+        pair = [request(f"{step}.{i}", 4) for i in range(2)]
+        store.place(decode_plan(pair, released=gone, tables={0: (step,), 1: (step,)}))
         assert sorted(store.rows) == [0, 1]
-
-
-def test_unknown_tokens_are_named_by_their_place() -> None:
-    a, b, c = (request(name, 4, [1]) for name in "abc")
-    source = TokenSource()
-    first = decode_plan(0, [a, b], {})
-    source.note(first)
-    second = StepPlan(
-        step=1,
-        requests=(a, b),
-        starts=(5, 5),
-        num_tokens=(1, 1),
-        sampled=(True, True),
-        is_decode_only=True,
-    )
-    assert source.follows(second)
-    assert list(source.decode_ids(second)) == [-1, -2]
-    third = StepPlan(
-        step=1, requests=(b, c), starts=(4, 0), num_tokens=(1, 4), sampled=(True, True)
-    )
-    assert not source.follows(third)
-    assert source.all_ids(third) == [-2, 10, 11, 12, 13]
-    unknown = StepPlan(step=1, requests=(c,), starts=(4,), num_tokens=(1,), sampled=(True,))
-    with pytest.raises(ValueError, match="neither known nor being sampled"):
-        source.all_ids(unknown)
+        gone = tuple(r.request_id for r in pair)

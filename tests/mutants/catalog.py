@@ -319,4 +319,57 @@ MUTANTS = [
         "            and len(self._running) < self._scheduler.max_num_seqs\n",
         "            and len(self._requests) < self._scheduler.max_num_seqs\n",
     ),
+    # Row 0: found in this project; what a plan tells the runner (S32).
+    Mutant(
+        0,
+        "hits are lost when an admitted row grows by one block",
+        _PLANNER,
+        "            tables[row] = tuple(self._requests[row].block_table)\n"
+        "            self._new_blocks.pop(row, None)\n",
+        "            table = tuple(self._requests[row].block_table)\n"
+        "            added = self._new_blocks.pop(row, ())\n"
+        "            tables[row] = added if len(added) == 1 else table\n",
+    ),
+    Mutant(
+        0,
+        "an admitted row is told its hits and then its growth as if it were known",
+        _PLANNER,
+        "            self._new_blocks.pop(row, None)\n",
+        "",
+    ),
+    Mutant(
+        0,
+        "a plan keeps the live block table",
+        _PLANNER,
+        "            tables[row] = tuple(self._requests[row].block_table)\n",
+        "            tables[row] = self._requests[row].block_table\n",
+    ),
+    Mutant(
+        0,
+        "the runner is not told who was paused",
+        _SCHEDULER,
+        "        if queue is self.running:\n",
+        "        if queue is self.running and state is not RequestState.PAUSED:\n",
+    ),
+    Mutant(
+        0,
+        "who left is told in one plan more",
+        _SCHEDULER,
+        "            self.released.clear()\n",
+        "            del self.released[:-1]\n",
+    ),
+    Mutant(
+        0,
+        "a token in flight is looked up in the oldest step",
+        _PLANNER,
+        "in reversed(self._scheduler.in_flight):\n",
+        "in self._scheduler.in_flight:\n",
+    ),
+    Mutant(
+        0,
+        "a row is taken for its place among the sampled",
+        _PLANNER,
+        "            feeds_itself = last.plan.is_decode_only and not self._unusual_rows\n",
+        "            feeds_itself = not self._unusual_rows\n",
+    ),
 ]

@@ -1,5 +1,5 @@
-"""The real scheduler and block manager in lockstep with the specification, one rule an action,
-in worlds from tiny to large."""
+"""The real scheduler, block manager and packers in lockstep with the specification, one rule an
+action, in worlds from tiny to large."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from pagespec.engine.invariants import check_state
 from spec import model
 from spec.state import Abort, Add, Pause, Resume, Schedule, Scope, Template
-from tests.refinement import Pair
+from tests.packers import CpuPacker
+from tests.refinement import Packer, Pair
 
 
 class LockstepMachine(RuleBasedStateMachine):
+    max_depth = 2
+    max_scale = 4
+
+    def packers(self, scope: Scope) -> list[Packer]:
+        return [CpuPacker(num_blocks=scope.num_blocks, block_size=scope.block_size)]
+
     @initialize(
         is_large=st.booleans(),
         block_size=st.integers(1, 4),
@@ -37,24 +44,23 @@ class LockstepMachine(RuleBasedStateMachine):
         overtaking: int,
         caching: bool,
     ) -> None:
-        scale = 4 if is_large else 1
-        self.pair = Pair(
-            Scope(
-                "drawn",
-                (),
-                num_requests=12 * scale,
-                num_blocks=num_blocks * scale,
-                block_size=block_size,
-                budget=cap * scale + spare_budget * scale,
-                cap=cap * scale,
-                max_model_len=num_blocks * scale * block_size + 1,
-                depth=depth,
-                policy=policy,
-                overtaking=overtaking if policy != "fcfs" else 0,
-                cost_unit=2,
-                caching=caching,
-            )
+        scale = self.max_scale if is_large else 1
+        scope = Scope(
+            "drawn",
+            (),
+            num_requests=12 * scale,
+            num_blocks=num_blocks * scale,
+            block_size=block_size,
+            budget=cap * scale + spare_budget * scale,
+            cap=cap * scale,
+            max_model_len=num_blocks * scale * block_size + 1,
+            depth=min(depth, self.max_depth),
+            policy=policy,
+            overtaking=overtaking if policy != "fcfs" else 0,
+            cost_unit=2,
+            caching=caching,
         )
+        self.pair = Pair(scope, self.packers(scope))
 
     @property
     def state(self):
@@ -83,6 +89,9 @@ class LockstepMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: model.can_schedule(self.state, self.pair.scope))
     @rule(data=st.data())
+    def dispatch(self, data: st.DataObject) -> None:
+        self.schedule(data)
+
     def schedule(self, data: st.DataObject) -> None:
         made, _ = model.plan(self.state, self.pair.scope)
         count = sum(row.sampled for row in made.rows)
@@ -90,6 +99,16 @@ class LockstepMachine(RuleBasedStateMachine):
         tokens = data.draw(st.lists(token, min_size=count, max_size=count))
         self.pair.apply(Schedule(tuple(tokens)))
         check_state(self.pair.scheduler)
+
+    @precondition(lambda self: self.state.running or self.state.waiting)
+    @rule(data=st.data(), num_steps=st.integers(2, 8))
+    def run(self, data: st.DataObject, num_steps: int) -> None:
+        """Steps as an engine takes them, so that requests grow old."""
+        for _ in range(num_steps):
+            if model.can_schedule(self.state, self.pair.scope):
+                self.schedule(data)
+            if len(self.state.flight) > self.pair.scope.depth:
+                self.settle()
 
     @precondition(lambda self: self.state.flight)
     @rule()

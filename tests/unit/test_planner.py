@@ -23,15 +23,79 @@ def test_steps_do_not_overlap_unless_that_was_asked_for() -> None:
         scheduler.schedule()
 
 
-def test_a_plan_lists_the_new_blocks_of_each_row_hits_first() -> None:
+def test_a_plan_has_whole_tables_of_the_admitted_and_growth_of_the_others() -> None:
     scheduler = make_scheduler()
     a = add(scheduler, "a", 5)
-    assert step(scheduler).new_blocks == {0: (0, 1, 2)}
+    plan = step(scheduler)
+    assert (plan.tables, plan.new_blocks) == ({0: (0, 1, 2)}, {})
     b = add(scheduler, "b", 7, token=ord("a"))
-    assert step(scheduler).new_blocks == {1: (0, 1, 3, 4)}, "two hits, then two of its own"
-    assert step(scheduler).new_blocks == {0: (5,)}, "a grows"
+    plan = step(scheduler)
+    assert plan.tables == {1: (0, 1, 3, 4)}, "two hits, then two of its own"
+    assert plan.new_blocks == {}
+    plan = step(scheduler)
+    assert (plan.tables, plan.new_blocks) == ({}, {0: (5,)}), "a grows"
     assert (a.block_table, b.block_table) == ([0, 1, 2, 5], [0, 1, 3, 4])
     assert step(scheduler).new_blocks == {1: (6,)}
+
+
+def test_hits_and_one_block_more_are_one_whole_table() -> None:
+    """Paused when its blocks were full and resumed with all of them cached, a request needs just
+    one more block: the way that takes no thought gives it."""
+    scheduler = make_scheduler(num_blocks=8)
+    add(scheduler, "a", 4, 8)
+    step(scheduler)
+    b = add(scheduler, "b", 4, 8, token=ord("a"))
+    step(scheduler)
+    assert len(b.token_ids) == 5, "its two full blocks are a's; its third will be its own"
+    scheduler.pause("b")
+    step(scheduler)
+    scheduler.resume("b")
+    plan = step(scheduler)
+    row = [info.request_id for info in plan.requests].index("b")
+    assert plan.tables == {row: tuple(b.block_table)}
+    assert len(b.block_table) == 3
+    assert row not in plan.new_blocks
+
+
+def test_a_plan_says_who_left_since_the_plan_before() -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    for name in "abcd":
+        add(scheduler, name, 2, 1 if name == "d" else 5)
+    assert step(scheduler).released == ()
+    scheduler.abort("a")
+    scheduler.pause("b")
+    plan = step(scheduler)
+    assert plan.released == ("d", "a", "b"), "d had its one token"
+    scheduler.resume("b")
+    plan = step(scheduler)
+    assert plan.released == ()
+    assert list(plan.tables) == [0], "b, whole"
+
+
+def test_the_token_ids_of_a_plan_are_settled_ones_or_places_in_the_step_before() -> None:
+    scheduler = make_scheduler(pipeline_depth=1)
+    add(scheduler, "a", 3)
+    add(scheduler, "b", 2)
+    assert scheduler.schedule().token_ids == (97, 97, 97, 98, 98)
+    plan = scheduler.schedule()
+    assert plan.token_ids == (-1, -2), "the step before was no decode: a row is not its place"
+    scheduler.commit(scheduler.in_flight[0].plan, [5, 6])
+    assert scheduler.schedule().token_ids == range(-1, -3, -1)
+    scheduler.commit(scheduler.in_flight[0].plan, [7, 8])
+    scheduler.abort("a")
+    assert scheduler.schedule().token_ids == (-2,), "b was the second row"
+
+
+def test_a_plan_does_not_change_with_its_requests() -> None:
+    scheduler = make_scheduler()
+    a = add(scheduler, "a", 5)
+    plan = scheduler.schedule()
+    before = (plan.token_ids, dict(plan.tables))
+    scheduler.commit(plan, [1])
+    step(scheduler)
+    scheduler.abort("a")
+    assert not a.block_table
+    assert (plan.token_ids, plan.tables) == before
 
 
 def test_a_plan_says_whether_every_row_is_a_decode() -> None:
@@ -89,4 +153,4 @@ def test_nobody_is_admitted_into_blocks_that_a_step_in_flight_still_writes() -> 
     scheduler.commit(in_flight, [1])
     plan = step(scheduler)
     assert rows(plan) == [("a", 0, 4, True)]
-    assert plan.preempted == (victim,)
+    assert plan.preempted == (victim.info,)

@@ -57,7 +57,7 @@ def test_the_youngest_is_preempted_and_keeps_its_outputs_and_its_place() -> None
     assert len(step(scheduler)) == 2
     plan = step(scheduler)  # a wants its third block
     assert rows(plan) == [("a", 4, 1, True)]
-    assert plan.preempted == (younger,)
+    assert plan.preempted == (younger.info,)
     assert younger.state is RequestState.WAITING
     assert younger.output_token_ids == [1, 1]
     assert (younger.num_computed, younger.block_table) == (0, [])
@@ -105,7 +105,7 @@ def test_a_victim_in_flight_is_held_until_it_has_drained() -> None:
     scheduler.commit(plans[1], [1, 1])
     plan = scheduler.schedule()
     assert rows(plan) == [("a", 4, 1, True)]
-    assert plan.preempted == (victim,)
+    assert plan.preempted == (victim.info,)
 
 
 def test_steps_overlap_and_an_early_stop_drops_what_is_in_flight() -> None:

@@ -1,0 +1,28 @@
+"""What the plans of an engine add up to: the oracle's own reading of what a runner is told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagespec.engine.plan import StepPlan
+
+
+class RowSeen(NamedTuple):
+    """Of one row: its tokens' ids, positions and slots; its block table, as far as in use."""
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    table: list[int]
+
+
+class TablesFromPlans(dict[str, tuple[int, ...]]):
+    """The block table of each running request, by its id; `take` is given every plan, in order."""
+
+    def take(self, plan: StepPlan) -> None:
+        for request_id in plan.released:
+            self.pop(request_id, None)
+        for row, blocks in plan.tables.items():
+            self[plan.requests[row].request_id] = tuple(blocks)
+        for row, blocks in plan.new_blocks.items():
+            self[plan.requests[row].request_id] += tuple(blocks)
