@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-VERSION = 1
+VERSIONS = (1, 2)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 
@@ -58,6 +58,7 @@ def _tuple_of(*shapes: Shape) -> Shape:
 
 _is_count = _between(0)
 _POOL = _tuple_of(_is_count, _is_count, _is_count)
+_TABLES = _list_of(_tuple_of(_is_text, _list_of(_is_count)))
 _EVENTS: dict[str, dict[str, Shape]] = {
     "start": {
         "num_blocks": _between(1, _MAX_BLOCKS),
@@ -84,6 +85,9 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "step": _is_count,
         "rows": _list_of(_tuple_of(_is_text, _is_count, _is_count, _is_flag)),
         "preempted": _list_of(_is_text),
+        "tables": _TABLES,
+        "new_blocks": _TABLES,
+        "released": _list_of(_is_text),
         "pool": _POOL,
     },
     "result": {
@@ -97,6 +101,9 @@ _EVENTS: dict[str, dict[str, Shape]] = {
     "resume": {"id": _is_text},
 }
 
+# Fields that events have from a version of the trace on.
+_SINCE = {("plan", "tables"): 2, ("plan", "new_blocks"): 2, ("plan", "released"): 2}
+
 
 def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each event with the number of its line, from 1. The first is a start, no other is.
@@ -104,15 +111,17 @@ def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         TraceError: a line is no event of a step trace.
     """
-    number = 0
+    number = version = 0
     for number, line in enumerate(lines, 1):
         event = _parsed(line, number)
         is_start = event.get("event") == "start"
-        if number == 1 and not (is_start and event.get("version") == VERSION):
-            raise TraceError(f"not a step trace of version {VERSION}")
+        if number == 1:
+            version = event.get("version", 0)
+            if not is_start or not _is_integer(version) or version not in VERSIONS:
+                raise TraceError(f"not a step trace of version {VERSIONS[0]} to {VERSIONS[-1]}")
         if number > 1 and is_start:
             raise TraceError(f"line {number} starts another trace")
-        _check_shape(event, number)
+        _check_shape(event, number, version)
         yield number, event
     if number == 0:
         raise TraceError("the trace is empty")
@@ -129,12 +138,14 @@ def _parsed(line: str, number: int) -> dict[str, Any]:
     return event
 
 
-def _check_shape(event: dict[str, Any], number: int) -> None:
+def _check_shape(event: dict[str, Any], number: int, version: int) -> None:
     name = event.get("event")
     fields = _EVENTS.get(name) if isinstance(name, str) else None
     if fields is None:
         raise TraceError(f"line {number}: unknown event {shortened(repr(name), 80)}")
     for field, shape in fields.items():
+        if version < _SINCE.get((name, field), 0):
+            continue
         if field not in event:
             raise TraceError(f"line {number}: {name} has no {field!r}")
         if not shape(event[field]):

@@ -67,6 +67,7 @@ class ReplayMachine(Machine):
         pass
 
     def dispatch(self, plan: Plan, _tokens: tuple[int, ...]) -> None:
+        self.left.clear()  # what the runner was told is read from the trace
         self.flight.append(
             tuple(
                 Row(row.request, row.start, row.n, 0 if row.sampled else NO_TOKEN, ())
@@ -107,6 +108,9 @@ class Replay:
         self.numbers: dict[str, int] = {}
         self.salts: dict[str, int] = {}
         self.num_steps = self.num_preemptions = self.num_hit_blocks = 0
+        self.num_settled = 0
+        self.has_tables = start["version"] >= 2
+        self.tables: dict[int, list[int]] = {}  # of the running requests, from the plans alone
 
     def apply(self, event: dict[str, Any]) -> None:
         getattr(self, f"_on_{event['event']}")(event)
@@ -133,6 +137,7 @@ class Replay:
         machine = self.machine
         if len(machine.flight) > machine.scope.depth:
             raise _Refused("S28", f"planned while {len(machine.flight)} steps are in flight")
+        self._check_step(event, self.num_steps)
         rows = [(self.numbers.get(name, -1), *rest) for name, *rest in event["rows"]]
         preempted = [self.numbers.get(name, -1) for name in event["preempted"]]
         self._check_rows(rows, preempted)
@@ -143,11 +148,40 @@ class Replay:
                 f"planned rows {_short(rows)}, preempted {preempted}; the specification plans "
                 f"{_short([tuple(row) for row in made.rows])}, preempts {list(made.preempted)}",
             )
+        if self.has_tables:
+            self._take_tables(event)
         machine.dispatch(made, ())
         self.num_steps += 1
         self.num_preemptions += len(made.preempted)
         self.num_hit_blocks += sum(len(hits) for _, hits in made.admitted)
         self._check_pool(event)
+
+    def _take_tables(self, event: dict[str, Any]) -> None:
+        """S32: what the plans tell adds up to the tables of the running requests."""
+        numbers, tables = self.numbers, self.tables
+        for name in event["released"]:
+            if tables.pop(numbers.get(name, -1), None) is None:
+                raise _Refused("S32", f"request {name} is released, and no plan told its table")
+        for name, blocks in event["tables"]:
+            tables[numbers.get(name, -1)] = list(blocks)
+        for name, blocks in event["new_blocks"]:
+            if numbers.get(name, -1) not in tables:
+                raise _Refused("S32", f"request {name} grows, and no plan told its table")
+            tables[numbers[name]] += blocks
+        requests = self.machine.requests
+        if tables.keys() != set(self.machine.running):
+            raise _Refused("S32", f"told are the tables of {sorted(tables)}, others are running")
+        for r, table in tables.items():
+            if tuple(table) != requests[r].table:
+                raise _Refused(
+                    "S32",
+                    f"request {r} is told the blocks {shortened(str(table), 80)}, it has "
+                    f"{shortened(str(list(requests[r].table)), 80)}",
+                )
+
+    def _check_step(self, event: dict[str, Any], number: int) -> None:
+        if event["step"] != number:
+            raise _Refused("S24", f"step {event['step']} where step {number} is next")
 
     def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int]) -> None:
         """What a plan may not be whatever the state of the pool."""
@@ -177,6 +211,7 @@ class Replay:
         machine = self.machine
         if not machine.flight:
             raise _Refused("S24", "a result of no step")
+        self._check_step(event, self.num_settled)
         tokens = list(event["token_ids"])
         step = machine.flight[0]
         if len(tokens) != sum(row.token != NO_TOKEN for row in step):
@@ -189,6 +224,7 @@ class Replay:
         machine.told_reasons = dict(told_ends)
         live = [row.request for row in step if not machine.requests[row.request].reason]
         machine.settle()
+        self.num_settled += 1
         ends = [(r, machine.requests[r].reason) for r in live if machine.requests[r].reason]
         if ends != told_ends:
             raise _Refused("S25", f"finished {told_ends}, the specification finishes {ends}")

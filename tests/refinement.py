@@ -188,9 +188,7 @@ class Pair:
         self.state, self.scheduler, self.requests, self.view, self.checker, self.packers = kept
 
 
-def abstraction(
-    scheduler: Scheduler, requests: list[RealRequest], view: TablesFromPlans
-) -> State:
+def abstraction(scheduler: Scheduler, requests: list[RealRequest], view: TablesFromPlans) -> State:
     """The specification's view of the real objects, but for the contents of blocks."""
     blocks = scheduler.blocks
     names: dict[bytes, int] = {}

@@ -44,8 +44,8 @@ class Planner:
     """
 
     __slots__ = (
-        "_blocks",
         "_admitted_rows",
+        "_blocks",
         "_held",
         "_is_closed",
         "_new_blocks",

@@ -7,7 +7,8 @@ event      fields besides ``t`` (seconds since the trace began)
 start      version, and the scheduler's settings
 add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
            priority
-plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool
+plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
+           tables and new_blocks ``[id, block ids]``, released ids (see ``StepPlan``)
 result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool
 abort      id, reason
 pause      id
@@ -27,12 +28,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagespec.engine.checks import path_of
-from pagespec.engine.plan import StepPlan
+from pagespec.engine.plan import Blocks, StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
 from pagespec.errors import InvalidInputError
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 
 def check_trace_path(trace: object) -> None:
@@ -110,8 +111,15 @@ class TraceWriter:
             step=plan.step,
             rows=[[r.request_id, start, n, sampled] for r, start, n, sampled in plan.rows()],
             preempted=[r.request_id for r in plan.preempted],
+            tables=self._blocks(plan, plan.tables),
+            new_blocks=self._blocks(plan, plan.new_blocks),
+            released=plan.released,
             pool=self._pool(),
         )
+
+    @staticmethod
+    def _blocks(plan: StepPlan, blocks: dict[int, Blocks]) -> list[tuple[str, Blocks]]:
+        return [(plan.requests[row].request_id, ids) for row, ids in blocks.items()]
 
     def result(self, plan: StepPlan, token_ids: Sequence[int], finished: Sequence[Request]) -> None:
         self._write(

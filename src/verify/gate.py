@@ -101,6 +101,8 @@ class _Gate:
             self._family(f"cuts of the prompt{words}", self._cuts(stage))
             self._family(f"chunks of the prompt{words}", self._chunks(stage))
             self._family(f"prefix hits{words}", self._hits(stage), "num_hit_blocks")
+            cases = self._pauses_over_hits(stage)
+            self._family(f"paused and found in the cache{words}", cases, "num_hit_blocks")
             self._family(f"neighbours aborted{words}", self._aborts(stage))
             stage.close()
         if self._size.both_overlaps:
@@ -208,6 +210,31 @@ class _Gate:
                     stage.finish()
                     self.report.num_hit_blocks += request.num_cached_tokens // size
                     yield f"{count} blocks hit{again}", subject, stage.answer(request)
+
+    def _pauses_over_hits(self, stage: Stage) -> Iterator[Case]:
+        """Two of one prompt arrive together and compute blocks of their own. One is paused after
+        each number of tokens, a neighbour takes the blocks it gave back, and it goes on with those
+        of the other. A third comes when they are done and finds what they left."""
+        for count in range(self._size.num_tokens):
+            for i, subject in enumerate(self._cut):
+                salt = b"paused %d %d" % (count, i)
+                twins = [stage.add(subject, salt), stage.add(subject, salt)]
+                if count == 0:
+                    stage.step()
+                stage.step_until(twins[1], count)
+                stage.engine.pause(twins[1].request_id)
+                stage.step()
+                stage.add(self._subject(CUT_PROMPT, count), salt)
+                stage.step()
+                if twins[1].finish_reason is None:  # else its last token was in flight
+                    stage.engine.resume(twins[1].request_id)
+                stage.finish()
+                for twin, words in zip(twins, ("beside one", "itself"), strict=True):
+                    yield f"{words} paused after {count} tokens", subject, stage.answer(twin)
+                later = stage.add(subject, salt)
+                stage.finish()
+                self.report.num_hit_blocks += later.num_cached_tokens // self._block_size
+                yield f"behind one paused after {count} tokens", subject, stage.answer(later)
 
     def _aborts(self, stage: Stage) -> Iterator[Case]:
         """Two neighbours, one of them long, are aborted after each number of steps."""

@@ -82,9 +82,7 @@ def test_packing() -> None:
     packer = BatchPacker(block_size=4, num_blocks=10, device=torch.device("cpu"))
     a, b = make_requests([[11, 12, 13, 14, 15, 16], [21, 22]], 4)
     ids, tables = (12, 13, 14, 15, 22), {0: (7, 3), 1: (5,)}
-    packed = packer.pack(
-        StepPlan(0, (a.info, b.info), (1, 1), (4, 1), (False, True), ids, tables)
-    )
+    packed = packer.pack(StepPlan(0, (a.info, b.info), (1, 1), (4, 1), (False, True), ids, tables))
     inputs = packed.inputs
     assert inputs.input_ids.tolist() == [[12, 13, 14, 15, 22]]
     assert inputs.position_ids.tolist() == [[1, 2, 3, 4, 1]]

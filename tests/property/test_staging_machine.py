@@ -1,5 +1,8 @@
-"""The staging of the runner on a GPU in lockstep with the specification: what its kernels unpack of
-each plan is what the specification has for the plan's rows. On a GPU; else under the interpreter."""
+"""The staging of the runner on a GPU in lockstep with the specification.
+
+What its kernels unpack of each plan is what the specification has for the plan's rows. Runs on a
+GPU where there is one, else under Triton's interpreter.
+"""
 
 from __future__ import annotations
 
