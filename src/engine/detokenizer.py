@@ -1,102 +1,214 @@
-"""Token ids to text, a token at a time, and the search for stop strings in it."""
+"""Incremental detokenization: token ids to text, one at a time, and the search for stop strings.
+
+The text of an answer is defined here, once, for ``generate``, ``generate_iter`` and ``stream``:
+
+* It is what follows the prompt in the text of prompt and output together: after the longest prefix
+  that this text shares with the prompt's own. A character that the prompt left incomplete and the
+  output completes belongs to the answer; one that stays incomplete belongs to the prompt.
+* Bytes that form no character are shown as U+FFFD, as many as the tokenizer shows for them, and
+  leave the characters beside them as they are. That is what byte-level tokenizers and SentencePiece
+  do. The byte fallback of the ``tokenizers`` library is stricter: its ``decode`` shows *all* bytes
+  of a run as U+FFFD if one of them is wrong. A stream could not be true to that, as a later token
+  would change characters that were sent long ago.
+* So a character that ``max_tokens`` cuts ends the text as U+FFFD, as with transformers' ``decode``
+  (vLLM leaves it out).
+* Special tokens have no text, and neither has the stop token that ended the request.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
-# A tokenizer may join a token to the one before it (a space, the bytes of one character), so
-# outputs are decoded behind a few tokens of prompt and the prompt's part is cut off again.
-_NUM_CONTEXT_TOKENS = 6
-_INCOMPLETE = "�"
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# Tokens that can share one character: UTF-8 has at most four bytes, and each has one at least.
+_MAX_CHARACTER_TOKENS = 4
+# Tokens of which each ends inside a character and the next completes it. Text has no longer chains.
+_MAX_GROUP_TOKENS = 16
+_NUM_CONTEXT_TOKENS = 8
+_CHUNK_TOKENS = (
+    64  # decoded at once when all are there; more would be decoded twice where one fails
+)
 
 
 class Detokenizer:
-    """Decodes the output of one request as it grows.
+    """Decodes the output of one request as it grows, in constant time per token.
 
-    Only a window of tokens is decoded each time: from the last place where the text was known to
-    be complete. Text that ends in an incomplete character is kept back until it is complete.
+    Tokens are decoded in groups, each as small as possible: a token, or as many as share a
+    character. A token may join the one before it (by a space, or as the end of a word), so a group
+    is decoded behind the end of the group before it, the context, whose text is cut off again.
 
     Args:
         tokenizer: a transformers tokenizer.
-        prompt_token_ids: the prompt; its tail gives the first tokens their context.
+        prompt_token_ids: the prompt; its tail is the first context.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._token_ids = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        self._window_start = 0
-        self._window_read = len(self._token_ids)
-        self.text = ""
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        # Tokens with some text and no U+FFFD in it; none as long as there was no text at all.
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []  # tokens whose text is not settled
+        self._num_prompt_pending = 0  # how many of them, the first ones, are the prompt's
+        num_tokens = _NUM_CONTEXT_TOKENS
+        while True:
+            self.push_all(prompt_token_ids[-num_tokens:])
+            if self._context or num_tokens >= len(prompt_token_ids):
+                break
+            num_tokens *= 2  # nothing but special tokens, which are no context: look further back
+            self._pending.clear()
+        self._num_prompt_pending = len(self._pending)
 
     def push(self, token_id: int) -> str:
         """Add one id; returns the text that became complete with it, possibly none."""
-        self._token_ids.append(token_id)
-        return self._advance(is_last=False)
+        if (self._pending or not self._context) and self._is_textless(token_id):
+            return ""
+        self._pending.append(token_id)
+        return self._settle(is_last=False)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """As pushing one after the other, but ids of complete characters are decoded at once."""
+        pieces: list[str] = []
+        for begin in range(0, len(token_ids), _CHUNK_TOKENS):
+            chunk = token_ids[begin : begin + _CHUNK_TOKENS]
+            group = [*self._pending, *chunk]
+            text = self._text_of(group)
+            if text and _INCOMPLETE not in text:
+                self._pending = group
+                pieces.append(self._commit(len(group), text))
+            else:
+                pieces += map(self.push, chunk)
+        return "".join(pieces)
 
     def flush(self) -> str:
         """Returns what was kept back, complete or not. Nothing may be pushed after."""
-        return self._advance(is_last=True)
+        return self._settle(is_last=True)
 
-    def _advance(self, *, is_last: bool) -> str:
-        known = self._decode(self._token_ids[self._window_start : self._window_read])
-        text = self._decode(self._token_ids[self._window_start :])
-        if len(text) <= len(known) or (text.endswith(_INCOMPLETE) and not is_last):
-            return ""
-        self._window_start = self._window_read
-        self._window_read = len(self._token_ids)
-        piece = text[len(known) :]
-        self.text += piece
-        return piece
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        """The text that ``token_ids`` add to the context's."""
+        text = self._decode(self._context + token_ids)
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        # Byte fallback: wrong bytes spoiled those of the context before them. As the context ends
+        # in a byte and not in a word, the next byte does not depend on it.
+        return self._decode(token_ids)
+
+    def _is_textless(self, token_id: int) -> bool:
+        # Special tokens must not count among those of one character, nor as a beginning of the
+        # text. Twice, as a single space may vanish at the beginning, too.
+        return self._decode([*self._context, token_id, token_id]) == self._context_text
+
+    def _settle(self, *, is_last: bool) -> str:
+        pieces: list[str] = []
+        while self._pending:
+            num_tokens, text = self._next_group(is_last)
+            if not num_tokens:
+                break
+            pieces.append(self._commit(num_tokens, text))
+        return "".join(pieces)
+
+    def _next_group(self, is_last: bool) -> tuple[int, str]:
+        """How many pending tokens can be settled now, and their text."""
+        pending = self._pending
+        for num_tokens in range(1, len(pending) + 1):
+            text = self._text_of(pending[:num_tokens])
+            if _INCOMPLETE not in text:
+                return num_tokens, text
+        may_grow = not is_last and text.endswith(_INCOMPLETE)
+        if may_grow and len(pending) < _MAX_CHARACTER_TOKENS:
+            return 0, ""
+        # The first token is in no complete character. It is settled alone, or with those that share
+        # U+FFFD with it.
+        num_tokens = max(n for n in range(1, len(pending) + 1) if self._is_one(pending[:n]))
+        if may_grow and num_tokens == len(pending) < _MAX_GROUP_TOKENS:
+            return 0, ""
+        return num_tokens, self._text_of(pending[:num_tokens])
+
+    def _is_one(self, token_ids: list[int]) -> bool:
+        """Whether any cut through these tokens would give more U+FFFD than they have."""
+        num_now = self._text_of(token_ids).count(_INCOMPLETE)
+        for cut in range(1, len(token_ids)):
+            left, right = self._text_of(token_ids[:cut]), self._text_of(token_ids[cut:])
+            if (left + right).count(_INCOMPLETE) <= num_now:
+                return False
+        return True
+
+    def _commit(self, num_tokens: int, text: str) -> str:
+        """Settle the first pending tokens, whose text is ``text``; returns the answer's part."""
+        group = self._pending[:num_tokens]
+        num_prompt = min(self._num_prompt_pending, num_tokens)
+        if num_prompt:
+            prompt_text = self._text_of(group[:num_prompt])
+            shared = takewhile(
+                lambda pair: pair[0] == pair[1], zip(prompt_text, text, strict=False)
+            )
+            text = text[len(list(shared)) :]
+        del self._pending[:num_tokens]
+        self._num_prompt_pending -= num_prompt
+        for context in (group[-_NUM_CONTEXT_TOKENS:], group):
+            if self._take_context(context):
+                return text
+        if not self._context:
+            # Any letter: what comes next is not at the beginning of the text any more.
+            self._take_context(self._tokenizer("a", add_special_tokens=False)["input_ids"])
+        return text
+
+    def _take_context(self, token_ids: list[int]) -> bool:
+        text = self._decode(token_ids)
+        if not text or _INCOMPLETE in text:
+            return False
+        self._context, self._context_text = token_ids, text
+        return True
 
 
 class StopStringWatcher:
-    """Tells when the text of a request contains one of its stop strings.
+    """Searches the text of a request, as it grows, for stop strings.
 
-    Called with each settled output id (``Request.on_token``); True ends the request. ``text`` is
+    Called with each settled output id (``Request.on_token``); True ends the request. The text is
     then cut before the earliest stop string.
+
+    Attributes:
+        settled_pieces: text that no later token can take back: no stop string begins in it.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
         self._num_tail_chars = max(len(s) for s in stop_strings) - 1
-        self._stop_at: int | None = None
+        self._tail = ""  # the end of the text, in which a stop string may have begun
+        self.settled_pieces: list[str] = []
+        self.is_stopped = False
 
     def __call__(self, token_id: int) -> bool:
-        num_chars = len(self._detokenizer.text)
-        self._detokenizer.push(token_id)
-        # A stop string may have begun in text that is already there.
-        begin = max(0, num_chars - self._num_tail_chars)
-        found = [self._detokenizer.text.find(s, begin) for s in self._stop_strings]
-        places = [place for place in found if place >= 0]
-        if places:
-            self._stop_at = min(places)
-        return bool(places)
+        return self._search(self._detokenizer.push(token_id))
 
-    @property
-    def settled_text(self) -> str:
-        """Text that no later token can take back: it holds no beginning of a stop string."""
-        if self._stop_at is not None:
-            return self._detokenizer.text[: self._stop_at]
-        return self._detokenizer.text[: max(0, len(self._detokenizer.text) - self._num_tail_chars)]
+    def _search(self, piece: str) -> bool:
+        text = self._tail + piece
+        places = [place for s in self._stop_strings if (place := text.find(s)) >= 0]
+        if places:
+            self.is_stopped = True
+            num_settled, self._tail = min(places), ""
+        else:
+            num_settled = max(0, len(text) - self._num_tail_chars)
+            self._tail = text[num_settled:]
+        self.settled_pieces.append(text[:num_settled])
+        return self.is_stopped
 
     def finish(self) -> str:
-        """The final text."""
-        if self._stop_at is None:
-            self._detokenizer.flush()
-            return self._detokenizer.text
-        return self._detokenizer.text[: self._stop_at]
+        """The final text. ``is_stopped`` may become true here: U+FFFD can be a stop string."""
+        if not self.is_stopped:
+            self._search(self._detokenizer.flush())
+        return "".join(self.settled_pieces) + self._tail
 
 
 def decode_output(
     tokenizer: Any, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
 ) -> str:
     """Text of a whole output at once; equal to pushing it a token at a time."""
-    context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-    known = tokenizer.decode(context, skip_special_tokens=True)
-    text = tokenizer.decode(context + list(output_token_ids), skip_special_tokens=True)
-    return text[len(known) :]
+    detokenizer = Detokenizer(tokenizer, prompt_token_ids)
+    return detokenizer.push_all(output_token_ids) + detokenizer.flush()

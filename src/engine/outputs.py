@@ -34,9 +34,10 @@ class CompletionOutput:
 
     Attributes:
         index: position among the request's continuations (0).
-        text: decoded text, cut before a stop string, without special tokens; "" if the model
-            has no tokenizer.
-        token_ids: every generated id, an end token included.
+        text: decoded text, cut before a stop string, without special tokens and without the stop
+            token that ended it (as in vLLM; see ``engine.detokenizer`` for incomplete characters);
+            "" if the model has no tokenizer.
+        token_ids: every generated id, the end or stop token included.
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or
             max_model_len), "abort", or "error" (the step failed).
     """

@@ -157,6 +157,13 @@ class Request:
         """The settled outputs (a copy)."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def text_token_ids(self) -> list[int]:
+        """The settled outputs that have text: all but a stop token, which can only be the last."""
+        token_ids = self.output_token_ids
+        is_stopped = bool(token_ids) and token_ids[-1] in self.stop_token_ids
+        return token_ids[:-1] if is_stopped else token_ids
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.state.value}, rank={self.rank}, "

@@ -84,17 +84,19 @@ class RequestFactory:
         self, request: Request, prompt: PromptInput, metrics: RequestMetrics
     ) -> RequestOutput:
         """What the caller of a finished ``request`` gets."""
-        token_ids = request.output_token_ids
-        if isinstance(request.on_token, StopStringWatcher):
-            text = request.on_token.finish()
+        watcher, finish_reason = request.on_token, request.finish_reason
+        if isinstance(watcher, StopStringWatcher):
+            text = watcher.finish()
+            if watcher.is_stopped and finish_reason == "length":
+                finish_reason = "stop"  # by U+FFFD: incomplete until it was the end
         elif self._tokenizer is not None:
-            text = decode_output(self._tokenizer, prompt.token_ids, token_ids)
+            text = decode_output(self._tokenizer, prompt.token_ids, request.text_token_ids)
         else:
             text = ""
         return RequestOutput(
             request_id=request.request_id,
             prompt=prompt.text,
             prompt_token_ids=prompt.token_ids,
-            outputs=[CompletionOutput(0, text, token_ids, request.finish_reason)],
+            outputs=[CompletionOutput(0, text, request.output_token_ids, finish_reason)],
             metrics=metrics,
         )

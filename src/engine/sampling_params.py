@@ -43,7 +43,8 @@ class SamplingParams:
         min_p: drop tokens less likely than min_p times the likeliest. In [0, 1].
         max_tokens: most tokens to generate, 1 or more; None means up to ``max_model_len``.
         stop: strings that end generation; the text is cut before the string.
-        stop_token_ids: token ids that end generation, besides the model's own end tokens.
+        stop_token_ids: token ids that end generation, besides the model's own end tokens. The one
+            that does is in ``token_ids`` and not in ``text``.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         seed: 64-bit seed of this request's random numbers; None derives one from the engine's.
 

@@ -113,7 +113,7 @@ class Serving:
     def _stream(self, request: Request, prompt: PromptInput, tokenizer: Any) -> Iterator[str]:
         watcher = request.on_token
         detokenizer = Detokenizer(tokenizer, prompt.token_ids)
-        num_read = request.num_prompt_tokens
+        num_read = 0 if isinstance(watcher, StopStringWatcher) else request.num_prompt_tokens
         num_yielded = 0
         # Added on the first step of the iterator: one that is never read must not be served.
         self._engine.add(request)
@@ -121,15 +121,16 @@ class Serving:
             while request.finish_reason is None:
                 self._engine.step()
                 if isinstance(watcher, StopStringWatcher):
-                    text = watcher.settled_text
+                    piece = "".join(watcher.settled_pieces[num_read:])
+                    num_read = len(watcher.settled_pieces)
                 else:
-                    for token_id in request.token_ids[num_read:]:
-                        detokenizer.push(token_id)
-                    num_read = len(request.token_ids)
-                    text = detokenizer.text
-                if len(text) > num_yielded:
-                    yield text[num_yielded:]
-                    num_yielded = len(text)
+                    new = request.token_ids[num_read:]
+                    num_read += len(new)
+                    stops = request.stop_token_ids
+                    piece = "".join(detokenizer.push(i) for i in new if i not in stops)
+                if piece:
+                    yield piece
+                    num_yielded += len(piece)
             tail = self._output(request, prompt).outputs[0].text[num_yielded:]
             if tail:
                 yield tail
