@@ -47,6 +47,8 @@ def cases(llm: LLM, text_llm: LLM, folder: Path) -> list[tuple[str, Callable[[],
     return [
         ("empty prompt (ids)", generate([[]])),
         ("empty prompt (text)", lambda: text_llm.generate("", GREEDY, use_tqdm=False)),
+        ("token ids as the text of a prompt", generate({"prompt": [1, 2]})),
+        ("text as token ids", lambda: text_llm.generate({"prompt_token_ids": "abc"}, GREEDY)),
         ("prompt longer than max_model_len", generate([[1] * 600])),
         ("token id outside the vocabulary", generate([[1, 320]])),
         ("negative token id", generate([[-1]])),

@@ -52,7 +52,8 @@ def answer_file(
     chat: bool,
     overwrite: bool,
 ) -> None:
-    """Write one row for each line of ``source``, in order; keep the rows ``output`` already has.
+    """Write one row for each line of ``source`` that is not blank, in order; keep the rows
+    ``output`` already has.
 
     Raises:
         InvalidInputError: a file or an option is refused; ``output`` is then as it was.
@@ -60,6 +61,9 @@ def answer_file(
     """
     if not source.is_file():
         raise InvalidInputError("--input", str(source), "must be a file (it is read twice)")
+    if output.exists() and not output.is_file():
+        limit = "must be a file: the run goes on from the rows it has"
+        raise InvalidInputError("--output", str(output), limit)
     if output.exists() and output.samefile(source):
         raise InvalidInputError("--output", str(output), "must not be the input file")
     sampling.params(0)  # refuse bad flags before anything is touched

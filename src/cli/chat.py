@@ -85,7 +85,6 @@ class Conversation:
             for piece in stream:
                 pieces.append(piece)
                 typer.echo(piece, nl=False)
-                sys.stdout.flush()
                 if stop.is_set:
                     note(" [stopped]")
                     break

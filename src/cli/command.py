@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import io
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, get_type_hints
 
 import typer
@@ -19,9 +21,33 @@ EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "PAGESPEC_TRACEBACK"
 
 
+def prepare_streams() -> None:
+    """Make stdin, stdout and stderr streams that the commands can use, whatever they are.
+
+    A closed one (``<&-``; pythonw) is None in Python, and its descriptor would go to the next file
+    that is opened: a warning of some library would then be written into --output. It becomes the
+    null device. What an encoding lacks is escaped and does not end the command.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def note(message: str) -> None:
     """Print to stderr what is not an answer, so that stdout can be piped on."""
-    typer.echo(message, err=True)
+    # Where nothing can be said (a full disk, a closed pipe) the answers still count.
+    with suppress(OSError):
+        typer.echo(message, err=True)
+
+
+def refuse(error: Exception) -> int:
+    """Say in one line why a command ends; returns its exit code."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    note(f"pagespec: error: {line}")
+    return EXIT_REFUSED
 
 
 @contextmanager
@@ -39,9 +65,7 @@ def readable_errors() -> Iterator[None]:
     except (PagespecError, OSError) as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        line = " ".join(str(error).split()) or type(error).__name__
-        note(f"pagespec: error: {line}")
-        raise typer.Exit(EXIT_REFUSED) from error
+        raise typer.Exit(refuse(error)) from error
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import pagespec
-from pagespec.cli.command import command
+from pagespec.cli.command import command, prepare_streams, refuse
 from pagespec.cli.options import EngineOptions, SamplingOptions
 from pagespec.errors import InvalidInputError
 
@@ -86,11 +87,12 @@ def generate(
       {"prompt": "2 + 2 =", "max_tokens": 4, "temperature": 0}
       {"id": 7, "messages": \\[{"role": "user", "content": "Hi"}], "top_p": 0.9}
 
-    The output has one row for each line, in order. A bad line (not JSON, an
-    unknown field, a value outside its limits) becomes a row with "error", and
-    the rest goes on. The run can be interrupted at any moment: the same command
-    again keeps the finished rows and does the rest. It refuses an output that
-    was written for another input, model or sampling flags.
+    The output has one row for each line that is not blank, in order; "index" is
+    the number of the line, from 0. A bad line (not JSON, an unknown field, a
+    value outside its limits) becomes a row with "error", and the rest goes on.
+    The run can be interrupted at any moment: the same command again keeps the
+    finished rows and does the rest. It refuses an output that was written for
+    another input, model or sampling flags.
     """
     from pagespec.cli.batch import answer_file
     from pagespec.cli.generate import answer_prompts
@@ -221,6 +223,7 @@ def check(
 
 
 @app.command()
+@command
 def version() -> None:
     """Print the versions a bug report needs."""
     typer.echo(f"pagespec {pagespec.__version__}")
@@ -231,3 +234,12 @@ def version() -> None:
         except importlib.metadata.PackageNotFoundError:
             found = "not installed"
         typer.echo(f"{package} {found}")
+
+
+def main() -> None:
+    """The ``pagespec`` script: the commands, on streams that are fit for them."""
+    prepare_streams()
+    try:
+        app(prog_name="pagespec")
+    except OSError as error:  # of what typer prints itself, such as the help: the disk is full
+        sys.exit(refuse(error))

@@ -20,7 +20,8 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One non-empty line of the input; ``index`` is its line number, from 0."""
+    """One line of the input that is not blank; ``index`` is its line number, from 0. Blank lines
+    are numbered, too, and get no row: most JSON Lines files end in one."""
 
     index: int
     raw: bytes
@@ -71,7 +72,8 @@ class Progress:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The non-empty lines of ``path``. They stay bytes: one bad encoding spoils one line only."""
+    """The lines of ``path`` that are not blank. They stay bytes, so that one bad encoding spoils
+    one line only."""
     with path.open("rb") as file:
         for index, raw in enumerate(file):
             stripped = (raw.removeprefix(_BOM) if index == 0 else raw).strip()
@@ -109,7 +111,9 @@ def parse_question(line: Line) -> Question:
         raise InvalidInputError("line", shown, limit)
     content = given[kinds[0]]
     if not isinstance(content, str if kinds[0] == "prompt" else list):
-        wanted = "text" if kinds[0] == "prompt" else "a list"
+        wanted = {"prompt": "text", "prompt_token_ids": "a list of token ids"}.get(
+            kinds[0], "a list"
+        )
         raise InvalidInputError(kinds[0], content, f"must be {wanted}")
     identity = given.get("id")
     if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
@@ -121,11 +125,12 @@ def parse_question(line: Line) -> Question:
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # json keeps the last of two equal names and drops the first without a word.
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
             raise ValueError(f"{name!r} is given twice")
-    return dict(pairs)
+        found[name] = value
+    return found
 
 
 def _refuse_constant(name: str) -> Any:

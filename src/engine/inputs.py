@@ -108,7 +108,16 @@ class PromptReader:
                     priority,
                     f"must be an integer from 0, the most urgent, to {MAX_PRIORITY}",
                 )
-            prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+            if "prompt" in prompt:
+                prompt = prompt["prompt"]
+                if not isinstance(prompt, str):
+                    limit = "must be text; token ids go into 'prompt_token_ids'"
+                    raise InvalidInputError(f"{field}.prompt", prompt, limit)
+            else:
+                prompt = prompt["prompt_token_ids"]
+                if not is_list(prompt):
+                    limit = "must be a list of token ids; text goes into 'prompt'"
+                    raise InvalidInputError(f"{field}.prompt_token_ids", prompt, limit)
         if isinstance(prompt, str):
             token_ids = self._check(self._tokenize(prompt, field), field)
             return PromptInput(prompt, token_ids, cache_salt, priority)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -43,7 +44,8 @@ class Serving:
             for request in requests:
                 self._engine.add(request)
             num_output_tokens = 0
-            with tqdm(total=len(requests), desc="generate", disable=not use_tqdm) as bar:
+            is_shown = use_tqdm and sys.stderr is not None  # there is none under pythonw
+            with tqdm(total=len(requests), desc="generate", disable=not is_shown) as bar:
                 remaining = set(requests)
                 while remaining:
                     for request in self._engine.step():

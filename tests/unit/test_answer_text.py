@@ -46,20 +46,28 @@ class ScriptRunner:
         return handle
 
 
-def answers(
-    tokenizer: Any, script: Sequence[int], **params: Any
-) -> list[tuple[str, list[int], str | None]]:
-    """(text, token ids, finish reason) by each way to an answer; those of a stream are its text."""
-    sampling = SamplingParams(**{"max_tokens": len(script), "temperature": 0.0} | params)
-    prompt = PromptInput(None, list(PROMPT))
+def serving_of(tokenizer: Any, script: Sequence[int]) -> Serving:
     scheduler = Scheduler(
         BlockManager(64, 16), max_num_seqs=2, max_num_batched_tokens=64, pipeline_depth=0
     )
     factory = RequestFactory(
-        tokenizer, vocab_size=len(tokenizer), eos_token_ids=frozenset({EOS}), max_model_len=512,
+        tokenizer,
+        vocab_size=len(tokenizer),
+        eos_token_ids=frozenset({EOS}),
+        max_model_len=512,
         seed=0,
-    )  # fmt: skip
-    serving = Serving(Engine(scheduler, ScriptRunner(script)), factory)
+    )
+    return Serving(Engine(scheduler, ScriptRunner(script)), factory)
+
+
+def answers(
+    tokenizer: Any, script: Sequence[int], **params: Any
+) -> list[tuple[str, list[int], str | None]]:
+    """(text, token ids, finish reason) by each way to an answer; of a stream the text is its own
+    and the rest that of ``generate``."""
+    sampling = SamplingParams(**{"max_tokens": len(script), "temperature": 0.0} | params)
+    prompt = PromptInput(None, list(PROMPT))
+    serving = serving_of(tokenizer, script)
     [whole] = serving.run([prompt], [sampling], use_tqdm=False)
     [item] = serving.iterate([(prompt, sampling)], lambda given: given, window=1)
     given = [(o.text, o.token_ids, o.finish_reason) for o in (whole.outputs[0], item.outputs[0])]

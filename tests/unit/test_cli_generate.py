@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import time
 from pathlib import Path
 
 import pytest
 
 from pagespec.cli import start
+from pagespec.cli.rows import Line, parse_question
+from pagespec.errors import InvalidInputError
 from tests.unit.cli_fakes import Desk, FakeLLM, FakeTokenizer, call
 
 
@@ -104,19 +110,22 @@ def test_rows_keep_the_order_of_lines_good_and_bad(desk: Desk) -> None:
         {"prompt": "fail"},
         {"prompt": "z"},
         {"messages": [{"role": "user", "content": "hi"}]},
+        {"prompt_token_ids": "abc"},
+        {"prompt": [97]},
     )
     result = desk.run_file()
     assert result.exit_code == 1, result.output
     rows = desk.rows()
-    assert [row["index"] for row in rows] == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    assert [row["index"] for row in rows] == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
     assert {row["index"]: row["text"] for row in rows if "text" in row} == {0: "A", 7: "H", 12: "Z"}
     assert rows[0]["id"] == "first"
     said = {row["index"]: row["error"] for row in rows if "error" in row}
     for index, word in {1: "JSON", 2: "temprature", 4: "top_p", 5: "exactly one", 6: "empty",
                         8: "twice", 9: "Unicode", 11: "engine failed",
-                        13: "no chat template"}.items():  # fmt: skip
+                        13: "no chat template", 14: "must be a list of token ids",
+                        15: "must be text"}.items():  # fmt: skip
         assert word in said[index]
-    assert "13 rows, 10 of them errors" in result.stderr
+    assert "15 rows, 12 of them errors" in result.stderr
 
 
 def test_messages_and_the_chat_flag_use_the_template(desk: Desk) -> None:
@@ -154,3 +163,36 @@ def test_every_line_has_a_seed_of_its_own(desk: Desk) -> None:
     )
     assert desk.run_file("--seed", "7").exit_code == 0
     assert [params.seed for _, params in desk.llm.seen] == [7, 8, 0, 10]
+
+
+@pytest.mark.parametrize("field", ["at the top", "messages"])
+def test_a_line_takes_time_as_it_has_names(field: str) -> None:
+    def seconds(num_names: int) -> float:
+        content = {f"f{i}": i for i in range(num_names)}
+        whole = {"messages": [content]} if field == "messages" else content
+        line = Line(0, json.dumps(whole).encode())
+        best = math.inf
+        for _ in range(5):
+            began = time.perf_counter()
+            with contextlib.suppress(InvalidInputError):
+                parse_question(line)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(16_000) < 80 * seconds(1_000), "16 times the names; their square is 256 times"
+
+
+def test_blank_lines_get_no_row_and_are_numbered(desk: Desk) -> None:
+    """As the help says. However many there are, an interrupted run goes on at the right line."""
+    help_text = " ".join(call("generate", "--help").output.split())
+    assert "one row for each line that is not blank" in help_text
+    a, b, c = (json.dumps({"prompt": name}) for name in "abc")
+    desk.source.write_text(f"\n{a}\n\n \t\r\n{b}\n\nbad\n{c}\n\n")
+    desk.run_file()
+    assert [row["index"] for row in desk.rows()] == [1, 4, 6, 7]
+    assert [params.seed for _, params in desk.llm.seen] == [1, 4, 7]
+    whole = desk.output.read_bytes()
+    for size in range(len(whole)):
+        desk.output.write_bytes(whole[:size])
+        assert "keeping" in desk.run_file().stderr or not whole[:size].count(b"\n")
+        assert desk.output.read_bytes() == whole

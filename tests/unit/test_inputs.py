@@ -164,6 +164,12 @@ SURROGATE = "a\ud800"  # JSON can spell it, UTF-8 cannot
         (b"bytes", "must be text or a list"),
         ({}, "either 'prompt' or 'prompt_token_ids'"),
         ({"prompt_token_ids": [1], "multi_modal_data": 1}, "at most 'cache_salt'"),
+        ({"prompt": [1]}, r"^prompt.prompt = \[1\]: must be text"),
+        ({"prompt": None}, "^prompt.prompt = None: must be text"),
+        ({"prompt": b"a"}, "^prompt.prompt = b'a': must be text"),
+        ({"prompt_token_ids": "abc"}, "^prompt.prompt_token_ids = 'abc': must be a list of token"),
+        ({"prompt_token_ids": b"abc"}, "^prompt.prompt_token_ids = b'abc': must be a list of"),
+        ({"prompt_token_ids": None}, "^prompt.prompt_token_ids = None: must be a list of"),
         ({"prompt_token_ids": [1], "cache_salt": 3}, "must be text"),
         ({"prompt_token_ids": [1], "cache_salt": SURROGATE}, "cache_salt.*not Unicode"),
         (memoryview(b"a"), "must be text or a list"),
@@ -176,6 +182,13 @@ SURROGATE = "a\ud800"  # JSON can spell it, UTF-8 cannot
 def test_prompts_are_checked(prompt: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         READER.read(prompt)
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": [97]}, {"prompt_token_ids": "a"}])
+def test_a_field_of_a_prompt_takes_one_kind_only(prompt: dict[str, Any]) -> None:
+    """Also where the model has a tokenizer, and could read both."""
+    with pytest.raises(InvalidInputError, match=f"^p.{next(iter(prompt))} = "):
+        TEXT_READER.read(prompt, "p")
 
 
 @pytest.mark.parametrize("prompt", [SURROGATE, {"prompt": SURROGATE}])
