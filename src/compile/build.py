@@ -17,6 +17,7 @@ from pagespec.collector import collector_paused
 from pagespec.compile.cache_files import cache_root
 from pagespec.compile.capture import CapturedModel, capture_model
 from pagespec.compile.graph_cache import GraphCache
+from pagespec.compile.host_memory import available_bytes
 from pagespec.compile.load import load_model
 from pagespec.compile.probe import probe_model
 from pagespec.compile.runner import ModelRunner, OnLogits, kv_bytes_per_block
@@ -240,7 +241,7 @@ def _packing_bytes(model: object, device: torch.device) -> int:
     """For copies of weights nobody else can change: not those of a module the caller holds."""
     if device.type != "cpu" or isinstance(model, PreTrainedModel):
         return 0
-    return _available_cpu_bytes() // _PACKING_PART
+    return available_bytes() // _PACKING_PART
 
 
 def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> GraphCache | None:
@@ -251,7 +252,7 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
 
 
 def _num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) -> int:
-    num_available = _available_cpu_bytes()
+    num_available = available_bytes()
     if config.num_blocks is None:
         share = config.memory_utilization
         default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
@@ -285,15 +286,3 @@ def blocks_in(
         )
     num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     return min(num_blocks, num_useful)
-
-
-def _available_cpu_bytes() -> int:
-    """Memory this process could still take, in bytes."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

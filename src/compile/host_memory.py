@@ -1,0 +1,88 @@
+"""Memory that this process may still take: what the machine and a container's limits leave.
+
+``/proc/meminfo`` tells of the whole machine. A container is held to the limits of its control group
+(cgroup, versions 1 and 2) and of every group around it, and is killed where it goes beyond one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# (limits, usage, what of the usage is file cache that the kernel drops first) of the two versions.
+# Beyond "high" a group is slowed down until it is of no use.
+_FILES_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
+_FILES_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """The least that the machine and any control group around this process leave.
+
+    Args:
+        root: of the file system (tests give one of their own).
+    """
+    available = _machine_bytes(root)
+    for folder, (limits, usage, cache) in _groups(root):
+        used = _number(folder / usage)
+        if used is None:
+            continue
+        used -= _field(folder / "memory.stat", cache) or 0
+        for limit in limits:
+            most = _number(folder / limit)
+            if most is not None:
+                available = min(available, most - used)
+    return max(0, available)
+
+
+def _machine_bytes(root: Path) -> int:
+    kib = _field(root / "proc/meminfo", "MemAvailable:")
+    if kib is None:  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return kib * 1024
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[tuple[str, ...], str, str]]]:
+    """The folders of this process's groups, from its own to the outermost that can be seen."""
+    own: dict[str, str] = {}  # by version
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            own["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            own["cgroup"] = path
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, filesystem = line.partition(" - ")
+        kind, *_, options = filesystem.split(" ")
+        if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        mounted, place = mount.split(" ")[3:5]
+        top = root / place.lstrip("/")
+        # A container may see its own group as the top one, under its path on the host.
+        inside = Path(own[kind]).relative_to("/")
+        if Path(own[kind]).is_relative_to(mounted):
+            inside = Path(own[kind]).relative_to(mounted)
+        files = _FILES_V2 if kind == "cgroup2" else _FILES_V1
+        for folder in (inside, *inside.parents):
+            yield top / folder, files
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(file: Path) -> int | None:
+    """None if there is no such file, or "max" in it."""
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _field(file: Path, name: str) -> int | None:
+    for line in _lines(file):
+        words = line.split()
+        if words[:1] == [name]:
+            return int(words[1])
+    return None
