@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock
+    fcntl = None  # type: ignore[assignment]
+
+_LOCK = "lock"
+_ABANDONED_S = 24 * 3600.0
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -24,3 +36,34 @@ def write_whole(file: Path, content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as work:
         work.write(content)
     Path(work.name).replace(file)
+
+
+@contextmanager
+def work_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in ``parent``, removed at the end. Those that killed processes left are removed
+    first: their locks are free."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for left in parent.glob(prefix + "*"):
+        if _is_abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with (folder / _LOCK).open("wb") as lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    if fcntl is not None:
+        with suppress(OSError), (folder / _LOCK).open("rb+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if (folder / _LOCK).exists():
+            return False
+    # No lock to tell by: not made yet, or of an older version.
+    with suppress(OSError):
+        return time.time() - folder.stat().st_mtime > _ABANDONED_S
+    return False

