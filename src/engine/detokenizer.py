@@ -27,9 +27,8 @@ _MAX_CHARACTER_TOKENS = 4
 # Tokens of which each ends inside a character and the next completes it. Text has no longer chains.
 _MAX_GROUP_TOKENS = 16
 _NUM_CONTEXT_TOKENS = 8
-_CHUNK_TOKENS = (
-    64  # decoded at once when all are there; more would be decoded twice where one fails
-)
+# Decoded at once where an output holds incomplete characters, but few.
+_CHUNK_TOKENS = 16
 
 
 class Detokenizer:
@@ -69,17 +68,24 @@ class Detokenizer:
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         """As pushing one after the other, but ids of complete characters are decoded at once."""
+        whole = self._push_complete(token_ids)
+        if whole is not None:
+            return whole
         pieces: list[str] = []
         for begin in range(0, len(token_ids), _CHUNK_TOKENS):
             chunk = token_ids[begin : begin + _CHUNK_TOKENS]
-            group = [*self._pending, *chunk]
-            text = self._text_of(group)
-            if text and _INCOMPLETE not in text:
-                self._pending = group
-                pieces.append(self._commit(len(group), text))
-            else:
-                pieces += map(self.push, chunk)
+            piece = self._push_complete(chunk)
+            pieces += map(self.push, chunk) if piece is None else [piece]
         return "".join(pieces)
+
+    def _push_complete(self, token_ids: Sequence[int]) -> str | None:
+        """Add ids that end with a character, all of whose characters are complete; else None."""
+        group = [*self._pending, *token_ids]
+        text = self._text_of(group)
+        if not text or _INCOMPLETE in text:
+            return None
+        self._pending = group
+        return self._commit(len(group), text)
 
     def flush(self) -> str:
         """Returns what was kept back, complete or not. Nothing may be pushed after."""

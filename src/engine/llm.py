@@ -180,7 +180,7 @@ class LLM:
         """Continue each prompt. Results come in the order of the prompts.
 
         Args:
-            prompts: a text, a list of token ids, a dict ``{"prompt": ...}`` or
+            prompts: a text, a list of token ids, a dict ``{"prompt": text}`` or
                 ``{"prompt_token_ids": [...]}``, or a list of those. A dict may also have
                 ``"cache_salt"``, text: the prefix cache is not shared across salts; and
                 ``"priority"``, 0 (the most urgent, default) to 256: under ``policy="priority"``
@@ -255,7 +255,8 @@ class LLM:
         return self._reader.read_messages(messages)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text of one answer as it grows. Closing the iterator aborts the request.
+        """Yield the text of one answer as it grows; the pieces together are the text of
+        ``generate``. Closing the iterator aborts the request.
 
         Args:
             prompt: as one item of ``generate``, or a ``PromptInput``.
