@@ -57,7 +57,7 @@ def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced 
         return None
     name, layers = found
     forms = [
-        (_description(layer), replace(spec, call=0))
+        (describe_layer(layer), replace(spec, call=0))
         for layer, spec in zip(layers, specs, strict=True)
     ]
     # The first of those that are like the last.
@@ -108,7 +108,7 @@ def find_layers(module: nn.Module, num_calls: int) -> tuple[str, nn.ModuleList] 
     return None
 
 
-def _description(layer: nn.Module) -> list[Any]:
+def describe_layer(layer: nn.Module) -> list[Any]:
     """Equal for layers that are alike, as far as that can be seen from outside."""
     found: list[Any] = []
     for name, part in layer.named_modules():

@@ -1,17 +1,17 @@
-"""The eager probe: run the model on a few tokens and see what its attention needs.
+"""The eager probe: run the model on stand-in attention and see what its attention needs.
 
-Five runs with stand-in attention functions, no KV cache and no graph: four that look for
-something, and a plain one that the last two are compared with.
+No KV cache and no graph. On eight tokens, with the whole model:
 
 1. *record*: every attention call in order, its shapes, scale, softcap, sinks, and the window,
    read off the mask closure that reaches this very call;
 2. *poison*: with an attention that mixes no tokens, NaN in one token's embedding must reach no
    other token's logits. So nothing else mixes tokens: no recurrence, convolution, token shift, or
    attention that bypasses the interface. NaN shows however small the weights are;
-3. *permute*: the packed tokens in another order must give the same queries, keys and logits in
-   that order, so explicit position ids are followed;
-4. *stretch*: one token at a far position must leave the others alone (rotary embeddings that
-   depend on the longest position of the batch).
+3. *permute*: the packed tokens in another order must give the same queries, keys, values and
+   logits in that order, so explicit position ids are followed.
+
+Then on as many tokens, and at positions as far, as it takes to pass the numbers in the config at
+which a model could begin to behave otherwise (:mod:`pagespec.compile.reach_probe`).
 
 Each refusal names the architecture and the reason: a wrong guess here would be silently wrong
 tokens later.
@@ -20,29 +20,25 @@ tokens later.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from pagespec.compile.attention import METADATA_KWARGS, AttentionSpec, attention_implementation
+from pagespec.compile.attention import METADATA_KWARGS, AttentionSpec
 from pagespec.compile.load import LoadedModel
 from pagespec.compile.masks import MaskFunction, window_of_mask
-from pagespec.errors import UnsupportedModelError
+from pagespec.compile.probe_pass import ProbePass, all_same, local_attention, registered
+from pagespec.compile.reach_probe import check_reach
+from pagespec.errors import InvalidInputError, UnsupportedModelError
 
-_PROBE_NAME = "pagespec_probe"
 _NUM_PROBE_TOKENS = 8
 _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 # Tensor arguments whose meaning is known; any other would be dropped silently.
 _KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", *METADATA_KWARGS})
 # Numbers whose meaning is known. Flags (bool), strings and None carry no numerics.
 _KNOWN_NUMBER_KWARGS = frozenset({"scaling", "dropout", "softcap", "sliding_window", "layer_idx"})
-
-AttentionFunction = Callable[..., tuple[Tensor, None]]
-ForwardFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _Recorder:
@@ -61,7 +57,9 @@ class _Recorder:
 
     def mask(self, *_: Any, mask_function: MaskFunction, **kwargs: Any) -> Tensor:
         q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
-        marker = torch.zeros(1, 1, int(q_length), int(kv_length), device=kwargs.get("device"))
+        # One number in memory: thousands of tokens have no room for their square.
+        marker = torch.zeros(1, 1, 1, 1, device=kwargs.get("device"))
+        marker = marker.expand(1, 1, int(q_length), int(kv_length))
         self.masks.append((marker, mask_function))
         return marker
 
@@ -103,7 +101,7 @@ class _Recorder:
                 has_sinks=sinks is not None,
             )
         )
-        return _local_attention(query, key, value), None
+        return local_attention(query, key, value), None
 
     def _check_kwarg(self, name: str, argument: Any) -> None:
         if isinstance(argument, Tensor) and name not in _KNOWN_TENSOR_KWARGS:
@@ -134,51 +132,6 @@ class _Recorder:
         raise self.refuse("its attention adds a bias or a mask of its own")
 
 
-def _local_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A stand-in that depends on each token's query, key and value and on no other token's."""
-    group_size = query.shape[1] // value.shape[1]
-
-    def gate(x: Tensor) -> Tensor:
-        ramp = torch.linspace(-1.0, 1.0, x.shape[-1], dtype=x.dtype, device=x.device)
-        return torch.tanh((x * ramp).sum(-1, keepdim=True))
-
-    out = value.repeat_interleave(group_size, 1) * (1 + gate(query))
-    out = out * (1 + gate(key).repeat_interleave(group_size, 1))
-    return out.transpose(1, 2).contiguous()
-
-
-class _LocalAttention:
-    """Runs :func:`_local_attention` and keeps queries and keys, ``[T, H, D]``, of every call."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def attention(
-        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
-        self.seen.extend(x[0].transpose(0, 1).clone() for x in (query, key))
-        return _local_attention(query, key, value), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
-@contextmanager
-def _registered(
-    module: PreTrainedModel, attention: AttentionFunction, mask: Callable[..., Any]
-) -> Iterator[None]:
-    """Have the model call a pair of stand-in functions for the length of the block."""
-    AttentionInterface.register(_PROBE_NAME, attention)
-    AttentionMaskInterface.register(_PROBE_NAME, mask)
-    try:
-        with attention_implementation(module, _PROBE_NAME):
-            yield
-    finally:
-        AttentionInterface._global_mapping.pop(_PROBE_NAME, None)
-        AttentionMaskInterface._global_mapping.pop(_PROBE_NAME, None)
-
-
 def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
     """Find what each attention call of the model needs, or refuse the model.
 
@@ -190,46 +143,45 @@ def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
     Raises:
         UnsupportedModelError: something the kernels would not compute exactly.
     """
-    module, name = loaded.module, loaded.architecture
     _check_statically(loaded)
     device = loaded.device
-    slot_mapping = torch.zeros(_NUM_PROBE_TOKENS, dtype=torch.int64, device=device)
-    recorder = _Recorder(name, slot_mapping)
+    probe_pass = ProbePass(loaded)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, loaded.vocab_size, (_NUM_PROBE_TOKENS,), generator=generator).to(device)
-    positions = torch.arange(_NUM_PROBE_TOKENS, device=device)
-    rows = torch.tensor([1, _NUM_PROBE_TOKENS - 1, 1], device=device)
-
-    def forward(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        try:
-            logits = module(
-                input_ids=ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                logits_to_keep=rows,
-                use_cache=False,
-                slot_mapping=slot_mapping,
-            ).logits
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{name}: its forward pass fails on packed tokens ({type(error).__name__}: {error})"
-            ) from error
-        if logits.dim() != 3 or logits.shape[:2] != (1, len(rows)):
-            raise UnsupportedModelError(f"{name}: logits of shape {tuple(logits.shape)}")
-        result: Tensor = logits[0]
-        return result
-
-    local = _LocalAttention()
+    # Two packed rows that start at different positions.
+    half, limit = _NUM_PROBE_TOKENS // 2, loaded.max_position_embeddings
+    if limit < half:
+        raise UnsupportedModelError(
+            f"{loaded.architecture}: max_position_embeddings = {limit}, must be at least {half}"
+        )
+    positions = torch.cat([torch.arange(half), torch.arange(half) + min(5, limit - half)])
+    base = ids, positions.to(device)
     with torch.inference_mode():
-        with _registered(module, recorder.attention, recorder.mask):
-            forward(ids, positions, rows)
+        recorder = _record(loaded, probe_pass, ids)
         _check_calls(loaded, recorder)
-        with _registered(module, local.attention, _no_mask):
-            _check_token_independence(loaded, forward, local, ids)
-    for call, attention_module in enumerate(recorder.modules):
-        attention_module.pagespec_call = call  # type: ignore[assignment]
+        _check_token_independence(loaded, probe_pass, base)
+        for spec, attention_module in zip(recorder.specs, recorder.modules, strict=True):
+            attention_module.pagespec_call = spec.call  # type: ignore[assignment]
+
+        def check_masks(ids: Tensor) -> None:
+            of_calls = dict(zip(recorder.modules, recorder.specs, strict=True))
+            again = _record(loaded, probe_pass, ids, f" with {len(ids)} tokens in a pass")
+            for module, spec in zip(again.modules, again.specs, strict=True):
+                known = of_calls[module]
+                if replace(spec, call=known.call) != known:
+                    raise again.refuse(f"{spec} is not {known}")
+
+        check_reach(loaded, recorder.specs, probe_pass, base, check_masks)
     return recorder.specs
+
+
+def _record(loaded: LoadedModel, probe_pass: ProbePass, ids: Tensor, where: str = "") -> _Recorder:
+    """The attention calls of a pass of tokens at consecutive positions, in order."""
+    recorder = _Recorder(loaded.architecture + where, probe_pass.slot_mapping)
+    rows = torch.tensor([1, len(ids) - 1, 1], device=ids.device)
+    with registered(loaded.module, recorder.attention, recorder.mask):
+        probe_pass.logits(ids, torch.arange(len(ids), device=ids.device), rows)
+    return recorder
 
 
 def _check_statically(loaded: LoadedModel) -> None:
@@ -261,54 +213,47 @@ def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
 
 
 def _check_token_independence(
-    loaded: LoadedModel, forward: ForwardFunction, local: _LocalAttention, ids: Tensor
+    loaded: LoadedModel, probe_pass: ProbePass, base: tuple[Tensor, Tensor]
 ) -> None:
-    """Runs 2 to 4 of the module's description, and the one that 3 and 4 are compared with."""
-    name, limit = loaded.architecture, loaded.max_position_embeddings
-    if limit < 4:
-        raise UnsupportedModelError(f"{name}: max_position_embeddings = {limit}")
-    half = len(ids) // 2
-    # Two packed rows that start at different positions.
-    positions = torch.cat([torch.arange(half), torch.arange(half) + min(5, limit - half)])
-    positions = positions.to(ids.device)
-    rows = torch.arange(len(ids), device=ids.device)
-
-    def run(ids: Tensor, positions: Tensor) -> list[Tensor]:
-        """Queries and keys of every call, and the logits; dim 0 is the token."""
-        local.seen.clear()
-        return [forward(ids, positions, rows), *local.seen]
-
-    poisoned = half - 1
+    """Runs 2 and 3 of the module's description, and the plain one."""
+    name = loaded.architecture
+    ids, positions = base
+    poisoned = len(ids) // 2 - 1
 
     def poison(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         output = output.clone()
         output[:, poisoned] = float("nan")
         return output
 
-    hook = loaded.module.get_input_embeddings().register_forward_hook(poison)
-    try:
-        reached = run(ids, positions)[0].isnan().any(-1)
-    finally:
-        hook.remove()
-    if not bool(reached[poisoned]) or int(reached.sum()) != 1:
-        raise UnsupportedModelError(f"{name}: tokens mix outside attention")
+    with probe_pass.stand_in():
+        plain = probe_pass.results(ids, positions)
+        if not all(bool(x.isfinite().all()) for x in plain):
+            _check_weights(loaded)
+            raise UnsupportedModelError(
+                f"{name}: its logits are not finite, though its weights are"
+            )
+        hook = loaded.module.get_input_embeddings().register_forward_hook(poison)
+        try:
+            reached = probe_pass.results(ids, positions)[0].isnan().any(-1)
+        finally:
+            hook.remove()
+        if not bool(reached[poisoned]) or int(reached.sum()) != 1:
+            raise UnsupportedModelError(f"{name}: tokens mix outside attention")
+        order = torch.tensor([5, 0, 7, 2, 6, 1, 4, 3], device=ids.device)
+        permuted = probe_pass.results(ids[order], positions[order])
+        if not all_same(permuted, [x[order] for x in plain]):
+            raise UnsupportedModelError(f"{name}: position_ids are not followed")
 
-    base = run(ids, positions)
-    order = torch.tensor([5, 0, 7, 2, 6, 1, 4, 3], device=ids.device)
-    permuted = run(ids[order], positions[order])
-    if not all(_same(a, b[order]) for a, b in zip(permuted, base, strict=True)):
-        raise UnsupportedModelError(f"{name}: position_ids are not followed")
-    positions[-1] = limit - 1
-    stretched = run(ids, positions)
-    if not all(_same(a[:-1], b[:-1]) for a, b in zip(stretched, base, strict=True)):
-        raise UnsupportedModelError(
-            f"{name}: its position embeddings depend on the longest position of the batch"
-        )
 
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding, relative to the largest element; loosely for half precision."""
-    if not bool(a.isfinite().all()):
-        return False
-    bound = 1e-4 if a.dtype == torch.float32 else 2e-2
-    return float((a - b).abs().max()) <= bound * float(b.abs().max())
+def _check_weights(loaded: LoadedModel) -> None:
+    """Names the first weight with NaN or infinity in it. That is read only where a result is not
+    finite: reading all weights takes as long as a pass."""
+    for name, weight in loaded.module.named_parameters():
+        num_bad = weight.numel() - int(weight.isfinite().sum())
+        if num_bad:
+            raise InvalidInputError(
+                "model",
+                loaded.architecture,
+                f"must have finite weights; {num_bad} of {weight.numel()} elements of {name!r} are "
+                "NaN or infinite",
+            )

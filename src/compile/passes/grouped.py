@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-_NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 def grouped_operands(node: Node) -> tuple[Node, Node, Node] | None:
@@ -13,7 +13,7 @@ def grouped_operands(node: Node) -> tuple[Node, Node, Node] | None:
     if node.op != "call_function":
         return None
     # "name" of a function or a packet of overloads, "name.default" of an overload.
-    if getattr(node.target, "__name__", "").split(".")[0] not in _NAMES:
+    if getattr(node.target, "__name__", "").split(".")[0] not in NAMES:
         return None
     named = dict(zip(("input", "weight", "offs"), node.args, strict=False)) | dict(node.kwargs)
     rows, weight, offs = (named.pop(name, None) for name in ("input", "weight", "offs"))

@@ -1,0 +1,135 @@
+"""Checks that what a token computes depends on its id and its position alone, however many tokens
+are in the pass, wherever it stands among them and whatever positions they have.
+
+Models switch at thresholds: keys are compressed once 128 tokens are there, queries are scaled by
+the index of a token in the pass from 8,192 on, frequencies change behind the original context. So
+passes have the lengths and the positions around each integer of the config that could be one
+(:mod:`pagespec.compile.thresholds`):
+
+1. *lengths*: a pass of L tokens repeats the eight of a short pass, and each must give the queries,
+   keys, values and logits that it has there;
+2. *far positions*: tokens at t - 1, t and t + 1 must leave the others alone, and be themselves the
+   same whether or not still farther ones are beside them;
+3. *masks*: attention calls and their masks must be the same in the longest pass as in a short one.
+
+That takes dozens of passes, some of thousands of tokens, so they leave out what cannot make a
+token depend on another (:mod:`pagespec.compile.cheap_passes`). The passes of
+:mod:`pagespec.compile.probe`, on few tokens, leave nothing out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pagespec.compile.attention import AttentionSpec
+from pagespec.compile.cheap_passes import cheap_passes
+from pagespec.compile.load import LoadedModel
+from pagespec.compile.probe_pass import ProbePass, all_same
+from pagespec.compile.thresholds import ReachPlan, Threshold, plan_reach, thresholds_of
+from pagespec.errors import UnsupportedModelError
+
+logger = logging.getLogger("pagespec")
+
+
+def check_reach(
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    probe_pass: ProbePass,
+    base: tuple[Tensor, Tensor],
+    check_masks: Callable[[Tensor], None],
+) -> None:
+    """Refuses a model whose tokens depend on anything but their own id and position.
+
+    Args:
+        specs: what the probe recorded; ``pagespec_call`` is set on the attention modules.
+        base: ids and positions of the tokens of a short pass.
+        check_masks: records the attention calls of a pass and refuses others than those of
+            ``specs``; called with the ids of consecutive tokens.
+    """
+    with cheap_passes(loaded, specs, probe_pass, base) as cost:
+        plan = plan_reach(thresholds_of(loaded, specs), cost)
+        if plan.beyond:
+            logger.info(
+                "%s: no pass is long enough for %s",
+                loaded.architecture,
+                list(map(str, plan.beyond)),
+            )
+        with probe_pass.stand_in():
+            longest = _check_lengths(loaded, probe_pass, base, plan)
+            _check_positions(loaded, probe_pass, base, plan.thresholds)
+        ids = base[0].repeat(-(-longest // len(base[0])))[:longest]
+        check_masks(ids)
+
+
+def _check_lengths(
+    loaded: LoadedModel, probe_pass: ProbePass, base: tuple[Tensor, Tensor], plan: ReachPlan
+) -> int:
+    """Returns the length of the longest pass that memory had room for."""
+    expected = probe_pass.results(*base)
+    num_tokens = len(base[0])
+    longest = num_tokens
+    for length, threshold in plan.lengths:
+        # From the last one on: the farthest position is in every pass.
+        at = num_tokens - 1 - torch.arange(length, device=base[0].device) % num_tokens
+        try:
+            results = probe_pass.results(base[0][at], base[1][at])
+            is_same = all_same(results, [tensor[at] for tensor in expected])
+        except torch.OutOfMemoryError:
+            logger.info("%s: no memory for a pass of %d tokens", loaded.architecture, length)
+            continue
+        except UnsupportedModelError as error:
+            raise _refusal(f"{error}", threshold) from error
+        if not is_same:
+            raise _refusal(
+                f"{loaded.architecture}: how many tokens are in a pass changes what each gives: "
+                f"queries, keys, values or logits differ between {length} and {num_tokens}",
+                threshold,
+            )
+        longest = max(longest, length)
+    return longest
+
+
+def _check_positions(
+    loaded: LoadedModel,
+    probe_pass: ProbePass,
+    base: tuple[Tensor, Tensor],
+    thresholds: Sequence[Threshold],
+) -> None:
+    ids, positions = base
+    expected = probe_pass.results(ids, positions)
+    limit = loaded.max_position_embeddings
+    groups: dict[tuple[int, ...], Threshold | None] = {(limit - 1,): None}
+    for t in sorted(thresholds, key=lambda threshold: threshold.value):
+        groups[tuple(p for p in (t.value - 1, t.value, t.value + 1) if p < limit)] = t
+
+    def run(far: Sequence[int]) -> list[Tensor]:
+        at = torch.arange(len(far), device=ids.device) % len(ids)
+        there = torch.tensor(far, device=ids.device)
+        return probe_pass.results(torch.cat([ids, ids[at]]), torch.cat([positions, there]))
+
+    def refuse(threshold: Threshold | None, position: int) -> UnsupportedModelError:
+        return _refusal(
+            f"{loaded.architecture}: its position embeddings depend on the longest position of the "
+            f"batch: a token at position {position} changes others",
+            threshold,
+        )
+
+    alone: list[list[Tensor]] = []
+    for far, threshold in groups.items():
+        results = run(far)
+        if not all_same([x[: len(ids)] for x in results], expected):
+            raise refuse(threshold, far[-1])
+        alone.append([x[len(ids) :] for x in results])
+    for (far, threshold), results in zip(groups.items(), alone, strict=True):
+        # The same tokens, and one at the farthest position.
+        beside = run([*far, limit - 1])
+        if not all_same([x[len(ids) : len(ids) + len(far)] for x in beside], results):
+            raise refuse(threshold, limit - 1)
+
+
+def _refusal(reason: str, threshold: Threshold | None) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{reason} (config: {threshold})" if threshold else reason)

@@ -1,0 +1,132 @@
+"""Integers of a model's config at which its behaviour could change, and the passes that try them.
+
+A window, a compression rate, a floor, a chunk size or an original context length is a number of
+tokens or a position that the config names. Which of its integers are that is not guessed from
+their names: each that a context can reach is tried, at t - 1, t and t + 1. Integers that are also
+the size of a weight or of attention heads, which is what most of them are, come last, so that a
+large model spends what it may on the others first. They are not left out: a window of 128 and a
+head size of 128 are the same number.
+
+What the passes may cost is counted in numbers computed, never in seconds: which models are refused
+must not depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pagespec.compile.attention import AttentionSpec
+from pagespec.compile.load import LoadedModel
+
+MAX_PASS_TOKENS = (1 << 14) + 1
+"""Tokens of the longest pass."""
+MAX_COST = 1 << 28
+"""Numbers that these passes may write together: about 0.2 s of a CPU's one thread."""
+_OPERATION_COST = 1 << 13
+"""What an operation costs besides, as numbers written in the same time."""
+_FEWEST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """An integer of the config that a context of the model can reach.
+
+    Attributes:
+        value: a number of tokens, or a position; at least 2, below ``max_position_embeddings``.
+        fields: the config's fields that hold it, as "rope_parameters.factor".
+        is_size: it is also the size of a weight or of attention heads.
+    """
+
+    value: int
+    fields: tuple[str, ...]
+    is_size: bool
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.fields)} = {self.value}"
+
+
+class PassCost(NamedTuple):
+    """What a pass costs: operations, and numbers that they write a token."""
+
+    num_operations: int
+    numbers_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReachPlan:
+    """The passes of a probe around the thresholds of a model.
+
+    Attributes:
+        lengths: (tokens of a pass, the threshold it is for), in the order to run them.
+        beyond: thresholds that no pass is long enough for; far positions are tried of them too.
+    """
+
+    thresholds: tuple[Threshold, ...]
+    lengths: tuple[tuple[int, Threshold | None], ...]
+    beyond: tuple[Threshold, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(length for length, _ in self.lengths)
+
+
+def thresholds_of(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> list[Threshold]:
+    """Ascending, those that are no sizes first."""
+    fields: dict[int, list[str]] = {}
+    text_config = loaded.config.get_text_config(decoder=True)
+    for config in (text_config, loaded.config):
+        for name, number in _integers(config.to_dict(), frozenset(config.sub_configs)):
+            if name not in fields.setdefault(number, []):
+                fields[number].append(name)
+    for spec in specs:
+        # A window that the code sets, not the config.
+        if not fields.setdefault(spec.window, []):
+            fields[spec.window].append("window of its mask")
+    sizes = {size for parameter in loaded.module.parameters() for size in parameter.shape}
+    for spec in specs:
+        sizes |= {spec.num_q_heads, spec.num_kv_heads, spec.k_dim, spec.v_dim}
+    found = [
+        Threshold(number, tuple(names), number in sizes)
+        for number, names in fields.items()
+        if _FEWEST <= number < loaded.max_position_embeddings
+    ]
+    return sorted(found, key=lambda t: (t.is_size, t.value))
+
+
+def _integers(
+    values: Mapping[Any, Any], left_out: frozenset[str], prefix: str = ""
+) -> Iterator[tuple[str, int]]:
+    """(field, integer) of nested dicts and lists. Floats are rates and bases: rope_theta = 1e4."""
+    for key, value in values.items():
+        if key in left_out and not prefix:  # the configs of other parts: a vision tower, say
+            continue
+        parts = value if isinstance(value, (list, tuple, set)) else [value]
+        for part in parts:
+            if isinstance(part, Mapping):
+                yield from _integers(part, left_out, f"{prefix}{key}.")
+            elif isinstance(part, int) and not isinstance(part, bool):
+                yield f"{prefix}{key}", part
+
+
+def plan_reach(thresholds: Sequence[Threshold], cost: PassCost) -> ReachPlan:
+    """Choose the lengths of passes that may be run: all of a small model's, those of a large model
+    that are affordable. ``thresholds`` are as :func:`thresholds_of` orders them."""
+    # One token is a length of its own to some models: the step of a decode.
+    lengths: dict[int, Threshold | None] = {1: None}
+    beyond: list[Threshold] = []
+    left = MAX_COST
+    # Most changes show just above a threshold and ever after; so that comes first for all of them.
+    for offsets in ((1,), (0, -1)):
+        for threshold in thresholds:
+            for length in (threshold.value + offset for offset in offsets):
+                if length in lengths:
+                    continue
+                needed = length * cost.numbers_per_token + cost.num_operations * _OPERATION_COST
+                if length <= MAX_PASS_TOKENS and needed <= left:
+                    lengths[length] = threshold
+                    left -= needed
+                elif length > threshold.value:
+                    beyond.append(threshold)
+    return ReachPlan(tuple(thresholds), tuple(lengths.items()), tuple(beyond))
