@@ -84,7 +84,7 @@ def linear(
     Returns:
         ``[..., N]``.
     """
-    if x.numel() <= few_rows * x.shape[-1]:
+    if 0 < x.numel() <= few_rows * x.shape[-1]:
         return _ours(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -101,7 +101,7 @@ def linear_silu_mul(
     Returns:
         ``[..., N]``.
     """
-    if x.numel() <= few_rows * x.shape[-1]:
+    if 0 < x.numel() <= few_rows * x.shape[-1]:
         return _ours(x, weight, bias, has_gate=True)
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     return fused.act_mul(gate, up, "silu")
@@ -132,7 +132,7 @@ def norm_linear(
         ``[..., N]``, and ``residual + x``.
     """
     num_rows = x.numel() // x.shape[-1]
-    if num_rows <= few_rows and x.is_contiguous() and residual.is_contiguous():
+    if 0 < num_rows <= few_rows and x.is_contiguous() and residual.is_contiguous():
         tile = _tile_with_norm(weight, num_rows, has_gate)
         if tile is not None:
             from pagespec.kernels import gluon_norm_linear
@@ -141,7 +141,7 @@ def norm_linear(
                 x.view(num_rows, -1), residual.view(num_rows, -1), norm_weight, eps, form, weight,
                 tile=tile, has_gate=has_gate,
             )  # fmt: skip
-            return out.view(*x.shape[:-1], -1), hidden.view(x.shape)
+            return out.view(*x.shape[:-1], out.shape[1]), hidden.view(x.shape)
     normed, hidden = fused.add_rms_norm(x, residual, norm_weight, eps, form)
     product = linear_silu_mul if has_gate else linear
     return product(normed, weight, None, few_rows), hidden

@@ -43,6 +43,6 @@ def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         product = product.contiguous()
         if bias is not None:
             product += bias
-        return product.view(*x.shape[:-1], -1)
+        return product.view(*x.shape[:-1], product.shape[1])
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out

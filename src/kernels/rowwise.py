@@ -102,7 +102,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> 
     out = _multiply(rows, weight, product)
     if bias is not None:
         out += bias
-    return out.view(*x.shape[:-1], -1)
+    # The size by name: of no rows, such as an expert may get, -1 could be anything.
+    return out.view(*x.shape[:-1], out.shape[1])
 
 
 def _multiply(rows: Tensor, weight: Tensor, product: Product) -> Tensor:
@@ -256,6 +257,8 @@ def elementwise(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ``[..., width]``, contiguous.
     """
     function = ELEMENTWISE[name]
+    if not x.numel():
+        return function(x, *args, **kwargs)
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     missing = -width % _VECTOR_ELEMENTS
