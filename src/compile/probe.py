@@ -20,7 +20,7 @@ tokens later.
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -163,15 +163,16 @@ def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
         for spec, attention_module in zip(recorder.specs, recorder.modules, strict=True):
             attention_module.pagespec_call = spec.call  # type: ignore[assignment]
 
-        def check_masks(ids: Tensor) -> None:
+        def check_calls_again(ids: Tensor) -> None:
             of_calls = dict(zip(recorder.modules, recorder.specs, strict=True))
-            again = _record(loaded, probe_pass, ids, f" with {len(ids)} tokens in a pass")
+            again = _record(loaded, probe_pass, ids, f": with {len(ids)} tokens in a pass")
             for module, spec in zip(again.modules, again.specs, strict=True):
-                known = of_calls[module]
-                if replace(spec, call=known.call) != known:
-                    raise again.refuse(f"{spec} is not {known}")
+                for field, before in asdict(of_calls[module]).items():
+                    now = getattr(spec, field)
+                    if field != "call" and now != before:
+                        raise again.refuse(f"its attention has {field} = {now}, not {before}")
 
-        check_reach(loaded, recorder.specs, probe_pass, base, check_masks)
+        check_reach(loaded, recorder.specs, probe_pass, base, check_calls_again)
     return recorder.specs
 
 

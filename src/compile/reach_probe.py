@@ -10,7 +10,8 @@ passes have the lengths and the positions around each integer of the config that
    keys, values and logits that it has there;
 2. *far positions*: tokens at t - 1, t and t + 1 must leave the others alone, and be themselves the
    same whether or not still farther ones are beside them;
-3. *masks*: attention calls and their masks must be the same in the longest pass as in a short one.
+3. *calls*: scales, masks and all else of attention calls must be in the longest pass what they are
+   in a short one.
 
 That takes dozens of passes, some of thousands of tokens, so they leave out what cannot make a
 token depend on another (:mod:`pagespec.compile.cheap_passes`). The passes of
@@ -29,7 +30,13 @@ from pagespec.compile.attention import AttentionSpec
 from pagespec.compile.cheap_passes import cheap_passes
 from pagespec.compile.load import LoadedModel
 from pagespec.compile.probe_pass import ProbePass, all_same
-from pagespec.compile.thresholds import ReachPlan, Threshold, plan_reach, thresholds_of
+from pagespec.compile.thresholds import (
+    ReachPlan,
+    Threshold,
+    budget_of,
+    plan_reach,
+    thresholds_of,
+)
 from pagespec.errors import UnsupportedModelError
 
 logger = logging.getLogger("pagespec")
@@ -40,29 +47,26 @@ def check_reach(
     specs: Sequence[AttentionSpec],
     probe_pass: ProbePass,
     base: tuple[Tensor, Tensor],
-    check_masks: Callable[[Tensor], None],
+    check_calls: Callable[[Tensor], None],
 ) -> None:
     """Refuses a model whose tokens depend on anything but their own id and position.
 
     Args:
         specs: what the probe recorded; ``pagespec_call`` is set on the attention modules.
         base: ids and positions of the tokens of a short pass.
-        check_masks: records the attention calls of a pass and refuses others than those of
+        check_calls: records the attention calls of a pass and refuses others than those of
             ``specs``; called with the ids of consecutive tokens.
     """
     with cheap_passes(loaded, specs, probe_pass, base) as cost:
-        plan = plan_reach(thresholds_of(loaded, specs), cost)
+        plan = plan_reach(thresholds_of(loaded, specs), cost, budget_of(loaded))
         if plan.beyond:
-            logger.info(
-                "%s: no pass is long enough for %s",
-                loaded.architecture,
-                list(map(str, plan.beyond)),
-            )
+            beyond = "; ".join(map(str, plan.beyond))
+            logger.info("%s: no pass is long enough for %s", loaded.architecture, beyond)
         with probe_pass.stand_in():
             longest = _check_lengths(loaded, probe_pass, base, plan)
             _check_positions(loaded, probe_pass, base, plan.thresholds)
         ids = base[0].repeat(-(-longest // len(base[0])))[:longest]
-        check_masks(ids)
+        check_calls(ids)
 
 
 def _check_lengths(
@@ -102,33 +106,36 @@ def _check_positions(
     ids, positions = base
     expected = probe_pass.results(ids, positions)
     limit = loaded.max_position_embeddings
-    groups: dict[tuple[int, ...], Threshold | None] = {(limit - 1,): None}
+    groups: list[tuple[list[int], Threshold | None]] = [([limit - 1], None)]
     for t in sorted(thresholds, key=lambda threshold: threshold.value):
-        groups[tuple(p for p in (t.value - 1, t.value, t.value + 1) if p < limit)] = t
+        groups.append(([p for p in (t.value - 1, t.value, t.value + 1) if p < limit], t))
 
-    def run(far: Sequence[int]) -> list[Tensor]:
-        at = torch.arange(len(far), device=ids.device) % len(ids)
-        there = torch.tensor(far, device=ids.device)
-        return probe_pass.results(torch.cat([ids, ids[at]]), torch.cat([positions, there]))
+    def with_far(*groups: list[int]) -> list[Tensor]:
+        """Of the base's tokens and, behind them, of some at far positions."""
+        far = torch.tensor([p for group in groups for p in group], device=ids.device)
+        at = torch.tensor([i for group in groups for i in range(len(group))], device=ids.device)
+        return probe_pass.results(torch.cat([ids, ids[at]]), torch.cat([positions, far]))
 
-    def refuse(threshold: Threshold | None, position: int) -> UnsupportedModelError:
+    def refusal(far: Sequence[int], threshold: Threshold | None) -> UnsupportedModelError:
         return _refusal(
             f"{loaded.architecture}: its position embeddings depend on the longest position of the "
-            f"batch: a token at position {position} changes others",
+            f"batch: with tokens at positions up to {max(far)}, those before them change",
             threshold,
         )
 
     alone: list[list[Tensor]] = []
-    for far, threshold in groups.items():
-        results = run(far)
+    for far, threshold in groups:
+        results = with_far(far)
         if not all_same([x[: len(ids)] for x in results], expected):
-            raise refuse(threshold, far[-1])
+            raise refusal(far, threshold)
         alone.append([x[len(ids) :] for x in results])
-    for (far, threshold), results in zip(groups.items(), alone, strict=True):
-        # The same tokens, and one at the farthest position.
-        beside = run([*far, limit - 1])
-        if not all_same([x[len(ids) : len(ids) + len(far)] for x in beside], results):
-            raise refuse(threshold, limit - 1)
+    # The far tokens themselves, each group beside all others and the farthest of all.
+    together = with_far(*(far for far, _ in groups))
+    begin = len(ids)
+    for (far, threshold), results in zip(groups, alone, strict=True):
+        if not all_same([x[begin : begin + len(far)] for x in together], results):
+            raise refusal([limit - 1], threshold)
+        begin += len(far)
 
 
 def _refusal(reason: str, threshold: Threshold | None) -> UnsupportedModelError:

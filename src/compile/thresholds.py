@@ -22,8 +22,10 @@ from pagespec.compile.load import LoadedModel
 
 MAX_PASS_TOKENS = (1 << 14) + 1
 """Tokens of the longest pass."""
-MAX_COST = 1 << 28
-"""Numbers that these passes may write together: about 0.2 s of a CPU's one thread."""
+_MIN_BUDGET = 3 << 26
+"""Numbers that these passes may write together: about 0.15 s of a CPU's one thread. Of large
+models half as many as they have parameters: the time of a pass of eight tokens over all weights."""
+_GPU_FACTOR = 16
 _OPERATION_COST = 1 << 13
 """What an operation costs besides, as numbers written in the same time."""
 _FEWEST = 2
@@ -59,7 +61,7 @@ class ReachPlan:
     """The passes of a probe around the thresholds of a model.
 
     Attributes:
-        lengths: (tokens of a pass, the threshold it is for), in the order to run them.
+        lengths: (tokens of a pass, the threshold it is for), ascending.
         beyond: thresholds that no pass is long enough for; far positions are tried of them too.
     """
 
@@ -110,13 +112,20 @@ def _integers(
                 yield f"{prefix}{key}", part
 
 
-def plan_reach(thresholds: Sequence[Threshold], cost: PassCost) -> ReachPlan:
+def budget_of(loaded: LoadedModel) -> int:
+    """Numbers that all passes of a model may write together."""
+    num_parameters = sum(parameter.numel() for parameter in loaded.module.parameters())
+    budget = max(_MIN_BUDGET, num_parameters // 2)
+    return budget * _GPU_FACTOR if loaded.device.type == "cuda" else budget
+
+
+def plan_reach(thresholds: Sequence[Threshold], cost: PassCost, budget: int) -> ReachPlan:
     """Choose the lengths of passes that may be run: all of a small model's, those of a large model
     that are affordable. ``thresholds`` are as :func:`thresholds_of` orders them."""
     # One token is a length of its own to some models: the step of a decode.
     lengths: dict[int, Threshold | None] = {1: None}
     beyond: list[Threshold] = []
-    left = MAX_COST
+    left = budget
     # Most changes show just above a threshold and ever after; so that comes first for all of them.
     for offsets in ((1,), (0, -1)):
         for threshold in thresholds:
@@ -129,4 +138,4 @@ def plan_reach(thresholds: Sequence[Threshold], cost: PassCost) -> ReachPlan:
                     left -= needed
                 elif length > threshold.value:
                     beyond.append(threshold)
-    return ReachPlan(tuple(thresholds), tuple(lengths.items()), tuple(beyond))
+    return ReachPlan(tuple(thresholds), tuple(sorted(lengths.items())), tuple(beyond))

@@ -19,7 +19,7 @@ from pagespec.compile.load import load_model
 from pagespec.compile.masks import window_of_mask
 from pagespec.compile.probe import probe_model
 from pagespec.compile.runner import kv_bytes_per_block
-from pagespec.errors import UnsupportedModelError
+from pagespec.errors import InvalidInputError, UnsupportedModelError
 from tests.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, tiny_model
 
 WINDOWS = {
@@ -114,6 +114,102 @@ def test_refuses_attention_it_does_not_know(what: str, reason: str) -> None:
     layer = model.model.layers[1]  # type: ignore[union-attr]
     layer.self_attn = Wrapped(layer.self_attn, what)
     with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM: .*{reason}"):
+        probe_model(load_model(model))
+
+
+class Switching(nn.Module):
+    """An attention module that does otherwise where a pass is long, or a position far."""
+
+    def __init__(self, inner: nn.Module, what: str, threshold: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.what = what
+        self.threshold = threshold
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        positions = kwargs["position_ids"]
+        if self.what == "number of tokens":
+            hidden_states = hidden_states * (1 + (positions.shape[1] > self.threshold))
+        elif self.what == "exact number of tokens":
+            hidden_states = hidden_states * (1 + (positions.shape[1] == self.threshold))
+        elif self.what == "index in the pass":
+            index = torch.arange(positions.shape[1]) // self.threshold
+            hidden_states = hidden_states * (1 + index)[None, :, None]
+        elif self.what == "scale":
+            self.inner.scaling = 0.5 if positions.shape[1] > self.threshold else 0.25
+        elif self.what == "longest position":
+            hidden_states = hidden_states * (1 + (positions.max() >= self.threshold))
+        elif self.what == "being the longest":
+            is_longest = (positions == positions.max()) & (positions >= self.threshold)
+            hidden_states = hidden_states * (1 + is_longest)[..., None]
+        return self.inner(hidden_states=hidden_states, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["field", "nested", "hidden size"])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("number of tokens", "how many tokens"),
+        ("exact number of tokens", "how many tokens"),
+        ("index in the pass", "how many tokens"),
+        ("scale", "with .* tokens in a pass: its attention has scale = 0.5, not 0.25"),
+        ("longest position", "longest position of the batch"),
+        ("being the longest", "longest position of the batch"),
+    ],
+)
+def test_refuses_behaviour_that_begins_at_a_threshold(what: str, reason: str, where: str) -> None:
+    options: dict[str, Any] = {"max_position_embeddings": 4096}
+    threshold = 48 if where == "hidden size" else 700
+    if where == "field":
+        options["attention_chunk"] = threshold
+    elif where == "nested":
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        options["rope_parameters"] = rope | {"original_max_position_embeddings": threshold}
+    model = tiny_model("llama", **options)
+    layer = model.model.layers[1]  # type: ignore[union-attr]
+    layer.self_attn = Switching(layer.self_attn, what, threshold)
+    with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM: .*{reason}"):
+        probe_model(load_model(model))
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "reason"),
+    [
+        ("llama4_text", {}, "between 819[23] and 8 .*floor_scale"),
+        (
+            "llama4_text",
+            {"floor_scale": 100},
+            "between 10[01] and 8 .*floor_scale",
+        ),
+        ("deepseek_v4", {}, "keys for the 12[89] tokens .*compress_rates"),
+    ],
+)
+def test_refuses_models_that_change_with_length(
+    arch: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        probe_model(load_model(tiny_model(arch, **options)))
+
+
+def test_layers_alike_are_run_once_and_those_that_are_not_are_run() -> None:
+    model = tiny_model("llama", num_hidden_layers=8, max_position_embeddings=4096, chunk=700)
+    specs = probe_model(load_model(model))
+    assert len(specs) == 8
+    assert not any("forward" in vars(part) or part._forward_hooks for part in model.modules())
+    layer = model.model.layers[6]  # type: ignore[union-attr]
+    layer.self_attn = Switching(layer.self_attn, "number of tokens", 700)
+    with pytest.raises(UnsupportedModelError, match=r"how many tokens .*chunk = 700"):
+        probe_model(load_model(model))
+    assert not any("forward" in vars(part) or part._forward_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_names_a_weight_that_is_not_finite(name: str, value: float) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_parameter(name)[3, 5] = value
+    with pytest.raises(InvalidInputError, match=f"finite weights; 1 of .* {name!r}"):
         probe_model(load_model(model))
 
 
