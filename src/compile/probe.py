@@ -31,6 +31,7 @@ from pagespec.compile.load import LoadedModel
 from pagespec.compile.masks import MaskFunction, window_of_mask
 from pagespec.compile.probe_pass import ProbePass, all_same, local_attention, registered
 from pagespec.compile.reach_probe import check_reach
+from pagespec.compile.thresholds import ReachPlan
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 
 _NUM_PROBE_TOKENS = 8
@@ -142,7 +143,13 @@ def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
 
     Raises:
         UnsupportedModelError: something the kernels would not compute exactly.
+        InvalidInputError: a weight with NaN or infinity in it.
     """
+    return probe_with_reach(loaded)[0]
+
+
+def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPlan]:
+    """:func:`probe_model`, and the lengths and positions at which it looked."""
     _check_statically(loaded)
     device = loaded.device
     probe_pass = ProbePass(loaded)
@@ -172,8 +179,8 @@ def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
                     if field != "call" and now != before:
                         raise again.refuse(f"its attention has {field} = {now}, not {before}")
 
-        check_reach(loaded, recorder.specs, probe_pass, base, check_calls_again)
-    return recorder.specs
+        reach = check_reach(loaded, recorder.specs, probe_pass, base, check_calls_again)
+    return recorder.specs, reach
 
 
 def _record(loaded: LoadedModel, probe_pass: ProbePass, ids: Tensor, where: str = "") -> _Recorder:

@@ -48,8 +48,9 @@ def check_reach(
     probe_pass: ProbePass,
     base: tuple[Tensor, Tensor],
     check_calls: Callable[[Tensor], None],
-) -> None:
-    """Refuses a model whose tokens depend on anything but their own id and position.
+) -> ReachPlan:
+    """Refuses a model whose tokens depend on anything but their own id and position, and returns
+    what was tried to find that.
 
     Args:
         specs: what the probe recorded; ``pagespec_call`` is set on the attention modules.
@@ -67,6 +68,7 @@ def check_reach(
             _check_positions(loaded, probe_pass, base, plan.thresholds)
         ids = base[0].repeat(-(-longest // len(base[0])))[:longest]
         check_calls(ids)
+    return plan
 
 
 def _check_lengths(

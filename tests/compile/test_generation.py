@@ -51,6 +51,28 @@ def worst_error(recorder: LogitRecorder, model: torch.nn.Module, requests: list)
     return worst
 
 
+def test_experts_may_get_no_token() -> None:
+    """jetmoe splits rows by expert and multiplies each part, some of them empty."""
+    model = tiny_model("jetmoe")
+    given: list[list[int]] = []
+    for name, part in model.named_modules():
+        if name.endswith("router"):
+            part.register_forward_hook(lambda _module, _inputs, output: given.append(output[3]))
+    expected = [hf_greedy(model, prompt, NUM_TOKENS) for prompt in prompts()]
+    assert any(0 in sizes for sizes in given), "every expert got tokens in every step"
+    loaded = load_model(tiny_model("jetmoe"))
+    captured = capture_model(loaded, probe_model(loaded))
+    for block_size, chunk, num_blocks in ((16, 10, 40), (1, 1, 300)):
+        recorder = LogitRecorder()
+        runner = ModelRunner(
+            captured, block_size=block_size, num_blocks=num_blocks, on_logits=recorder
+        )
+        requests = make_requests(prompts(), NUM_TOKENS)
+        drive(runner, requests, block_size=block_size, num_blocks=num_blocks, chunk=chunk)
+        assert [r.output_token_ids for r in requests] == expected
+        assert worst_error(recorder, model, requests) < 1e-4
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tokens_and_logits_equal_hugging_face(arch: str) -> None:
     model = tiny_model(arch)

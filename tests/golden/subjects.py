@@ -9,7 +9,10 @@ import torch
 
 from pagespec.compile.gguf import embedded_model_path
 from pagespec.compile.load import load_model
+from pagespec.compile.probe import probe_with_reach
+from pagespec.compile.thresholds import ReachPlan
 from tests.golden.harness import (
+    Condition,
     Reference,
     Subject,
     conditions,
@@ -39,6 +42,35 @@ def tiny(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
     judge.set_attn_implementation("eager")  # its sdpa path leaves gemma2's softcap out
     reference = reference_of(judge, prompts, TINY_NUM_OUTPUTS)
     return Subject(arch, model, device=device, max_num_seqs=16), reference
+
+
+BEYOND_NUM_OUTPUTS = 4
+BEYOND_CONDITIONS = [
+    Condition("beyond", {"enable_prefix_caching": False}),
+    Condition(
+        "beyond in chunks",
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 60, "max_num_seqs": 16},
+        must_chunk=True,
+    ),
+]
+"""Of prompts that go beyond each threshold: what one pass computes, and what many do."""
+
+
+@functools.cache
+def reach(arch: str) -> ReachPlan:
+    """At which integers of a tiny model's config its probe looked, and how."""
+    return probe_with_reach(load_model(tiny_model(arch)))[1]
+
+
+@functools.cache
+def beyond(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
+    """The subject of :func:`tiny`, and a prompt one token longer than each of the thresholds."""
+    subject, _ = tiny(arch, device)
+    lengths = sorted(threshold.value + 1 for threshold in reach(arch).thresholds)
+    judge = tiny_model(arch).to(device)
+    judge.set_attn_implementation("eager")
+    prompts = mixed_prompts(lengths, VOCAB_SIZE)
+    return subject, reference_of(judge, prompts, [BEYOND_NUM_OUTPUTS] * len(prompts))
 
 
 @functools.cache

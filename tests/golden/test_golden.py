@@ -6,7 +6,15 @@ from __future__ import annotations
 import pytest
 
 from tests.golden.harness import Condition, check
-from tests.golden.subjects import SMOLLM2_CONDITIONS, TINY_CONDITIONS, smollm2, tiny
+from tests.golden.subjects import (
+    BEYOND_CONDITIONS,
+    SMOLLM2_CONDITIONS,
+    TINY_CONDITIONS,
+    beyond,
+    reach,
+    smollm2,
+    tiny,
+)
 from tests.models import ARCHITECTURES
 
 
@@ -15,6 +23,16 @@ from tests.models import ARCHITECTURES
 def test_tiny_models_equal_generate(arch: str, condition: Condition) -> None:
     subject, reference = tiny(arch)
     check(subject.run(condition, reference), condition)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tiny_models_equal_generate_beyond_every_threshold(arch: str) -> None:
+    subject, reference = beyond(arch)
+    lengths = {len(prompt) for prompt in reference.prompts}
+    assert lengths == {threshold.value + 1 for threshold in reach(arch).thresholds}
+    assert not reach(arch).beyond
+    for condition in BEYOND_CONDITIONS:
+        check(subject.run(condition, reference), condition)
 
 
 @pytest.mark.smollm2

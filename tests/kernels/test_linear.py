@@ -73,6 +73,31 @@ def test_a_row_has_the_same_bits_among_any_others(
                 assert torch.equal(part, whole[begin : begin + count]), (product, begin, count)
 
 
+@pytest.mark.parametrize("leading", [(0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_rows_at_all_are_multiplied(leading: tuple[int, ...], dtype: torch.dtype) -> None:
+    """An expert may get no token."""
+    x, weight = torch.randn(*leading, 48).to(dtype), torch.randn(320, 48).to(dtype)
+    for product in [*products((320, 48), dtype), rowwise.Product("mkl", 4, is_even=True)]:
+        given = rowwise.pack(weight) if product.is_packed else weight
+        for bias in (None, torch.randn(320).to(dtype)):
+            assert rowwise.linear(x, given, bias, product).shape == (*leading, 320), product
+        if not product.is_packed and len(leading) == 1:
+            rows = torch.empty(0, 320).to(dtype)
+            assert rowwise.addmm(weight[0], rows, weight, product).shape == (0, 48), product
+            experts = torch.randn(3, 48, 64).to(dtype)
+            none = torch.zeros(3, dtype=torch.int32)
+            assert rowwise.grouped_mm(x, experts, none, product).shape == (0, 64), product
+    if dtype == torch.float32:
+        assert linear_few_rows(x, weight, None).shape == (*leading, 320)
+
+
+@pytest.mark.parametrize("name", sorted(rowwise.ELEMENTWISE))
+@pytest.mark.parametrize("shape", [(0,), (0, 48), (2, 0, 48), (5, 0)], ids=str)
+def test_no_elements_at_all_are_no_error(name: str, shape: tuple[int, ...]) -> None:
+    assert rowwise.elementwise(name, torch.empty(shape)).shape == shape
+
+
 @pytest.mark.parametrize("shape", [(320, 48), (576, 1536)], ids=str)
 def test_a_packed_weight_is_chosen_only_where_allowed(shape: tuple[int, int]) -> None:
     if not torch.backends.mkldnn.is_available():
