@@ -66,6 +66,8 @@ def check_reach(
         with probe_pass.stand_in():
             longest = _check_lengths(loaded, probe_pass, base, plan)
             _check_positions(loaded, probe_pass, base, plan.thresholds)
+        # At consecutive positions, which no mask takes for those of several texts.
+        longest = min(longest, loaded.max_position_embeddings)
         ids = base[0].repeat(-(-longest // len(base[0])))[:longest]
         check_calls(ids)
     return plan
@@ -91,8 +93,8 @@ def _check_lengths(
             raise _refusal(f"{error}", threshold) from error
         if not is_same:
             raise _refusal(
-                f"{loaded.architecture}: how many tokens are in a pass changes what each gives: "
-                f"queries, keys, values or logits differ between {length} and {num_tokens}",
+                f"{loaded.architecture}: its results depend on the number of tokens in a pass: a "
+                f"token's queries, keys, values or logits differ between {length} and {num_tokens}",
                 threshold,
             )
         longest = max(longest, length)
@@ -110,7 +112,9 @@ def _check_positions(
     limit = loaded.max_position_embeddings
     groups: list[tuple[list[int], Threshold | None]] = [([limit - 1], None)]
     for t in sorted(thresholds, key=lambda threshold: threshold.value):
-        groups.append(([p for p in (t.value - 1, t.value, t.value + 1) if p < limit], t))
+        far = [p for p in (t.value - 1, t.value, t.value + 1) if p < limit]
+        if far:
+            groups.append((far, t))
 
     def with_far(*groups: list[int]) -> list[Tensor]:
         """Of the base's tokens and, behind them, of some at far positions."""

@@ -2,13 +2,14 @@
 
 A window, a compression rate, a floor, a chunk size or an original context length is a number of
 tokens or a position that the config names. Which of its integers are that is not guessed from
-their names: each that a context can reach is tried, at t - 1, t and t + 1. Integers that are also
-the size of a weight or of attention heads, which is what most of them are, come last, so that a
-large model spends what it may on the others first. They are not left out: a window of 128 and a
-head size of 128 are the same number.
+their names: each that a context can reach is tried, at t - 1, t and t + 1, and so is each that the
+tokens of a pass can, which serves many contexts at once. A large model cannot afford them all.
+Integers that are also the size of a weight or of attention heads, which is what most of them are,
+come after the others. They are not left out: a window of 128 and a head size of 128 are the same
+number.
 
 What the passes may cost is counted in numbers computed, never in seconds: which models are refused
-must not depend on the machine.
+must not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _FEWEST = 2
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """An integer of the config that a context of the model can reach.
+    """An integer of the config that a context of the model, or the tokens of a pass, can reach.
 
     Attributes:
-        value: a number of tokens, or a position; at least 2, below ``max_position_embeddings``.
+        value: a number of tokens, or a position; at least 2.
         fields: the config's fields that hold it, as "rope_parameters.factor".
         is_size: it is also the size of a weight or of attention heads.
     """
@@ -75,11 +76,14 @@ class ReachPlan:
 
 
 def thresholds_of(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> list[Threshold]:
-    """Ascending, those that are no sizes first."""
+    """Those within the longest context before those beyond it; of each, those that are no sizes
+    first; of these, ascending."""
     fields: dict[int, list[str]] = {}
     text_config = loaded.config.get_text_config(decoder=True)
     for config in (text_config, loaded.config):
-        for name, number in _integers(config.to_dict(), frozenset(config.sub_configs)):
+        # Not of the configs of other parts: a vision tower, say.
+        own = {k: v for k, v in config.to_dict().items() if k not in config.sub_configs}
+        for name, number in _integers(own):
             if name not in fields.setdefault(number, []):
                 fields[number].append(name)
     for spec in specs:
@@ -89,27 +93,25 @@ def thresholds_of(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> list[T
     sizes = {size for parameter in loaded.module.parameters() for size in parameter.shape}
     for spec in specs:
         sizes |= {spec.num_q_heads, spec.num_kv_heads, spec.k_dim, spec.v_dim}
+    limit = loaded.max_position_embeddings
     found = [
         Threshold(number, tuple(names), number in sizes)
         for number, names in fields.items()
-        if _FEWEST <= number < loaded.max_position_embeddings
+        if _FEWEST <= number < max(limit, MAX_PASS_TOKENS)
     ]
-    return sorted(found, key=lambda t: (t.is_size, t.value))
+    return sorted(found, key=lambda t: (t.value >= limit, t.is_size, t.value))
 
 
-def _integers(
-    values: Mapping[Any, Any], left_out: frozenset[str], prefix: str = ""
-) -> Iterator[tuple[str, int]]:
+def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
     """(field, integer) of nested dicts and lists. Floats are rates and bases: rope_theta = 1e4."""
-    for key, value in values.items():
-        if key in left_out and not prefix:  # the configs of other parts: a vision tower, say
-            continue
-        parts = value if isinstance(value, (list, tuple, set)) else [value]
-        for part in parts:
-            if isinstance(part, Mapping):
-                yield from _integers(part, left_out, f"{prefix}{key}.")
-            elif isinstance(part, int) and not isinstance(part, bool):
-                yield f"{prefix}{key}", part
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _integers(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple, set)):
+        for part in value:
+            yield from _integers(part, name)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield name, value
 
 
 def budget_of(loaded: LoadedModel) -> int:

@@ -149,9 +149,9 @@ class Switching(nn.Module):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("number of tokens", "how many tokens"),
-        ("exact number of tokens", "how many tokens"),
-        ("index in the pass", "how many tokens"),
+        ("number of tokens", "number of tokens in a pass"),
+        ("exact number of tokens", "number of tokens in a pass"),
+        ("index in the pass", "number of tokens in a pass"),
         ("scale", "with .* tokens in a pass: its attention has scale = 0.5, not 0.25"),
         ("longest position", "longest position of the batch"),
         ("being the longest", "longest position of the batch"),
@@ -198,7 +198,7 @@ def test_layers_alike_are_run_once_and_those_that_are_not_are_run() -> None:
     assert not any("forward" in vars(part) or part._forward_hooks for part in model.modules())
     layer = model.model.layers[6]  # type: ignore[union-attr]
     layer.self_attn = Switching(layer.self_attn, "number of tokens", 700)
-    with pytest.raises(UnsupportedModelError, match=r"how many tokens .*chunk = 700"):
+    with pytest.raises(UnsupportedModelError, match=r"number of tokens in a pass.*chunk = 700"):
         probe_model(load_model(model))
     assert not any("forward" in vars(part) or part._forward_hooks for part in model.modules())
 

@@ -62,14 +62,19 @@ def reach(arch: str) -> ReachPlan:
     return probe_with_reach(load_model(tiny_model(arch)))[1]
 
 
+def lengths_beyond(arch: str) -> list[int]:
+    """One token more than each threshold that a context of the tiny model can go beyond."""
+    longest = load_model(tiny_model(arch)).max_position_embeddings - BEYOND_NUM_OUTPUTS
+    return sorted(t.value + 1 for t in reach(arch).thresholds if t.value < longest)
+
+
 @functools.cache
 def beyond(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
-    """The subject of :func:`tiny`, and a prompt one token longer than each of the thresholds."""
+    """The subject of :func:`tiny`, and a prompt of each of :func:`lengths_beyond`."""
     subject, _ = tiny(arch, device)
-    lengths = sorted(threshold.value + 1 for threshold in reach(arch).thresholds)
     judge = tiny_model(arch).to(device)
     judge.set_attn_implementation("eager")
-    prompts = mixed_prompts(lengths, VOCAB_SIZE)
+    prompts = mixed_prompts(lengths_beyond(arch), VOCAB_SIZE)
     return subject, reference_of(judge, prompts, [BEYOND_NUM_OUTPUTS] * len(prompts))
 
 

