@@ -64,6 +64,8 @@ def cases(llm: LLM, text_llm: LLM, folder: Path) -> list[tuple[str, Callable[[],
         ("unknown architecture", lambda: LLM(str(unknown))),
         ("recurrent architecture", lambda: LLM(str(recurrent), load_format="dummy")),
         ("attention with an unsupported argument", lambda: _odd_attention()),
+        ("results that change with the length of a pass", lambda: LLM(tiny_model("llama4_text"))),
+        ("NaN in a weight", lambda: _nan_in_a_weight()),
         ("model folder without weights", lambda: LLM(str(empty_folder))),
         ("no such model folder", lambda: LLM("/no/such/folder")),
         ("block_size 0", settings(block_size=0)),
@@ -90,6 +92,15 @@ def _odd_attention() -> object:
     return LLM(model)
 
 
+def _nan_in_a_weight() -> object:
+    import torch
+
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = math.nan
+    return LLM(model)
+
+
 def main() -> int:
     path = embedded_model_path()
     if path is None:
@@ -98,7 +109,7 @@ def main() -> int:
     text_llm = LLM(str(path), num_blocks=64)
     expected = llm.generate(GOOD, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     num_wrong = 0
-    print(f"{'bad input':<40} {'others':<10} message")
+    print(f"{'bad input':<46} {'others':<10} message")
     with tempfile.TemporaryDirectory() as folder:
         for name, call in cases(llm, text_llm, Path(folder)):
             beside = llm.generate_iter([(GOOD, SHORT), (GOOD, GREEDY)])
@@ -114,7 +125,7 @@ def main() -> int:
             unharmed = output.outputs[0].token_ids == expected
             is_wrong = not unharmed or message.startswith(("ACCEPTED", "NOT OURS"))
             num_wrong += is_wrong
-            print(f"{name:<40} {'unharmed' if unharmed else 'HARMED':<10} {message[:230]}")
+            print(f"{name:<46} {'unharmed' if unharmed else 'HARMED':<10} {message[:230]}")
     print(f"{num_wrong} wrong")
     return 1 if num_wrong else 0
 
