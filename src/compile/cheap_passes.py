@@ -48,7 +48,7 @@ def cheap_passes(
     """
     module = loaded.module
     with ExitStack() as stack:
-        stack.enter_context(_skipped(_twins(module, specs)))
+        stack.enter_context(_skipped(twins(module, specs)))
         stack.enter_context(_forward_of(module.get_output_embeddings(), lambda x: x))
         stack.enter_context(_CheapProducts())
         try:
@@ -143,23 +143,23 @@ class _CheapProducts(TorchFunctionMode):
         return x * self._factors[key]
 
 
-def _twins(module: nn.Module, specs: Sequence[AttentionSpec]) -> dict[nn.Module, nn.Module]:
+def twins(module: nn.Module, specs: Sequence[AttentionSpec]) -> dict[nn.Module, nn.Module]:
     """Each layer that is like an earlier one, and the first of its like."""
     found = find_layers(module, len(specs))
     firsts: list[tuple[Any, nn.Module]] = []
-    twins: dict[nn.Module, nn.Module] = {}
+    later: dict[nn.Module, nn.Module] = {}
     for layer, spec in zip(found[1] if found else (), specs, strict=False):
         form = describe_layer(layer), replace(spec, call=0)
         first = next((other for known, other in firsts if known == form), None)
         if first is None:
             firsts.append((form, layer))
         else:
-            twins[layer] = first
-    return twins
+            later[layer] = first
+    return later
 
 
 @contextmanager
-def _skipped(twins: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
+def _skipped(firsts: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
     """In the block, layers with a twin hand on what they are given, in the form that the twin
     returned it in."""
     returned: dict[nn.Module, Any] = {}
@@ -176,9 +176,9 @@ def _skipped(twins: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
         return forward
 
     with ExitStack() as stack:
-        for first in dict.fromkeys(twins.values()):
+        for first in dict.fromkeys(firsts.values()):
             stack.callback(first.register_forward_hook(remember).remove)
-        for layer, first in twins.items():
+        for layer, first in firsts.items():
             stack.enter_context(_forward_of(layer, skip(first)))
         yield
 

@@ -11,6 +11,7 @@ the whole model is traced.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -129,10 +130,14 @@ def describe_layer(layer: nn.Module) -> list[Any]:
 def _value(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value), [_value(part) for part in value]
-    if isinstance(value, _PLAIN) or (isinstance(value, (dict, set)) and not value):
+    if isinstance(value, _PLAIN):
         return type(value), str(value)
     if isinstance(value, set):
         return type(value), sorted(map(repr, value))
+    if type(value) is dict or (isinstance(value, dict) and not value):  # others hold hooks
+        return type(value), [(_value(key), _value(part)) for key, part in value.items()]
+    if type(value) is functools.partial:  # an activation with its options
+        return functools.partial, *map(_value, (value.func, value.args, value.keywords))
     if isinstance(value, _SHARED):
         return id(value)
     return object()  # like no other: hooks, and what is not known here

@@ -15,6 +15,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from pagespec.compile.cheap_passes import twins
 from pagespec.compile.load import load_model
 from pagespec.compile.masks import window_of_mask
 from pagespec.compile.probe import probe_model
@@ -201,6 +202,16 @@ def test_layers_alike_are_run_once_and_those_that_are_not_are_run() -> None:
     with pytest.raises(UnsupportedModelError, match=r"number of tokens in a pass.*chunk = 700"):
         probe_model(load_model(model))
     assert not any("forward" in vars(part) or part._forward_hooks for part in model.modules())
+
+
+def test_a_layer_of_each_kind_is_run() -> None:
+    """Of gemma's as well, whose activation is a function with an option."""
+    types = ["sliding_attention", "full_attention"] * 4
+    loaded = load_model(tiny_model("gemma3_text", num_hidden_layers=8, layer_types=types))
+    specs = probe_model(loaded)
+    layers = list(loaded.module.model.layers)  # type: ignore[union-attr, arg-type]
+    found = twins(loaded.module, specs)
+    assert found == {layer: layers[i % 2] for i, layer in enumerate(layers) if i > 1}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
