@@ -23,8 +23,8 @@ from pagespec.compile.load import LoadedModel
 
 MAX_PASS_TOKENS = (1 << 14) + 1
 """Tokens of the longest pass."""
-_MIN_BUDGET = 3 << 26
-"""Numbers that these passes may write together: about 0.15 s of a CPU's one thread. Of large
+_MIN_BUDGET = 1 << 27
+"""Numbers that these passes may write together: about 0.1 s of a CPU's one thread. Of large
 models half as many as they have parameters: the time of a pass of eight tokens over all weights."""
 _GPU_FACTOR = 16
 _OPERATION_COST = 1 << 13

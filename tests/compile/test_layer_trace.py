@@ -77,6 +77,13 @@ def test_the_graph_is_that_of_all_layers(arch: str) -> None:
     assert description(again) == description(made)
 
 
+def test_an_activation_with_an_option_keeps_no_layers_apart() -> None:
+    loaded, specs = probed("gemma2", layer_types=["full_attention"] * NUM_LAYERS)
+    made = trace_layers(loaded, specs)
+    assert made is not None
+    assert description(made) == description(trace(loaded, specs))
+
+
 def test_a_capture_traces_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     depths = []
 
