@@ -95,6 +95,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
     "abort": {"id": _is_text},
     "pause": {"id": _is_text},
     "resume": {"id": _is_text},
+    "fail": {"pool": _POOL},
 }
 
 

@@ -207,6 +207,13 @@ class Replay:
         if r in self.machine.paused:
             self.machine.resume(r)
 
+    def _on_fail(self, event: dict[str, Any]) -> None:
+        """The event of the operation that failed may be missing, whatever it did."""
+        machine = self.machine
+        machine.fail()
+        if list(event["pool"]) != [len(machine.free), 0, 0]:
+            raise _Refused("S37", f"free, cached, owned blocks {event['pool']} after a failure")
+
     def _check_pool(self, event: dict[str, Any]) -> None:
         machine = self.machine
         num_free, num_cached = len(machine.free), len(machine.lru)
