@@ -71,8 +71,16 @@ class ContentRunner:
         self.num_steps = 0
         self.fail_at_step: int | None = None
         self._device_tokens: dict[Request, dict[int, int]] = {}
+        self._num_uncollected = 0
+
+    def reset(self) -> None:
+        """Nothing of the cache can be read after: the pool promises to have forgotten it."""
+        self.kv = [_POISON] * len(self.kv)
+        self._device_tokens.clear()
+        self._num_uncollected = 0
 
     def dispatch(self, plan: StepPlan) -> _Step:
+        assert self._num_uncollected <= self.pipeline_depth, "steps were forgotten without a reset"
         if self.fail_at_step is not None and self.num_steps >= self.fail_at_step:
             self.fail_at_step = None
             raise RuntimeError("out of memory, says the fake")
@@ -102,10 +110,12 @@ class ContentRunner:
         assert len({slot for slot, _ in writes}) == len(writes), "S15: two writes to one slot"
         for slot, kv in writes:
             self.kv[slot] = kv
+        self._num_uncollected += 1
         return _Step(sampled, 1)
 
     def collect(self, handle: object) -> StepResult:
         assert isinstance(handle, _Step)
         assert handle.num_unread == 1, "collected twice"
         handle.num_unread = 0
+        self._num_uncollected -= 1
         return StepResult(handle.tokens)

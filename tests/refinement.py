@@ -22,6 +22,7 @@ from spec.state import (
     STOP,
     Abort,
     Add,
+    Fail,
     Label,
     Pause,
     Plan,
@@ -106,6 +107,8 @@ class Pair:
             scheduler.abort(str(label.request))
         elif isinstance(label, Pause):
             scheduler.pause(str(label.request))
+        elif isinstance(label, Fail):
+            scheduler.reset("error")
         else:
             scheduler.resume(str(label.request))
         return None

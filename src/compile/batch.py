@@ -77,6 +77,10 @@ class BatchPacker:
         self._null_slot = num_blocks * block_size
         self._null_block = num_blocks
         self._device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Know nothing of the steps before."""
         self._tables: dict[int, _Table] = {}
         self._tokens = TokenSource()
         self._sampled: NDArray[np.int64] | None = None

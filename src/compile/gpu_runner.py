@@ -215,6 +215,12 @@ class GpuRunner:
         self.wait_s += time.perf_counter() - begin
         return StepResult(handle.token_ids.tolist())
 
+    def reset(self) -> None:
+        """Wait for all that is queued, and take nothing for known on the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._stager.forget()
+
     def run_staged(self, shape: StepShape) -> Tensor:
         """Queue the step that is staged in this shape, zeros at first; returns its logits
         ``[num_rows, V]``. This is what a graph captures."""

@@ -93,6 +93,10 @@ class ModelRunner:
             raise TypeError(f"not a handle of this runner: {handle!r}")
         return StepResult(handle.token_ids.tolist())
 
+    def reset(self) -> None:
+        """Nothing is ever queued here: a step is computed in its dispatch."""
+        self._packer.reset()
+
 
 def kv_bytes_per_block(loaded: LoadedModel, specs: Sequence[AttentionSpec], block_size: int) -> int:
     """Bytes one block of ``block_size`` tokens takes in the caches of all attention calls."""

@@ -65,6 +65,7 @@ class StopStringWatcher:
         self._stop_strings = tuple(stop_strings)
         self._num_tail_chars = max(len(s) for s in stop_strings) - 1
         self._stop_at: int | None = None
+        self._num_settled = 0
 
     def __call__(self, token_id: int) -> bool:
         num_chars = len(self._detokenizer.text)
@@ -75,14 +76,16 @@ class StopStringWatcher:
         places = [place for place in found if place >= 0]
         if places:
             self._stop_at = min(places)
+        # Set last, and alone: another thread may be reading.
+        num_chars = len(self._detokenizer.text) - self._num_tail_chars
+        self._num_settled = max(0, num_chars) if self._stop_at is None else self._stop_at
         return bool(places)
 
     @property
     def settled_text(self) -> str:
         """Text that no later token can take back: it holds no beginning of a stop string."""
-        if self._stop_at is not None:
-            return self._detokenizer.text[: self._stop_at]
-        return self._detokenizer.text[: max(0, len(self._detokenizer.text) - self._num_tail_chars)]
+        num_settled = self._num_settled
+        return self._detokenizer.text[:num_settled]
 
     def finish(self) -> str:
         """The final text."""

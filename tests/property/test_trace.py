@@ -107,7 +107,7 @@ def test_a_misshapen_field_makes_it_no_trace(tmp_path: Path) -> None:
                     else:
                         with contextlib.suppress(replay.TraceError):
                             replay.check(altered)
-    assert seen == {"start", "add", "plan", "result", "abort", "pause", "resume"}
+    assert seen == {"start", "add", "plan", "result", "abort", "pause", "resume", "fail"}
 
 
 @pytest.mark.parametrize(
