@@ -173,15 +173,10 @@ class GpuRunner:
     # Steps ------------------------------------------------------------------------------------
 
     def dispatch(self, plan: StepPlan) -> GpuStepHandle:
-        """Queue the step. If it raises, the runner stays usable: what it left is KV at the slots
-        of the step's own tokens, and tables that are sent anew."""
+        """Queue the step. If it raises, ``reset`` makes the runner usable again."""
         begin = time.perf_counter()
         with self._scope():
-            try:
-                handle = self._dispatch(plan)
-            except BaseException:
-                self._stager.forget()
-                raise
+            handle = self._dispatch(plan)
         self.pack_s += time.perf_counter() - begin
         return handle
 

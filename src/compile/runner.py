@@ -70,8 +70,7 @@ class ModelRunner:
         self._on_logits = on_logits
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Compute the step. If it raises, the runner stays usable: the only state a step leaves
-        is KV at the slots of its own tokens, and block tables read from the plan."""
+        """Compute the step. If it raises, ``reset`` makes the runner usable again."""
         with torch.inference_mode():
             begin = time.perf_counter()
             packed = self._packer.pack(plan)

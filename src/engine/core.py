@@ -141,7 +141,8 @@ class Engine:
         self._is_changing = True
         try:
             while self._gone:
-                self._drop(self._gone.popleft().request)
+                self._drop(self._gone[0].request)
+                self._gone.popleft()  # only now: a drop may be interrupted
             result = operation(*args)
         except InvalidInputError:  # of add, pause and resume: nothing was changed
             self._is_changing = False
@@ -185,10 +186,10 @@ class Engine:
     # What the operations do -------------------------------------------------------------------
 
     def _add(self, request: Request, caller: object | None) -> None:
+        # One assignment: a record whose lease were still to come could stay for ever.
+        lease = None if caller is None else Lease(caller, self._gone.append, request)
         self.scheduler.add(request)
-        record = self._records[request] = Record(arrival=time.perf_counter())
-        if caller is not None:
-            record.lease = Lease(caller, self._gone.append, request)
+        self._records[request] = Record(time.perf_counter(), lease)
         if self._trace is not None:
             self._trace.add(request)
 
