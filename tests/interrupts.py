@@ -51,11 +51,12 @@ class LineRaiser:
         self.raised_at: list[str] = []
 
     def __enter__(self) -> LineRaiser:
+        self._before = sys.gettrace()
         sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        sys.settrace(self._before)
 
     def _on_call(self, frame: FrameType, _event: str, _argument: object) -> Any:
         code = frame.f_code

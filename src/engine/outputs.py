@@ -38,7 +38,8 @@ class CompletionOutput:
             has no tokenizer.
         token_ids: every generated id, an end token included.
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or
-            max_model_len), "abort", or "error" (the step failed).
+            max_model_len) or "abort". (A request of reason "error" has no output: its call raises
+            EngineError.)
     """
 
     index: int
