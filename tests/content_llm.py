@@ -59,7 +59,7 @@ def content_llm(
             stats=EngineStats(),  # type: ignore[call-arg]
         )
 
-    with mock.patch.object(llm_module, "import_engine", lambda _device: build):
+    with mock.patch.object(llm_module, "import_engine", return_value=build):
         return LLM("content", block_size=block_size, num_blocks=num_blocks, **settings)
 
 

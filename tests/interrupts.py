@@ -8,6 +8,7 @@ Raises at that many places, in as many random runs, and says what became of them
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import random
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import pagespec.engine
-from pagespec import LLM, EngineError, RequestOutput, SamplingParams
+from pagespec import EngineError, RequestOutput, SamplingParams
 from pagespec.engine import lock
 from pagespec.engine.invariants import check_state
 from pagespec.engine.request import Request
@@ -62,30 +63,36 @@ class LineRaiser:
         code = frame.f_code
         if code not in self._is_ours:
             self._is_ours[code] = code.co_filename.startswith(_ENGINE_FOLDER)
-        if not self._is_ours[code]:
+        if not self._is_ours[code] or not self._places:
             return None
-        entered: set[int] = set()
+        locks, entered = _lines_that_lock(code.co_filename), set()
 
         def on_event(frame: FrameType, event: str, _argument: object) -> Any:
             if event == "line" and self._places:
-                self._on_line(frame, entered)
+                number = frame.f_lineno
+                if number not in entered:
+                    if number in locks:
+                        entered.add(number)
+                    self._on_line(frame)
             return on_event
 
         return on_event
 
-    def _on_line(self, frame: FrameType, entered: set[int]) -> None:
-        number = frame.f_lineno
-        line = linecache.getline(frame.f_code.co_filename, number).strip()
-        if line.startswith("with self._"):
-            if number in entered:
-                return
-            entered.add(number)
+    def _on_line(self, frame: FrameType) -> None:
         self.num_lines += 1
         if self.num_lines == self._places[0]:
             self._places.pop(0)
             self.num_lines = 0
-            self.raised_at.append(f"{Path(frame.f_code.co_filename).name}:{number} {line}")
+            name, number = frame.f_code.co_filename, frame.f_lineno
+            line = linecache.getline(name, number).strip()
+            self.raised_at.append(f"{Path(name).name}:{number} {line}")
             raise self._kind("injected")
+
+
+@functools.cache
+def _lines_that_lock(name: str) -> frozenset[int]:
+    lines = linecache.getlines(name)
+    return frozenset(i for i, line in enumerate(lines, 1) if line.strip().startswith("with self._"))
 
 
 class Run:
@@ -225,7 +232,7 @@ def interrupt(seed: int, places: list[int], kind: type[BaseException], trace: Pa
     with (
         mock.patch.object(lock, "_MAX_JOIN_S", 0.001),
         # An exception raised in a finalizer is not propagated, only told.
-        mock.patch.object(sys, "unraisablehook", lambda _: None),
+        mock.patch.object(sys, "unraisablehook"),
     ):
         try:
             with raiser:

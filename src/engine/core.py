@@ -133,7 +133,9 @@ class Engine:
     def _guard(self, operation: Callable[..., _T], *args: object) -> _T:
         if self._is_changing:
             if self._is_reentered():
-                raise EngineError("the engine is in use by this thread: its callbacks cannot use it")
+                raise EngineError(
+                    "the engine is in use by this thread: its callbacks cannot use it"
+                )
             try:
                 self._recover("an operation of the engine was interrupted")
             except Exception as error:
@@ -186,9 +188,12 @@ class Engine:
     # What the operations do -------------------------------------------------------------------
 
     def _add(self, request: Request, caller: object | None) -> None:
-        # One assignment: a record whose lease were still to come could stay for ever.
-        lease = None if caller is None else Lease(caller, self._gone.append, request)
+        lease = None
+        if caller is not None:
+            lease = Lease(caller, self._gone.append)
+            lease.request = request
         self.scheduler.add(request)
+        # In one piece: a record whose lease were still to come could stay for ever.
         self._records[request] = Record(time.perf_counter(), lease)
         if self._trace is not None:
             self._trace.add(request)

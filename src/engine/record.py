@@ -4,7 +4,6 @@ it failed."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagespec.engine.outputs import RequestMetrics
@@ -16,17 +15,7 @@ class Lease(weakref.ref[object]):
     (``deque.append``): called from wherever the caller goes, it can then not be interrupted."""
 
     __slots__ = ("request",)
-
-    def __new__(
-        cls, caller: object, when_gone: Callable[[Lease], None], request: Request
-    ) -> Lease:
-        return super().__new__(cls, caller, when_gone)  # type: ignore[arg-type]
-
-    def __init__(
-        self, caller: object, when_gone: Callable[[Lease], None], request: Request
-    ) -> None:
-        super().__init__(caller, when_gone)  # type: ignore[arg-type]
-        self.request = request
+    request: Request
 
 
 @dataclass(slots=True)

@@ -56,16 +56,22 @@ def test_generate_works_after_a_real_ctrl_c(depth: int) -> None:
     short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=1)
     prompt = [0, TOKEN_STRIDE, 0]
     expected = answer_alone(llm, prompt, short)
+
+    def generate_for_ever() -> None:
+        while True:
+            llm.generate([prompt] * 3, params, use_tqdm=False)
+
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.main_thread().ident
     assert main is not None
     try:
         for i in range(15):
-            interrupt = threading.Timer(0.01 + i * 0.0011, signal.pthread_kill, (main, signal.SIGINT))
+            interrupt = threading.Timer(
+                0.01 + i * 0.0011, signal.pthread_kill, (main, signal.SIGINT)
+            )
             interrupt.start()
             with pytest.raises(KeyboardInterrupt):
-                while True:
-                    llm.generate([prompt] * 3, params, use_tqdm=False)
+                generate_for_ever()
             interrupt.join()
             outputs = llm.generate([prompt] * 2, short, use_tqdm=False)
             assert [o.outputs[0].token_ids for o in outputs] == [expected] * 2
