@@ -23,7 +23,6 @@ from unittest import mock
 
 import pagespec.engine
 from pagespec import EngineError, RequestOutput, SamplingParams
-from pagespec.engine import lock
 from pagespec.engine.invariants import check_state
 from pagespec.engine.request import Request
 from spec import replay
@@ -230,7 +229,6 @@ def interrupt(seed: int, places: list[int], kind: type[BaseException], trace: Pa
     run = Run(seed, trace)
     raiser = LineRaiser(places, kind)
     with (
-        mock.patch.object(lock, "_MAX_JOIN_S", 0.001),
         # An exception raised in a finalizer is not propagated, only told.
         mock.patch.object(sys, "unraisablehook"),
     ):

@@ -63,6 +63,7 @@ class Engine:
         self._gone: deque[Lease] = deque()
         self._lock = EngineLock()
         self._is_changing = False
+        self._num_taken = 0  # steps
         self.schedule_s = self.commit_s = 0.0
 
     @property
@@ -96,16 +97,14 @@ class Engine:
         """Dispatch the next step if there is one, then settle the oldest if the pipeline is full
         or nothing could be dispatched. Returns the requests that finished.
 
-        While another thread is in an operation this waits for its end instead and returns none,
-        so that of several threads one at a time takes steps for all. Whether a request is done is
-        for its ``finish_reason`` to say.
+        If another thread takes a step while this waits for its turn, this takes none, so that of
+        several threads one takes a step for all, and all look what it brought. Whether a request
+        is done is for its ``finish_reason`` to say.
 
         Raises:
             EngineError: the step failed.
         """
-        if self._lock.join():
-            return []
-        return self._lock.run(self._guard, self._step)
+        return self._lock.run(self._guard, self._step, self._num_taken)
 
     def sweep(self) -> None:
         """Abort what no caller waits for any more. While another operation runs that is left to the
@@ -227,9 +226,13 @@ class Engine:
     def _drain(self) -> None:
         """Settle what is in flight if nothing else is left to do."""
         while self._handles and not self.scheduler.requests:
-            self._step()
+            self._step(self._num_taken)
 
-    def _step(self) -> list[Request]:
+    def _step(self, num_taken: int) -> list[Request]:
+        """Take a step, if no other thread took one since ``num_taken`` was read."""
+        if num_taken != self._num_taken:
+            return []
+        self._num_taken += 1
         try:
             return self._dispatch_and_settle()
         except (EngineError, InvariantError):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
 _T = TypeVar("_T")
 _GIVE_WAY_S, _GIVE_WAY_TIMES = 50e-6, 20
-_MAX_JOIN_S = 0.1  # should the end of an operation not be told, by an interrupt just there
 
 
 class EngineLock:
@@ -31,7 +29,6 @@ class EngineLock:
         # Reentrant, so that a callback that calls back is refused by the engine, not deadlocked.
         self._mutex = threading.RLock()
         self._waiting: set[int] = set()  # thread ids
-        self._joined: deque[threading.Lock] = deque()
         self.is_busy = False
 
     def run(self, operation: Callable[..., _T], *args: object) -> _T:
@@ -48,8 +45,6 @@ class EngineLock:
                     return operation(*args)
                 finally:
                     self.is_busy = False
-                    while self._joined:
-                        self._joined.popleft().release()
         finally:
             self._waiting.discard(me)  # it was interrupted while it waited
 
@@ -59,14 +54,3 @@ class EngineLock:
             if not self._waiting:
                 return
             time.sleep(_GIVE_WAY_S)
-
-    def join(self) -> bool:
-        """Wait for the end of the operation that another thread is in. False, at once, if none is,
-        and after a tenth of a second in any case."""
-        if not self.is_busy:
-            return False
-        ended = threading.Lock()
-        ended.acquire()
-        self._joined.append(ended)
-        # Who ended before the line above may not have seen it; then nobody is busy now.
-        return self.is_busy and ended.acquire(timeout=_MAX_JOIN_S)

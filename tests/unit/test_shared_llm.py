@@ -245,11 +245,23 @@ def test_calls_of_several_threads_are_batched() -> None:
     assert num_rows.count(4) > 50
 
 
+def slow_steps(llm: LLM) -> None:
+    """Let each step leave the interpreter to other threads for a while, as a model does."""
+    dispatch = llm.engine.runner.dispatch
+
+    def slow(plan: StepPlan) -> object:
+        time.sleep(0.0005)
+        return dispatch(plan)
+
+    llm.engine.runner.dispatch = slow  # type: ignore[method-assign]
+
+
 def test_no_thread_starves() -> None:
     """A long call steps the engine in a loop; short ones beside it are not kept out of it."""
     llm = content_llm(num_blocks=2000, block_size=4, max_num_seqs=4)
+    slow_steps(llm)
     is_done = threading.Event()
-    params = SamplingParams(max_tokens=1500, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=1000, seed=1, ignore_eos=True)
 
     def long_call() -> None:
         llm.generate(PROMPT, params, use_tqdm=False)
@@ -264,7 +276,22 @@ def test_no_thread_starves() -> None:
 
     errors = run_threads([long_call, lambda: short_calls(0), lambda: short_calls(1)])
     assert not errors, errors
-    assert min(num_served) > 50, "of some 400 that fit beside it"
+    assert min(num_served) > 80, "of some 250 that fit beside it"
+
+
+def test_streams_of_several_threads_get_each_token_when_it_is_there() -> None:
+    """Were each thread to take its own step before it looks, it would look at every eighth."""
+    llm = content_llm(num_blocks=2000, block_size=4, max_num_seqs=8)
+    slow_steps(llm)
+    params = SamplingParams(max_tokens=120, seed=1, ignore_eos=True)
+    num_pieces: list[int] = []
+
+    def stream() -> None:
+        num_pieces.append(len(list(llm.stream(PROMPT, params))))
+
+    errors = run_threads([stream] * 8)
+    assert not errors, errors
+    assert sum(num_pieces) > 8 * 30
 
 
 def test_an_interrupt_in_one_thread_ends_the_calls_of_others_with_an_error() -> None:
