@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pagespec import SamplingParams
+from pagespec import LLM, SamplingParams
 from pagespec.engine.invariants import check_state
 from pagespec.engine.plan import StepPlan
 from tests.content_llm import answer_alone, content_llm
 from tests.content_runner import TOKEN_STRIDE
+from tests.models import tiny_model
 
 GREEDY = ["--temperature", "0", "--max-tokens", "30000"]
 
@@ -57,7 +58,8 @@ def test_generate_works_after_a_real_ctrl_c(depth: int) -> None:
     prompt = [0, TOKEN_STRIDE, 0]
     expected = answer_alone(llm, prompt, short)
 
-    def generate_for_ever() -> None:
+    def generate_for_ever(interrupt: threading.Timer) -> None:
+        interrupt.start()
         while True:
             llm.generate([prompt] * 3, params, use_tqdm=False)
 
@@ -69,9 +71,8 @@ def test_generate_works_after_a_real_ctrl_c(depth: int) -> None:
             interrupt = threading.Timer(
                 0.01 + i * 0.0011, signal.pthread_kill, (main, signal.SIGINT)
             )
-            interrupt.start()
             with pytest.raises(KeyboardInterrupt):
-                generate_for_ever()
+                generate_for_ever(interrupt)
             interrupt.join()
             outputs = llm.generate([prompt] * 2, short, use_tqdm=False)
             assert [o.outputs[0].token_ids for o in outputs] == [expected] * 2
@@ -107,3 +108,29 @@ def test_whatever_a_step_raises_the_next_call_is_served(
     output = llm.generate(question, params, use_tqdm=False)[0].outputs[0]
     assert output.token_ids == answer_alone(llm, [0, TOKEN_STRIDE], params)
     check_state(llm.engine.scheduler)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_real_model_answers_the_same_after_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    llm = LLM(tiny_model("llama"), num_blocks=40, overlap=overlap, compile="eager")
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    prompts = [[5 + i] * 20 for i in range(3)]
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    forward, num_calls = llm.engine.runner._forward, 0
+
+    def interrupted(inputs: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        logits = forward(inputs)
+        if num_calls == 5:
+            raise KeyboardInterrupt
+        return logits
+
+    monkeypatch.setattr(llm.engine.runner, "_forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[9] * 20, *prompts], params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert [o.metrics.num_cached_tokens for o in outputs] == [0, 0, 0], "the cache was dropped"
