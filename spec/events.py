@@ -99,6 +99,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
     "abort": {"id": _is_text},
     "pause": {"id": _is_text},
     "resume": {"id": _is_text},
+    "fail": {"pool": _POOL},
 }
 
 # Fields that events have from a version of the trace on.

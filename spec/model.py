@@ -7,6 +7,7 @@ Settle     the oldest step in flight is committed (engine)
 Abort      the user gives a request up, at any moment
 Pause      a request stops being scheduled and gives its blocks back
 Resume     it goes on, at its old place
+Fail       an operation raised or was interrupted half done: all live requests end, pool anew
 =========  ================================================================
 """
 
@@ -24,6 +25,7 @@ from .state import (
     STOP,
     Abort,
     Add,
+    Fail,
     Label,
     Pause,
     Plan,
@@ -205,6 +207,21 @@ class Machine(Scheduler):
         self.paused.remove(r)
         self.enter(self.waiting, r)
 
+    # ------------------------------------------------------------------ failure
+    def fail(self) -> None:
+        """S37: what was left half done is not looked at. Every live request ends, and the pool is
+        as at the start: what the steps in flight wrote is never found again."""
+        for r, request in enumerate(self.requests):
+            if not request.reason or request.table:
+                self.update(r, reason=request.reason or "error", table=())
+        self.waiting, self.running, self.paused = [], [], []
+        self.forget_flight()
+        self.reset_pool()
+        self.view, self.left = {}, []  # the runner forgets as well
+
+    def forget_flight(self) -> None:
+        self.flight = []
+
 
 # --------------------------------------------------------------------------- the interface
 @cache
@@ -264,6 +281,8 @@ def step(state: State, label: Label, scope: Scope) -> State:
         m.abort(label.request)
     elif isinstance(label, Pause):
         m.pause(label.request)
+    elif isinstance(label, Fail):
+        m.fail()
     else:
         m.resume(label.request)
     return m.freeze()
@@ -289,6 +308,8 @@ def user_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, Non
     if scope.pause:
         labels += [Pause(r) for r in (*state.waiting, *state.running)]
         labels += [Resume(r) for r in state.paused]
+    if scope.fail:
+        labels.append(Fail())
     for label in labels:
         yield label, step(state, label, scope), None
 

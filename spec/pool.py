@@ -56,6 +56,15 @@ class Pool:
         # wrong. Forgetting it makes that visible, and makes free blocks alike.
         self.contents[block] = (EMPTY,) * self.block_size
 
+    def reset_pool(self) -> None:
+        """Every block free and unpublished, in the order of the start."""
+        count = self.scope.num_blocks
+        self.refs, self.keys = [0] * count, [None] * count
+        self.index, self.lru = {}, []
+        self.free = list(reversed(range(count)))
+        for block in range(count):
+            self.clear_contents(block)
+
     # ------------------------------------------------------------------ taking
     def num_available(self) -> int:
         return len(self.free) + len(self.lru)

@@ -108,7 +108,8 @@ class Replay:
         self.numbers: dict[str, int] = {}
         self.salts: dict[str, int] = {}
         self.num_steps = self.num_preemptions = self.num_hit_blocks = 0
-        self.num_settled = 0
+        self.steps_in_flight: list[int] = []
+        self.next_step: int | None = 0  # None: any later one, as a failure may hide a plan
         self.has_tables = start["version"] >= 2
         self.tables: dict[int, list[int]] = {}  # of the running requests, from the plans alone
 
@@ -137,7 +138,8 @@ class Replay:
         machine = self.machine
         if len(machine.flight) > machine.scope.depth:
             raise _Refused("S28", f"planned while {len(machine.flight)} steps are in flight")
-        self._check_step(event, self.num_steps)
+        if self.next_step not in (None, event["step"]):
+            raise _Refused("S24", f"step {event['step']} where step {self.next_step} is next")
         rows = [(self.numbers.get(name, -1), *rest) for name, *rest in event["rows"]]
         preempted = [self.numbers.get(name, -1) for name in event["preempted"]]
         self._check_rows(rows, preempted)
@@ -152,6 +154,8 @@ class Replay:
             self._take_tables(event)
         machine.dispatch(made, ())
         self.num_steps += 1
+        self.steps_in_flight.append(event["step"])
+        self.next_step = event["step"] + 1
         self.num_preemptions += len(made.preempted)
         self.num_hit_blocks += sum(len(hits) for _, hits in made.admitted)
         self._check_pool(event)
@@ -178,10 +182,6 @@ class Replay:
                     f"request {r} is told the blocks {shortened(str(table), 80)}, it has "
                     f"{shortened(str(list(requests[r].table)), 80)}",
                 )
-
-    def _check_step(self, event: dict[str, Any], number: int) -> None:
-        if event["step"] != number:
-            raise _Refused("S24", f"step {event['step']} where step {number} is next")
 
     def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int]) -> None:
         """What a plan may not be whatever the state of the pool."""
@@ -211,7 +211,8 @@ class Replay:
         machine = self.machine
         if not machine.flight:
             raise _Refused("S24", "a result of no step")
-        self._check_step(event, self.num_settled)
+        if event["step"] != self.steps_in_flight[0]:
+            raise _Refused("S24", f"step {event['step']} ends before {self.steps_in_flight[0]}")
         tokens = list(event["token_ids"])
         step = machine.flight[0]
         if len(tokens) != sum(row.token != NO_TOKEN for row in step):
@@ -224,7 +225,7 @@ class Replay:
         machine.told_reasons = dict(told_ends)
         live = [row.request for row in step if not machine.requests[row.request].reason]
         machine.settle()
-        self.num_settled += 1
+        self.steps_in_flight.pop(0)
         ends = [(r, machine.requests[r].reason) for r in live if machine.requests[r].reason]
         if ends != told_ends:
             raise _Refused("S25", f"finished {told_ends}, the specification finishes {ends}")
@@ -242,6 +243,16 @@ class Replay:
         r = self._number(event)
         if r in self.machine.paused:
             self.machine.resume(r)
+
+    def _on_fail(self, event: dict[str, Any]) -> None:
+        """The event of the operation that failed may be missing, whatever it did."""
+        machine = self.machine
+        machine.fail()
+        self.tables.clear()
+        self.steps_in_flight.clear()
+        self.next_step = None
+        if list(event["pool"]) != [len(machine.free), 0, 0]:
+            raise _Refused("S37", f"free, cached, owned blocks {event['pool']} after a failure")
 
     def _check_pool(self, event: dict[str, Any]) -> None:
         machine = self.machine

@@ -16,10 +16,12 @@ LONG, PAIR, SHORT = T((0, 0, 0), 2), T((0, 1), 2), T((0,), 3)
 _TIGHT = Scope("", (LONG, PAIR), num_blocks=4, cap=2, budget=2)
 
 CI = (
-    _TIGHT._replace(name="ci-sync"),
+    _TIGHT._replace(name="ci-sync", fail=True),
     _TIGHT._replace(name="ci-overlap", depth=1, templates=(LONG, SHORT)),
     _TIGHT._replace(name="ci-depth-2", depth=2, templates=(PAIR, SHORT)),
-    _TIGHT._replace(name="ci-blocks-of-2", depth=1, block_size=2, num_blocks=3, budget=3),
+    _TIGHT._replace(
+        name="ci-blocks-of-2", depth=1, block_size=2, num_blocks=3, budget=3, fail=True
+    ),
     # a request that can never fit; equal prompts under different salts
     _TIGHT._replace(name="ci-door-and-salt", templates=(T((0, 0, 0), 3), T((0, 0), 2, salt=1))),
     _TIGHT._replace(name="ci-uncached", depth=1, templates=(LONG, SHORT), caching=False),

@@ -72,6 +72,7 @@ class Scope(NamedTuple):
     caching: bool = True
     abort: bool = True
     pause: bool = True
+    fail: bool = False  # engine operations may fail or be interrupted
     defects: frozenset[str] = frozenset()
 
     def limit(self, template: Template) -> int:
@@ -189,4 +190,8 @@ class Resume(NamedTuple):
     request: int
 
 
-Label = Add | Schedule | Settle | Abort | Pause | Resume
+class Fail(NamedTuple):
+    """An engine operation raised, or was interrupted, at any point of it."""
+
+
+Label = Add | Schedule | Settle | Abort | Pause | Resume | Fail

@@ -10,6 +10,7 @@ from .state import (
     STOP,
     Abort,
     Add,
+    Fail,
     Label,
     Pause,
     Plan,
@@ -35,6 +36,8 @@ def label_text(label: Label, plan: Plan | None) -> str:
         return f"Settle the oldest step; sampled [{tokens_text(label.tokens)}]"
     if isinstance(label, Schedule):
         return f"Schedule {plan_text(plan)}"
+    if isinstance(label, Fail):
+        return "Fail: an operation raised or was interrupted"
     verb = {Abort: "Abort", Pause: "Pause"}.get(type(label), "Resume")
     return f"{verb} r{label.request}"
 

@@ -8,7 +8,19 @@ from itertools import zip_longest
 from . import model, progress
 from .move import Move
 from .properties import all_tokens, owners
-from .state import EMPTY, NO_TOKEN, STOP, Abort, Add, Pause, Resume, Schedule, Settle, prefixes
+from .state import (
+    EMPTY,
+    NO_TOKEN,
+    STOP,
+    Abort,
+    Add,
+    Fail,
+    Pause,
+    Resume,
+    Schedule,
+    Settle,
+    prefixes,
+)
 
 HIDDEN = 6  # a token that no request ever has
 
@@ -192,7 +204,8 @@ def s25(m: Move) -> bool:
             return False
         full = len(new.tokens) == new.limit
         expected = "stop" if outputs[-1:] == (STOP,) else "length" if full else ""
-        if new.reason not in ("abort", expected):
+        told = ("abort", "error") if type(m.label) is Fail else ("abort",)
+        if new.reason not in (*told, expected):
             return False
     return True
 
@@ -219,8 +232,17 @@ def s29(m: Move) -> bool:
     return True
 
 
+def s37(m: Move) -> bool:
+    """Everybody live ends as an error, nothing else of a request changes, and all the rest is as at
+    the start: so the next call is served as the first one was."""
+    for old, new in zip(m.before.requests, m.after.requests, strict=True):
+        if new.reason != (old.reason or "error") or new.tokens != old.tokens or new.table:
+            return False
+    return m.after._replace(requests=()) == model.initial(m.scope)
+
+
 Property = Callable[[Move], bool]
-ANY = (Add, Schedule, Settle, Abort, Pause, Resume)
+ANY = (Add, Schedule, Settle, Abort, Pause, Resume, Fail)
 
 # By the kind of action that could violate them.
 ON_SCHEDULE: dict[str, Property] = {
@@ -249,5 +271,6 @@ TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
     "S26": ((Abort,), s26),
     "S27": ((Schedule, Resume), s27),
     "S29": ((Settle,), s29),
+    "S37": ((Fail,), s37),
     "L4": ((Schedule, Settle), progress.l4),
 }

@@ -14,7 +14,7 @@ from . import model
 from .checker import successors, unfinished
 from .move import Move
 from .properties import STATE_PROPERTIES
-from .state import Abort, Label, Pause, Schedule, Scope, Settle, Template
+from .state import Abort, Fail, Label, Pause, Schedule, Scope, Settle, Template
 from .trace import render
 from .transitions import TRANSITION_PROPERTIES
 
@@ -42,12 +42,13 @@ def random_scope(rng: random.Random) -> Scope:
         overtaking=0 if policy == "fcfs" else rng.randint(1, 4),
         caching=rng.random() < 0.85,
         pause=rng.random() < 0.5,
+        fail=rng.random() < 0.3,
     )
 
 
 def weight(label: Label) -> float:
-    """Mostly the engine works; abort and pause are rare, else nothing ever grows."""
-    if isinstance(label, Abort):
+    """Mostly the engine works; abort, pause and failure are rare, else nothing ever grows."""
+    if isinstance(label, Abort | Fail):
         return 0.02
     if isinstance(label, Pause):
         return 0.1

@@ -41,4 +41,5 @@ class UnsupportedModelError(PagespecError):
 
 
 class EngineError(PagespecError):
-    """A step failed; the requests that were running were ended with finish reason "error"."""
+    """A step failed or was interrupted, perhaps one taken for another call; all live requests were
+    ended with finish reason "error". The engine can be used again."""

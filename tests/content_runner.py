@@ -74,8 +74,17 @@ class ContentRunner:
         self.fail_at_step: int | None = None
         self._tables = TablesFromPlans()
         self._sampled: list[int] = []  # by the steps before, newest first
+        self._num_uncollected = 0
+
+    def reset(self) -> None:
+        """Nothing of the cache can be read after: the pool promises to have forgotten it."""
+        self.kv = [_POISON] * len(self.kv)
+        self._tables.clear()
+        self._sampled.clear()
+        self._num_uncollected = 0
 
     def dispatch(self, plan: StepPlan) -> _Step:
+        assert self._num_uncollected <= self.pipeline_depth, "steps were forgotten without a reset"
         if self.fail_at_step is not None and self.num_steps >= self.fail_at_step:
             self.fail_at_step = None
             raise RuntimeError("out of memory, says the fake")
@@ -103,10 +112,12 @@ class ContentRunner:
         for slot, kv in writes:
             self.kv[slot] = kv
         self._sampled = (sampled + self._sampled)[:_MAX_SAMPLED]
+        self._num_uncollected += 1
         return _Step(sampled, 1)
 
     def collect(self, handle: object) -> StepResult:
         assert isinstance(handle, _Step)
         assert handle.num_unread == 1, "collected twice"
         handle.num_unread = 0
+        self._num_uncollected -= 1
         return StepResult(handle.tokens)

@@ -55,6 +55,10 @@ class CpuPacker:
         self._sampled = [*token_ids, *self._sampled][:_MAX_SAMPLED]
         self._packer.note(np.array(self._sampled, np.int64))
 
+    def reset(self) -> None:
+        """As the runner's after a failed step."""
+        self._packer.reset()
+
 
 class PassedEvent:
     """A CUDA event where there is no GPU: whatever was queued is done."""
@@ -132,3 +136,7 @@ class GpuStaging:
         """What the step of the plan read last sampled: on the device, where kernels find it."""
         if token_ids:
             self._buffers.sampled[: len(token_ids)] = torch.tensor(token_ids)
+
+    def reset(self) -> None:
+        """As the runner's after a failed step."""
+        self._stager.forget()

@@ -28,6 +28,7 @@ from spec.state import (
     STOP,
     Abort,
     Add,
+    Fail,
     Label,
     Pause,
     Plan,
@@ -54,6 +55,8 @@ class Packer(Protocol):
     def read(self, plan: StepPlan) -> list[RowSeen]: ...
 
     def sampled(self, token_ids: Sequence[int]) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 def real_scheduler(scope: Scope) -> Scheduler:
@@ -157,6 +160,12 @@ class Pair:
             scheduler.abort(str(label.request))
         elif isinstance(label, Pause):
             scheduler.pause(str(label.request))
+        elif isinstance(label, Fail):
+            scheduler.reset("error")
+            self.view.clear()
+            self.checker = RunnerView()
+            for packer in self.packers:
+                packer.reset()
         else:
             scheduler.resume(str(label.request))
         return None

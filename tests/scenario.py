@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 
 from pagespec.engine.block_manager import BlockManager, OutOfBlocksError
 from pagespec.engine.core import Engine
@@ -56,6 +57,8 @@ class Scenario:
         )
         self.engine = Engine(self.scheduler, self.runner)
         self.view = RunnerView()
+        reset = self.runner.reset
+        self.runner.reset = lambda: self._forget_view(reset)  # type: ignore[method-assign]
         schedule = self.scheduler.schedule
         self.scheduler.schedule = lambda: self._watched(schedule)  # type: ignore[method-assign]
         self.requests: list[Request] = []
@@ -63,6 +66,10 @@ class Scenario:
         self.reasons: dict[Request, str] = {}
         self.first_served: list[Request] = []
         self.has_intervened = False
+
+    def _forget_view(self, reset: Callable[[], None]) -> None:
+        self.view = RunnerView()
+        reset()
 
     def run(self) -> None:
         """Raises PropertyError, or whatever error the engine itself runs into."""

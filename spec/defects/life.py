@@ -65,6 +65,26 @@ class ResultOfTheFinishedApplied(Machine):
         super().drop_result(row)
 
 
+@defect("failed-step-stays-in-flight", "S37", fail=True)
+class FailedStepStaysInFlight(Machine):
+    def forget_flight(self) -> None:
+        """A later settle applies it to requests that are over, and blocks that are others'."""
+
+
+@defect("cache-survives-a-failure", "S37", "4", fail=True)
+class CacheSurvivesAFailure(Machine):
+    """Blocks go back one request at a time, as after an abort, and what is published stays."""
+
+    def reset_pool(self) -> None:
+        keys, index, contents = self.keys, self.index, self.contents[:]
+        super().reset_pool()
+        self.keys, self.index = keys, index
+        self.lru = sorted(index.values())
+        self.free = [block for block in self.free if block not in self.lru]
+        for block in self.lru:
+            self.contents[block] = contents[block]
+
+
 @defect("door-open", "S30 L2", "10", templates=(Template((0,) * 6, 2),), num_requests=1)
 class DoorOpen(Machine):
     def fits(self, _: Template) -> bool:

@@ -149,8 +149,6 @@ class _Run:
             job = self._pending.popleft()
             if isinstance(result, Exception):
                 self._write(job, {"error": str(result)})
-            elif result.outputs[0].finish_reason == "error":
-                self._write(job, {"error": "the engine failed while answering this line"})
             else:
                 answer = result.outputs[0]
                 fields = {

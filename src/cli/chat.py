@@ -36,8 +36,9 @@ class StopFlag:
 def ctrl_c_sets() -> Iterator[StopFlag]:
     """While open, the first Ctrl-C sets the flag; a second one interrupts as usual.
 
-    A KeyboardInterrupt raised inside an engine step would leave that step half settled, and the
-    engine must answer the next question. The flag is looked at between two pieces of text.
+    A KeyboardInterrupt raised inside an engine step would end the answer as an error and empty the
+    prefix cache, and with it what is known of the conversation. The flag is looked at between two
+    pieces of text.
     """
     flag = StopFlag()
 

@@ -52,7 +52,7 @@ def refuse(error: Exception) -> int:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turn what a user can cause into one line on stderr and exit code 2.
+    """Turn what a user can cause into one line on stderr and exit code 2, Ctrl-C into 130.
 
     ``OSError`` is among it because files, folders and downloads raise it. A broken pipe is left to
     typer, which ends quietly (``pagespec generate ... | head``). Anything else is a bug of ours
@@ -62,6 +62,9 @@ def readable_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
+    except KeyboardInterrupt:
+        note("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except (PagespecError, OSError) as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise

@@ -13,7 +13,6 @@ from pagespec.cli.options import EngineOptions, SamplingOptions
 from pagespec.cli.prompts import conversation_prompt, has_chat_template, user_message
 from pagespec.engine.inputs import require_unicode
 from pagespec.engine.outputs import RequestMetrics
-from pagespec.errors import EngineError
 
 
 def answer_prompts(
@@ -41,8 +40,6 @@ def answer_prompts(
         if isinstance(result, Exception):
             raise result
         answer = result.outputs[0]
-        if answer.finish_reason == "error":
-            raise EngineError(f"the engine failed while answering {text!r}")
         if len(prompts) > 1:
             typer.echo(f"==> {text} <==")
         typer.echo(answer.text)

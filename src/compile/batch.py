@@ -69,6 +69,10 @@ class BatchPacker:
         self._null_slot = num_blocks * block_size
         self._null_block = num_blocks
         self._device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Know nothing of the steps before."""
         self._tables: dict[str, _Table] = {}
         self._sampled = np.empty(0, np.int64)
 

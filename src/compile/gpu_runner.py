@@ -173,15 +173,10 @@ class GpuRunner:
     # Steps ------------------------------------------------------------------------------------
 
     def dispatch(self, plan: StepPlan) -> GpuStepHandle:
-        """Queue the step. If it raises, the runner stays usable: what it left is KV at the slots
-        of the step's own tokens, and tables that are sent anew."""
+        """Queue the step. If it raises, ``reset`` makes the runner usable again."""
         begin = time.perf_counter()
         with self._scope():
-            try:
-                handle = self._dispatch(plan)
-            except BaseException:
-                self._stager.forget()
-                raise
+            handle = self._dispatch(plan)
         self.pack_s += time.perf_counter() - begin
         return handle
 
@@ -213,6 +208,12 @@ class GpuRunner:
         handle.event.synchronize()
         self.wait_s += time.perf_counter() - begin
         return StepResult(handle.token_ids.tolist())
+
+    def reset(self) -> None:
+        """Wait for all that is queued, and take nothing for known on the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._stager.forget()
 
     def run_staged(self, shape: StepShape) -> Tensor:
         """Queue the step that is staged in this shape, zeros at first; returns its logits

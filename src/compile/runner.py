@@ -70,8 +70,7 @@ class ModelRunner:
         self._on_logits = on_logits
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Compute the step. If it raises, the runner stays usable: the only state a step leaves
-        is KV at the slots of its own tokens, and block tables read from the plan."""
+        """Compute the step. If it raises, ``reset`` makes the runner usable again."""
         with torch.inference_mode():
             begin = time.perf_counter()
             packed = self._packer.pack(plan)
@@ -91,6 +90,10 @@ class ModelRunner:
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
         return StepResult(handle.token_ids.tolist())
+
+    def reset(self) -> None:
+        """Nothing is ever queued here: a step is computed in its dispatch."""
+        self._packer.reset()
 
 
 def kv_bytes_per_block(loaded: LoadedModel, specs: Sequence[AttentionSpec], block_size: int) -> int:

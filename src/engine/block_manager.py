@@ -52,6 +52,11 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block free and unpublished, whatever was before."""
+        num_blocks = self.num_blocks
         self.ref_counts = [0] * num_blocks
         # A stack: the block freed last is the likeliest to be in the processor's caches.
         self.free_blocks = list(range(num_blocks - 1, -1, -1))

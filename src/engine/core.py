@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TypeVar
 
-from pagespec.engine.invariants import RunnerView, check_plan, check_state
+from pagespec.engine.invariants import InvariantError, RunnerView, check_plan, check_state
+from pagespec.engine.lock import EngineLock
 from pagespec.engine.outputs import RequestMetrics
+from pagespec.engine.record import Lease, Record
 from pagespec.engine.request import Request
 from pagespec.engine.runner import Runner
 from pagespec.engine.scheduler import Scheduler
 from pagespec.engine.trace import TraceWriter
-from pagespec.errors import EngineError
+from pagespec.errors import EngineError, InvalidInputError
 
-
-@dataclass(slots=True)
-class _Times:
-    arrival: float
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
+_T = TypeVar("_T")
 
 
 class Engine:
-    """Drives a scheduler and a runner. Not thread-safe: one thread steps it.
+    """Drives a scheduler and a runner. Threads may share it: each method is one whole operation.
+
+    An operation that raises, or is interrupted between any two of its lines, has done nothing that
+    is kept: every live request ends with reason "error", the pool starts afresh, and the runner
+    forgets its steps (S37). What was half done is not looked at, so that this can itself be
+    interrupted; the next operation then does it first.
 
     Args:
         scheduler: holds the requests. Its ``pipeline_depth`` must be the runner's.
         runner: computes plans; a model runner, or any fake that meets the protocol.
         trace: a file to write the step trace to (see ``engine.trace``).
         check_invariants: check the structural properties after every step, and raise
-            InvariantError (after which the engine is of no more use) at the first that fails.
+            InvariantError at the first that fails.
     """
 
     def __init__(
@@ -53,52 +57,192 @@ class Engine:
         self._trace = TraceWriter(trace, scheduler) if trace is not None else None
         self._view = RunnerView() if check_invariants else None
         self._handles: deque[object] = deque()
-        self._times: dict[Request, _Times] = {}
+        self._records: dict[Request, Record] = {}
         self._awaiting_first_token: set[Request] = set()
+        # Filled by C code alone, from any thread, at any moment.
+        self._gone: deque[Lease] = deque()
+        self._lock = EngineLock()
+        self._is_changing = False
+        self._num_taken = 0  # steps
         self.schedule_s = self.commit_s = 0.0
-
-    def add(self, request: Request) -> None:
-        """Raises InvalidInputError if the request can never be served; see Scheduler.add."""
-        self.scheduler.add(request)
-        self._times[request] = _Times(arrival=time.perf_counter())
-        if self._trace is not None:
-            self._trace.add(request)
-
-    def abort(self, request_id: str) -> None:
-        """End a request now; a no-op if it has ended already."""
-        self._end(request_id, "abort")
-
-    def pause(self, request_id: str) -> None:
-        """See Scheduler.pause."""
-        self.scheduler.pause(request_id)
-        if self._trace is not None:
-            self._trace.pause(request_id)
-
-    def resume(self, request_id: str) -> None:
-        """See Scheduler.resume."""
-        self.scheduler.resume(request_id)
-        if self._trace is not None:
-            self._trace.resume(request_id)
-
-    def _end(self, request_id: str, reason: str) -> None:
-        request = self.scheduler.abort(request_id, reason)
-        if request is not None:
-            self._times[request].finished = time.perf_counter()
-            if self._trace is not None:
-                self._trace.abort(request_id, reason)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    # Operations -------------------------------------------------------------------------------
+
+    def add(self, request: Request, caller: object | None = None) -> None:
+        """Admit a request. Raises InvalidInputError if it can never be served; see Scheduler.add.
+
+        Args:
+            caller: an object that lives as long as somebody waits for the request, which is
+                aborted and forgotten once it is gone; None: for ever.
+        """
+        self._lock.run(self._guard, self._add, request, caller)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; a no-op if it has ended already."""
+        self._lock.run(self._guard, self._abort, request_id)
+
+    def pause(self, request_id: str) -> None:
+        """See Scheduler.pause."""
+        self._lock.run(self._guard, self._pause, request_id)
+
+    def resume(self, request_id: str) -> None:
+        """See Scheduler.resume."""
+        self._lock.run(self._guard, self._resume, request_id)
+
     def step(self) -> list[Request]:
         """Dispatch the next step if there is one, then settle the oldest if the pipeline is full
         or nothing could be dispatched. Returns the requests that finished.
 
+        If another thread takes a step while this waits for its turn, this takes none, so that of
+        several threads one takes a step for all, and all look what it brought. Whether a request
+        is done is for its ``finish_reason`` to say.
+
         Raises:
-            EngineError: the runner failed. Every live request has ended with reason "error", all
-                blocks are given back, and the engine can be used again.
+            EngineError: the step failed.
         """
+        return self._lock.run(self._guard, self._step, self._num_taken)
+
+    def sweep(self) -> None:
+        """Abort what no caller waits for any more. While another operation runs that is left to the
+        next: a finalizer may call this in the middle of one, or with a lock that one waits for."""
+        if not self._lock.is_busy:
+            # Nobody waits for what fails here. A runner that stays broken fails the next step.
+            with contextlib.suppress(EngineError):
+                self._lock.run(self._guard, self._drain)
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of a finished request; a no-op if it is gone."""
+        self._lock.run(self._guard, self._forget, request)
+
+    def metrics(self, request: Request) -> RequestMetrics:
+        """Metrics of a finished request that was not forgotten yet."""
+        return self._lock.run(self._guard, self._metrics, request)
+
+    def failure(self, request: Request) -> str:
+        """Why a request that was not forgotten yet ended with reason "error"."""
+        record = self._records.get(request)
+        return (record and record.failure) or "an operation of the engine was interrupted"
+
+    # Whole or not at all ----------------------------------------------------------------------
+
+    def _guard(self, operation: Callable[..., _T], *args: object) -> _T:
+        if self._is_changing:
+            if self._is_reentered():
+                raise EngineError(
+                    "the engine is in use by this thread: its callbacks cannot use it"
+                )
+            try:
+                self._recover("an operation of the engine was interrupted")
+            except Exception as error:
+                raise EngineError(f"no recovery from a failed step: {error}") from error
+        self._is_changing = True
+        try:
+            while self._gone:
+                self._drop(self._gone[0].request)
+                self._gone.popleft()  # only now: a drop may be interrupted
+            result = operation(*args)
+        except InvalidInputError:  # of add, pause and resume: nothing was changed
+            self._is_changing = False
+            raise
+        except BaseException as error:
+            is_error = isinstance(error, Exception)
+            # If this fails it is the first error that counts, and the next operation tries again.
+            with contextlib.suppress(Exception):
+                self._recover(str(error) if is_error else f"stopped by {type(error).__name__}")
+            raise
+        self._is_changing = False
+        return result
+
+    def _is_reentered(self) -> bool:
+        """Whether an operation of this thread has not returned yet. Only the stack knows: a flag
+        would be left behind by an interrupt."""
+        frame = sys._getframe(1).f_back
+        while frame is not None:
+            if frame.f_code is Engine._guard.__code__ and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _recover(self, failure: str) -> None:
+        """From any state whatever to one with no request and a whole pool. May be begun again."""
+        for request in self.scheduler.requests.values():
+            record = self._records.get(request)
+            if record is not None:
+                record.failure = record.failure or failure
+        self.scheduler.reset("error")
+        self._handles.clear()
+        self._awaiting_first_token.clear()
+        self.runner.reset()
+        if self._view is not None:
+            self._view = RunnerView()
+        if self._trace is not None:
+            try:
+                self._trace.fail()
+            except Exception:  # such as a full disk, which must not keep the engine from work
+                self._trace = None
+        self._is_changing = False
+
+    # What the operations do -------------------------------------------------------------------
+
+    def _add(self, request: Request, caller: object | None) -> None:
+        lease = None
+        if caller is not None:
+            lease = Lease(caller, self._gone.append)
+            lease.request = request
+        self.scheduler.add(request)
+        # In one piece: a record whose lease were still to come could stay for ever.
+        self._records[request] = Record(time.perf_counter(), lease)
+        if self._trace is not None:
+            self._trace.add(request)
+
+    def _abort(self, request_id: str) -> None:
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._records[request].finished = time.perf_counter()
+            if self._trace is not None:
+                self._trace.abort(request_id, "abort")
+
+    def _pause(self, request_id: str) -> None:
+        self.scheduler.pause(request_id)
+        if self._trace is not None:
+            self._trace.pause(request_id)
+
+    def _resume(self, request_id: str) -> None:
+        self.scheduler.resume(request_id)
+        if self._trace is not None:
+            self._trace.resume(request_id)
+
+    def _drop(self, request: Request) -> None:
+        if self.scheduler.requests.get(request.request_id) is request:
+            self._abort(request.request_id)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self._records.pop(request, None)
+        self._awaiting_first_token.discard(request)
+
+    def _drain(self) -> None:
+        """Settle what is in flight if nothing else is left to do."""
+        while self._handles and not self.scheduler.requests:
+            self._step(self._num_taken)
+
+    def _step(self, num_taken: int) -> list[Request]:
+        """Take a step, if no other thread took one since ``num_taken`` was read."""
+        if num_taken != self._num_taken:
+            return []
+        self._num_taken += 1
+        try:
+            return self._dispatch_and_settle()
+        except (EngineError, InvariantError):
+            raise
+        except Exception as error:
+            raise EngineError(f"a step failed: {error}") from error
+
+    def _dispatch_and_settle(self) -> list[Request]:
         scheduler = self.scheduler
         if len(self._handles) <= scheduler.pipeline_depth:
             begin = time.perf_counter()
@@ -114,28 +258,19 @@ class Engine:
                 if plan.tables:
                     requests = scheduler.in_flight[-1].requests
                     self._note_first_scheduled([requests[row] for row in plan.tables])
-                try:
-                    self._handles.append(self.runner.dispatch(plan))
-                except Exception as error:
-                    self.abandon("error")
-                    raise EngineError(f"step {plan.step} failed: {error}") from error
+                self._handles.append(self.runner.dispatch(plan))
                 if len(self._handles) <= scheduler.pipeline_depth:
                     return []
             elif not self._handles and scheduler.has_work:
-                self.abandon("error")
                 raise EngineError("no request can make progress; this is a bug in the scheduler")
         return self._settle_oldest() if self._handles else []
 
     def _settle_oldest(self) -> list[Request]:
         plan = self.scheduler.in_flight[0].plan
-        try:
-            result = self.runner.collect(self._handles[0])
-            begin = time.perf_counter()
-            finished = self.scheduler.commit(plan, result.token_ids)
-            self.commit_s += time.perf_counter() - begin
-        except Exception as error:
-            self.abandon("error")
-            raise EngineError(f"step {plan.step} failed: {error}") from error
+        result = self.runner.collect(self._handles[0])
+        begin = time.perf_counter()
+        finished = self.scheduler.commit(plan, result.token_ids)
+        self.commit_s += time.perf_counter() - begin
         self._handles.popleft()
         if self._trace is not None:
             self._trace.result(plan, result.token_ids, finished)
@@ -146,54 +281,19 @@ class Engine:
             for request in [
                 r for r in self._awaiting_first_token if len(r.token_ids) > r.num_prompt_tokens
             ]:
-                self._times[request].first_token = now
+                self._records[request].first_token = now
                 self._awaiting_first_token.discard(request)
         for request in finished:
-            self._times[request].finished = now
+            self._records[request].finished = now
         return finished
-
-    def abandon(self, reason: str = "abort") -> None:
-        """End every live request with ``reason`` and drop the steps in flight, uncollected. Their
-        blocks are given back unpublished: what a failed step wrote is never found again."""
-        scheduler = self.scheduler
-        for request_id in list(scheduler.requests):
-            self._end(request_id, reason)
-        while scheduler.in_flight:
-            plan = scheduler.in_flight[0].plan
-            unread = [0] * plan.num_sampled
-            finished = scheduler.commit(plan, unread)
-            if self._trace is not None:
-                self._trace.result(plan, unread, finished)
-        self._handles.clear()
-        self._awaiting_first_token.clear()
 
     def _note_first_scheduled(self, requests: list[Request]) -> None:
         now = time.perf_counter()
         for request in requests:
-            times = self._times[request]
-            if times.first_scheduled is None:
-                times.first_scheduled = now
+            record = self._records[request]
+            if record.first_scheduled is None:
+                record.first_scheduled = now
                 self._awaiting_first_token.add(request)
 
-    def forget(self, request: Request) -> None:
-        """Drop the times kept for a finished request; a no-op if they are gone."""
-        self._times.pop(request, None)
-        self._awaiting_first_token.discard(request)
-
-    def metrics(self, request: Request) -> RequestMetrics:
-        """Metrics of a finished request that was not forgotten yet."""
-        times = self._times[request]
-        metrics = RequestMetrics(
-            num_cached_tokens=request.num_cached_tokens, num_preemptions=request.num_preemptions
-        )
-        if times.first_scheduled is not None:
-            metrics.queue_time_s = times.first_scheduled - times.arrival
-        if times.finished is not None:
-            metrics.total_time_s = times.finished - times.arrival
-        if times.first_token is not None:
-            metrics.time_to_first_token_s = times.first_token - times.arrival
-            num_later_tokens = len(request.token_ids) - request.num_prompt_tokens - 1
-            if times.finished is not None and num_later_tokens > 0:
-                elapsed = times.finished - times.first_token
-                metrics.tokens_per_second = num_later_tokens / elapsed if elapsed > 0 else None
-        return metrics
+    def _metrics(self, request: Request) -> RequestMetrics:
+        return self._records[request].metrics(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,9 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        # A fast tokenizer cannot be set up for one call ("Already borrowed") while it encodes for
+        # another. Decoding sets nothing up. No step of the engine waits for this lock.
+        self._encoding = threading.RLock()
 
     def read(self, prompt: Any, field: str = "prompt") -> PromptInput:
         """Raises InvalidInputError naming ``field``, the value and the limit."""
@@ -135,13 +139,15 @@ class PromptReader:
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise InvalidInputError(field, message, "a message needs 'role' and 'content'")
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
-            )
+            with self._encoding:
+                text = self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=True, tokenize=False
+                )
         except Exception as error:  # a template refuses with whatever Jinja raises
             raise InvalidInputError(field, messages, f"chat template: {error}") from error
         require_unicode(field, text)
-        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        with self._encoding:
+            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return PromptInput(text, self._check(token_ids, field))
 
     def _tokenize(self, text: str, field: str) -> list[int]:
@@ -150,7 +156,8 @@ class PromptReader:
         if not text:
             raise InvalidInputError(field, text, "must not be empty")
         require_unicode(field, text)
-        token_ids: list[int] = self._tokenizer(text)["input_ids"]
+        with self._encoding:
+            token_ids: list[int] = self._tokenizer(text)["input_ids"]
         return token_ids
 
     def _check(self, token_ids: list[Any], field: str) -> list[int]:

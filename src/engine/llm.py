@@ -45,6 +45,10 @@ def import_engine(device: str = "auto") -> Callable[..., Built]:
 class LLM:
     """A loaded model, its KV cache and the engine that serves requests from them.
 
+    Threads may share it: what they ask for is computed together. A failed step, or an interrupt
+    such as Ctrl-C in one, ends every request that is being served, also those of other calls, which
+    raise EngineError; the next call is served as ever, with an empty prefix cache.
+
     Args:
         model: a local folder, a hub id, a GGUF file, or a ``transformers`` causal language model
             already in memory (used in place: it is moved to the device and put in evaluation
@@ -189,7 +193,8 @@ class LLM:
             use_tqdm: show a progress bar on stderr.
 
         Raises:
-            InvalidInputError: some prompt or parameter is refused; none was started.
+            InvalidInputError: some prompt or parameter is refused; none is served.
+            EngineError: a step failed, or one that another call took.
         """
         items = split_prompts(prompts)
         params = pair_params(items, sampling_params, SamplingParams())
@@ -243,6 +248,7 @@ class LLM:
 
         Raises:
             InvalidInputError: ``window`` is no integer of 1 or more.
+            EngineError: a step failed, or one that another call took (by the iterator).
         """
         if window is None:
             window = 4 * self.config.max_num_seqs

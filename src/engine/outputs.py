@@ -39,7 +39,8 @@ class CompletionOutput:
             "" if the model has no tokenizer.
         token_ids: every generated id, the end or stop token included.
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or
-            max_model_len), "abort", or "error" (the step failed).
+            max_model_len) or "abort". (A request of reason "error" has no output: its call raises
+            EngineError.)
     """
 
     index: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -40,7 +41,7 @@ class RequestFactory:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._seed = seed
-        self._num_requests = 0
+        self._numbers = itertools.count()  # threads share it
 
     def make(self, prompt: PromptInput, params: SamplingParams) -> Request:
         """Raises InvalidInputError if ``params`` do not suit the model."""
@@ -63,8 +64,7 @@ class RequestFactory:
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= self._eos_token_ids
-        number = self._num_requests
-        self._num_requests += 1
+        number = next(self._numbers)
         seed = params.seed
         if seed is None:
             seed = xxhash.xxh3_64_intdigest(struct.pack("<qq", self._seed, number))

@@ -26,3 +26,9 @@ class Runner(Protocol):
         """Wait for the step of ``handle`` and return its sampled tokens. Handles are collected
         in the order of their dispatch."""
         ...
+
+    def reset(self) -> None:
+        """A step failed or was interrupted, anywhere. Wait until the device writes no more, and
+        forget every step that was not collected and all that is known of block tables, which begin
+        afresh. May itself be interrupted, and is then called again."""
+        ...

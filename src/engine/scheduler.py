@@ -230,6 +230,26 @@ class Scheduler:
             return "stop"
         return "length" if len(request.token_ids) >= request.max_num_tokens else None
 
+    # Failure ----------------------------------------------------------------------------------
+
+    def reset(self, reason: str) -> None:
+        """End every live request with ``reason``, forget the steps in flight, and empty the pool
+        with its prefix cache: what a failed step wrote is never found again (S37).
+
+        Nothing is taken for granted of the state but that whoever has no ``finish_reason`` is in
+        ``requests``, so this is safe after an interrupt anywhere, also in ``reset``."""
+        for request in (*self.requests.values(), *self.draining):
+            request.state = RequestState.FINISHED
+            request.finish_reason = request.finish_reason or reason
+            request.block_table = []
+            request.num_slots = request.num_published = 0
+            request.num_computed = request.num_dispatched = request.next_event = 0
+        self.blocks.reset()
+        self.waiting, self.running = [], []
+        self.in_flight, self.draining = deque(), set()
+        self.last_step, self.released = None, []  # the runner forgets with us
+        self.requests = {}
+
     # ------------------------------------------------------------------------------------------
 
     def _live(self, request_id: str) -> Request:

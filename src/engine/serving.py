@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,15 +17,29 @@ from pagespec.engine.outputs import RequestOutput
 from pagespec.engine.request import Request
 from pagespec.engine.request_factory import RequestFactory
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.errors import InvalidInputError, PagespecError
+from pagespec.errors import EngineError, InvalidInputError, PagespecError
 
+_SHOW_EVERY_S = 0.1
 _END = object()  # of a stream: None may be one of its items, which is then refused
+
+
+class _Caller:
+    """Held by a call, or for one item of it, as long as it waits for requests: when it is gone, in
+    whatever way the call ended, the engine aborts and forgets them."""
+
+    __slots__ = ("__weakref__",)
+
+
+_Started = tuple[Request, PromptInput, _Caller]
 
 
 class Serving:
     """Makes requests, adds them to the engine, and steps it until they are done.
 
     A call that ends early, by an error or because its iterator was closed, aborts what it added.
+    Calls of several threads are served together: each steps the engine, or waits while another
+    does, until its own requests are done. A call whose requests were ended by the failed or
+    interrupted step of another raises EngineError.
     """
 
     def __init__(self, engine: Engine, factory: RequestFactory) -> None:
@@ -37,28 +52,29 @@ class Serving:
         """Serve all of them; results in their order.
 
         Raises:
-            InvalidInputError: one was refused; none was started.
+            InvalidInputError: one was refused; none is served.
+            EngineError: a step failed.
         """
         requests = [self._factory.make(*pair) for pair in zip(inputs, params, strict=True)]
+        caller: _Caller | None = _Caller()
         try:
             for request in requests:
-                self._engine.add(request)
-            num_output_tokens = 0
+                self._engine.add(request, caller)
             is_shown = use_tqdm and sys.stderr is not None  # there is none under pythonw
             with tqdm(total=len(requests), desc="generate", disable=not is_shown) as bar:
-                remaining = set(requests)
-                while remaining:
-                    for request in self._engine.step():
-                        if request in remaining:
-                            remaining.discard(request)
-                            num_output_tokens += len(request.token_ids) - request.num_prompt_tokens
-                            bar.update()
-                    if not bar.disable and bar.format_dict["elapsed"] > 0:
-                        rate = num_output_tokens / bar.format_dict["elapsed"]
-                        bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)
+                shown = time.perf_counter()
+                for request in requests:
+                    while request.finish_reason is None:
+                        self._engine.step()
+                        if not bar.disable and time.perf_counter() - shown > _SHOW_EVERY_S:
+                            _show_progress(bar, requests)
+                            shown = time.perf_counter()
+                if not bar.disable:
+                    _show_progress(bar, requests)
             return [self._output(*pair) for pair in zip(requests, inputs, strict=True)]
         finally:
-            self._forget(requests)
+            caller = None
+            self._engine.sweep()
 
     def iterate(
         self,
@@ -72,9 +88,13 @@ class Serving:
             items: one that is no such pair yields an InvalidInputError in its place.
             read: checks a prompt. What it or the engine refuses yields its error in its place.
             window: how many items are read and not yet yielded at most.
+
+        Raises:
+            EngineError: a step failed.
         """
         source = iter(items)
-        pending: deque[tuple[Request, PromptInput] | PagespecError] = deque()
+        pending: deque[_Started | InvalidInputError] = deque()
+        head: _Started | InvalidInputError | None
         is_exhausted = False
         try:
             while True:
@@ -84,29 +104,32 @@ class Serving:
                         is_exhausted = True
                         break
                     try:
-                        if not isinstance(item, (tuple, list)) or len(item) != 2:
-                            raise InvalidInputError("items", item, "must be (prompt, parameters)")
-                        prompt = read(item[0])
-                        request = self._factory.make(prompt, item[1])
-                        self._engine.add(request)
-                        pending.append((request, prompt))
-                    except PagespecError as error:
+                        pending.append(self._start(item, read))
+                    except InvalidInputError as error:
                         pending.append(error)
                 if not pending:
                     return
                 head = pending[0]
-                if isinstance(head, PagespecError):
+                if isinstance(head, InvalidInputError):
                     yield head
-                elif head[0].finish_reason is not None:
-                    output = self._output(*head)
-                    self._engine.forget(head[0])
-                    yield output
                 else:
-                    self._engine.step()
-                    continue
+                    while head[0].finish_reason is None:
+                        self._engine.step()
+                    yield self._output(*head[:2])
+                head = None
                 pending.popleft()
         finally:
-            self._forget([entry[0] for entry in pending if not isinstance(entry, PagespecError)])
+            head = None
+            pending.clear()
+            self._engine.sweep()
+
+    def _start(self, item: Any, read: Callable[[Any], PromptInput]) -> _Started:
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise InvalidInputError("items", item, "must be (prompt, parameters)")
+        prompt, caller = read(item[0]), _Caller()
+        request = self._factory.make(prompt, item[1])
+        self._engine.add(request, caller)
+        return request, prompt, caller
 
     def stream(self, prompt: PromptInput, params: SamplingParams, tokenizer: Any) -> Iterator[str]:
         """The text of one answer as it grows. A refusal is raised here, not by the iterator."""
@@ -117,14 +140,17 @@ class Serving:
         detokenizer = Detokenizer(tokenizer, prompt.token_ids)
         num_read = 0 if isinstance(watcher, StopStringWatcher) else request.num_prompt_tokens
         num_yielded = 0
-        # Added on the first step of the iterator: one that is never read must not be served.
-        self._engine.add(request)
+        caller: _Caller | None = _Caller()
         try:
+            # Added on the first step of the iterator: one that is never read must not be served.
+            self._engine.add(request, caller)
             while request.finish_reason is None:
                 self._engine.step()
                 if isinstance(watcher, StopStringWatcher):
-                    piece = "".join(watcher.settled_pieces[num_read:])
-                    num_read = len(watcher.settled_pieces)
+                    # Read once: another thread may append meanwhile.
+                    pieces = watcher.settled_pieces[num_read:]
+                    num_read += len(pieces)
+                    piece = "".join(pieces)
                 else:
                     new = request.token_ids[num_read:]
                     num_read += len(new)
@@ -137,16 +163,20 @@ class Serving:
             if tail:
                 yield tail
         finally:
-            self._forget([request])
+            caller = None
+            self._engine.sweep()
 
     def _output(self, request: Request, prompt: PromptInput) -> RequestOutput:
+        if request.finish_reason == "error":
+            failure = self._engine.failure(request)
+            raise EngineError(f"request {request.request_id} was ended: {failure}")
         return self._factory.output(request, prompt, self._engine.metrics(request))
 
-    def _forget(self, requests: Sequence[Request]) -> None:
-        """End what an interrupted call left behind, so that the next one starts clean."""
-        for request in requests:
-            if request.request_id in self._engine.scheduler.requests:
-                self._engine.abort(request.request_id)
-            self._engine.forget(request)
-        while self._engine.has_work and not self._engine.scheduler.requests:
-            self._engine.step()
+
+def _show_progress(bar: Any, requests: Sequence[Request]) -> None:
+    done = [request for request in requests if request.finish_reason is not None]
+    bar.update(len(done) - bar.n)
+    if bar.format_dict["elapsed"] > 0:
+        num_tokens = sum(len(r.token_ids) - r.num_prompt_tokens for r in done)
+        rate = num_tokens / bar.format_dict["elapsed"]
+        bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)

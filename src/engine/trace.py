@@ -13,6 +13,8 @@ result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool
 abort      id, reason
 pause      id
 resume     id
+fail       pool; an operation failed or was interrupted, and all live requests ended. Its own event
+           may be missing
 =========  =====================================================================================
 
 ``pool`` is the number of blocks ``[free, cached, owned]`` after the event.
@@ -64,8 +66,10 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], scheduler: Scheduler) -> None:
-        # Line-buffered: the trace of a run that dies is whole up to its last event.
-        self._file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        # Unbuffered: the trace of a run that dies is whole up to its last event.
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        self._num_bytes = 0
         self._scheduler = scheduler
         self._begin = time.perf_counter()
         blocks = scheduler.blocks
@@ -86,7 +90,11 @@ class TraceWriter:
 
     def _write(self, event: str, **fields: Any) -> None:
         seconds = round(time.perf_counter() - self._begin, 6)
-        self._file.write(json.dumps({"event": event, "t": seconds, **fields}) + "\n")
+        line = json.dumps({"event": event, "t": seconds, **fields}).encode() + b"\n"
+        num_written = 0
+        while num_written < len(line):  # a pipe or a full disk may take a part
+            num_written += self._file.write(line[num_written:])
+        self._num_bytes += num_written
 
     def _pool(self) -> list[int]:
         blocks = self._scheduler.blocks
@@ -138,3 +146,10 @@ class TraceWriter:
 
     def resume(self, request_id: str) -> None:
         self._write("resume", id=request_id)
+
+    def fail(self) -> None:
+        """The scheduler was reset. What was written of the event of that moment is cut off."""
+        if self._is_regular:
+            self._file.truncate(self._num_bytes)
+            self._file.seek(self._num_bytes)
+        self._write("fail", pool=self._pool())

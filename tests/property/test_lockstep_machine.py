@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from pagespec.engine.invariants import check_state
 from spec import model
-from spec.state import Abort, Add, Pause, Resume, Schedule, Scope, Template
+from spec.state import Abort, Add, Fail, Pause, Resume, Schedule, Scope, Template
 from tests.packers import CpuPacker
 from tests.refinement import Packer, Pair
 
@@ -128,6 +128,13 @@ class LockstepMachine(RuleBasedStateMachine):
         if really == 0:
             live = (*self.state.running, *self.state.waiting)
             self.pair.apply(Pause(live[index % len(live)]))
+
+    @precondition(lambda self: self.state.requests)
+    @rule(really=st.integers(0, 9))
+    def fail(self, really: int) -> None:
+        if really == 0:
+            self.pair.apply(Fail())
+            check_state(self.pair.scheduler)
 
     @precondition(lambda self: self.state.paused)
     @rule(index=st.integers(0, 50))

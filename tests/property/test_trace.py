@@ -106,6 +106,64 @@ def test_a_trace_of_version_1_is_still_read(tmp_path: Path) -> None:
     assert (verdict.property_id, verdict.num_steps > 5) == ("", True)
 
 
+def failed_trace(tmp_path: Path) -> tuple[list[str], int]:
+    """A trace with steps in flight at a failure, and the index of that event."""
+    for seed in range(200):
+        lines = trace_of(seed, tmp_path / "t.jsonl")
+        events = [json.loads(line)["event"] for line in lines]
+        if "fail" in events and "plan" in events[events.index("fail") + 1 :]:
+            return lines, events.index("fail")
+    raise AssertionError("no scenario fails and goes on")
+
+
+def test_a_failure_that_is_told_wrongly_is_refused(tmp_path: Path) -> None:
+    lines, i = failed_trace(tmp_path)
+    failure = json.loads(lines[i])
+    failure["pool"] = [failure["pool"][0] - 1, 1, 0]
+    verdict = replay.check([*lines[:i], json.dumps(failure), *lines[i + 1 :]])
+    assert (verdict.property_id, verdict.line) == ("S37", i + 1)
+
+
+def test_a_step_from_before_a_failure_is_not_settled_after_it(tmp_path: Path) -> None:
+    lines, i = failed_trace(tmp_path)
+    late = {
+        "event": "result",
+        "t": 1,
+        "step": 0,
+        "token_ids": [],
+        "finished": [],
+        "pool": [0, 0, 0],
+    }
+    verdict = replay.check([*lines[: i + 1], json.dumps(late), *lines[i + 1 :]])
+    assert (verdict.property_id, verdict.line) == ("S24", i + 2)
+
+
+def test_a_request_from_before_a_failure_is_not_served_after_it(tmp_path: Path) -> None:
+    lines, i = failed_trace(tmp_path)
+    plan = next(json.loads(line) for line in lines if '"event": "plan"' in line)
+    verdict = replay.check([*lines[: i + 1], json.dumps(plan), *lines[i + 1 :]])
+    assert (verdict.property_id, verdict.line) == ("S27", i + 2)
+
+
+def test_a_failure_may_lack_the_event_of_its_own_operation(tmp_path: Path) -> None:
+    lines, i = failed_trace(tmp_path)
+    assert not replay.check([*lines[: i - 1], *lines[i:]]).property_id
+
+
+def test_a_trace_that_cannot_be_written_fails_one_operation_and_ends(tmp_path: Path) -> None:
+    scenario = Scenario(1)
+    path = tmp_path / "t.jsonl"
+    engine = scenario.engine = Engine(scenario.scheduler, scenario.runner, trace=path)
+    scenario.add()
+    engine.step()
+    engine._trace._file.close()  # as good as a full disk
+    with pytest.raises(ValueError, match="closed file"):
+        scenario.add()
+    scenario.add()
+    scenario.finish()
+    assert not replay.check(path.read_text().splitlines()).property_id
+
+
 MISSHAPEN = [None, 1.5, {}, [[]], [None]]
 ODD = [0, -1, 10**30, True, "x", [], ["x"], [-1]]
 
@@ -133,7 +191,7 @@ def test_a_misshapen_field_makes_it_no_trace(tmp_path: Path) -> None:
                     else:
                         with contextlib.suppress(replay.TraceError):
                             replay.check(altered)
-    assert seen == {"start", "add", "plan", "result", "abort", "pause", "resume"}
+    assert seen == {"start", "add", "plan", "result", "abort", "pause", "resume", "fail"}
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,7 @@ class FakeLLM:
         if not ids:
             return InvalidInputError("prompt", text, "must not be empty")
         answer = "".join(chr(i) for i in ids).upper()[: params.max_tokens]
-        reason = "error" if answer == "FAIL" else "stop"
-        output = CompletionOutput(0, answer, [ord(c) for c in answer], reason)
+        output = CompletionOutput(0, answer, [ord(c) for c in answer], "stop")
         return RequestOutput("r", text, ids, [output])
 
 
