@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pagespec import LLM, InvalidInputError, RequestOutput, SamplingParams
+from pagespec import LLM, EngineError, InvalidInputError, RequestOutput, SamplingParams
 from pagespec.engine.request import Request
 from tests.golden.harness import mixed_prompts
 from tests.models import tiny_model
@@ -245,3 +245,32 @@ def test_out_of_memory_names_the_settings_to_change(
         small_engine(**settings)
     for name in names:
         assert name in str(caught.value)
+
+
+# After a failed step --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_step_leaves_an_engine_that_answers_the_same(
+    overlap: bool, error: type[BaseException]
+) -> None:
+    """Steps are queued on the device when one is interrupted; the next call takes their blocks."""
+    state = {"fails_in": -1}
+
+    def see(_plan: object, _logits: torch.Tensor) -> None:
+        state["fails_in"] -= 1
+        if state["fails_in"] == 0:
+            raise error("from the hook")
+
+    llm = small_engine(
+        num_blocks=60, overlap=overlap, max_num_seqs=8, on_logits=see, check_invariants=True
+    )
+    prompts = mixed_prompts([5, 17, 33, 64, 3, 90, 41, 12, 70, 26], VOCAB_SIZE)
+    params = mixed_params([12] * len(prompts))
+    expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    for fails_in in (1, 2, 5, 9, 14):
+        state["fails_in"] = fails_in
+        with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else EngineError):
+            llm.generate(prompts, params, use_tqdm=False)
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == expected
