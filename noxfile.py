@@ -8,7 +8,6 @@ skips the installation while pyproject.toml, constraints.txt and this file are u
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from pathlib import Path
 
@@ -127,13 +126,6 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """mypy over the package."""
     install_all(session)
-    # The folder `src` is the package `pagespec`, and an editable install says so through an import
-    # hook, which mypy does not run. A link of the right name shows it the same.
-    home = Path(session.create_tmp())
-    link = home / "pagespec"
-    if not link.is_symlink():
-        link.symlink_to(ROOT / "src", target_is_directory=True)
-    session.env["MYPYPATH"] = os.fspath(home)
     python(session, "-m", "mypy", *session.posargs)
 
 

@@ -26,15 +26,10 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from pagespec.engine.llm import LLM
-    from pagespec.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from pagespec.engine.sampling_params import SamplingParams
-    from pagespec.errors import (
-        EngineError,
-        InvalidInputError,
-        PagespecError,
-        UnsupportedModelError,
-    )
+    from .engine.llm import LLM
+    from .engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .engine.sampling_params import SamplingParams
+    from .errors import EngineError, InvalidInputError, PagespecError, UnsupportedModelError
 
 
 def __getattr__(name: str) -> Any:

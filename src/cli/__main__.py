@@ -1,5 +1,5 @@
 """``python -m pagespec.cli``: the command line without its script."""
 
-from pagespec.cli.main import main
+from .main import main
 
 main()

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import typer
 from tqdm import tqdm
 
-from pagespec.cli import start
-from pagespec.cli.command import EXIT_INTERRUPTED, note
-from pagespec.cli.options import EngineOptions, SamplingOptions
-from pagespec.cli.prompts import conversation_prompt, user_message
-from pagespec.cli.rows import (
+from ..errors import InvalidInputError, PagespecError
+from . import start
+from .command import EXIT_INTERRUPTED, note
+from .options import EngineOptions, SamplingOptions
+from .prompts import conversation_prompt, user_message
+from .rows import (
     Fingerprint,
     Line,
     Progress,
@@ -29,7 +30,6 @@ from pagespec.cli.rows import (
     read_lines,
     row_start,
 )
-from pagespec.errors import InvalidInputError, PagespecError
 
 try:
     import fcntl
@@ -37,8 +37,8 @@ except ImportError:  # Windows has no flock; there two runs on one output are no
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from pagespec.engine.llm import LLM
-    from pagespec.engine.sampling_params import SamplingParams
+    from ..engine.llm import LLM
+    from ..engine.sampling_params import SamplingParams
 
 EXIT_SOME_ERRORS = 1
 

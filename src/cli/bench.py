@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import pagespec
-from pagespec.cli import start
-from pagespec.cli.command import note
-from pagespec.cli.options import EngineOptions
-from pagespec.engine.sampling_params import SamplingParams
-from pagespec.errors import EngineError
+
+from ..engine.sampling_params import SamplingParams
+from ..errors import EngineError
+from . import start
+from .command import note
+from .options import EngineOptions
 
 if TYPE_CHECKING:
-    from pagespec.engine.llm import LLM
-    from pagespec.engine.outputs import RequestOutput
+    from ..engine.llm import LLM
+    from ..engine.outputs import RequestOutput
 
 _WARMUP_PROMPTS = 4
 _WARMUP_TOKENS = 4

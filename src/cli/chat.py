@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pagespec.cli import start
-from pagespec.cli.command import note
-from pagespec.cli.options import EngineOptions, SamplingOptions
-from pagespec.cli.prompts import Message, conversation_prompt, has_chat_template
-from pagespec.engine.inputs import require_unicode
-from pagespec.errors import InvalidInputError
+from ..engine.inputs import require_unicode
+from ..errors import InvalidInputError
+from . import start
+from .command import note
+from .options import EngineOptions, SamplingOptions
+from .prompts import Message, conversation_prompt, has_chat_template
 
 if TYPE_CHECKING:
-    from pagespec.engine.llm import LLM
+    from ..engine.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 import typer
 
-from pagespec.errors import PagespecError
+from ..errors import PagespecError
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130

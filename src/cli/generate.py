@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import typer
 
-from pagespec.cli import start
-from pagespec.cli.command import note
-from pagespec.cli.options import EngineOptions, SamplingOptions
-from pagespec.cli.prompts import conversation_prompt, has_chat_template, user_message
-from pagespec.engine.inputs import require_unicode
-from pagespec.engine.outputs import RequestMetrics
+from ..engine.inputs import require_unicode
+from ..engine.outputs import RequestMetrics
+from . import start
+from .command import note
+from .options import EngineOptions, SamplingOptions
+from .prompts import conversation_prompt, has_chat_template, user_message
 
 
 def answer_prompts(

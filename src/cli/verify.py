@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pagespec.cli import start
-from pagespec.cli.command import note
-from pagespec.cli.options import EngineOptions
-from pagespec.errors import InvalidInputError, PagespecError
+from ..errors import InvalidInputError, PagespecError
+from . import start
+from .command import note
+from .options import EngineOptions
 
 if TYPE_CHECKING:
-    from pagespec.verify import GateReport
+    from ..verify import GateReport
 
 # Ids of prompts: every model has these, and few are special.
 _MAX_VOCABULARY = 50_000
@@ -33,9 +33,9 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         PagespecError: an option is refused.
     """
     _check(engine)
-    from pagespec.compile.build import resolve_device
-    from pagespec.compile.load import load_model
-    from pagespec.verify import Family, GateSize, run_controls, run_gate
+    from ..compile.build import resolve_device
+    from ..compile.load import load_model
+    from ..verify import Family, GateSize, run_controls, run_gate
 
     device = resolve_device(engine.device)
     has_own_control = device.type == "cuda" and not only_control
@@ -88,8 +88,8 @@ def _check(engine: EngineOptions) -> None:
             raise InvalidInputError(option, given, "verify sets it itself, for each of its engines")
     if engine.no_prefix_caching:
         raise InvalidInputError("--no-prefix-caching", True, "verify tries hits in the cache")
-    from pagespec.engine.config import EngineConfig
-    from pagespec.verify.report import CUT_PROMPT
+    from ..engine.config import EngineConfig
+    from ..verify.report import CUT_PROMPT
 
     arguments = engine.llm_arguments()
     del arguments["trace"]

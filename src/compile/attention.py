@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from pagespec.errors import UnsupportedModelError
-from pagespec.kernels import ops
+from ..errors import UnsupportedModelError
+from ..kernels import ops
 
 # Transformers treats names with "flash", "sdpa", "flex" or "/" in them specially.
 ATTENTION_NAME = "pagespec"

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
-from pagespec.engine.plan import Blocks, StepPlan
-from pagespec.kernels.sampling import SamplingInputs
+from ..engine.plan import Blocks, StepPlan
+from ..kernels.sampling import SamplingInputs
+from .step_inputs import MIN_SIZE, StepInputs
 
 _INITIAL_BLOCKS = 16
 

@@ -13,20 +13,20 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from pagespec.collector import collector_paused
-from pagespec.compile.cache_files import cache_root
-from pagespec.compile.capture import CapturedModel, capture_model
-from pagespec.compile.graph_cache import GraphCache
-from pagespec.compile.host_memory import available_bytes
-from pagespec.compile.load import load_model
-from pagespec.compile.probe import probe_model
-from pagespec.compile.runner import ModelRunner, OnLogits, kv_bytes_per_block
-from pagespec.engine.config import EngineConfig, check_device
-from pagespec.engine.runner import Runner
-from pagespec.engine.stats import EngineStats
-from pagespec.errors import InvalidInputError
-from pagespec.kernels.choice import choose_attention
-from pagespec.kernels.pinned import pinned_algorithms
+from ..collector import collector_paused
+from ..engine.config import EngineConfig, check_device
+from ..engine.runner import Runner
+from ..engine.stats import EngineStats
+from ..errors import InvalidInputError
+from ..kernels.choice import choose_attention
+from ..kernels.pinned import pinned_algorithms
+from .cache_files import cache_root
+from .capture import CapturedModel, capture_model
+from .graph_cache import GraphCache
+from .host_memory import available_bytes
+from .load import load_model
+from .probe import probe_model
+from .runner import ModelRunner, OnLogits, kv_bytes_per_block
 
 logger = logging.getLogger("pagespec")
 
@@ -74,7 +74,7 @@ def build(
     plan_folder = reading = None
     if device.type == "cuda":
         # Triton, which it needs, is only there on machines with a GPU.
-        from pagespec.kernels.kernel_keys import read_triton_early
+        from ..kernels.kernel_keys import read_triton_early
 
         reading = read_triton_early()
         config = config.for_gpu()
@@ -115,8 +115,8 @@ def build(
             stack.enter_context(pinned_algorithms())
         before_trace = None
         if device.type == "cuda":
-            from pagespec.kernels.built_together import settle_cache_folder
-            from pagespec.kernels.compilers import compilers
+            from ..kernels.built_together import settle_cache_folder
+            from ..kernels.compilers import compilers
 
             settle_cache_folder()
             # A model that was never traced here has no kernels here, either.
@@ -203,7 +203,7 @@ def _make_gpu_runner(
     on_logits: OnLogits | None,
 ) -> tuple[BuiltRunner, int]:
     # Its kernels need Triton, which is not there on every machine.
-    from pagespec.compile.gpu_build import make_gpu_runner
+    from .gpu_build import make_gpu_runner
 
     return make_gpu_runner(config, captured, stats, clock, on_logits)
 

@@ -17,25 +17,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from pagespec.compile.attention import (
-    ATTENTION_NAME,
-    AttentionSpec,
-    attention_implementation,
-)
-from pagespec.compile.graph_cache import GraphCache
-from pagespec.compile.load import LoadedModel
-from pagespec.compile.passes import (
-    COMMON_PASSES,
-    CPU_GRAPH_PASSES,
-    PassContext,
-    gpu_passes,
-    run_passes,
-)
-from pagespec.compile.regions import compile_regions
-from pagespec.compile.step_inputs import BoundGraph, KVCaches, StepInputs
-from pagespec.compile.tracing import Source, Traced, forward, trace
-from pagespec.errors import InvalidInputError
-from pagespec.kernels.choice import Choice
+from ..errors import InvalidInputError
+from ..kernels.choice import Choice
+from .attention import ATTENTION_NAME, AttentionSpec, attention_implementation
+from .graph_cache import GraphCache
+from .load import LoadedModel
+from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
+from .regions import compile_regions
+from .step_inputs import BoundGraph, KVCaches, StepInputs
+from .tracing import Source, Traced, forward, trace
 
 CompileMode = Literal["graph", "inductor", "eager"]
 COMPILE_MODES = ("graph", "inductor", "eager")

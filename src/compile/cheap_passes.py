@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagespec.compile.attention import AttentionSpec
-from pagespec.compile.layer_trace import describe_layer, find_layers
-from pagespec.compile.load import LoadedModel
-from pagespec.compile.passes.grouped import NAMES as GROUPED_NAMES
-from pagespec.compile.probe_pass import ProbePass
-from pagespec.compile.thresholds import PassCost
-from pagespec.errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+from .attention import AttentionSpec
+from .layer_trace import describe_layer, find_layers
+from .load import LoadedModel
+from .passes.grouped import NAMES as GROUPED_NAMES
+from .probe_pass import ProbePass
+from .thresholds import PassCost
 
 # A multiplication within a product takes this part of the time in which a number is written.
 _PRODUCTS_PER_NUMBER = 32

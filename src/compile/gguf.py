@@ -15,9 +15,9 @@ import transformers
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from pagespec.compile.cache_files import cache_root, work_folder
-from pagespec.compile.refusal import cause, refusing
-from pagespec.errors import InvalidInputError, UnsupportedModelError
+from ..errors import InvalidInputError, UnsupportedModelError
+from .cache_files import cache_root, work_folder
+from .refusal import cause, refusing
 
 _MAGIC = b"GGUF"
 _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words

@@ -6,17 +6,17 @@ import logging
 
 import torch
 
-from pagespec.collector import collector_paused
-from pagespec.compile.build import Clock, blocks_in, fitting_length
-from pagespec.compile.capture import CapturedModel
-from pagespec.compile.gpu_runner import GpuRunner
-from pagespec.compile.graphs import StepShape, default_buckets, mixed_shapes
-from pagespec.compile.memory import GIB, named_out_of_memory, profile_memory
-from pagespec.compile.runner import OnLogits, kv_bytes_per_block
-from pagespec.compile.step_inputs import MIN_SIZE
-from pagespec.engine.config import EngineConfig
-from pagespec.engine.stats import EngineStats
-from pagespec.errors import InvalidInputError
+from ..collector import collector_paused
+from ..engine.config import EngineConfig
+from ..engine.stats import EngineStats
+from ..errors import InvalidInputError
+from .build import Clock, blocks_in, fitting_length
+from .capture import CapturedModel
+from .gpu_runner import GpuRunner
+from .graphs import StepShape, default_buckets, mixed_shapes
+from .memory import GIB, named_out_of_memory, profile_memory
+from .runner import OnLogits, kv_bytes_per_block
+from .step_inputs import MIN_SIZE
 
 logger = logging.getLogger("pagespec")
 

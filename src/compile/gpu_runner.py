@@ -16,21 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagespec.compile.attention import allocate_kv_caches
-from pagespec.compile.capture import CapturedModel
-from pagespec.compile.graphs import StepGraphs, StepShape
-from pagespec.compile.runner import OnLogits
-from pagespec.compile.stager import Stager
-from pagespec.compile.staging import PinnedRing
-from pagespec.compile.step_buffers import StepBuffers
-from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
-from pagespec.engine.plan import StepPlan, StepResult
-from pagespec.kernels.built_together import built_together
-from pagespec.kernels.compilers import current_compilers
-from pagespec.kernels.pinned import full_precision_sums
-from pagespec.kernels.triton_sample import Results, sample_simple
-from pagespec.kernels.triton_step import unpack_decode, unpack_mixed
-from pagespec.kernels.triton_truncate import TRUNCATED_FIELDS, sample_truncated
+from ..engine.plan import StepPlan, StepResult
+from ..kernels.built_together import built_together
+from ..kernels.compilers import current_compilers
+from ..kernels.pinned import full_precision_sums
+from ..kernels.triton_sample import Results, sample_simple
+from ..kernels.triton_step import unpack_decode, unpack_mixed
+from ..kernels.triton_truncate import TRUNCATED_FIELDS, sample_truncated
+from .attention import allocate_kv_caches
+from .capture import CapturedModel
+from .graphs import StepGraphs, StepShape
+from .runner import OnLogits
+from .stager import Stager
+from .staging import PinnedRing
+from .step_buffers import StepBuffers
+from .step_inputs import MIN_SIZE, StepInputs
 
 
 @dataclass(frozen=True, slots=True)

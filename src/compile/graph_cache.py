@@ -15,13 +15,13 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pagespec.compile.attention import AttentionSpec
-from pagespec.compile.cache_files import write_whole
-from pagespec.compile.graph_codec import NotKeepable, decode, encode
-from pagespec.compile.graph_key import graph_key, named_tensors
-from pagespec.compile.layer_trace import trace_layers
-from pagespec.compile.load import LoadedModel
-from pagespec.compile.tracing import Traced, trace
+from .attention import AttentionSpec
+from .cache_files import write_whole
+from .graph_codec import NotKeepable, decode, encode
+from .graph_key import graph_key, named_tensors
+from .layer_trace import trace_layers
+from .load import LoadedModel
+from .tracing import Traced, trace
 
 logger = logging.getLogger("pagespec")
 

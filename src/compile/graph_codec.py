@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from pagespec.compile.graph_results import PLAIN, NotKeepable, ResultDecoder, ResultEncoder
-from pagespec.compile.passes.context import example
-from pagespec.compile.tracing import Traced
+from .graph_results import PLAIN, NotKeepable, ResultDecoder, ResultEncoder
+from .passes.context import example
+from .tracing import Traced
 
 # Modules whose functions a graph may call by name.
 _ROOTS = frozenset({"_operator", "math", "operator", "torch", "transformers"})

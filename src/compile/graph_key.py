@@ -24,9 +24,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from pagespec.compile.attention import AttentionSpec
-from pagespec.compile.load import LoadedModel
-from pagespec.compile.tracing import DYNAMO_SETTINGS
+from .attention import AttentionSpec
+from .load import LoadedModel
+from .tracing import DYNAMO_SETTINGS
 
 _VERSION = 1
 _OURS = Path(__file__).parent

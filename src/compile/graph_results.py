@@ -20,7 +20,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 
-from pagespec.compile.fake_layouts import Layout
+from .fake_layouts import Layout
 
 PLAIN = (type(None), bool, int, float, str)
 _SYMPY = {name: getattr(sympy, name) for name in ("Add", "Mul", "Pow")} | {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pagespec.compile.step_inputs import MIN_SIZE
+from .step_inputs import MIN_SIZE
 
 _FEW_ROWS = 8
 _MAX_TOKENS_OF_FEW_ROWS = 2048

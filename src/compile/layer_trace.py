@@ -24,18 +24,13 @@ from torch import Tensor, nn
 from torch.fx import Interpreter
 from transformers import PreTrainedConfig
 
-from pagespec.compile.attention import (
-    ATTENTION_NAME,
-    AttentionSpec,
-    allocate_kv_caches,
-    attention_implementation,
-)
-from pagespec.compile.graph_key import named_tensors
-from pagespec.compile.load import LoadedModel
-from pagespec.compile.repeated_layers import NotAlike, repeat_layers
-from pagespec.compile.step_inputs import BoundGraph, KVCaches, StepInputs
-from pagespec.compile.tracing import Traced, forward, trace
-from pagespec.errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+from .attention import ATTENTION_NAME, AttentionSpec, allocate_kv_caches, attention_implementation
+from .graph_key import named_tensors
+from .load import LoadedModel
+from .repeated_layers import NotAlike, repeat_layers
+from .step_inputs import BoundGraph, KVCaches, StepInputs
+from .tracing import Traced, forward, trace
 
 logger = logging.getLogger("pagespec")
 

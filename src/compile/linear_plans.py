@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagespec.compile.cache_files import write_whole
-from pagespec.kernels import gpu_linear
-from pagespec.kernels.built_together import built_together
-from pagespec.kernels.linear_tiles import Card, has_one_tile, rows_worth_it
+from ..kernels import gpu_linear
+from ..kernels.built_together import built_together
+from ..kernels.linear_tiles import Card, has_one_tile, rows_worth_it
+from .cache_files import write_whole
 
 
 class LinearPlans:

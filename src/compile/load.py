@@ -17,10 +17,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from pagespec.compile.gguf import converted_folder
-from pagespec.compile.refusal import cause, refusing
-from pagespec.engine.checks import path_of
-from pagespec.errors import InvalidInputError, UnsupportedModelError
+from ..engine.checks import path_of
+from ..errors import InvalidInputError, UnsupportedModelError
+from .gguf import converted_folder
+from .refusal import cause, refusing
 
 _DTYPES = {
     "float32": torch.float32,

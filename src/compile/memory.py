@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pagespec.engine.config import EngineConfig
-from pagespec.errors import InvalidInputError
+from ..engine.config import EngineConfig
+from ..errors import InvalidInputError
 
 GIB = 1 << 30
 _DEFAULT_SHARE = 0.9

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagespec.compile.attention import METADATA_KWARGS, AttentionSpec
-from pagespec.compile.load import LoadedModel
-from pagespec.compile.masks import MaskFunction, window_of_mask
-from pagespec.compile.probe_pass import ProbePass, all_same, local_attention, registered
-from pagespec.compile.reach_probe import check_reach
-from pagespec.compile.thresholds import ReachPlan
-from pagespec.errors import InvalidInputError, UnsupportedModelError
+from ..errors import InvalidInputError, UnsupportedModelError
+from .attention import METADATA_KWARGS, AttentionSpec
+from .load import LoadedModel
+from .masks import MaskFunction, window_of_mask
+from .probe_pass import ProbePass, all_same, local_attention, registered
+from .reach_probe import check_reach
+from .thresholds import ReachPlan
 
 _NUM_PROBE_TOKENS = 8
 _REFUSED_ROPE_TYPES = ("dynamic", "longrope")

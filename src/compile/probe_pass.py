@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from pagespec.compile.attention import attention_implementation
-from pagespec.compile.load import LoadedModel
-from pagespec.errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+from .attention import attention_implementation
+from .load import LoadedModel
 
 _PROBE_NAME = "pagespec_probe"
 

@@ -26,18 +26,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pagespec.compile.attention import AttentionSpec
-from pagespec.compile.cheap_passes import cheap_passes
-from pagespec.compile.load import LoadedModel
-from pagespec.compile.probe_pass import ProbePass, all_same
-from pagespec.compile.thresholds import (
-    ReachPlan,
-    Threshold,
-    budget_of,
-    plan_reach,
-    thresholds_of,
-)
-from pagespec.errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+from .attention import AttentionSpec
+from .cheap_passes import cheap_passes
+from .load import LoadedModel
+from .probe_pass import ProbePass, all_same
+from .thresholds import ReachPlan, Threshold, budget_of, plan_reach, thresholds_of
 
 logger = logging.getLogger("pagespec")
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pagespec.errors import InvalidInputError, PagespecError, shortened
+from ..errors import InvalidInputError, PagespecError, shortened
 
 # Not the files' fault: a device without memory, or in trouble.
 _PASSED_ON = (PagespecError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from pagespec.compile.passes.context import example
-from pagespec.compile.region_compiler import Compiler, inductor, is_on_cpu
+from .passes.context import example
+from .region_compiler import Compiler, inductor, is_on_cpu
 
 _PRODUCTS = frozenset(
     {

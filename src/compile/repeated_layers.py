@@ -20,9 +20,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pagespec.compile.fake_layouts import Layout, memory_of
-from pagespec.compile.passes.context import example
-from pagespec.compile.tracing import Traced
+from .fake_layouts import Layout, memory_of
+from .passes.context import example
+from .tracing import Traced
 
 Key = tuple[str, int]
 """A parameter within its layer, by name and 0, or ``("", 0)`` and ``("", 1)`` for its caches."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagespec.compile.attention import AttentionSpec, allocate_kv_caches
-from pagespec.compile.batch import BatchPacker
-from pagespec.compile.capture import CapturedModel
-from pagespec.compile.load import LoadedModel
-from pagespec.engine.plan import StepPlan, StepResult
-from pagespec.errors import InvalidInputError
-from pagespec.kernels.sampling import sample
+from ..engine.plan import StepPlan, StepResult
+from ..errors import InvalidInputError
+from ..kernels.sampling import sample
+from .attention import AttentionSpec, allocate_kv_caches
+from .batch import BatchPacker
+from .capture import CapturedModel
+from .load import LoadedModel
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 

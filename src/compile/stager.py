@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagespec.compile.graphs import StepShape
-from pagespec.compile.staging import IntArray, PinnedRing, RowParams, TableStore
-from pagespec.compile.step_buffers import StepBuffers
-from pagespec.compile.step_inputs import MIN_SIZE
-from pagespec.engine.plan import StepPlan
-from pagespec.engine.request import RequestInfo
-from pagespec.kernels.triton_step import DECODE_FIELDS, decode_size, update_tables
+from ..engine.plan import StepPlan
+from ..engine.request import RequestInfo
+from ..kernels.triton_step import DECODE_FIELDS, decode_size, update_tables
+from .graphs import StepShape
+from .staging import IntArray, PinnedRing, RowParams, TableStore
+from .step_buffers import StepBuffers
+from .step_inputs import MIN_SIZE
 
 
 class Stager:

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagespec.engine.plan import Blocks, StepPlan
-from pagespec.engine.request import RequestInfo
-from pagespec.engine.sampling_params import SamplingParams
+from ..engine.plan import Blocks, StepPlan
+from ..engine.request import RequestInfo
+from ..engine.sampling_params import SamplingParams
 
 _MAX_INT32 = 2**31 - 1
 IntArray = NDArray[np.int32]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagespec.compile.step_inputs import MIN_SIZE, StepInputs
-from pagespec.kernels.triton_step import decode_size
-from pagespec.kernels.triton_truncate import TRUNCATED_FIELDS
+from ..kernels.triton_step import decode_size
+from ..kernels.triton_truncate import TRUNCATED_FIELDS
+from .step_inputs import MIN_SIZE, StepInputs
 
 
 class StepBuffers:

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pagespec.compile.attention import AttentionSpec
-from pagespec.compile.load import LoadedModel
+from .attention import AttentionSpec
+from .load import LoadedModel
 
 MAX_PASS_TOKENS = (1 << 14) + 1
 """Tokens of the longest pass."""

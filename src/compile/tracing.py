@@ -17,22 +17,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from transformers import PreTrainedModel
 
-from pagespec.compile.attention import (
-    ATTENTION_NAME,
-    AttentionSpec,
-    allocate_kv_caches,
-    attention_implementation,
-)
-from pagespec.compile.load import LoadedModel
-from pagespec.compile.passes.context import example
-from pagespec.compile.step_inputs import (
-    EXAMPLE_SIZES,
-    INPUT_NAMES,
-    KVCaches,
-    StepInputs,
-    example_inputs,
-)
-from pagespec.errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+from .attention import ATTENTION_NAME, AttentionSpec, allocate_kv_caches, attention_implementation
+from .load import LoadedModel
+from .passes.context import example
+from .step_inputs import EXAMPLE_SIZES, INPUT_NAMES, KVCaches, StepInputs, example_inputs
 
 Source = tuple[Any, ...]
 # Applied while tracing. Numbers of the model (epsilon, scale, window) are constants of the graph,

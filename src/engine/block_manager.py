@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from pagespec.engine.request import Request
+from .request import Request
 
 
 class OutOfBlocksError(RuntimeError):

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pagespec.engine.checks import is_list, path_of
-from pagespec.engine.policy import Policy
-from pagespec.engine.trace import check_trace_path
-from pagespec.errors import InvalidInputError
+from ..errors import InvalidInputError
+from .checks import is_list, path_of
+from .policy import Policy
+from .trace import check_trace_path
 
 COMPILE_MODES = ("auto", "graph", "inductor", "eager")
 ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")

@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from pagespec.engine.invariants import InvariantError, RunnerView, check_plan, check_state
-from pagespec.engine.lock import EngineLock
-from pagespec.engine.outputs import RequestMetrics
-from pagespec.engine.record import Lease, Record
-from pagespec.engine.request import Request
-from pagespec.engine.runner import Runner
-from pagespec.engine.scheduler import Scheduler
-from pagespec.engine.trace import TraceWriter
-from pagespec.errors import EngineError, InvalidInputError
+from ..errors import EngineError, InvalidInputError
+from .invariants import InvariantError, RunnerView, check_plan, check_state
+from .lock import EngineLock
+from .outputs import RequestMetrics
+from .record import Lease, Record
+from .request import Request
+from .runner import Runner
+from .scheduler import Scheduler
+from .trace import TraceWriter
 
 _T = TypeVar("_T")
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagespec.engine.checks import is_list
-from pagespec.engine.policy import MAX_PRIORITY
-from pagespec.engine.sampling_params import SamplingParams
-from pagespec.errors import InvalidInputError
+from ..errors import InvalidInputError
+from .checks import is_list
+from .policy import MAX_PRIORITY
+from .sampling_params import SamplingParams
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
 

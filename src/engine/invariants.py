@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from pagespec.engine.plan import StepPlan
-from pagespec.engine.request import Request, RequestState
-from pagespec.engine.scheduler import Scheduler
+from .plan import StepPlan
+from .request import Request, RequestState
+from .scheduler import Scheduler
 
 
 class InvariantError(AssertionError):

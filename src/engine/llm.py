@@ -6,27 +6,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pagespec.collector import collector_paused
-from pagespec.engine.block_manager import BlockManager
-from pagespec.engine.config import EngineConfig, check_objects
-from pagespec.engine.core import Engine
-from pagespec.engine.head_start import open_gpu_early
-from pagespec.engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
-from pagespec.engine.outputs import RequestOutput
-from pagespec.engine.policy import Policy
-from pagespec.engine.request_factory import RequestFactory
-from pagespec.engine.sampling_params import SamplingParams
-from pagespec.engine.scheduler import Scheduler
-from pagespec.engine.serving import Serving
-from pagespec.engine.stats import EngineStats
-from pagespec.errors import InvalidInputError, PagespecError
+from ..collector import collector_paused
+from ..errors import InvalidInputError, PagespecError
+from .block_manager import BlockManager
+from .config import EngineConfig, check_objects
+from .core import Engine
+from .head_start import open_gpu_early
+from .inputs import PromptInput, PromptReader, pair_params, split_prompts
+from .outputs import RequestOutput
+from .policy import Policy
+from .request_factory import RequestFactory
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler
+from .serving import Serving
+from .stats import EngineStats
 
 if TYPE_CHECKING:
     import os
 
     from transformers import PreTrainedModel
 
-    from pagespec.compile.build import Built
+    from ..compile.build import Built
 
 
 def import_engine(device: str = "auto") -> Callable[..., Built]:
@@ -38,7 +38,7 @@ def import_engine(device: str = "auto") -> Callable[..., Built]:
     """
     open_gpu_early(device)
     with collector_paused():
-        from pagespec.compile.build import build
+        from ..compile.build import build
     return build
 
 
@@ -277,7 +277,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters, start-up times and memory as they are now."""
-        from pagespec.compile.counters import count_triton_variants, peak_memory_bytes
+        from ..compile.counters import count_triton_variants, peak_memory_bytes
 
         engine, runner = self.engine, self._runner
         return replace(

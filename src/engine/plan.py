@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pagespec.engine.request import RequestInfo
+from .request import RequestInfo
 
 Blocks = tuple[int, ...]
 

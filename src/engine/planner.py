@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagespec.engine.plan import Blocks, StepPlan
-from pagespec.engine.preemption import choose_victims
-from pagespec.engine.request import Request, RequestInfo, RequestState
+from .plan import Blocks, StepPlan
+from .preemption import choose_victims
+from .request import Request, RequestInfo, RequestState
 
 if TYPE_CHECKING:
-    from pagespec.engine.scheduler import Scheduler
+    from .scheduler import Scheduler
 
 by_rank = attrgetter("rank")
 

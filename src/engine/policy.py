@@ -8,8 +8,8 @@ never changes, "elder" is a total order and the liveness proof is one for all po
 
 from __future__ import annotations
 
-from pagespec.engine.request import Request
-from pagespec.errors import InvalidInputError
+from ..errors import InvalidInputError
+from .request import Request
 
 # Ranks are compared once a row and step: one integer is cheaper to compare than a tuple.
 SENIORITY_BITS = 48

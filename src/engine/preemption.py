@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagespec.engine.block_manager import BlockManager
-from pagespec.engine.request import Request
+from .block_manager import BlockManager
+from .request import Request
 
 
 def choose_victims(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
-from pagespec.engine.outputs import RequestMetrics
-from pagespec.engine.request import Request
+from .outputs import RequestMetrics
+from .request import Request
 
 
 class Lease(weakref.ref[object]):

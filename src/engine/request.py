@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagespec.engine.sampling_params import SamplingParams
+from .sampling_params import SamplingParams
 
 
 class RequestState(enum.Enum):

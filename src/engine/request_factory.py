@@ -8,12 +8,12 @@ from typing import Any
 
 import xxhash
 
-from pagespec.engine.detokenizer import Detokenizer, StopStringWatcher, decode_output
-from pagespec.engine.inputs import PromptInput
-from pagespec.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from pagespec.engine.request import Request
-from pagespec.engine.sampling_params import SamplingParams
-from pagespec.errors import InvalidInputError
+from ..errors import InvalidInputError
+from .detokenizer import Detokenizer, StopStringWatcher, decode_output
+from .inputs import PromptInput
+from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .request import Request
+from .sampling_params import SamplingParams
 
 
 class RequestFactory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pagespec.engine.plan import StepPlan, StepResult
+from .plan import StepPlan, StepResult
 
 
 class Runner(Protocol):

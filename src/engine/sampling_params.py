@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagespec.engine.checks import is_list
-from pagespec.errors import InvalidInputError
+from ..errors import InvalidInputError
+from .checks import is_list
 
 MAX_STOP_STRINGS = 64
 _SEED_BITS = 64

@@ -15,12 +15,12 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
-from pagespec.engine.block_manager import BlockManager
-from pagespec.engine.plan import StepPlan
-from pagespec.engine.planner import InFlightStep, Planner, by_rank
-from pagespec.engine.policy import Policy
-from pagespec.engine.request import Request, RequestState
-from pagespec.errors import InvalidInputError
+from ..errors import InvalidInputError
+from .block_manager import BlockManager
+from .plan import StepPlan
+from .planner import InFlightStep, Planner, by_rank
+from .policy import Policy
+from .request import Request, RequestState
 
 _RUNNING = RequestState.RUNNING
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pagespec.engine.core import Engine
-from pagespec.engine.detokenizer import Detokenizer, StopStringWatcher
-from pagespec.engine.inputs import PromptInput
-from pagespec.engine.outputs import RequestOutput
-from pagespec.engine.request import Request
-from pagespec.engine.request_factory import RequestFactory
-from pagespec.engine.sampling_params import SamplingParams
-from pagespec.errors import EngineError, InvalidInputError, PagespecError
+from ..errors import EngineError, InvalidInputError, PagespecError
+from .core import Engine
+from .detokenizer import Detokenizer, StopStringWatcher
+from .inputs import PromptInput
+from .outputs import RequestOutput
+from .request import Request
+from .request_factory import RequestFactory
+from .sampling_params import SamplingParams
 
 _SHOW_EVERY_S = 0.1
 _END = object()  # of a stream: None may be one of its items, which is then refused

@@ -29,11 +29,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pagespec.engine.checks import path_of
-from pagespec.engine.plan import Blocks, StepPlan
-from pagespec.engine.request import Request
-from pagespec.engine.scheduler import Scheduler
-from pagespec.errors import InvalidInputError
+from ..errors import InvalidInputError
+from .checks import path_of
+from .plan import Blocks, StepPlan
+from .request import Request
+from .scheduler import Scheduler
 
 TRACE_VERSION = 2
 

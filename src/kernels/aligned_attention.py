@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagespec.kernels.reference import grouped_by_length
-from pagespec.kernels.rowwise import MKL_ROW_UNIT
+from .reference import grouped_by_length
+from .rowwise import MKL_ROW_UNIT
 
 _TILE = 64
 _QUERY_TILE = 128

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from triton import knobs
 
-from pagespec.kernels.compilers import current_compilers
-from pagespec.kernels.kernel_keys import settle_key
+from .compilers import current_compilers
+from .kernel_keys import settle_key
 
 logger = logging.getLogger("pagespec")
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagespec.errors import InvalidInputError
-from pagespec.kernels import flash, reference
-from pagespec.kernels.flash import AttentionShape, Library
+from ..errors import InvalidInputError
+from . import flash, reference
+from .flash import AttentionShape, Library
 
 Attend = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, float, Tensor | None], Tensor
@@ -178,7 +178,7 @@ def _reference(why: str) -> Choice:
 
 def _triton(why: str) -> Choice:
     # Triton is only there on machines with a GPU, and compiles nothing before the first call.
-    from pagespec.kernels import triton_counted, triton_store
+    from . import triton_counted, triton_store
 
     reason = f"attention by the Triton kernels: {why}."
     counted = triton_counted.CountedAttention()

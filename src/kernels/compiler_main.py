@@ -28,8 +28,8 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
-from pagespec.kernels.compilers import COMPILED, FAILED, FOUND
-from pagespec.kernels.kernel_keys import settle_key
+from .compilers import COMPILED, FAILED, FOUND
+from .kernel_keys import settle_key
 
 _POLL_S = 0.01
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pagespec.kernels import reference
+from . import reference
 
 NormForm = Literal["rounded", "wide", "plus_one"]
 """How an RMSNorm applies its weight to the normalised float32 value y of an input of some dtype:
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
     """RMSNorm of ``x [..., N]`` over its last dim with ``weight [N]``, both of one dtype."""
     if x.device.type == "cuda":
         # Triton is only there on machines with a GPU.
-        from pagespec.kernels import triton_norm
+        from . import triton_norm
 
         return triton_norm.rms_norm(x, weight, eps, form)
     return rms_norm_reference(x, weight, eps, form)
@@ -37,7 +37,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(RMSNorm of h, h) with h = ``residual + x``, all ``[..., N]`` of one dtype."""
     if x.device.type == "cuda":
-        from pagespec.kernels import triton_norm
+        from . import triton_norm
 
         return triton_norm.add_rms_norm(x, residual, weight, eps, form)
     hidden = residual + x
@@ -47,7 +47,7 @@ def add_rms_norm(
 def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a product."""
     if gate.device.type == "cuda":
-        from pagespec.kernels import triton_activation
+        from . import triton_activation
 
         return triton_activation.act_mul(gate, up, kind)
     return act_mul_reference(gate, up, kind)
@@ -84,7 +84,7 @@ def norm_rope_store(
     """
     function = norm_rope_store_reference
     if query.device.type == "cuda":
-        from pagespec.kernels import triton_rope
+        from . import triton_rope
 
         function = triton_rope.norm_rope_store
     return function(

@@ -8,8 +8,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pagespec.kernels.linear_tiles import EarlyTile
-from pagespec.kernels.triton_store import starts_next_late
+from .linear_tiles import EarlyTile
+from .triton_store import starts_next_late
 
 _AHEAD_BYTES = 6 << 20
 

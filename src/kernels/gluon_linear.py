@@ -37,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 
-from pagespec.kernels.gluon_launch import plan_launch
-from pagespec.kernels.linear_tiles import EarlyTile
+from .gluon_launch import plan_launch
+from .linear_tiles import EarlyTile
 
 
 @gluon.jit

@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pagespec.kernels.fused import NormForm
-from pagespec.kernels.gluon_launch import plan_launch
-from pagespec.kernels.gluon_linear import ask_for_weights, store_outputs
-from pagespec.kernels.linear_tiles import EarlyTile
+from .fused import NormForm
+from .gluon_launch import plan_launch
+from .gluon_linear import ask_for_weights, store_outputs
+from .linear_tiles import EarlyTile
 
 _BLOCK = 1024  # elements of a row, padded: 8 for each thread of four warps
 MAX_ROWS = 4  # beyond, two launches are quicker

@@ -31,9 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pagespec.kernels.gluon_softmax import consume, lines_of
-from pagespec.kernels.linear_tiles import Card
-from pagespec.kernels.triton_tiling import Tiling
+from .gluon_softmax import consume, lines_of
+from .linear_tiles import Card
+from .triton_tiling import Tiling
 
 _STAGES = {64: 8, 128: 5}  # units in the ring, by head size
 

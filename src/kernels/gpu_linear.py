@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagespec.errors import UnsupportedModelError
-from pagespec.kernels import fused
-from pagespec.kernels.linear_tiles import (
+from ..errors import UnsupportedModelError
+from . import fused
+from .linear_tiles import (
     Card,
     EarlyTile,
     choose_early_tile,
@@ -30,7 +30,7 @@ from pagespec.kernels.linear_tiles import (
     has_one_tile,
     rows_worth_it,
 )
-from pagespec.kernels.triton_linear import can_describe, matmul
+from .triton_linear import can_describe, matmul
 
 MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried, or further
 ALL_ROWS = 1 << 30
@@ -48,7 +48,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False
         early = _early_tile(weight, len(rows), has_gate)
     if early is not None:
         # Gluon is not in every Triton; the card says whether it is.
-        from pagespec.kernels import gluon_linear
+        from . import gluon_linear
 
         out = gluon_linear.matmul(rows, weight, tile=early, has_gate=has_gate)
     else:
@@ -135,7 +135,7 @@ def norm_linear(
     if 0 < num_rows <= few_rows and x.is_contiguous() and residual.is_contiguous():
         tile = _tile_with_norm(weight, num_rows, has_gate)
         if tile is not None:
-            from pagespec.kernels import gluon_norm_linear
+            from . import gluon_norm_linear
 
             out, hidden = gluon_norm_linear.matmul(
                 x.view(num_rows, -1), residual.view(num_rows, -1), norm_weight, eps, form, weight,
@@ -152,7 +152,7 @@ def _tile_with_norm(weight: Tensor, num_rows: int, has_gate: bool) -> EarlyTile 
     tile = _early_tile(weight, num_rows, has_gate)
     if tile is None:
         return None
-    from pagespec.kernels import gluon_norm_linear
+    from . import gluon_norm_linear
 
     has_few = 0 < num_rows <= gluon_norm_linear.MAX_ROWS
     return tile if has_few and gluon_norm_linear.fits(weight.shape[1], tile, has_gate) else None

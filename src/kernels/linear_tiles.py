@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 import triton
 
-from pagespec.kernels.triton_linear import Tile
+from .triton_linear import Tile
 
 _LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
 _SHORT_PRODUCT_BYTES = 24 << 20

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagespec.kernels import reference
-from pagespec.kernels.choice import Attend, triton_limit
+from . import reference
+from .choice import Attend, triton_limit
 
 # Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
 # The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us a
@@ -49,7 +49,7 @@ def _kv_store_cuda(
     widest = max(key.shape[2], value.shape[2])
     store = reference.kv_store
     if triton_limit(key.device, key.dtype, widest, k_cache.shape[1]) is None:
-        from pagespec.kernels import triton_store
+        from . import triton_store
 
         store = triton_store.kv_store
     store(key, value, k_cache, v_cache, slot_mapping)
@@ -70,7 +70,7 @@ def _paged_attention_cuda(
     widest = max(query.shape[2], v_cache.shape[3])
     attend: Attend = reference.paged_attention
     if triton_limit(query.device, query.dtype, widest, k_cache.shape[1]) is None:
-        from pagespec.kernels import triton_attention
+        from . import triton_attention
 
         attend = triton_attention.paged_attention
     return attend(

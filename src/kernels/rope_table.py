@@ -24,7 +24,7 @@ def rope_table(
     """
     if positions.device.type == "cuda":
         # Triton is only there on machines with a GPU.
-        from pagespec.kernels import triton_rope_table
+        from . import triton_rope_table
 
         return triton_rope_table.rope_table(frequencies, positions, scaling, dtype)
     angles = (frequencies * positions.float()).transpose(1, 2)

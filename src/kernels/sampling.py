@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagespec.kernels.philox import philox4x32
+from .philox import philox4x32
 
 GROUP = 256
 """Tokens of a group; part of what a seed means. A power of two."""

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from pagespec.kernels.triton_norm import as_rows, rounded
-from pagespec.kernels.triton_store import has_dependent_launch
+from .triton_norm import as_rows, rounded
+from .triton_store import has_dependent_launch
 
 _BLOCK = 1024
 

@@ -18,12 +18,12 @@ import torch
 import triton
 from torch import Tensor
 
-from pagespec.kernels.linear_tiles import is_gluon_known
-from pagespec.kernels.triton_decode import decode_kernel
-from pagespec.kernels.triton_prefill import prefill_kernel
-from pagespec.kernels.triton_softmax import LOG2E
-from pagespec.kernels.triton_store import has_dependent_launch, starts_next_late, steps
-from pagespec.kernels.triton_tiling import Tiling, choose_spread, choose_tiling
+from .linear_tiles import is_gluon_known
+from .triton_decode import decode_kernel
+from .triton_prefill import prefill_kernel
+from .triton_softmax import LOG2E
+from .triton_store import has_dependent_launch, starts_next_late, steps
+from .triton_tiling import Tiling, choose_spread, choose_tiling
 
 _MIN_DOT = 16  # smallest side of a matrix instruction
 
@@ -74,7 +74,7 @@ def paged_attention(
     _decode(query, k_cache, v_cache, out, metadata, shared, t, arrived, by_token, _NOT_TURNED)
     if not by_token:
         if query.is_cuda and is_gluon_known():
-            from pagespec.kernels import gluon_prefill
+            from . import gluon_prefill
 
             if gluon_prefill.launch(query, k_cache, v_cache, out, metadata, shared, t):
                 return out

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagespec.kernels.triton_attention import paged_attention, turned_attention
-from pagespec.kernels.triton_rope import norm_rope_store
-from pagespec.kernels.triton_tiling import WHOLE_FROM
-from pagespec.kernels.triton_turn import fits
+from .triton_attention import paged_attention, turned_attention
+from .triton_rope import norm_rope_store
+from .triton_tiling import WHOLE_FROM
+from .triton_turn import fits
 
 _MAX_TURNED = 64  # rows; with more, what each lane does again costs more than a launch
 

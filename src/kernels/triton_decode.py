@@ -21,10 +21,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagespec.kernels.triton_arrive import arrives_last
-from pagespec.kernels.triton_merge import merge
-from pagespec.kernels.triton_rope import partners_of, turned
-from pagespec.kernels.triton_softmax import (
+from .triton_arrive import arrives_last
+from .triton_merge import merge
+from .triton_rope import partners_of, turned
+from .triton_softmax import (
     block_ids,
     count_at_most,
     finish,
@@ -34,8 +34,8 @@ from pagespec.kernels.triton_softmax import (
     split_begin,
     walk,
 )
-from pagespec.kernels.triton_tiling import ALL_SPLITS
-from pagespec.kernels.triton_turn import KEYS, ask, load_angles, load_weights, store_new
+from .triton_tiling import ALL_SPLITS
+from .triton_turn import KEYS, ask, load_angles, load_weights, store_new
 
 
 @triton.jit

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagespec.kernels.triton_activation import silu
-from pagespec.kernels.triton_store import has_dependent_launch
+from .triton_activation import silu
+from .triton_store import has_dependent_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

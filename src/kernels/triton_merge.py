@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagespec.kernels.triton_softmax import finish, fold
+from .triton_softmax import finish, fold
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagespec.kernels.triton_store import has_dependent_launch
+from .triton_store import has_dependent_launch
 
 
 @triton.jit

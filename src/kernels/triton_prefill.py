@@ -21,15 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagespec.kernels.triton_softmax import (
-    add_tile,
-    block_ids,
-    count_at_most,
-    finish,
-    fold,
-    load_rows,
-    score,
-)
+from .triton_softmax import add_tile, block_ids, count_at_most, finish, fold, load_rows, score
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagespec.kernels.triton_norm import rounded, scaled
-from pagespec.kernels.triton_store import has_dependent_launch
+from .triton_norm import rounded, scaled
+from .triton_store import has_dependent_launch
 
 _TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
 

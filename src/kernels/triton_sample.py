@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagespec.kernels.sampling import GROUP
+from .sampling import GROUP
 
 _STRETCH = 4096
 """Tokens a program weighs."""

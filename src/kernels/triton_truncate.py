@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagespec.kernels.sampling import GROUP
-from pagespec.kernels.triton_cut import find_cut, largest_logit, mark_kept, token_keys
-from pagespec.kernels.triton_sample import Results, first_of_best, hand_over, noise_of, places_of
+from .sampling import GROUP
+from .triton_cut import find_cut, largest_logit, mark_kept, token_keys
+from .triton_sample import Results, first_of_best, hand_over, noise_of, places_of
 
 # The quickest on an H100 (benchmarks/NOTES.md).
 _TILE = 4096

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagespec.kernels import triton_rope
-from pagespec.kernels.triton_rope import turned
-from pagespec.kernels.triton_softmax import split_of
-from pagespec.kernels.triton_store import steps
+from . import triton_rope
+from .triton_rope import turned
+from .triton_softmax import split_of
+from .triton_store import steps
 
 _KEYS = 16  # new tokens whose keys are made at once: rows of a tile as high as that of the queries
 KEYS = tl.constexpr(_KEYS)

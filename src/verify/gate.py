@@ -14,9 +14,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pagespec.engine.sampling_params import SamplingParams
-from pagespec.verify.report import CUT_PROMPT, Family, GateReport, GateSize
-from pagespec.verify.stage import Answer, MakeLLM, Stage, Subject
+from ..engine.sampling_params import SamplingParams
+from .report import CUT_PROMPT, Family, GateReport, GateSize
+from .stage import Answer, MakeLLM, Stage, Subject
 
 _LONG_PROMPT = 100
 _MAX_MODEL_LEN = 512

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagespec.engine.plan import StepPlan
-from pagespec.engine.request import Request
-from pagespec.engine.sampling_params import SamplingParams
+from ..engine.plan import StepPlan
+from ..engine.request import Request
+from ..engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pagespec.engine.llm import LLM
+    from ..engine.llm import LLM
 
 MakeLLM = Callable[..., "LLM"]
 """Builds a fresh engine. Called with arguments of ``LLM`` that override its own: on_logits,

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
-from pagespec.compile.passes.cleanup import cleanup
-from pagespec.compile.passes.context import PassContext
-from pagespec.compile.passes.cpu_kernels import call_cpu_kernels
-from pagespec.compile.passes.merge_linear import merge_linear
-from pagespec.compile.passes.propagate import propagate
+from .cleanup import cleanup
+from .context import PassContext
+from .cpu_kernels import call_cpu_kernels
+from .merge_linear import merge_linear
+from .propagate import propagate
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
@@ -40,13 +40,13 @@ def gpu_passes() -> dict[str, GraphPass]:
     joins attention match the ops.
     """
     # Triton, which they need, is only there on machines with a GPU.
-    from pagespec.compile.passes.fuse_activation import fuse_activation
-    from pagespec.compile.passes.fuse_norm import fuse_norm
-    from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
-    from pagespec.compile.passes.fuse_rope_table import fuse_rope_table
-    from pagespec.compile.passes.gpu_kernels import call_gpu_kernels
-    from pagespec.compile.passes.join_attention import join_attention
-    from pagespec.compile.passes.join_norm import join_norm
+    from .fuse_activation import fuse_activation
+    from .fuse_norm import fuse_norm
+    from .fuse_rope_store import fuse_rope_store
+    from .fuse_rope_table import fuse_rope_table
+    from .gpu_kernels import call_gpu_kernels
+    from .join_attention import join_attention
+    from .join_norm import join_norm
 
     return {
         "fuse_rope_store": fuse_rope_store,

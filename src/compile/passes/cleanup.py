@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext, example
+from .context import PassContext, example
 
 # Views of one tensor with equal arguments, asked for again in every layer (cos, sin).
 _REPEATED_VIEWS = frozenset({"unsqueeze", "squeeze", "transpose"})

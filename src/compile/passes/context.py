@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.fx import Node
 
-from pagespec.kernels.choice import Choice
+from ...kernels.choice import Choice
 
 
 @dataclass(slots=True)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext, example
-from pagespec.compile.passes.grouped import grouped_operands
-from pagespec.compile.passes.merge_linear import is_linear, linear_operands
-from pagespec.kernels import aligned_attention, reference, rowwise
-from pagespec.kernels.linear import linear_few_rows
+from ...kernels import aligned_attention, reference, rowwise
+from ...kernels.linear import linear_few_rows
+from .context import PassContext, example
+from .grouped import grouped_operands
+from .merge_linear import is_linear, linear_operands
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

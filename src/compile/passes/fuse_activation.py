@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext, example
-from pagespec.compile.passes.match import (
-    calls,
-    dtype_of,
-    erase_unused,
-    only_user,
-    other_operand,
-    shape_of,
-    written_nodes,
-)
-from pagespec.kernels import fused
+from ...kernels import fused
+from .context import PassContext, example
+from .match import calls, dtype_of, erase_unused, only_user, other_operand, shape_of, written_nodes
 
 
 def _kind(node: Node) -> fused.Activation | None:

@@ -6,8 +6,9 @@ import operator
 
 from torch.fx import Graph, GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext, example
-from pagespec.compile.passes.match import (
+from ...kernels import fused
+from .context import PassContext, example
+from .match import (
     RmsNorm,
     calls,
     dtype_of,
@@ -17,7 +18,6 @@ from pagespec.compile.passes.match import (
     shape_of,
     written_nodes,
 )
-from pagespec.kernels import fused
 
 
 def fuse_norm(gm: GraphModule, _context: PassContext) -> int:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext, example
-from pagespec.compile.passes.match import (
+from ...kernels import fused
+from .context import PassContext, example
+from .match import (
     RmsNorm,
     calls,
     dtype_of,
@@ -34,7 +35,6 @@ from pagespec.compile.passes.match import (
     tensor_of,
     written_nodes,
 )
-from pagespec.kernels import fused
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext, example
-from pagespec.compile.passes.match import (
+from ...kernels.rope_table import rope_table
+from .context import PassContext, example
+from .match import (
     calls,
     cast_source,
     dtype_of,
@@ -20,7 +21,6 @@ from pagespec.compile.passes.match import (
     tensor_of,
     written_nodes,
 )
-from pagespec.kernels.rope_table import rope_table
 
 
 def fuse_rope_table(gm: GraphModule, _context: PassContext) -> int:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.linear_plans import LinearPlans
-from pagespec.compile.passes.context import PassContext, example
-from pagespec.compile.passes.grouped import grouped_operands
-from pagespec.compile.passes.merge_linear import is_linear, linear_operands
-from pagespec.kernels import fused, gpu_linear, triton_grouped
+from ...kernels import fused, gpu_linear, triton_grouped
+from ..linear_plans import LinearPlans
+from .context import PassContext, example
+from .grouped import grouped_operands
+from .merge_linear import is_linear, linear_operands
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

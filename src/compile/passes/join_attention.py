@@ -15,9 +15,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from pagespec.compile.passes.context import PassContext, example
-from pagespec.compile.passes.match import positions, written_nodes
-from pagespec.kernels import fused
+from ...kernels import fused
+from .context import PassContext, example
+from .match import positions, written_nodes
 
 _CACHES = slice(10, 12)  # of the arguments of norm_rope_store
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext, example
-from pagespec.kernels import fused, gpu_linear
+from ...kernels import fused, gpu_linear
+from .context import PassContext, example
 
 _HAS_GATE: dict[Any, bool] = {gpu_linear.linear: False, gpu_linear.linear_silu_mul: True}
 

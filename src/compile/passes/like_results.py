@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from pagespec.compile.fake_layouts import Layout, memory_of
+from ..fake_layouts import Layout, memory_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, type(...), torch.dtype, torch.device)
 _PLAIN_OF_TORCH = (torch.layout, torch.memory_format)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from pagespec.compile.passes.context import example
-from pagespec.kernels.fused import NormForm
+from ...kernels.fused import NormForm
+from .context import example
 
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.passes.context import PassContext
+from .context import PassContext
 
 _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
