@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from pagespec.errors import InvalidInputError
-from pagespec.kernels import flash
-from pagespec.kernels.choice import Choice, choose_attention
+from pagespec.kernels.attention import flash
+from pagespec.kernels.attention.backend import Choice, choose_attention
 
 _POOL_BYTES = 400 << 20  # eight times the L2 of an H100
 DTYPE = torch.bfloat16
@@ -40,7 +40,7 @@ class Case:
         target: GB/s that decode of this case should reach on an H100, 0 for none.
 
     Its other attributes are those of an attention call of a model, as
-    :class:`pagespec.kernels.flash.AttentionShape` has them.
+    :class:`pagespec.kernels.attention.flash.AttentionShape` has them.
     """
 
     name: str

@@ -23,9 +23,8 @@ from functools import partial
 import torch
 import transformers
 
-from pagespec import LLM, SamplingParams
-from pagespec.compile.gguf import embedded_model_path
-from pagespec.compile.load import load_model
+from pagespec import LLM, SamplingParams, embedded_model_path
+from pagespec.compile.model.load import load_model
 
 NUM_REQUESTS = 16
 NUM_OUTPUT_TOKENS = 64

@@ -153,7 +153,7 @@ def in_two_orders(llm: Any, workload: Workload) -> dict[str, int]:
 def startup(job: Job, folder: Path) -> dict[str, Any]:
     """Times are of the monotonic clock, which all processes of the machine share."""
     workload = latency_workload(job.num_prompt_tokens, 1)
-    from pagespec.engine.llm import import_engine
+    from pagespec.llm import import_engine
 
     # With all that it imports, which is not the engine's own start.
     import_engine()

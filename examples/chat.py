@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from pagespec import LLM, SamplingParams
-from pagespec.compile.gguf import embedded_model_path
+from pagespec import LLM, SamplingParams, embedded_model_path
 
 
 def main() -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from pagespec import LLM, SamplingParams
-from pagespec.compile.gguf import embedded_model_path
+from pagespec import LLM, SamplingParams, embedded_model_path
 
 TEXT = (
     "The lighthouse of Alder Point was built in 1871 by Mary Finch. It is 32 metres tall and "

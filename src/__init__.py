@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _HOME = {
-    "LLM": "pagespec.engine.llm",
+    "LLM": "pagespec.llm",
     "SamplingParams": "pagespec.engine.sampling_params",
     "RequestOutput": "pagespec.engine.outputs",
     "CompletionOutput": "pagespec.engine.outputs",
@@ -21,15 +21,17 @@ _HOME = {
     "InvalidInputError": "pagespec.errors",
     "UnsupportedModelError": "pagespec.errors",
     "EngineError": "pagespec.errors",
+    "embedded_model_path": "pagespec.compile.model.gguf",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from .engine.llm import LLM
+    from .compile.model.gguf import embedded_model_path
     from .engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from .engine.sampling_params import SamplingParams
     from .errors import EngineError, InvalidInputError, PagespecError, UnsupportedModelError
+    from .llm import LLM
 
 
 def __getattr__(name: str) -> Any:

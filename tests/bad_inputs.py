@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from pagespec import LLM, PagespecError, SamplingParams
-from pagespec.compile.gguf import embedded_model_path
+from pagespec.compile.model.gguf import embedded_model_path
 from tests.models import tiny_model
 
 GOOD = [5, 6, 7]

@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 
-import pagespec.engine.llm as llm_module
 from pagespec import LLM, SamplingParams
-from pagespec.compile.build import Built
+from pagespec import llm as llm_module
+from pagespec.build import Built
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.stats import EngineStats
 from tests.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone

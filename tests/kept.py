@@ -12,11 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagespec.compile.staging import truncated_fields
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.kernels.sampling import SamplingInputs, _keep_top
-from pagespec.kernels.triton_cut import find_cut, largest_logit, mark_kept, token_keys
-from pagespec.kernels.triton_truncate import TRUNCATED_FIELDS, sample_truncated
+from pagespec.kernels.sampling.sampler import SamplingInputs, _keep_top
+from pagespec.kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
+from pagespec.kernels.sampling.top_k_top_p_threshold import (
+    find_cut,
+    largest_logit,
+    mark_kept,
+    token_keys,
+)
+from pagespec.runner.pinned_ring import truncated_fields
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Row:
 
 
 def reference_inputs(rows: list[Row], device: str = "cpu") -> SamplingInputs:
-    """For :func:`pagespec.kernels.sampling.sample`."""
+    """For :func:`pagespec.kernels.sampling.sampler.sample`."""
     return SamplingInputs.from_lists(
         temperature=[row.temperature for row in rows],
         top_k=[row.top_k for row in rows],

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagespec.compile.batch import BatchPacker
-from pagespec.compile.graphs import StepShape
 from pagespec.compile.step_inputs import StepInputs
 from pagespec.engine.plan import StepPlan
+from pagespec.runner.cpu_pack import BatchPacker
+from pagespec.runner.cuda_graphs import StepShape
 from tests.tables import RowSeen
 
 _MAX_SAMPLED = 1024
@@ -87,8 +87,8 @@ class GpuStaging:
         max_num_blocks: int,
         device: str,
     ) -> None:
-        from pagespec.compile.stager import Stager
-        from pagespec.compile.step_buffers import StepBuffers
+        from pagespec.runner.device_buffers import StepBuffers
+        from pagespec.runner.gpu_pack import Stager
 
         self._num_blocks, self._block_size = num_blocks, block_size
         self._buffers = StepBuffers(
@@ -105,7 +105,7 @@ class GpuStaging:
         self._num_steps = 0
 
     def read(self, plan: StepPlan) -> list[RowSeen]:
-        from pagespec.kernels.triton_step import unpack_decode, unpack_mixed
+        from pagespec.runner.unpack_kernels import unpack_decode, unpack_mixed
 
         b, num_rows = self._buffers, len(plan)
         null_slot = self._num_blocks * self._block_size

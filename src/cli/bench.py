@@ -17,13 +17,13 @@ import pagespec
 
 from ..engine.sampling_params import SamplingParams
 from ..errors import EngineError
-from . import start
+from . import make_llm
 from .command import note
 from .options import EngineOptions
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
     from ..engine.outputs import RequestOutput
+    from ..llm import LLM
 
 _WARMUP_PROMPTS = 4
 _WARMUP_TOKENS = 4
@@ -62,7 +62,7 @@ def report(engine: EngineOptions, workload: Workload, *, warmup: bool, as_json: 
     """
     params = workload.params(workload.output_len)
     began = time.perf_counter()
-    llm = start.start_llm(engine)
+    llm = make_llm.start_llm(engine)
     load_seconds = time.perf_counter() - began
     tokenizer: Any = llm.tokenizer
     vocabulary = len(tokenizer) if tokenizer is not None else _VOCABULARY_WITHOUT_TOKENIZER
@@ -132,7 +132,7 @@ def _setting(llm: LLM, engine: EngineOptions) -> dict[str, Any]:
     else:
         device = f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
     return {
-        "model": start.model_label(engine),
+        "model": make_llm.model_label(engine),
         "dtype": engine.dtype,
         "compile": engine.compile.value,
         "device": device,

@@ -14,13 +14,13 @@ import typer
 
 from ..engine.inputs import require_unicode
 from ..errors import InvalidInputError
-from . import start
+from . import make_llm
 from .command import note
 from .options import EngineOptions, SamplingOptions
 from .prompts import Message, conversation_prompt, has_chat_template
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
+    from ..llm import LLM
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -103,7 +103,7 @@ def talk(engine: EngineOptions, sampling: SamplingOptions, *, system: str | None
     sampling.params(0)
     if system is not None:
         require_unicode("--system", system)
-    llm = start.start_llm(engine)
+    llm = make_llm.start_llm(engine)
     if not has_chat_template(llm):
         limit = "has no chat template; use `pagespec generate --raw --prompt ...`"
         raise InvalidInputError("--model", engine.model, limit)

@@ -95,8 +95,8 @@ def generate(
     finished rows and does the rest. It refuses an output that was written for
     another input, model or sampling flags.
     """
-    from .batch import answer_file
-    from .generate import answer_prompts
+    from .generate_file import answer_file
+    from .generate_prompts import answer_prompts
 
     if bool(prompt) == (input is not None):
         raise InvalidInputError("--prompt", prompt, "give either --prompt or --input")

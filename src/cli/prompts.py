@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
+    from ..llm import LLM
 
 Message = Mapping[str, Any]
 

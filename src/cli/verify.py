@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import InvalidInputError, PagespecError
-from . import start
+from . import make_llm as start
 from .command import note
 from .options import EngineOptions
 
@@ -33,8 +33,8 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         PagespecError: an option is refused.
     """
     _check(engine)
-    from ..compile.build import resolve_device
-    from ..compile.load import load_model
+    from ..build import resolve_device
+    from ..compile.model.load import load_model
     from ..verify import Family, GateSize, run_controls, run_gate
 
     device = resolve_device(engine.device)

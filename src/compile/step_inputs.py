@@ -22,7 +22,7 @@ class StepInputs:
         input_ids: int64 ``[1, T]``. position_ids: int64 ``[1, T]``.
         logits_to_keep: int64 ``[S]``, the tokens whose logits are wanted.
         slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
-        block_tables: int32 ``[B, M]``. The last four as in :mod:`pagespec.kernels.ops`.
+        block_tables: int32 ``[B, M]``. The last four as in :mod:`.ops`.
     """
 
     input_ids: Tensor
@@ -45,7 +45,7 @@ class BoundGraph:
     Args:
         function: takes the graph's arguments, gives its results.
         sources: where each argument comes from, as of
-            :meth:`pagespec.compile.tracing.Traced.arguments`.
+            :meth:`.Traced.arguments`.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ its own, the last ``window`` of them if ``window > 0``. Padding tokens yield zer
 
 Called as they are, the ops run the Triton kernels for tensors on a GPU that those can serve, and
 the reference for all others. An engine replaces them in its graph by the functions of a
-:class:`pagespec.kernels.choice.Choice`.
+:class:`.backend.Choice`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
-from .choice import Attend, triton_limit
+from .attention import reference
+from .attention.backend import Attend, triton_limit
 
 # Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
 # The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us a
@@ -49,9 +49,9 @@ def _kv_store_cuda(
     widest = max(key.shape[2], value.shape[2])
     store = reference.kv_store
     if triton_limit(key.device, key.dtype, widest, k_cache.shape[1]) is None:
-        from . import triton_store
+        from .fused import kv_store
 
-        store = triton_store.kv_store
+        store = kv_store.kv_store
     store(key, value, k_cache, v_cache, slot_mapping)
 
 
@@ -70,9 +70,9 @@ def _paged_attention_cuda(
     widest = max(query.shape[2], v_cache.shape[3])
     attend: Attend = reference.paged_attention
     if triton_limit(query.device, query.dtype, widest, k_cache.shape[1]) is None:
-        from . import triton_attention
+        from .attention import launch
 
-        attend = triton_attention.paged_attention
+        attend = launch.paged_attention
     return attend(
         query,
         k_cache,

@@ -24,9 +24,9 @@ def rope_table(
     """
     if positions.device.type == "cuda":
         # Triton is only there on machines with a GPU.
-        from . import triton_rope_table
+        from .fused import rope_cos_sin
 
-        return triton_rope_table.rope_table(frequencies, positions, scaling, dtype)
+        return rope_cos_sin.rope_table(frequencies, positions, scaling, dtype)
     angles = (frequencies * positions.float()).transpose(1, 2)
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..engine.sampling_params import SamplingParams
 from .report import CUT_PROMPT, Family, GateReport, GateSize
-from .stage import Answer, MakeLLM, Stage, Subject
+from .stepped_engine import Answer, MakeLLM, Stage, Subject
 
 _LONG_PROMPT = 100
 _MAX_MODEL_LEN = 512
@@ -301,7 +301,7 @@ def run_gate(
     """Run the gate.
 
     Args:
-        make_llm: builds a fresh engine; see :data:`pagespec.verify.stage.MakeLLM`. With
+        make_llm: builds a fresh engine; see :data:`.stepped_engine.MakeLLM`. With
             ``transparent=False`` it must build one that may choose its kernels freely.
         vocabulary: prompts are of ids below this.
         block_size: tokens in a KV block; small blocks make more cases.

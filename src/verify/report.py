@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .stage import Answer, Subject
+from .stepped_engine import Answer, Subject
 
 CUT_PROMPT = 64
 """Tokens of the prompt that is cut, found in the cache and computed again."""

@@ -13,15 +13,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = """
-from pagespec.compile.counters import count_triton_variants
-from pagespec.kernels import triton_decode
-from pagespec.kernels.linear_tiles import is_gluon_known
+from pagespec.kernels.jit.counters import count_triton_variants
+from pagespec.kernels.attention import decode
+from pagespec.kernels.linear.tiles import is_gluon_known
 
-kernels = [triton_decode.decode_kernel]
+kernels = [decode.decode_kernel]
 if is_gluon_known():
-    from pagespec.kernels import gluon_linear, gluon_norm_linear, gluon_prefill
-    kernels += [gluon_linear.early_kernel, gluon_norm_linear.normed_kernel]
-    kernels += [gluon_prefill.prefill_kernel]
+    from pagespec.kernels.attention import prefill_sm90
+    from pagespec.kernels.linear import matmul_sm90, norm_matmul_sm90
+    kernels += [matmul_sm90.early_kernel, norm_matmul_sm90.normed_kernel]
+    kernels += [prefill_sm90.prefill_kernel]
 counts = [count_triton_variants()]
 for device, kernel in enumerate(kernels):
     kernel.device_caches[device] = ({"a form": object(), "another": object()},)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from pagespec.compile.capture import CapturedModel
+from pagespec.compile.captured_model import CapturedModel
+from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import PassContext
-from pagespec.compile.passes.fuse_rope_table import fuse_rope_table
-from pagespec.compile.passes.match import calls
+from pagespec.compile.passes.fuse_rope_cos_sin import fuse_rope_table
 from pagespec.kernels.rope_table import rope_table
 from tests.compile.test_fusion import capture_plain, first, generate
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from pagespec.compile import capture as capture_module
-from pagespec.compile.capture import CapturedModel, capture_model
-from pagespec.compile.load import load_model
+from pagespec.compile import captured_model as capture_module
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.fx.nodes import calls
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.fuse_activation import fuse_activation
 from pagespec.compile.passes.fuse_norm import fuse_norm
 from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
-from pagespec.compile.passes.match import calls
-from pagespec.compile.probe import probe_model
-from pagespec.compile.runner import ModelRunner
-from pagespec.kernels import fused
+from pagespec.kernels.fused import dispatch as fused
+from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.driving import drive, make_requests
 from tests.models import ARCHITECTURES, tiny_model
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.compile.capture import capture_model
-from pagespec.compile.load import load_model
-from pagespec.compile.probe import probe_model
-from pagespec.compile.runner import ModelRunner
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
 from pagespec.engine.plan import StepPlan
+from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.driving import drive, hf_greedy, hf_logits, make_requests
 from tests.models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 

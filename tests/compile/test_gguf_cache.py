@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from pagespec.compile import gguf
-from pagespec.compile.gguf import converted_folder
-from pagespec.compile.load import load_model
+from pagespec.compile.model import gguf
+from pagespec.compile.model.gguf import converted_folder
+from pagespec.compile.model.load import load_model
 from tests.models import tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -78,7 +78,7 @@ def test_a_killed_conversion_is_cleared_away_by_the_next(
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from pagespec.compile import gguf\n"
+        "from pagespec.compile.model import gguf\n"
         "def convert(path, folder):\n"
         "    (folder / 'half').write_bytes(bytes(9))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -97,7 +97,7 @@ def test_a_killed_conversion_is_cleared_away_by_the_next(
 
 def test_a_conversion_that_runs_is_left_alone(tmp_path: Path, converted: list[Path]) -> None:
     """Also one that has no lock yet, unless it is old."""
-    from pagespec.compile.cache_files import work_folder
+    from pagespec.disk_cache import work_folder
 
     path, parent = tmp_path / "tiny.gguf", tmp_path / "cache" / "gguf"
     unlocked, old = parent / ".converting-new", parent / ".converting-old"

@@ -10,10 +10,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pagespec.compile.capture import capture_model
-from pagespec.compile.graphs import StepShape, default_buckets, mixed_shapes
-from pagespec.compile.load import load_model
-from pagespec.compile.probe import probe_model
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
 from pagespec.compile.step_inputs import INPUT_NAMES
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
@@ -21,12 +20,13 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
-from pagespec.kernels.sampling import SamplingInputs, sample
+from pagespec.kernels.sampling.sampler import SamplingInputs, sample
+from pagespec.runner.cuda_graphs import StepShape, default_buckets, mixed_shapes
 from tests.compile.driving import hf_greedy
 from tests.models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("triton")
-gpu_runner = pytest.importorskip("pagespec.compile.gpu_runner")
+gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
 
 BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
 

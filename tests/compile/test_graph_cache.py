@@ -16,16 +16,16 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama import modeling_llama
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile import graph_cache as cache_module
-from pagespec.compile.attention import AttentionSpec
-from pagespec.compile.capture import capture_model
-from pagespec.compile.graph_cache import GraphCache
-from pagespec.compile.graph_codec import NotKeepable, decode, encode
-from pagespec.compile.graph_key import graph_key, named_tensors
-from pagespec.compile.load import LoadedModel, load_model
-from pagespec.compile.probe import probe_model
-from pagespec.compile.runner import ModelRunner
-from pagespec.compile.tracing import Traced, trace
+from pagespec.compile.capture import graph_cache as cache_module
+from pagespec.compile.capture.dynamo import Traced, trace
+from pagespec.compile.capture.graph_cache import GraphCache
+from pagespec.compile.capture.graph_json import NotKeepable, decode, encode
+from pagespec.compile.capture.graph_key import graph_key, named_tensors
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.attention import AttentionSpec
+from pagespec.compile.model.load import LoadedModel, load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.driving import drive, make_requests
 from tests.compile.test_generation import LogitRecorder, prompts
 from tests.models import ARCHITECTURES, tiny_model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pagespec.compile import build
-from pagespec.compile.host_memory import available_bytes
+from pagespec import build
+from pagespec.runner.host_memory import available_bytes
 
 GIB = 1 << 30
 V2 = "30 20 0:26 {} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from pagespec.compile.capture import CapturedModel
+from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.passes import PassContext
+from pagespec.compile.passes.fuse_rope_attention import join_attention
 from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
-from pagespec.compile.passes.join_attention import join_attention
-from pagespec.kernels import fused, reference
-from pagespec.kernels.choice import Choice
+from pagespec.kernels.attention import reference
+from pagespec.kernels.attention.backend import Choice
+from pagespec.kernels.fused import dispatch as fused
 from tests.compile.test_fusion import capture_plain, generate
 
 OPS = torch.ops.pagespec

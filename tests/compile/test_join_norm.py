@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from pagespec.compile import capture as capture_module
-from pagespec.compile.capture import capture_model
-from pagespec.compile.load import load_model
+from pagespec.compile import captured_model as capture_module
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes.context import PassContext
-from pagespec.compile.probe import probe_model
-from pagespec.kernels import fused
+from pagespec.kernels.fused import dispatch as fused
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +27,7 @@ K = 64
 
 def graph_of(has_gate: bool, *, biased: bool = False, num_readers: int = 1) -> GraphModule:
     """out, hidden + 1 and, with more readers, the norm: of x, residual, two weights and a bias."""
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     graph = Graph()
     names = ("x", "residual", "norm_weight", "weight", "bias")
@@ -52,7 +52,7 @@ def operands(has_gate: bool) -> list[torch.Tensor]:
 @pytest.fixture
 def weights_asked_about(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """As on a card that has the launch for all weights."""
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     asked: list[Any] = []
     monkeypatch.setattr(gpu_linear, "has_joined_norm", lambda *args: asked.append(args) or True)
@@ -61,8 +61,8 @@ def weights_asked_about(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]) -> None:
-    from pagespec.compile.passes.join_norm import join_norm
-    from pagespec.kernels import gpu_linear
+    from pagespec.compile.passes.fuse_norm_linear import join_norm
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     gm, arguments = graph_of(has_gate), operands(has_gate)
     expected = gm(*arguments)
@@ -94,7 +94,7 @@ def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]
 def test_leaves_others_alone(
     change: dict[str, Any], constants: tuple[str, ...], weights_asked_about: list[Any]
 ) -> None:
-    from pagespec.compile.passes.join_norm import join_norm
+    from pagespec.compile.passes.fuse_norm_linear import join_norm
 
     gm = graph_of(False, **change)
     before = str(gm.graph)
@@ -106,7 +106,7 @@ def test_leaves_others_alone(
 
 def test_only_cards_with_the_kernel_join() -> None:
     """The CPU has not, and gets the two calls."""
-    from pagespec.compile.passes.join_norm import join_norm
+    from pagespec.compile.passes.fuse_norm_linear import join_norm
 
     gm = graph_of(True)
     weight = torch.randn(2 * K, K, dtype=torch.bfloat16)

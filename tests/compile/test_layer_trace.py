@@ -12,16 +12,16 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
-from pagespec.compile import graph_cache, layer_trace
-from pagespec.compile.attention import AttentionSpec
-from pagespec.compile.capture import capture_model
-from pagespec.compile.graph_cache import GraphCache
-from pagespec.compile.graph_codec import decode, encode
-from pagespec.compile.graph_key import named_tensors
-from pagespec.compile.layer_trace import trace_layers
-from pagespec.compile.load import LoadedModel, load_model
-from pagespec.compile.probe import probe_model
-from pagespec.compile.tracing import Traced, trace
+from pagespec.compile.capture import few_layers, graph_cache
+from pagespec.compile.capture.dynamo import Traced, trace
+from pagespec.compile.capture.few_layers import trace_layers
+from pagespec.compile.capture.graph_cache import GraphCache
+from pagespec.compile.capture.graph_json import decode, encode
+from pagespec.compile.capture.graph_key import named_tensors
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.attention import AttentionSpec
+from pagespec.compile.model.load import LoadedModel, load_model
+from pagespec.compile.model.probe import probe_model
 from tests.models import tiny_model
 
 NUM_LAYERS = 7
@@ -91,7 +91,7 @@ def test_a_capture_traces_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         depths.append(len(loaded.module.model.layers))  # type: ignore[union-attr, arg-type]
         return trace(loaded, specs)
 
-    monkeypatch.setattr(layer_trace, "trace", traced)
+    monkeypatch.setattr(few_layers, "trace", traced)
     monkeypatch.setattr(graph_cache, "trace", traced)
     begun: list[str] = []
     cache = GraphCache(tmp_path, before_trace=lambda: begun.append(f"after {len(depths)}"))

@@ -14,12 +14,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from pagespec.compile.graph_codec import decode, encode
-from pagespec.compile.graph_key import named_tensors
-from pagespec.compile.graph_results import ResultDecoder
+from pagespec.compile.capture.dynamo import trace
+from pagespec.compile.capture.graph_json import decode, encode
+from pagespec.compile.capture.graph_key import named_tensors
+from pagespec.compile.capture.meta_json import ResultDecoder
+from pagespec.compile.fx.fake_call_cache import Calls
 from pagespec.compile.passes import COMMON_PASSES, PassContext, run_passes
-from pagespec.compile.passes.like_results import Calls
-from pagespec.compile.tracing import trace
 from tests.compile.test_graph_cache import description, probed
 
 Function = Callable[..., Any]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-linear_plans = pytest.importorskip("pagespec.compile.linear_plans")
+linear_plans = pytest.importorskip("pagespec.kernels.linear.plan_cache")
 
 
 @pytest.fixture

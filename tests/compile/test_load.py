@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec.compile import load
-from pagespec.compile.gguf import converted_folder, embedded_model_path
-from pagespec.compile.load import load_model
+from pagespec.compile.model import load
+from pagespec.compile.model.gguf import converted_folder, embedded_model_path
+from pagespec.compile.model.load import load_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from tests.models import VOCAB_SIZE, tiny_model
 
@@ -187,7 +187,7 @@ def test_gguf_is_converted_once(tmp_path: Path) -> None:
 def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['gguf'] = None\n"
-        "from pagespec.compile.gguf import converted_folder, embedded_model_path\n"
+        "from pagespec.compile.model.gguf import converted_folder, embedded_model_path\n"
         f"converted_folder(embedded_model_path(), {str(tmp_path)!r})"
     )
     result = subprocess.run(

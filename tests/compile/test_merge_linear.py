@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagespec.compile import capture as capture_module
-from pagespec.compile.capture import capture_model
-from pagespec.compile.load import load_model
+from pagespec.compile import captured_model as capture_module
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_storage
-from pagespec.compile.probe import probe_model
-from pagespec.compile.runner import ModelRunner
+from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.driving import drive, make_requests
 from tests.models import tiny_model
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pagespec import LLM, SamplingParams
-from pagespec.compile import build
-from pagespec.compile.capture import CapturedModel, capture_model
-from pagespec.compile.load import load_model
-from pagespec.compile.probe import probe_model
+from pagespec import LLM, SamplingParams, build
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
 from tests.models import tiny_model
 
 

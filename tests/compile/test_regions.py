@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from pagespec.compile import capture as capture_module
-from pagespec.compile import region_compiler
-from pagespec.compile.capture import CapturedModel, capture_model
-from pagespec.compile.load import load_model
-from pagespec.compile.probe import probe_model
-from pagespec.compile.region_compiler import inductor
-from pagespec.compile.regions import compile_regions, find_regions
-from pagespec.compile.runner import ModelRunner
+from pagespec.compile import captured_model as capture_module
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.inductor import compile_region
+from pagespec.compile.inductor.compile_region import inductor
+from pagespec.compile.inductor.regions import compile_regions, find_regions
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.driving import drive, make_requests
 from tests.compile.test_generation import LogitRecorder, prompts
 from tests.models import ARCHITECTURES, tiny_model
@@ -182,14 +182,14 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each graph that is compiled: may it be called without AOTAutograd's wrappers?"""
-    is_plain = region_compiler._is_plain
+    is_plain = compile_region._is_plain
     found = []
 
     def record(*arguments: Any) -> bool:
         found.append(is_plain(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(region_compiler, "_is_plain", record)
+    monkeypatch.setattr(compile_region, "_is_plain", record)
     return found
 
 

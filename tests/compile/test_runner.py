@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec.compile.batch import BatchPacker
-from pagespec.compile.capture import CapturedModel, capture_model
-from pagespec.compile.load import load_model
-from pagespec.compile.probe import probe_model
-from pagespec.compile.runner import ModelRunner
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
 from pagespec.engine.plan import StepPlan
 from pagespec.errors import InvalidInputError, UnsupportedModelError
+from pagespec.runner.cpu_pack import BatchPacker
+from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.driving import drive, make_requests
 from tests.models import tiny_model
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagespec.compile import tracing
-from pagespec.compile.load import load_model
+from pagespec.compile.capture import dynamo
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes.context import example
-from pagespec.compile.probe import probe_model
 from tests.models import tiny_model
 
 
@@ -20,9 +20,9 @@ def test_the_sizes_of_the_caches_are_not_in_the_graph(
     specs = probe_model(loaded)
     found = []
     for num_blocks, block_size in ((12, 17), (31, 64)):
-        sizes = {**tracing.EXAMPLE_SIZES, "num_blocks": num_blocks, "block_size": block_size}
-        monkeypatch.setattr(tracing, "EXAMPLE_SIZES", sizes)
-        traced = tracing.trace(loaded, specs)
+        sizes = {**dynamo.EXAMPLE_SIZES, "num_blocks": num_blocks, "block_size": block_size}
+        monkeypatch.setattr(dynamo, "EXAMPLE_SIZES", sizes)
+        traced = dynamo.trace(loaded, specs)
         nodes = list(traced.gm.graph.nodes)
         caches = [node for node in nodes if traced.sources.get(node.name, ("",))[0] == "cache"]
         assert len(caches) == 2 * len(specs)

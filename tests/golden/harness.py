@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile import build as build_module
+from pagespec import build as build_module
 from pagespec.engine.invariants import check_plan, check_state
 from pagespec.engine.plan import StepPlan
 from spec import replay

@@ -7,10 +7,10 @@ import functools
 
 import torch
 
-from pagespec.compile.gguf import embedded_model_path
-from pagespec.compile.load import load_model
-from pagespec.compile.probe import probe_with_reach
-from pagespec.compile.thresholds import ReachPlan
+from pagespec.compile.model.gguf import embedded_model_path
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_with_reach
+from pagespec.compile.model.thresholds import ReachPlan
 from tests.golden.harness import (
     Condition,
     Reference,

@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from pagespec.kernels.built_together import built_together, settle_cache_folder  # noqa: E402
-from pagespec.kernels.compilers import compilers, current_compilers  # noqa: E402
-from pagespec.kernels.kernel_keys import settle_key  # noqa: E402
+from pagespec.kernels.jit.cache_keys import settle_key  # noqa: E402
+from pagespec.kernels.jit.compile_pool import compilers, current_compilers  # noqa: E402
+from pagespec.kernels.jit.parallel_build import built_together, settle_cache_folder  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 

@@ -13,10 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagespec.kernels.gluon_launch import plan_launch
-from pagespec.kernels.gluon_linear import early_kernel
-from pagespec.kernels.gluon_norm_linear import constants_of, normed_kernel
-from pagespec.kernels.linear_tiles import EarlyTile
+from pagespec.kernels.linear.matmul_sm90 import early_kernel
+from pagespec.kernels.linear.matmul_sm90_launch import plan_launch
+from pagespec.kernels.linear.norm_matmul_sm90 import constants_of, normed_kernel
+from pagespec.kernels.linear.tiles import EarlyTile
 
 _POINTERS = ("x", "residual", "norm_weight", "hidden", "out")
 

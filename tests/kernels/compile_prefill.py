@@ -21,9 +21,9 @@ from triton.compiler import compile
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagespec.kernels import gluon_prefill
-from pagespec.kernels.triton_attention import _shared
-from pagespec.kernels.triton_tiling import choose_tiling
+from pagespec.kernels.attention import prefill_sm90
+from pagespec.kernels.attention.launch import _shared
+from pagespec.kernels.attention.tiling import choose_tiling
 
 
 def tensors(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,17 +46,17 @@ def fits(case: dict[str, Any]) -> list[bool]:
     shared = _shared(query, v_cache, 0.1, window, softcap, sinks, tiling)
     attend = (query, k_cache, v_cache)
     metadata = (torch.zeros(2), torch.zeros(1), torch.zeros(1, 1))
-    launched = gluon_prefill.launch(*attend, torch.empty(0), metadata, shared, tiling)
-    return [gluon_prefill.fits(*attend, shared, tiling), launched]
+    launched = prefill_sm90.launch(*attend, torch.empty(0), metadata, shared, tiling)
+    return [prefill_sm90.fits(*attend, shared, tiling), launched]
 
 
 def build(case: dict[str, Any]) -> Any:
-    kernel = gluon_prefill.prefill_kernel
+    kernel = prefill_sm90.prefill_kernel
     names = kernel.arg_names
     query, _, v_cache = tensors(case)
     tiling = choose_tiling(query.dtype, case["dim"], case["dim"])
     shared = _shared(query, v_cache, 0.1, 0, 0.0, None, tiling)
-    constants = gluon_prefill.constants_of(query, shared)
+    constants = prefill_sm90.constants_of(query, shared)
     short = "fp16" if query.dtype == torch.float16 else "bf16"
     box = [min(case["page"], tiling.block_n), 64]
     descriptor = f"tensordesc<{short}{box},{gl.NVMMASharedLayout(128, 16, 2)!r}>"

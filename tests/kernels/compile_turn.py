@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pagespec.kernels.triton_decode import decode_kernel
-from pagespec.kernels.triton_rope import _norm_rope_store_kernel, heads_at_once
-from pagespec.kernels.triton_tiling import choose_tiling
+from pagespec.kernels.attention.decode import decode_kernel
+from pagespec.kernels.attention.tiling import choose_tiling
+from pagespec.kernels.fused.norm_rope_store import _norm_rope_store_kernel, heads_at_once
 
 _BF16 = {"query", "key", "value", "cos", "sin", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
 _POINTERS = {

@@ -11,8 +11,8 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from pagespec.kernels import triton_attention
-from pagespec.kernels.triton_decode import decode_kernel
+from pagespec.kernels.attention import launch
+from pagespec.kernels.attention.decode import decode_kernel
 from tests.kernels.built_together_cases import FakeDriver
 from tests.kernels.turned import Case
 from tests.paged import Rows, Shape
@@ -40,7 +40,7 @@ def main() -> None:
             case.one()
         else:
             query = case.before_caches[0]
-            triton_attention.paged_attention(query, case.k_cache, case.v_cache, *case.layout)
+            launch.paged_attention(query, case.k_cache, case.v_cache, *case.layout)
         return sorted(found)
 
     print(json.dumps([forms(*batch) for batch in json.loads(sys.argv[1])]))

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels import flash, reference
-from pagespec.kernels.flash import Library
+from pagespec.kernels.attention import flash, reference
+from pagespec.kernels.attention.flash import Library
 from tests.paged import Rows, Shape, float64_attention, make_batch
 
 MIXED: Rows = [(30, 9), (70, 1), (0, 5), (0, 0), (17, 1)]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec.compile.attention import AttentionSpec
+from pagespec.compile.model.attention import AttentionSpec
 from pagespec.errors import InvalidInputError
-from pagespec.kernels import choice, flash, reference
-from pagespec.kernels.choice import Choice, Merit, choose_attention, has_merit
+from pagespec.kernels.attention import backend, flash, reference
+from pagespec.kernels.attention.backend import Choice, Merit, choose_attention, has_merit
 from tests.kernels.test_flash import fake_2, fake_4, install
 
 SPEC = AttentionSpec(0, 32, 8, 128, 128, 128**-0.5)
@@ -138,7 +138,7 @@ def test_auto_takes_flash_where_it_was_measured_faster_and_bits_may_change(
 ) -> None:
     install(monkeypatch, two=fake_2, four=fake_4)
     merits = (Merit("flash-attn-4", 9, "one", 110, 100), Merit("flash-attn-4", 9, "two", 96, 100))
-    monkeypatch.setattr(choice, "MERITS", merits)
+    monkeypatch.setattr(backend, "MERITS", merits)
     assert choose("auto", transparent=False).name == "flash"
     assert choose("auto", transparent=True).name == "triton"
     assert choose("auto", transparent=False, dtype=torch.float32).name == "triton"

@@ -40,7 +40,7 @@ WITH_NORM = {
 
 
 def test_a_tile_takes_what_shared_memory_holds() -> None:
-    from pagespec.kernels.linear_tiles import (
+    from pagespec.kernels.linear.tiles import (
         TUNED_EARLY,
         Card,
         EarlyTile,
@@ -82,7 +82,7 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
 
 
 def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
-    from pagespec.kernels.linear_tiles import TUNED_EARLY, is_gluon_known
+    from pagespec.kernels.linear.tiles import TUNED_EARLY, is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
@@ -123,11 +123,11 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
 
 
 def test_rows_of_four_warps_may_have_their_norm_joined() -> None:
-    from pagespec.kernels.linear_tiles import Card, EarlyTile, choose_early_tile, is_gluon_known
+    from pagespec.kernels.linear.tiles import Card, EarlyTile, choose_early_tile, is_gluon_known
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
-    from pagespec.kernels.gluon_norm_linear import fits
+    from pagespec.kernels.linear.norm_matmul_sm90 import fits
 
     card = Card(132, 227 << 10, has_early=True)
     for shape, tile in WITH_NORM.items():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagespec.kernels import fused
+from pagespec.kernels.fused import dispatch as fused
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +53,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
 
 
 def product(block: Block, *args: Tensor | None, **options: object) -> Tensor:
-    from pagespec.kernels.triton_linear import Tile, matmul
+    from pagespec.kernels.linear.matmul import Tile, matmul
 
     m, n, k, stages, warps, *swap = block
     tile = Tile(
@@ -130,7 +130,7 @@ def test_bits_from_every_tile_where_rows_are_whole_16_byte_units(
 def test_other_rows_keep_their_bits_with_the_chosen_tile(
     dtype: torch.dtype, n: int, k: int, has_gate: bool
 ) -> None:
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     x, weight, bias = operands(520, n, k, dtype, has_gate)
     few_rows = gpu_linear.choose_plan(weight, bias).few_rows
@@ -173,7 +173,7 @@ def test_a_captured_chain_gives_the_bits_of_single_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kernels that start before their input is there must wait for it, and for their weight."""
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     # Filling memory puts a kernel between any two of ours, and nothing would overlap.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
@@ -208,8 +208,8 @@ def test_a_captured_chain_gives_the_bits_of_single_launches(
 
 PINNED = """
 import json, torch
-from pagespec.kernels.gpu_linear import SWEEP_ROWS, choose_plan, linear, sweep
-from pagespec.kernels.pinned import pinned_algorithms
+from pagespec.kernels.linear.dispatch import SWEEP_ROWS, choose_plan, linear, sweep
+from pagespec.kernels.linear.cublas import pinned_algorithms
 
 found = []
 with pinned_algorithms():
@@ -272,8 +272,8 @@ EARLY = [
 def test_bits_of_the_product_in_gluon(
     n: int, k: int, has_gate: bool, early: tuple[int, ...]
 ) -> None:
-    from pagespec.kernels import gluon_linear
-    from pagespec.kernels.linear_tiles import EarlyTile
+    from pagespec.kernels.linear import matmul_sm90
+    from pagespec.kernels.linear.tiles import EarlyTile
 
     tile = EarlyTile(*early)
     last = 3 * tile.x_rows + 5 if tile.x_rows > 16 else 16
@@ -282,19 +282,19 @@ def test_bits_of_the_product_in_gluon(
     for rows in {*range(1, 18), tile.x_rows - 1, tile.x_rows, tile.x_rows + 1, last}:
         if rows > last:
             continue
-        out = gluon_linear.matmul(x[:rows], weight, tile=tile, has_gate=has_gate)
+        out = matmul_sm90.matmul(x[:rows], weight, tile=tile, has_gate=has_gate)
         assert torch.equal(out, expected[:rows]), rows
     wide = torch.cat([x, x], 1)[:, k:]
-    assert torch.equal(gluon_linear.matmul(wide, weight, tile=tile, has_gate=has_gate), expected)
-    assert gluon_linear.matmul(x[:0], weight, tile=tile, has_gate=has_gate).shape == (0, n)
+    assert torch.equal(matmul_sm90.matmul(wide, weight, tile=tile, has_gate=has_gate), expected)
+    assert matmul_sm90.matmul(x[:0], weight, tile=tile, has_gate=has_gate).shape == (0, n)
     with pytest.raises(ValueError, match="does not fit"):
-        gluon_linear.matmul(x[:, : k - 64], weight, tile=tile, has_gate=has_gate)
+        matmul_sm90.matmul(x[:, : k - 64], weight, tile=tile, has_gate=has_gate)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 20, 64, 100, 256])
 def test_a_chain_in_gluon_waits_for_its_rows(rows: int) -> None:
     """Each kernel starts before the one has ended whose result it multiplies."""
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     shapes = [(4096, 1024, False), (1024, 2048, False), (6144, 1024, True), (1024, 3072, False)]
     weights = [
@@ -327,7 +327,7 @@ def test_a_chain_in_gluon_waits_for_its_rows(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_a_chain_with_norms_waits_for_its_rows(rows: int) -> None:
     """What is added and normalised is what the kernel before has written."""
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     norm_weight = 1 + normal(1024, seed=2) / 4
     ups = [normal(6144, 1024, seed=10 + i) / 32 for i in range(8)]
@@ -367,8 +367,9 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
     n: int, k: int, has_gate: bool, form: fused.NormForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of two launches, for both results, and a row's own whatever stands beside it."""
-    from pagespec.kernels import gluon_norm_linear, gpu_linear
-    from pagespec.kernels.linear_tiles import EarlyTile
+    from pagespec.kernels.linear import dispatch as gpu_linear
+    from pagespec.kernels.linear import norm_matmul_sm90
+    from pagespec.kernels.linear.tiles import EarlyTile
 
     weight = normal(n * (1 + has_gate), k, seed=1) / k**0.5
     norm_weight = 1 + normal(k, seed=2) / 4
@@ -381,9 +382,9 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
     expected = product(normed, weight, None, len(x))
     assert gpu_linear.has_joined_norm(weight, has_gate)
     calls = []
-    matmul = gluon_norm_linear.matmul
+    matmul = norm_matmul_sm90.matmul
     monkeypatch.setattr(
-        gluon_norm_linear, "matmul", lambda *a, **k: calls.append(len(a[0])) or matmul(*a, **k)
+        norm_matmul_sm90, "matmul", lambda *a, **k: calls.append(len(a[0])) or matmul(*a, **k)
     )
     for num_rows in (1, 2, 3, 4, 5):
         for begin in range(0, 64 - num_rows, 3):
@@ -393,6 +394,6 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
             )
             assert torch.equal(out[0], expected[rows]), (rows, "product")
             assert torch.equal(found[0], hidden[rows]), (rows, "sum")
-    assert set(calls) == set(range(1, gluon_norm_linear.MAX_ROWS + 1))
+    assert set(calls) == set(range(1, norm_matmul_sm90.MAX_ROWS + 1))
     with pytest.raises(ValueError, match="rows"):
         matmul(x, residual, norm_weight, 1e-6, form, weight, tile=EarlyTile(64, 4, 4))

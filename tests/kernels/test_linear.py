@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pagespec.kernels import rowwise
-from pagespec.kernels.linear import linear_few_rows
+from pagespec.kernels.linear import cpu_invariant
+from pagespec.kernels.linear.cpu_few_rows import linear_few_rows
 
 # [out, in]: shapes of the tiny models, of SmolLM2-135M (its LM head cut to a twelfth), and odd.
 SHAPES = [
@@ -41,14 +41,14 @@ def test_equals_linear(num_rows: int, bias: bool) -> None:
     )
 
 
-def products(shape: tuple[int, int], dtype: torch.dtype) -> list[rowwise.Product]:
+def products(shape: tuple[int, int], dtype: torch.dtype) -> list[cpu_invariant.Product]:
     """What is chosen for a weight, the fallback, and oneDNN where large weights get it."""
     chosen = [
-        rowwise.choose_product(*shape, dtype, may_pack=may_pack) for may_pack in (False, True)
+        cpu_invariant.choose_product(*shape, dtype, may_pack=may_pack) for may_pack in (False, True)
     ]
-    found = [*chosen, rowwise.FALLBACK]
+    found = [*chosen, cpu_invariant.FALLBACK]
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        found.append(rowwise.Product("onednn", 2))
+        found.append(cpu_invariant.Product("onednn", 2))
     return found
 
 
@@ -62,14 +62,14 @@ def test_a_row_has_the_same_bits_among_any_others(
     x = torch.randn(130, shape[1]).to(dtype)
     plain = weight
     for product in products(shape, dtype):
-        weight = rowwise.pack(plain) if product.is_packed else plain
-        whole = rowwise.linear(x, weight, bias, product)
+        weight = cpu_invariant.pack(plain) if product.is_packed else plain
+        whole = cpu_invariant.linear(x, weight, bias, product)
         close = F.linear(x.double(), plain.double(), bias.double())
         tolerance = 1e-4 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(whole.double(), close, rtol=tolerance, atol=tolerance * 10)
         for begin in (0, 1, 17):
             for count in (*range(1, 34), 64, 65, 100):
-                part = rowwise.linear(x[begin : begin + count], weight, bias, product)
+                part = cpu_invariant.linear(x[begin : begin + count], weight, bias, product)
                 assert torch.equal(part, whole[begin : begin + count]), (product, begin, count)
 
 
@@ -78,59 +78,59 @@ def test_a_row_has_the_same_bits_among_any_others(
 def test_no_rows_at_all_are_multiplied(leading: tuple[int, ...], dtype: torch.dtype) -> None:
     """An expert may get no token."""
     x, weight = torch.randn(*leading, 48).to(dtype), torch.randn(320, 48).to(dtype)
-    for product in [*products((320, 48), dtype), rowwise.Product("mkl", 4, is_even=True)]:
-        given = rowwise.pack(weight) if product.is_packed else weight
+    for product in [*products((320, 48), dtype), cpu_invariant.Product("mkl", 4, is_even=True)]:
+        given = cpu_invariant.pack(weight) if product.is_packed else weight
         for bias in (None, torch.randn(320).to(dtype)):
-            assert rowwise.linear(x, given, bias, product).shape == (*leading, 320), product
+            assert cpu_invariant.linear(x, given, bias, product).shape == (*leading, 320), product
         if not product.is_packed and len(leading) == 1:
             rows = torch.empty(0, 320).to(dtype)
-            assert rowwise.addmm(weight[0], rows, weight, product).shape == (0, 48), product
+            assert cpu_invariant.addmm(weight[0], rows, weight, product).shape == (0, 48), product
             experts = torch.randn(3, 48, 64).to(dtype)
             none = torch.zeros(3, dtype=torch.int32)
-            assert rowwise.grouped_mm(x, experts, none, product).shape == (0, 64), product
+            assert cpu_invariant.grouped_mm(x, experts, none, product).shape == (0, 64), product
     if dtype == torch.float32:
         assert linear_few_rows(x, weight, None).shape == (*leading, 320)
 
 
-@pytest.mark.parametrize("name", sorted(rowwise.ELEMENTWISE))
+@pytest.mark.parametrize("name", sorted(cpu_invariant.ELEMENTWISE))
 @pytest.mark.parametrize("shape", [(0,), (0, 48), (2, 0, 48), (5, 0)], ids=str)
 def test_no_elements_at_all_are_no_error(name: str, shape: tuple[int, ...]) -> None:
-    assert rowwise.elementwise(name, torch.empty(shape)).shape == shape
+    assert cpu_invariant.elementwise(name, torch.empty(shape)).shape == shape
 
 
 @pytest.mark.parametrize("shape", [(320, 48), (576, 1536)], ids=str)
 def test_a_packed_weight_is_chosen_only_where_allowed(shape: tuple[int, int]) -> None:
     if not torch.backends.mkldnn.is_available():
-        assert not rowwise.choose_product(*shape, torch.float32, may_pack=True).is_packed
+        assert not cpu_invariant.choose_product(*shape, torch.float32, may_pack=True).is_packed
         return
-    assert rowwise.choose_product(*shape, torch.float32, may_pack=True).is_packed
-    assert not rowwise.choose_product(*shape, torch.float32).is_packed
-    assert not rowwise.choose_product(*shape, torch.bfloat16, may_pack=True).is_packed
+    assert cpu_invariant.choose_product(*shape, torch.float32, may_pack=True).is_packed
+    assert not cpu_invariant.choose_product(*shape, torch.float32).is_packed
+    assert not cpu_invariant.choose_product(*shape, torch.bfloat16, may_pack=True).is_packed
     strided = {"is_contiguous": False, "may_pack": True}
-    assert not rowwise.choose_product(*shape, torch.float32, **strided).is_packed
+    assert not cpu_invariant.choose_product(*shape, torch.float32, **strided).is_packed
 
 
 def test_a_trial_refuses_what_depends_on_the_number_of_rows() -> None:
     """MKL without filling up: one row goes another way than many."""
     torch.manual_seed(0)
     weight, rows = torch.randn(576, 576), torch.randn(129, 576)
-    assert not rowwise.is_row_invariant(rowwise.Product("mkl", 1), rows, weight)
+    assert not cpu_invariant.is_row_invariant(cpu_invariant.Product("mkl", 1), rows, weight)
 
 
 def test_an_expert_does_not_see_the_rows_of_others() -> None:
     torch.manual_seed(0)
     rows, weight = torch.randn(41, 48), torch.randn(3, 48, 64)
-    product = rowwise.choose_product(64, 48, torch.float32, is_contiguous=False)
-    whole = rowwise.grouped_mm(rows, weight, torch.tensor([9, 9, 38]), product)
+    product = cpu_invariant.choose_product(64, 48, torch.float32, is_contiguous=False)
+    whole = cpu_invariant.grouped_mm(rows, weight, torch.tensor([9, 9, 38]), product)
     assert (whole[38:] == 0).all()
     torch.testing.assert_close(whole[9:38], rows[9:38] @ weight[2], rtol=1e-5, atol=1e-4)
     for row in range(38):
         offs = torch.tensor([1, 1, 1] if row < 9 else [0, 0, 1])
-        alone = rowwise.grouped_mm(rows[row : row + 1], weight, offs, product)
+        alone = cpu_invariant.grouped_mm(rows[row : row + 1], weight, offs, product)
         assert torch.equal(alone[0], whole[row])
 
 
-@pytest.mark.parametrize("name", sorted(rowwise.ELEMENTWISE))
+@pytest.mark.parametrize("name", sorted(cpu_invariant.ELEMENTWISE))
 @pytest.mark.parametrize("width", [1, 3, 32, 96, 1536])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_element_has_the_same_bits_at_any_place(
@@ -139,12 +139,12 @@ def test_an_element_has_the_same_bits_at_any_place(
     torch.manual_seed(0)
     x = torch.randn(40, width).abs().to(dtype) if name == "rsqrt" else torch.randn(40, width)
     x = x.to(dtype)
-    whole = rowwise.elementwise(name, x)
+    whole = cpu_invariant.elementwise(name, x)
     # 0 has no reciprocal, but the zeros that fill a row up are cut off again.
-    expected = rowwise.ELEMENTWISE[name](x.double())
+    expected = cpu_invariant.ELEMENTWISE[name](x.double())
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(whole.double(), expected, rtol=tolerance, atol=tolerance)
     for begin in range(0, 40, 3):
         for count in (1, 2, 7):
-            part = rowwise.elementwise(name, x[None, begin : begin + count])
+            part = cpu_invariant.elementwise(name, x[None, begin : begin + count])
             assert torch.equal(part[0], whole[begin : begin + count])

@@ -14,8 +14,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pagespec import kernels
-from pagespec.kernels import fused, gpu_linear
-from pagespec.kernels.linear_tiles import Card
+from pagespec.kernels.fused import dispatch as fused
+from pagespec.kernels.linear import dispatch as gpu_linear
+from pagespec.kernels.linear.tiles import Card
 
 N, K = 2048, 1024
 
@@ -35,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return product(normed, weight, None, 0), hidden
 
     fake = SimpleNamespace(matmul=matmul, MAX_ROWS=4, fits=lambda k_size, *_: k_size == K)
-    monkeypatch.setitem(sys.modules, "pagespec.kernels.gluon_norm_linear", fake)
+    monkeypatch.setitem(sys.modules, "pagespec.kernels.linear.norm_matmul_sm90", fake)
     monkeypatch.setattr(kernels, "gluon_norm_linear", fake, raising=False)
 
     def ours(x: Tensor, weight: Tensor, bias: None, has_gate: bool = False) -> Tensor:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pagespec.kernels import aligned_attention, rowwise
+from pagespec.kernels.attention import cpu_invariant as invariant_attention
+from pagespec.kernels.linear import cpu_invariant as invariant_linear
 
 
 @pytest.fixture(params=[2, 8, 16])
@@ -28,8 +29,8 @@ def test_attention_of_a_few_queries_is_that_of_all(num_threads: int, num_q_heads
     def attend(begin: int, end: int) -> torch.Tensor:
         starts = torch.tensor([0, end - begin], dtype=torch.int32)
         contexts = torch.tensor([end], dtype=torch.int32)
-        layout = aligned_attention.build_layout(starts, contexts, tables, 16, 0)
-        return aligned_attention.attend(
+        layout = invariant_attention.build_layout(starts, contexts, tables, 16, 0)
+        return invariant_attention.attend(
             query[begin:end], k_cache, v_cache, layout, 0.125, 0.0, None
         )
 
@@ -43,8 +44,8 @@ def test_attention_of_a_few_queries_is_that_of_all(num_threads: int, num_q_heads
 def test_a_product_of_a_few_rows_is_that_of_all(num_threads: int, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight, rows = torch.randn(shape), torch.randn(130, shape[1])
-    product = rowwise.Product("mkl", 4)
-    whole = rowwise.linear(rows, weight, None, product)
+    product = invariant_linear.Product("mkl", 4)
+    whole = invariant_linear.linear(rows, weight, None, product)
     for count in range(1, 130):
-        part = rowwise.linear(rows[:count], weight, None, product)
+        part = invariant_linear.linear(rows[:count], weight, None, product)
         assert torch.equal(part, whole[:count]), (count, num_threads)

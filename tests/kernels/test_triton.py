@@ -21,9 +21,10 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from benchmarks import attention as benchmark
-from pagespec.kernels import reference, triton_attention, triton_store
-from pagespec.kernels.triton_counted import CountedAttention
-from pagespec.kernels.triton_tiling import Tiling
+from pagespec.kernels.attention import launch, reference
+from pagespec.kernels.attention.tiling import Tiling
+from pagespec.kernels.attention.triton_backend import CountedAttention
+from pagespec.kernels.fused import kv_store
 from tests.paged import (
     Batch,
     Rows,
@@ -131,12 +132,12 @@ def shuffled(seed: int) -> Iterator[None]:
 
 def stored(rows: Rows, shape: Shape, *, num_padding: int = 3) -> Batch:
     batch = make_batch(rows, shape, num_padding=num_padding)
-    triton_store.kv_store(*batch.store)
+    kv_store.kv_store(*batch.store)
     return batch
 
 
 def attend(arguments: tuple, tiling: Tiling = SMALL, **changes: int) -> Tensor:
-    return triton_attention.paged_attention(*arguments, tiling=replace(tiling, **changes))
+    return launch.paged_attention(*arguments, tiling=replace(tiling, **changes))
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
@@ -174,9 +175,7 @@ def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[s
         tiling = replace(SMALL, **spread)
         for seed in range(2):
             with shuffled(seed):
-                out = triton_attention.paged_attention(
-                    *batch.attend, tiling=tiling, arrived=arrived
-                )
+                out = launch.paged_attention(*batch.attend, tiling=tiling, arrived=arrived)
             assert torch.equal(out, expected), seed
             assert not arrived.any(), seed
 
@@ -184,7 +183,7 @@ def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[s
 def test_counters_are_shared_by_calls_of_all_sizes() -> None:
     attention = CountedAttention()
     small, large = (stored([(140, 1), (5, 1)] * n, Shape(dk=16, dv=16)) for n in (1, 2))
-    expected = [triton_attention.paged_attention(*batch.attend) for batch in (small, large)]
+    expected = [launch.paged_attention(*batch.attend) for batch in (small, large)]
     for _ in range(2):
         for batch, out in zip((small, large), expected, strict=True):
             assert torch.equal(attention.attend(*batch.attend), out)
@@ -194,9 +193,9 @@ def test_counters_that_are_too_few_are_refused() -> None:
     batch = stored([(90, 1), (3, 1)], Shape(dk=16, dv=16), num_padding=0)
     arrived = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match="3 counters of arrival where 4 are needed"):
-        triton_attention.paged_attention(*batch.attend, tiling=SMALL, arrived=arrived)
+        launch.paged_attention(*batch.attend, tiling=SMALL, arrived=arrived)
     whole = replace(SMALL, whole_from=4)  # then none are needed
-    out = triton_attention.paged_attention(*batch.attend, tiling=whole, arrived=arrived[:0])
+    out = launch.paged_attention(*batch.attend, tiling=whole, arrived=arrived[:0])
     assert torch.equal(out, attend(batch.attend))
 
 
@@ -232,7 +231,7 @@ def test_default_tilings_serve_each_dtype() -> None:
     for dtype, tolerance in TOLERANCE.items():
         shape = Shape(dtype=dtype)
         batch = stored(ROWS["mixed"], shape)
-        out = triton_attention.paged_attention(*batch.attend)
+        out = launch.paged_attention(*batch.attend)
         error = (out[: batch.num_tokens] - float64_attention(batch, ROWS["mixed"], shape)).abs()
         assert error.max().item() <= tolerance
 
@@ -245,7 +244,7 @@ def test_store_takes_strided_views_and_writes_exactly_its_slots() -> None:
         value = merged[:, 2 * k_dim :].view(3, 2, v_dim)
         head_major = key.transpose(0, 1).contiguous().transpose(0, 1)
         dim_major = value.transpose(1, 2).contiguous().transpose(1, 2)
-        triton_store.kv_store(head_major, dim_major, k_cache, v_cache, torch.tensor([5, 0, 11]))
+        kv_store.kv_store(head_major, dim_major, k_cache, v_cache, torch.tensor([5, 0, 11]))
         assert torch.equal(k_cache.view(16, 2, k_dim)[[5, 0, 11]], key)
         assert torch.equal(v_cache.view(16, 2, v_dim)[[5, 0, 11]], value)
         for cache in (k_cache, v_cache):
@@ -256,10 +255,10 @@ def test_store_takes_strided_views_and_writes_exactly_its_slots() -> None:
 def test_strides_are_multiples_of_16_whatever_the_number_of_tokens() -> None:
     for num_tokens in range(1, 40):
         even, odd = torch.zeros(3, num_tokens, 16), torch.zeros(3, num_tokens, 24)
-        assert triton_store.steps(even.transpose(0, 1))[1:] == (num_tokens, 16)
-        assert triton_store.steps(odd.transpose(0, 1))[1:] == (num_tokens * 24, 1)
+        assert kv_store.steps(even.transpose(0, 1))[1:] == (num_tokens, 16)
+        assert kv_store.steps(odd.transpose(0, 1))[1:] == (num_tokens * 24, 1)
         merged = torch.zeros(num_tokens, 64)[:, 16:48].view(num_tokens, 2, 16)
-        assert triton_store.steps(merged) == (4 if num_tokens > 1 else 0, 1, 16)
+        assert kv_store.steps(merged) == (4 if num_tokens > 1 else 0, 1, 16)
 
 
 def test_attention_takes_strided_queries() -> None:
@@ -286,7 +285,7 @@ def test_attention_of_no_tokens_and_of_no_rows() -> None:
 def test_refuses_a_block_size_that_is_no_power_of_two() -> None:
     batch = make_batch(ROWS["decode"], Shape(dk=16, dv=16, block_size=12))
     with pytest.raises(ValueError, match="power of two"):
-        triton_attention.paged_attention(*batch.attend)
+        launch.paged_attention(*batch.attend)
 
 
 def test_the_benchmark_counts_bytes_and_operations_of_inputs_that_work() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels import fused
+from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.rope_table import rope_table
 
 pytestmark = [
@@ -65,29 +65,29 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [48, 256, 1000])
 def test_norms(width: int, dtype: torch.dtype, form: fused.NormForm) -> None:
-    from pagespec.kernels import triton_norm
+    from pagespec.kernels.fused import rms_norm
 
     merged = normal(7, 2 * width + 3, dtype=dtype, scale=3.0)
     x, residual = merged[:, :width].unsqueeze(0), merged[:, width : 2 * width].unsqueeze(0)
     weight = normal(width, dtype=dtype, seed=1)
-    out = triton_norm.rms_norm(x, weight, 1e-6, form)
+    out = rms_norm.rms_norm(x, weight, 1e-6, form)
     expected = fused.rms_norm(x, weight, 1e-6, form)
     limit = 4 if dtype == torch.float32 else 1
     assert ulps(out, expected) <= limit
     assert (out != expected).float().mean() < (0.4 if dtype == torch.float32 else 0.005)
 
-    out, hidden = triton_norm.add_rms_norm(x, residual, weight, 1e-6, form)
+    out, hidden = rms_norm.add_rms_norm(x, residual, weight, 1e-6, form)
     expected, expected_hidden = fused.add_rms_norm(x, residual, weight, 1e-6, form)
     assert torch.equal(hidden, expected_hidden)
     assert ulps(out, expected) <= limit
 
 
 def test_norm_of_heads_first_keeps_the_layout() -> None:
-    from pagespec.kernels import triton_norm
+    from pagespec.kernels.fused import rms_norm
 
     x = normal(1, 5, 3, 16, dtype=torch.float32).transpose(1, 2)
     weight = normal(16, dtype=torch.float32, seed=1)
-    out = triton_norm.rms_norm(x, weight, 1e-6, "plus_one")
+    out = rms_norm.rms_norm(x, weight, 1e-6, "plus_one")
     expected = fused.rms_norm(x, weight, 1e-6, "plus_one")
     assert out.stride() == expected.stride()
     assert ulps(out, expected) <= 4
@@ -95,19 +95,19 @@ def test_norm_of_heads_first_keeps_the_layout() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    from pagespec.kernels import triton_norm
+    from pagespec.kernels.fused import rms_norm
 
     x, residual = normal(9, 96, dtype=dtype), normal(9, 96, dtype=dtype, seed=1)
     weight = normal(96, dtype=dtype, seed=2)
-    whole = triton_norm.add_rms_norm(x, residual, weight, 1e-6, "rounded")
-    plain = triton_norm.rms_norm(x, weight, 1e-6, "rounded")
+    whole = rms_norm.add_rms_norm(x, residual, weight, 1e-6, "rounded")
+    plain = rms_norm.rms_norm(x, weight, 1e-6, "rounded")
     rope = Rope(num_tokens=9, dtype=dtype)
     turned = rope.run_triton(0, 9)
     for begin, end in ((0, 1), (3, 5), (8, 9), (1, 8)):
-        part = triton_norm.add_rms_norm(x[begin:end], residual[begin:end], weight, 1e-6, "rounded")
+        part = rms_norm.add_rms_norm(x[begin:end], residual[begin:end], weight, 1e-6, "rounded")
         assert torch.equal(part[0], whole[0][begin:end])
         assert torch.equal(part[1], whole[1][begin:end])
-        part = triton_norm.rms_norm(x[begin:end], weight, 1e-6, "rounded")
+        part = rms_norm.rms_norm(x[begin:end], weight, 1e-6, "rounded")
         assert torch.equal(part, plain[begin:end])
         some = rope.run_triton(begin, end)
         slots = rope.slots[begin:end]
@@ -153,9 +153,9 @@ class Rope:
         self.caches = [normal(7, 4, hkv, d, dtype=dtype, seed=s) for d, s in ((dim, 6), (v_dim, 7))]
 
     def run_triton(self, begin: int, end: int) -> list[Tensor]:
-        from pagespec.kernels import triton_rope
+        from pagespec.kernels.fused import norm_rope_store
 
-        return self._run(triton_rope.norm_rope_store, begin, end)
+        return self._run(norm_rope_store.norm_rope_store, begin, end)
 
     def run_torch(self) -> list[Tensor]:
         return self._run(fused.norm_rope_store, 0, len(self.slots))
@@ -224,11 +224,11 @@ def test_padding_may_share_a_slot_of_the_null_block() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [96, 1500])
 def test_activations(width: int, dtype: torch.dtype, kind: fused.Activation) -> None:
-    from pagespec.kernels import triton_activation
+    from pagespec.kernels.fused import activation
 
     gate_up = normal(1, 5, 2 * width, dtype=dtype, scale=3.0)
     gate, up = gate_up.chunk(2, dim=-1)
-    out = triton_activation.act_mul(gate, up, kind)
+    out = activation.act_mul(gate, up, kind)
     expected = fused.act_mul(gate, up, kind)
     assert out.stride() == expected.stride()
     if kind == "gelu_tanh":
@@ -241,26 +241,26 @@ def test_activations(width: int, dtype: torch.dtype, kind: fused.Activation) -> 
 
 
 def test_no_rows() -> None:
-    from pagespec.kernels import triton_activation, triton_norm
+    from pagespec.kernels.fused import activation, rms_norm
 
     x, weight = torch.empty(1, 0, 32), torch.ones(32)
-    assert triton_norm.rms_norm(x, weight, 1e-6, "wide").shape == (1, 0, 32)
-    assert triton_norm.add_rms_norm(x, x, weight, 1e-6, "wide")[1].shape == (1, 0, 32)
-    assert triton_activation.act_mul(x, x, "silu").shape == (1, 0, 32)
+    assert rms_norm.rms_norm(x, weight, 1e-6, "wide").shape == (1, 0, 32)
+    assert rms_norm.add_rms_norm(x, x, weight, 1e-6, "wide")[1].shape == (1, 0, 32)
+    assert activation.act_mul(x, x, "silu").shape == (1, 0, 32)
     assert Rope().run_triton(0, 0)[0].shape == (0, 6, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("half", "scaling"), [(8, 1.0), (24, 1.3), (64, 0.7)])
 def test_the_table_of_angles(half: int, scaling: float, dtype: torch.dtype) -> None:
-    from pagespec.kernels import triton_rope_table
+    from pagespec.kernels.fused import rope_cos_sin
 
     frequencies = (10_000.0 ** -torch.linspace(0, 1, half))[None, :, None].expand(1, -1, 1)
     positions = torch.tensor([0, 1, 7, 300, 4095, 40_959, 12])[None, None, :]
     # As the graph has it: one of several strides.
     positions = torch.stack((positions, positions), dim=-1)[..., 0]
     expected = rope_table(frequencies, positions, scaling, dtype)
-    found = triton_rope_table.rope_table(frequencies, positions, scaling, dtype)
+    found = rope_cos_sin.rope_table(frequencies, positions, scaling, dtype)
     for a, b in zip(expected, found, strict=True):
         assert a.shape == b.shape == (1, 7, 2 * half)
         assert (a.float() - b.float()).abs().max() <= 4 * torch.finfo(dtype).eps

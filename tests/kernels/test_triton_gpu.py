@@ -15,11 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels import ops, reference, triton_attention, triton_store
-from pagespec.kernels.linear_tiles import Card
-from pagespec.kernels.triton_counted import CountedAttention
-from pagespec.kernels.triton_decode import decode_kernel
-from pagespec.kernels.triton_prefill import prefill_kernel
+from pagespec.kernels import ops
+from pagespec.kernels.attention import launch as triton_attention
+from pagespec.kernels.attention import reference
+from pagespec.kernels.attention.decode import decode_kernel
+from pagespec.kernels.attention.prefill import prefill_kernel
+from pagespec.kernels.attention.triton_backend import CountedAttention
+from pagespec.kernels.fused import kv_store
+from pagespec.kernels.linear.tiles import Card
 from tests.paged import (
     Batch,
     Rows,
@@ -199,16 +202,16 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
 def test_prefill_of_hopper_has_the_bits_of_any(
     shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagespec.kernels import gluon_prefill
+    from pagespec.kernels.attention import prefill_sm90
 
     launched: list[bool] = []
-    launch = gluon_prefill.launch
+    launch = prefill_sm90.launch
 
     def noted(*arguments: Any) -> bool:
         launched.append(launch(*arguments))
         return launched[-1]
 
-    monkeypatch.setattr(gluon_prefill, "launch", noted)
+    monkeypatch.setattr(prefill_sm90, "launch", noted)
     batches = [*ROWS.values(), [(4096, 128), (63, 2), (0, 64)]]
     batches.append([(0, 1)] * 2100 + [(0, 5), (3, 1)])  # rows are looked at 1,024 at a time
     for rows in batches:
@@ -310,7 +313,7 @@ def test_the_bare_op_runs_the_reference_where_triton_cannot() -> None:
 
 def num_compiled() -> int:
     """Kernels compiled so far, of all that attention and the store use."""
-    kernels = (decode_kernel, prefill_kernel, triton_store._store_kernel)
+    kernels = (decode_kernel, prefill_kernel, kv_store._store_kernel)
     device = torch.cuda.current_device()
     return sum(len(kernel.device_caches[device][0]) for kernel in kernels)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-triton_grouped = pytest.importorskip("pagespec.kernels.triton_grouped")
+triton_grouped = pytest.importorskip("pagespec.kernels.linear.grouped_mm")
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -35,7 +35,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 2e-3}
 def product(
     block: tuple[int, int, int], *args: Tensor | None, swap_ab: bool = False, **options: object
 ) -> Tensor:
-    from pagespec.kernels.triton_linear import Tile, matmul
+    from pagespec.kernels.linear.matmul import Tile, matmul
 
     m, n, k = block
     tile = Tile(block_m=m, block_n=n, block_k=k, num_stages=2, num_warps=1, swap_ab=swap_ab)
@@ -121,7 +121,7 @@ def test_refuses_what_does_not_fit() -> None:
 @pytest.mark.parametrize("few_rows", [0, 3, 100])
 @pytest.mark.parametrize("lead", [(3,), (1, 3), (1, 4), (2, 2)])
 def test_functions_keep_leading_dims_on_both_ways(few_rows: int, lead: tuple[int, ...]) -> None:
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     x, weight, bias = normal(*lead, 32), normal(24, 32, seed=1), normal(24, seed=2)
     close = {"rtol": 1e-5, "atol": 1e-5}
@@ -133,7 +133,7 @@ def test_functions_keep_leading_dims_on_both_ways(few_rows: int, lead: tuple[int
 
 
 def test_few_rows_decides_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     rows: list[int] = []
     plain = F.linear
@@ -151,7 +151,7 @@ def test_few_rows_decides_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_shared_bytes", [227 << 10, 163 << 10])
 def test_tiles_follow_the_bucket_and_fit(num_shared_bytes: int) -> None:
-    from pagespec.kernels.linear_tiles import TUNED, Card, choose_tile
+    from pagespec.kernels.linear.tiles import TUNED, Card, choose_tile
 
     card = Card(132, num_shared_bytes)
     gated = [(n, k, 2, True) for n, k in ((3072, 1024), (12288, 4096), (80, 512))]
@@ -175,7 +175,7 @@ def test_tiles_follow_the_bucket_and_fit(num_shared_bytes: int) -> None:
 def test_one_tile_for_all_rows_where_tiles_were_not_compared(
     k: int, itemsize: int, is_one: bool
 ) -> None:
-    from pagespec.kernels.linear_tiles import Card, choose_tile
+    from pagespec.kernels.linear.tiles import Card, choose_tile
 
     card = Card(132, 227 << 10)
     rows = (1, 16, 17, 64, 65, 129, 257, 4096)
@@ -184,7 +184,7 @@ def test_one_tile_for_all_rows_where_tiles_were_not_compared(
 
 
 def test_a_plan_trusts_only_what_was_compared() -> None:
-    from pagespec.kernels.gpu_linear import ALL_ROWS, Plan, SweepReport, plan_from
+    from pagespec.kernels.linear.dispatch import ALL_ROWS, Plan, SweepReport, plan_from
 
     counts = (1, 2, 8, 15, 16, 17, 31, 32, 64, 65, 512)
 
@@ -206,7 +206,7 @@ def test_a_plan_trusts_only_what_was_compared() -> None:
 
 
 def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     plain = F.linear
 
@@ -226,7 +226,7 @@ def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     plain, ours = F.linear, gpu_linear.matmul
     # One summand an output, and no rounding: all who compute it agree.
@@ -251,7 +251,7 @@ def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.Monkey
 
 
 def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     plain, ours = F.linear, gpu_linear.matmul
     weight = torch.eye(8, dtype=torch.float16)
@@ -274,7 +274,7 @@ def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.Monk
 def test_where_there_is_one_tile_the_library_is_not_asked(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagespec.kernels import gpu_linear
+    from pagespec.kernels.linear import dispatch as gpu_linear
 
     def library(*_: object) -> Tensor:
         raise AssertionError("cuBLAS was asked")
@@ -285,7 +285,7 @@ def test_where_there_is_one_tile_the_library_is_not_asked(
 
 
 def test_pinning_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagespec.kernels.pinned import pinned_algorithms
+    from pagespec.kernels.linear.cublas import pinned_algorithms
 
     flags = torch.backends.cuda.matmul
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pagespec.kernels import triton_attention
-from pagespec.kernels.triton_prefill import num_leading_singles
-from pagespec.kernels.triton_tiling import choose_tiling
+from pagespec.kernels.attention import launch
+from pagespec.kernels.attention.prefill import num_leading_singles
+from pagespec.kernels.attention.tiling import choose_tiling
 from tests.kernels.test_triton import (  # noqa: F401 (two are fixtures)
     TOLERANCE,
     _ordered_dot,
@@ -72,7 +72,7 @@ def test_heads_of_256_have_their_values_shared() -> None:
     rows = [(30, 9), (70, 1), (0, 5)]
     shape = Shape(hq=2, hkv=1, dk=256, dv=256, dtype=half)
     batch = stored(rows, shape)
-    out = triton_attention.paged_attention(*batch.attend)
+    out = launch.paged_attention(*batch.attend)
     error = (out[: batch.num_tokens] - float64_attention(batch, rows, shape)).abs().max().item()
     assert error <= TOLERANCE[half]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.sampling import SamplingInputs, sample
+from pagespec.kernels.sampling.sampler import SamplingInputs, sample
 
-triton_sample = pytest.importorskip("pagespec.kernels.triton_sample")
+triton_sample = pytest.importorskip("pagespec.kernels.sampling.gumbel")
 
 VOCAB = 5000  # two stretches, the last group in part
 INF = math.inf

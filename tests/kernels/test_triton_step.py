@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from pagespec.compile.batch import BatchPacker
-from pagespec.compile.staging import RowParams, TableStore
-from pagespec.compile.step_buffers import StepBuffers
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
-from pagespec.kernels import triton_step
+from pagespec.runner import unpack_kernels
+from pagespec.runner.cpu_pack import BatchPacker
+from pagespec.runner.device_buffers import StepBuffers
+from pagespec.runner.pinned_ring import RowParams, TableStore
 
 pytest.importorskip("triton")
 
@@ -50,7 +50,7 @@ def test_updates_land_at_their_places() -> None:
     b = buffers()
     where = random.Random(0).sample(range(b.table_store.numel()), 60)
     staged = torch.tensor(where + list(range(60)), dtype=torch.int32)
-    triton_step.update_tables(staged, b.table_store, 60)
+    unpack_kernels.update_tables(staged, b.table_store, 60)
     assert b.table_store.view(-1)[where].tolist() == list(range(60))
     assert int((b.table_store != 0).sum()) == 59
 
@@ -83,7 +83,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     staged += [0, 7, 8, 9, 9, 1, 6, 0, 1, 2]  # query starts, context lengths, store rows
     staged += [6, 8, *params.seeds[0], *params.seeds[1], *params.temperature_bits, 5]
     b.staged[: len(staged)] = torch.from_numpy(np.array(staged, np.int32))
-    triton_step.unpack_mixed(
+    unpack_kernels.unpack_mixed(
         b,
         num_tokens=9,
         num_rows=3,
@@ -114,7 +114,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     b.table_store[5, :3] = torch.tensor([21, 22, -9], dtype=torch.int32)
     b.sampled[1] = 1234
     bucket = 4
-    fields = np.zeros((triton_step.DECODE_FIELDS, bucket), np.int32)
+    fields = np.zeros((unpack_kernels.DECODE_FIELDS, bucket), np.int32)
     fields[0, :2] = [77, -2]  # known; the second token the last step sampled
     fields[1, :2] = [6, 8]
     fields[2] = [3, 5, -1, -1]
@@ -124,7 +124,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     fields[6, :2] = np.array([0.5, 0.0], np.float32).view(np.int32)
     b.staged[: fields.size] = torch.from_numpy(fields.ravel())
     b.staged[fields.size : fields.size + 2] = torch.tensor([2, 7])
-    triton_step.unpack_decode(
+    unpack_kernels.unpack_decode(
         b,
         bucket=bucket,
         block_size=BLOCK_SIZE,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.sampling import sample
+from pagespec.kernels.sampling.sampler import sample
 
 pytest.importorskip("triton")
-from pagespec.kernels.triton_truncate import sample_truncated
+from pagespec.kernels.sampling.top_k_top_p import sample_truncated
 from tests.kept import Row, draw, kept, reference_inputs, reference_kept, staged
 
 INF = float("inf")

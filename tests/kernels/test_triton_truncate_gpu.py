@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagespec import LLM, SamplingParams
-from pagespec.kernels.sampling import sample
+from pagespec.kernels.sampling.sampler import sample
 from tests.kept import Row, draw, kept, reference_inputs, reference_kept, staged
 from tests.models import VOCAB_SIZE, tiny_model
 
@@ -65,7 +65,7 @@ def test_keeps_and_draws_what_the_torch_sampler_does(dtype: torch.dtype) -> None
 
 
 def test_a_captured_launch_draws_what_an_uncaptured_one_does() -> None:
-    from pagespec.kernels.triton_truncate import sample_truncated
+    from pagespec.kernels.sampling.top_k_top_p import sample_truncated
 
     rows, logits = make_rows(), make_logits(torch.bfloat16)
     expected = draw(logits, rows)

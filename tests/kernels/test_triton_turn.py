@@ -17,9 +17,9 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpreterBuilder
 
-from pagespec.kernels import triton_counted, triton_turn
-from pagespec.kernels.triton_counted import CountedAttention
-from pagespec.kernels.triton_tiling import choose_tiling
+from pagespec.kernels.attention import decode_prologue, triton_backend
+from pagespec.kernels.attention.tiling import choose_tiling
+from pagespec.kernels.attention.triton_backend import CountedAttention
 from tests.kernels.apart import run_apart
 from tests.kernels.test_triton import SMALL, _dot, shuffled
 from tests.kernels.test_triton import SPREADS as OF_PAGED
@@ -121,13 +121,13 @@ def test_an_engine_joins_small_decode_steps(
 ) -> None:
     calls: list[str] = []
     for name in ("norm_rope_store", "paged_attention", "turned_attention"):
-        original = getattr(triton_counted, name)
+        original = getattr(triton_backend, name)
 
         def counted(*args: object, name: str = name, original=original, **options: object):  # type: ignore[no-untyped-def]
             calls.append(name)
             return original(*args, **options)
 
-        monkeypatch.setattr(triton_counted, name, counted)
+        monkeypatch.setattr(triton_backend, name, counted)
     shape = Shape(hq=2, hkv=1, dk=32, dv=32, dtype=dtype)
     case = Case(shape, [(3, 1)] * num_rows, num_padding=0, form="")
     case.check(call=CountedAttention().attend_turned)
@@ -142,7 +142,7 @@ def test_an_engine_joins_small_decode_steps(
 def test_one_launch_only_where_squares_are_added_up_alike() -> None:
     def fits(heads: tuple[int, int], dim: int, has_norm: bool = True, width: int = 0) -> bool:
         query, key = (torch.empty(2, n, width or dim, dtype=torch.bfloat16) for n in heads)
-        return triton_turn.fits(query[..., :dim], key[..., :dim], has_norm)
+        return decode_prologue.fits(query[..., :dim], key[..., :dim], has_norm)
 
     assert fits((16, 8), 128)
     assert fits((32, 8), 128)
@@ -151,7 +151,7 @@ def test_one_launch_only_where_squares_are_added_up_alike() -> None:
     assert not fits((4, 2), 64)  # 256 elements: fewer than 8 a thread
     assert fits((4, 2), 64, has_norm=False)
     assert not fits((16, 8), 128, width=132)  # strides that do not allow 16 bytes at once
-    assert not triton_turn.fits(torch.empty(2, 16, 128), torch.empty(2, 8, 128), False)
+    assert not decode_prologue.fits(torch.empty(2, 16, 128), torch.empty(2, 8, 128), False)
 
 
 def test_its_bits_do_not_hang_on_the_compiler() -> None:

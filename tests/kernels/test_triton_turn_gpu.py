@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pagespec.kernels.triton_counted import CountedAttention
-from pagespec.kernels.triton_decode import decode_kernel
-from pagespec.kernels.triton_turn import fits
+from pagespec.kernels.attention.decode import decode_kernel
+from pagespec.kernels.attention.decode_prologue import fits
+from pagespec.kernels.attention.triton_backend import CountedAttention
 from tests.kernels.turned import Case, same_bits
 from tests.paged import Rows, Shape, poisoned_memory
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagespec.kernels import triton_attention, triton_rope
-from pagespec.kernels.triton_tiling import Tiling
+from pagespec.kernels.attention import launch
+from pagespec.kernels.attention.tiling import Tiling
+from pagespec.kernels.fused import norm_rope_store
 from tests.paged import Rows, Shape, make_batch
 
 Results = tuple[Tensor, Tensor, Tensor]
@@ -65,14 +66,14 @@ class Case:
     def two(self, tiling: Tiling | None = None) -> Results:
         """By two launches."""
         k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
-        query = triton_rope.norm_rope_store(*self.before_caches, k_cache, v_cache, self.slots)
-        out = triton_attention.paged_attention(query, k_cache, v_cache, *self.layout, tiling=tiling)
+        query = norm_rope_store.norm_rope_store(*self.before_caches, k_cache, v_cache, self.slots)
+        out = launch.paged_attention(query, k_cache, v_cache, *self.layout, tiling=tiling)
         return out, k_cache, v_cache
 
     def one(self, call: Callable[..., Tensor] | None = None, **options: Any) -> Results:
         """By one, or by ``call`` with the same arguments."""
         k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
-        call = call or triton_attention.turned_attention
+        call = call or launch.turned_attention
         rope = (*self.before_caches, k_cache, v_cache, self.slots)
         return call(*rope, *self.layout, **options), k_cache, v_cache
 

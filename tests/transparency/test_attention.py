@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels import aligned_attention, ops
+from pagespec.kernels import ops
+from pagespec.kernels.attention import cpu_invariant
 from tests.paged import Rows, Shape, float64_attention, make_batch
 
 SHAPES = [
@@ -28,8 +29,8 @@ ROWS: list[Rows] = [
 
 def attend(attention: tuple) -> Tensor:
     query, k_cache, v_cache, starts, contexts, tables, scale, window, softcap, sinks = attention
-    layout = aligned_attention.build_layout(starts, contexts, tables, k_cache.shape[1], window)
-    return aligned_attention.attend(query, k_cache, v_cache, layout, scale, softcap, sinks)
+    layout = cpu_invariant.build_layout(starts, contexts, tables, k_cache.shape[1], window)
+    return cpu_invariant.attend(query, k_cache, v_cache, layout, scale, softcap, sinks)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

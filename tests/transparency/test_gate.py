@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec import LLM
-from pagespec.compile import build
+from pagespec import LLM, build
 from pagespec.verify import GateSize, run_gate
 from tests.models import VOCAB_SIZE, WINDOW, tiny_model
 

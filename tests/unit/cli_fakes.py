@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from pagespec.cli import start
+from pagespec.cli import make_llm
 from pagespec.cli.main import app
 from pagespec.engine.inputs import PromptReader
 from pagespec.engine.outputs import CompletionOutput, RequestOutput
@@ -75,7 +75,7 @@ class Desk:
         self.output = folder / "out.jsonl"
         self.llm = FakeLLM()
         self.started: list[tuple[str, dict[str, Any]]] = []
-        monkeypatch.setattr(start, "make_llm", self._make)
+        monkeypatch.setattr(make_llm, "make_llm", self._make)
 
     def _make(self, model: str, **arguments: Any) -> FakeLLM:
         self.started.append((model, arguments))

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from pagespec import LLM
-from pagespec.cli import start
+from pagespec.cli import make_llm as start
 from pagespec.cli.main import app
 from pagespec.engine.plan import StepPlan
 from tests.content_llm import NUM_TOKENS, content_llm

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pagespec import SamplingParams
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
+from pagespec.engine.generation import Serving
 from pagespec.engine.inputs import PromptInput
 from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.engine.request_factory import RequestFactory
 from pagespec.engine.scheduler import Scheduler
-from pagespec.engine.serving import Serving
 from tests.tokenizers import SPECIAL, byte_fallback, byte_level, text_of
 
 FALLBACK, LEVEL = byte_fallback(), byte_level()

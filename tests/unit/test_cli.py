@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import pagespec
-from pagespec.cli import chat, start
+from pagespec.cli import chat, make_llm
 from pagespec.cli.bench import percentile
 from pagespec.cli.chat import ctrl_c_sets
 from pagespec.cli.main import app
@@ -78,7 +78,7 @@ class FakeLLM:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     fake = FakeLLM()
-    monkeypatch.setattr(start, "make_llm", lambda model, **arguments: fake)
+    monkeypatch.setattr(make_llm, "make_llm", lambda model, **arguments: fake)
     return fake
 
 
@@ -128,7 +128,7 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     def fail(model: str, **_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(start, "make_llm", fail)
+    monkeypatch.setattr(make_llm, "make_llm", fail)
     result = call("generate", "-m", "x", "-p", "hi")
     assert isinstance(result.exception, RuntimeError)
 
@@ -282,7 +282,7 @@ def test_verify_says_what_was_shown(
     loaded = SimpleNamespace(module=None, vocab_size=50, dtype="torch.float32")
     family = Family("prefix hits", num_equal=3 - num_different, num_different=num_different)
     report = GateReport([family], [Family("control: none", num_different=1)], idle=idle)
-    monkeypatch.setattr("pagespec.compile.load.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("pagespec.compile.model.load.load_model", lambda *_, **__: loaded)
     monkeypatch.setattr("pagespec.verify.run_gate", lambda *_, **__: report)
     result = call("verify", "-m", "x", "--device", "cpu")
     assert result.exit_code == exit_code, result.output

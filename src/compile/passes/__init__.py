@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 from .cleanup import cleanup
 from .context import PassContext
-from .cpu_kernels import call_cpu_kernels
+from .lower_cpu import call_cpu_kernels
 from .merge_linear import merge_linear
 from .propagate import propagate
 
@@ -42,11 +42,11 @@ def gpu_passes() -> dict[str, GraphPass]:
     # Triton, which they need, is only there on machines with a GPU.
     from .fuse_activation import fuse_activation
     from .fuse_norm import fuse_norm
+    from .fuse_norm_linear import join_norm
+    from .fuse_rope_attention import join_attention
+    from .fuse_rope_cos_sin import fuse_rope_table
     from .fuse_rope_store import fuse_rope_store
-    from .fuse_rope_table import fuse_rope_table
-    from .gpu_kernels import call_gpu_kernels
-    from .join_attention import join_attention
-    from .join_norm import join_norm
+    from .lower_gpu import call_gpu_kernels
 
     return {
         "fuse_rope_store": fuse_rope_store,

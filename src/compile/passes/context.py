@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ...kernels.choice import Choice
+from ...kernels.attention.backend import Choice
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class PassContext:
             placeholder for a constant enters it here.
         transparent: whether a row's bits must not depend on the rest of the batch.
         packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
-        plan_folder: where plans of products are kept (:mod:`pagespec.compile.linear_plans`).
+        plan_folder: where plans of products are kept (:mod:`.plan_cache`).
         attention: the implementation to call in place of the ops; None keeps the ops.
     """
 

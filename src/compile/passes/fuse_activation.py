@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from ...kernels import fused
+from ...kernels.fused import dispatch as fused
+from ..fx.nodes import (
+    calls,
+    dtype_of,
+    erase_unused,
+    only_user,
+    other_operand,
+    shape_of,
+    written_nodes,
+)
 from .context import PassContext, example
-from .match import calls, dtype_of, erase_unused, only_user, other_operand, shape_of, written_nodes
 
 
 def _kind(node: Node) -> fused.Activation | None:

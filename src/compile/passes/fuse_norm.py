@@ -6,9 +6,8 @@ import operator
 
 from torch.fx import Graph, GraphModule, Node
 
-from ...kernels import fused
-from .context import PassContext, example
-from .match import (
+from ...kernels.fused import dispatch as fused
+from ..fx.nodes import (
     RmsNorm,
     calls,
     dtype_of,
@@ -18,6 +17,7 @@ from .match import (
     shape_of,
     written_nodes,
 )
+from .context import PassContext, example
 
 
 def fuse_norm(gm: GraphModule, _context: PassContext) -> int:

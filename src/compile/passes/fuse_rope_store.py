@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...kernels import fused
-from .context import PassContext, example
-from .match import (
+from ...kernels.fused import dispatch as fused
+from ..fx.nodes import (
     RmsNorm,
     calls,
     dtype_of,
@@ -35,6 +34,7 @@ from .match import (
     tensor_of,
     written_nodes,
 )
+from .context import PassContext, example
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
+from ..fx.fake_call_cache import Calls, expressions
 from .context import PassContext, example
-from .like_results import Calls, expressions
 
 logger = logging.getLogger("pagespec")
 

@@ -1,0 +1,288 @@
+"""From settings to a runner: load, probe, size the KV cache, capture."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from .compile.capture.graph_cache import GraphCache
+from .compile.captured_model import CapturedModel, capture_model
+from .compile.model.load import load_model
+from .compile.model.probe import probe_model
+from .disk_cache import cache_root
+from .engine.config import EngineConfig, check_device
+from .engine.runner import Runner
+from .engine.stats import EngineStats
+from .errors import InvalidInputError
+from .kernels.attention.backend import choose_attention
+from .kernels.linear.cublas import pinned_algorithms
+from .runner.cpu_runner import ModelRunner, OnLogits, kv_bytes_per_block
+from .runner.host_memory import available_bytes
+from .startup import collector_paused
+
+logger = logging.getLogger("pagespec")
+
+GIB = 1 << 30
+_CPU_CACHE_LIMIT_BYTES = 4 * GIB
+_PACKING_PART = 4
+
+
+class BuiltRunner(Runner, Protocol):
+    """A runner with its KV cache; pack_s and wait_s are seconds spent so far on preparing steps
+    and on waiting for their results."""
+
+    num_blocks: int
+    pack_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in."""
+
+    runner: BuiltRunner
+    tokenizer: Any | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    device: torch.device
+    config: EngineConfig
+    stats: EngineStats
+
+
+def build(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    config: EngineConfig,
+    on_logits: Callable[..., None] | None = None,
+) -> Built:
+    """Load ``model`` and make its runner.
+
+    Raises:
+        InvalidInputError: a setting does not suit the model or the machine.
+        UnsupportedModelError: the probe refuses the model.
+    """
+    device = resolve_device(config.device)
+    plan_folder = reading = None
+    if device.type == "cuda":
+        # Triton, which it needs, is only there on machines with a GPU.
+        from .kernels.jit.cache_keys import read_triton_early
+
+        reading = read_triton_early()
+        config = config.for_gpu()
+        # In a process that has used the GPU, products may have been computed already, and the
+        # library keeps the settings it had then: what other processes found need not hold.
+        plan_folder = None if torch.cuda.is_initialized() else cache_root() / "linear"
+    stats = EngineStats()
+    clock = Clock(stats.startup_s)
+    with clock("load"):
+        loaded = load_model(
+            model, dtype=config.dtype, device=device, load_format=config.load_format
+        )
+    limit = loaded.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise InvalidInputError(
+            "max_model_len", config.max_model_len, f"the model's own limit is {limit}"
+        )
+    with clock("probe"), collector_paused():
+        specs = probe_model(loaded)
+    attention = choose_attention(
+        config.attention,
+        device=device,
+        dtype=loaded.dtype,
+        specs=specs,
+        block_size=config.block_size,
+        transparent=config.transparent,
+    )
+    logger.info(attention.reason)
+    stats.attention, stats.attention_reason = attention.name, attention.reason
+    compile = config.compile
+    if compile == "auto":
+        compile = "inductor" if device.type == "cuda" else "graph"
+    is_pinned = device.type == "cuda" and config.transparent
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with ExitStack() as stack:
+        stack.enter_context(current)
+        if is_pinned:
+            stack.enter_context(pinned_algorithms())
+        before_trace = None
+        if device.type == "cuda":
+            from .kernels.jit.compile_pool import compilers
+            from .kernels.jit.parallel_build import settle_cache_folder
+
+            settle_cache_folder()
+            # A model that was never traced here has no kernels here, either.
+            before_trace = stack.enter_context(compilers()).start
+        with clock("capture"), collector_paused():
+            captured = capture_model(
+                loaded,
+                specs,
+                compile=compile,
+                transparent=config.transparent,
+                attention=attention,
+                packing_bytes=_packing_bytes(model, device),
+                plan_folder=plan_folder,
+                graph_cache=_graph_cache(model, before_trace),
+            )
+        stats.startup_s["compile"] = captured.compile_s
+        stats.startup_s["capture"] -= captured.compile_s
+        stats.num_captures = captured.num_captures
+        stats.num_compilations = captured.num_compiled
+        if reading is not None:
+            reading.join()
+        make = _make_gpu_runner if device.type == "cuda" else _make_cpu_runner
+        runner, max_model_len = make(config, captured, stats, clock, on_logits)
+    logger.info(
+        "%s on %s: %d KV blocks of %d tokens, %d tokens a request at most",
+        loaded.architecture,
+        device,
+        runner.num_blocks,
+        config.block_size,
+        max_model_len,
+    )
+    return Built(
+        runner=runner,
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
+        vocab_size=loaded.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=runner.num_blocks,
+        device=device,
+        config=config,
+        stats=stats,
+    )
+
+
+class Clock:
+    """Adds the seconds of a block to an entry of a dict."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+def _make_cpu_runner(
+    config: EngineConfig,
+    captured: CapturedModel,
+    _stats: EngineStats,
+    clock: Clock,
+    on_logits: OnLogits | None,
+) -> tuple[BuiltRunner, int]:
+    limit = config.max_model_len or captured.loaded.max_position_embeddings
+    with clock("kv_cache"):
+        num_blocks = _num_cpu_blocks(config, captured, limit)
+        max_model_len = fitting_length(config, num_blocks, limit)
+        runner = ModelRunner(
+            captured,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            overlap=bool(config.overlap),
+            on_logits=on_logits,
+        )
+    return runner, max_model_len
+
+
+def _make_gpu_runner(
+    config: EngineConfig,
+    captured: CapturedModel,
+    stats: EngineStats,
+    clock: Clock,
+    on_logits: OnLogits | None,
+) -> tuple[BuiltRunner, int]:
+    # Its kernels need Triton, which is not there on every machine.
+    from .runner.gpu_startup import make_gpu_runner
+
+    return make_gpu_runner(config, captured, stats, clock, on_logits)
+
+
+def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
+    """The longest request, prompt and output together, that ``num_blocks`` blocks hold.
+
+    Raises:
+        InvalidInputError: it is less than ``config.max_model_len``.
+    """
+    # The last token of a request is sampled but never fed back, so it needs no slot.
+    num_tokens_max = num_blocks * config.block_size + 1
+    if config.max_model_len is not None and config.max_model_len > num_tokens_max:
+        raise InvalidInputError(
+            "max_model_len",
+            config.max_model_len,
+            f"the KV cache of num_blocks = {num_blocks} blocks of {config.block_size} tokens "
+            f"holds one request of at most {num_tokens_max} tokens",
+        )
+    return min(limit, num_tokens_max)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Raises InvalidInputError if there is no such device here."""
+    check_device(name)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise InvalidInputError("device", name, f"{torch.cuda.device_count()} GPUs are visible")
+    return torch.device(kind, int(index)) if index else torch.device(kind)
+
+
+def _packing_bytes(model: object, device: torch.device) -> int:
+    """For copies of weights nobody else can change: not those of a module the caller holds."""
+    if device.type != "cpu" or isinstance(model, PreTrainedModel):
+        return 0
+    return available_bytes() // _PACKING_PART
+
+
+def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> GraphCache | None:
+    """For models nobody else can change: a module the caller holds may compute anything."""
+    if isinstance(model, PreTrainedModel):
+        return None
+    return GraphCache(cache_root() / "graphs", before_trace)
+
+
+def _num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) -> int:
+    num_available = available_bytes()
+    if config.num_blocks is None:
+        share = config.memory_utilization
+        default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
+        num_bytes = default if share is None else int(share * num_available)
+        return blocks_in(num_bytes, config, captured, limit)
+    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_bytes = (config.num_blocks + 1) * num_bytes_a_block
+    if num_bytes > num_available:
+        sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
+        raise InvalidInputError("num_blocks", config.num_blocks, f"their {sizes}; lower it")
+    return config.num_blocks
+
+
+def blocks_in(
+    num_bytes: int, config: EngineConfig, captured: CapturedModel, max_model_len: int
+) -> int:
+    """Blocks that fit ``num_bytes``, and no more than all running requests could fill.
+
+    Raises:
+        InvalidInputError: not even one fits.
+    """
+    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_blocks = num_bytes // num_bytes_a_block - 1  # one is the null block
+    if num_blocks < 1:
+        raise InvalidInputError(
+            "memory_utilization",
+            config.memory_utilization,
+            f"leaves {max(0, num_bytes) / GIB:.2f} GiB for the KV cache, less than one block of "
+            f"{num_bytes_a_block / GIB:.4f} GiB; raise it, or lower max_num_batched_tokens, "
+            "max_num_seqs, block_size or the model's size",
+        )
+    num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return min(num_blocks, num_useful)

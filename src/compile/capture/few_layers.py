@@ -1,0 +1,198 @@
+"""Traces a few layers of a model instead of all, where the others are like them.
+
+Dynamo takes a quarter of a second a layer. The first layers and the last are traced as if the model
+had no others, and their graph is made that of the whole model
+(:mod:`.repeat_layers`). What speaks for it: the layers left out are of the same
+classes as those beside them, with equal attributes and parameters alike; the graph is the same
+from the first of them to the next as from that to the last; and the result computes, on a small
+step, the very bits of the module as it is, in the logits and in every layer's keys and values. Else
+the whole model is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Interpreter
+from transformers import PreTrainedConfig
+
+from ...errors import UnsupportedModelError
+from ..model.attention import (
+    ATTENTION_NAME,
+    AttentionSpec,
+    allocate_kv_caches,
+    attention_implementation,
+)
+from ..model.load import LoadedModel
+from ..step_inputs import BoundGraph, KVCaches, StepInputs
+from .dynamo import Traced, forward, trace
+from .graph_key import named_tensors
+from .repeat_layers import NotAlike, repeat_layers
+
+logger = logging.getLogger("pagespec")
+
+# With fewer there is nothing to gain.
+FEWEST_LAYERS = 6
+# A layer's number and its call's, which are what tells it from others.
+_NUMBERS = frozenset({"layer_idx", "pagespec_call"})
+_CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_SHARED = (PreTrainedConfig, FunctionType, BuiltinFunctionType, type)
+
+
+def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced | None:
+    """The graph of a probed model, from a trace of some layers; None where that does not do.
+
+    While it traces, the module has no others: for modules that nobody else holds.
+    """
+    found = find_layers(loaded.module, len(specs))
+    if found is None:
+        return None
+    name, layers = found
+    forms = [
+        (describe_layer(layer), replace(spec, call=0))
+        for layer, spec in zip(layers, specs, strict=True)
+    ]
+    # The first of those that are like the last.
+    begin = len(layers) - 1
+    while begin > 0 and forms[begin - 1] == forms[-1]:
+        begin -= 1
+    if len(layers) - begin < FEWEST_LAYERS:
+        return None
+    # What all layers need may be computed in the first that needs it; then a later pair is alike.
+    for num_first in (2, 3):
+        chosen = [*range(begin + num_first), len(layers) - 1]
+        try:
+            return _trace_some(loaded, specs, name, chosen)
+        except NotAlike as error:
+            logger.info("%s, layers %s: not alike: %s", loaded.architecture, chosen, error)
+        except UnsupportedModelError as error:  # the whole may do where a part does not
+            logger.info("%s, layers %s: %s", loaded.architecture, chosen, error)
+            break
+    return None
+
+
+def _trace_some(
+    loaded: LoadedModel, specs: Sequence[AttentionSpec], name: str, chosen: Sequence[int]
+) -> Traced:
+    module = loaded.module
+    tensors = dict(named_tensors(module))
+    with _only_layers(module, name, chosen):
+        traced = trace(loaded, specs)
+    repeat_layers(traced, tensors, f"{name}.", chosen)
+    if not _computes_the_same(traced, loaded, specs):
+        raise NotAlike("the graph computes other bits than the module")
+    return traced
+
+
+def find_layers(module: nn.Module, num_calls: int) -> tuple[str, nn.ModuleList] | None:
+    """The list of layers by name: as many as there are attention calls, each with that of its
+    number; None if there is no such list, or few layers."""
+    if num_calls < FEWEST_LAYERS:
+        return None
+    for name, part in module.named_modules():
+        if isinstance(part, nn.ModuleList) and len(part) == num_calls:
+            calls = [
+                [vars(m)["pagespec_call"] for m in layer.modules() if "pagespec_call" in vars(m)]
+                for layer in part
+            ]
+            if calls == [[number] for number in range(num_calls)]:
+                return name, part
+    return None
+
+
+def describe_layer(layer: nn.Module) -> list[Any]:
+    """Equal for layers that are alike, as far as that can be seen from outside."""
+    found: list[Any] = []
+    for name, part in layer.named_modules():
+        found.append((name, type(part)))
+        for key, value in sorted(vars(part).items()):
+            if key not in _NUMBERS | _CONTAINERS:
+                found.append((key, _value(value)))
+        tensors = [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for key, tensor in tensors:
+            form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            found.append((key, *form, tensor.requires_grad, type(tensor)))
+    return found
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value), [_value(part) for part in value]
+    if isinstance(value, _PLAIN):
+        return type(value), str(value)
+    if isinstance(value, set):
+        return type(value), sorted(map(repr, value))
+    if type(value) is dict or (isinstance(value, dict) and not value):  # others hold hooks
+        return type(value), [(_value(key), _value(part)) for key, part in value.items()]
+    if type(value) is functools.partial:  # an activation with its options
+        return functools.partial, *map(_value, (value.func, value.args, value.keywords))
+    if isinstance(value, _SHARED):
+        return id(value)
+    return object()  # like no other: hooks, and what is not known here
+
+
+@contextmanager
+def _only_layers(module: nn.Module, name: str, chosen: Sequence[int]) -> Iterator[None]:
+    """In the block, the list of layers ``name`` has the chosen ones only."""
+    parent, _, own = name.rpartition(".")
+    holder = module.get_submodule(parent)
+    layers: Any = getattr(holder, own)
+    setattr(holder, own, nn.ModuleList([layers[i] for i in chosen]))
+    try:
+        yield
+    finally:
+        setattr(holder, own, layers)
+
+
+def _computes_the_same(traced: Traced, loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> bool:
+    """Whether the graph gives the module's bits for a step of two requests."""
+    module, device = loaded.module, loaded.device
+    inputs = _small_step(loaded)
+    given, made = (allocate_kv_caches(specs, 3, 17, loaded.dtype, device) for _ in range(2))
+    with torch.inference_mode():
+        with attention_implementation(module, ATTENTION_NAME):
+            logits = forward(module, specs, inputs, given)[0]
+        again = BoundGraph(Interpreter(traced.gm).run, traced.arguments(), made)(inputs)
+    pairs = [(logits, again), *zip(_flat(given), _flat(made), strict=True)]
+    return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _small_step(loaded: LoadedModel) -> StepInputs:
+    """Seven tokens and three, from position 0, all within blocks of 17 slots."""
+    device = loaded.device
+
+    def tensor(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    lengths = (7, 3)
+    positions = [position for n in lengths for position in range(n)]
+    return StepInputs(
+        input_ids=tensor([[(7 * i + 3) % loaded.vocab_size for i in range(len(positions))]]),
+        position_ids=tensor([positions]),
+        logits_to_keep=tensor([6, 8, 9]),
+        slot_mapping=tensor([17 * (i >= lengths[0]) + at for i, at in enumerate(positions)]),
+        query_starts=tensor([0, 7, 10], torch.int32),
+        context_lens=tensor(lengths, torch.int32),
+        block_tables=tensor([[0, 2], [1, 2]], torch.int32),
+    )
+
+
+def _flat(kv_caches: KVCaches) -> list[Tensor]:
+    return [cache for pair in kv_caches for cache in pair]
+
+
+def _bits(values: Tensor) -> Tensor:
+    """As bytes, so that NaN equals itself and 0 is not -0."""
+    return values.contiguous().view(torch.uint8)

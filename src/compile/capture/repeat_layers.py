@@ -1,0 +1,292 @@
+"""From the graph of a few layers of a model to the graph of all of them.
+
+Between one attention call and the next lies a *piece* of the graph: the end of one layer and the
+beginning of the next. If layers are alike, so are the pieces: each node reads nodes of its own
+piece, of the piece before, what all layers read, or a parameter or cache of its piece's two layers.
+The last two pieces are compared, and the last is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..fx.fake_tensors import Layout, memory_of
+from ..passes.context import example
+from .dynamo import Traced
+
+Key = tuple[str, int]
+"""A parameter within its layer, by name and 0, or ``("", 0)`` and ``("", 1)`` for its caches."""
+
+
+class NotAlike(Exception):
+    """The pieces differ in more than their layers, or the graph has another form."""
+
+
+def repeat_layers(
+    traced: Traced, tensors: dict[str, Tensor], prefix: str, layers: Sequence[int]
+) -> None:
+    """Make the graph of some layers one of all, in place.
+
+    Args:
+        traced: the graph; each layer has one attention call, of the layer's number.
+        tensors: the parameters and buffers of the whole model by name.
+        prefix: what layers' parameters' names begin with before the number, "model.layers." say.
+        layers: those in the graph: two or more from 0 on, and the last of the model.
+
+    Raises:
+        NotAlike: see there. The graph may have been changed then.
+    """
+    # What Dynamo records are normal tensors even when it traces in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        repetition = _Repetition(traced, tensors, prefix, layers)
+        repetition.compare()
+        repetition.repeat()
+    traced.gm.graph.lint()
+
+
+class _Repetition:
+    """Pieces have the number of the layer that they end, in the whole graph.
+
+    Attributes:
+        pieces: the nodes of the last two pieces that were traced. rest: what follows.
+        inputs: the layer and key of each placeholder that has them.
+        homes: by the id of a fake tensor, the node it was recorded for first, and as which part.
+        memories: by memory, the fake tensor that was recorded first.
+        made: the nodes of pieces of the whole graph.
+    """
+
+    def __init__(
+        self, traced: Traced, tensors: dict[str, Tensor], prefix: str, layers: Sequence[int]
+    ) -> None:
+        self.traced, self.tensors, self.prefix = traced, tensors, prefix
+        self.graph, self.layers = traced.gm.graph, tuple(layers[-3:])
+        nodes = list(self.graph.nodes)
+        cuts = [i for i, node in enumerate(nodes) if _is_attention(node)]
+        if len(cuts) != len(layers):
+            raise NotAlike(f"{len(cuts)} attention calls")
+        *_, one, two, three = cuts
+        self.pieces = nodes[one + 1 : two + 1], nodes[two + 1 : three + 1]
+        self.rest = nodes[three + 1 :]
+        if any(node.op == "placeholder" for node in nodes[cuts[0] :]):
+            raise NotAlike("an input behind a layer")
+        # Of what is in a piece: which one, and the place there.
+        self.places = {
+            node: (number, at)
+            for number, piece in enumerate(self.pieces)
+            for at, node in enumerate(piece)
+        }
+        self.inputs = self._inputs(nodes)
+        self.homes: dict[int, tuple[Node, int]] = {}
+        self.memories: dict[int, FakeTensor] = {}
+        for node in nodes:
+            for part, fake in enumerate(_leaves(node)):
+                if isinstance(fake, FakeTensor):
+                    self.homes.setdefault(id(fake), (node, part))
+                    self.memories.setdefault(memory_of(fake), fake)
+        self.layouts: dict[int, Layout] = {}
+        self.made: dict[int, list[Node]] = {self.layers[0]: self.pieces[0]}
+        self.inputs_of = {place: node for node, place in self.inputs.items()}
+
+    def _inputs(self, nodes: list[Node]) -> dict[Node, tuple[int, Key]]:
+        names: dict[int, str] = {}
+        for name, tensor in self.tensors.items():
+            names.setdefault(id(tensor), name)
+        found: dict[Node, tuple[int, Key]] = {}
+        for node in nodes:
+            if node.name in self.traced.constants:
+                name = names[id(self.traced.constants[node.name])]
+                if name.startswith(self.prefix):
+                    number, _, rest = name.removeprefix(self.prefix).partition(".")
+                    found[node] = int(number), (rest, 0)
+            elif self.traced.sources.get(node.name, ("",))[0] == "cache":
+                _, call, which = self.traced.sources[node.name]
+                found[node] = call, ("", which)
+        keys = [{key for number, key in found.values() if number == i} for i in self.layers]
+        if not keys[0] == keys[1] == keys[2] or not keys[0]:
+            raise NotAlike("layers with other parameters")
+        return found
+
+    # Comparison -------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Raises NotAlike unless the second piece is as the first, a layer further."""
+        if len(self.pieces[0]) != len(self.pieces[1]):
+            raise NotAlike("pieces of other lengths")
+        for one, two in zip(*self.pieces, strict=True):
+            if (one.op, one.target) != (two.op, two.target):
+                raise NotAlike(f"{one.format_node()} and {two.format_node()}")
+            parts = [_parts((n.args, n.kwargs, n.meta.get("example_value"))) for n in (one, two)]
+            if not all(self._are_alike(*pair) for pair in zip_longest(*parts)):
+                raise NotAlike(f"{one.format_node()} and {two.format_node()}")
+        for node in self.rest:
+            fakes = [fake for fake in _leaves(node) if isinstance(fake, FakeTensor)]
+            for read in (*node.all_input_nodes, *(self._owner(fake)[0] for fake in fakes)):
+                piece, layer = self.places.get(read, (1,))[0], self.inputs.get(read)
+                if piece == 0 or (layer is not None and layer[0] != self.layers[2]):
+                    raise NotAlike(f"{node.format_node()} reads a layer before the last")
+
+    def _are_alike(self, one: Any, two: Any) -> bool:
+        if isinstance(one, Node) and isinstance(two, Node):
+            return self._are_linked(one, two)
+        if isinstance(one, FakeTensor) and isinstance(two, FakeTensor):
+            homes = [(self.homes[id(fake)], self._owner(fake)) for fake in (one, two)]
+            return _layout(one) == _layout(two) and all(
+                place[0][1] == place[1][1] and self._are_linked(place[0][0], place[1][0])
+                for place in zip(*homes, strict=True)
+            )
+        if isinstance(one, torch.SymInt) and isinstance(two, torch.SymInt):
+            return bool(one.node.expr == two.node.expr)
+        return type(one) is type(two) and bool(one == two)
+
+    def _owner(self, fake: FakeTensor) -> tuple[Node, int]:
+        """The node whose result's memory it lies in, and as which part."""
+        return self.homes[id(self.memories[memory_of(fake)])]
+
+    def _are_linked(self, one: Node, two: Node) -> bool:
+        """Whether the second piece reads ``two`` where the first reads ``one``."""
+        if one in self.inputs and two in self.inputs:
+            (layer, key), (layer_2, key_2) = self.inputs[one], self.inputs[two]
+            steps = zip(self.layers[:-1], self.layers[1:], strict=True)
+            return key == key_2 and (layer, layer_2) in steps
+        piece, at = self.places.get(two, (-1, 0))
+        if piece == 1:
+            return self.places.get(one) == (0, at)
+        if piece == 0:  # there, the first piece has what the layers start with
+            return one not in self.places and one.op != "placeholder"
+        return one is two
+
+    # Repetition -------------------------------------------------------------------------------
+
+    def repeat(self) -> None:
+        _, second, last = self.layers
+        first = [node for node, (layer, _) in self.inputs.items() if layer == second]
+        with self.graph.inserting_after(first[-1]):
+            # Each goes directly behind the one mentioned, so they are made backwards.
+            for layer in reversed(range(second + 1, last)):
+                for node in reversed(first):
+                    self._add_input(node, layer)
+        template = self.pieces[1]
+        with self.graph.inserting_before(template[0]):
+            for piece in range(second, last - 1):
+                self.made[piece] = []
+                for node in template:
+                    copy = self.graph.node_copy(node, partial(self._node, piece=piece))
+                    copy.meta = {}
+                    self._describe(copy, node, piece)
+                    self.made[piece].append(copy)
+        # What was traced is the last of them.
+        self.made[last - 1] = template
+        for node in template:
+            node.args = map_arg(node.args, partial(self._node, piece=last - 1))
+            node.kwargs = map_arg(node.kwargs, partial(self._node, piece=last - 1))
+        for node in (*template, *self.rest):
+            self._describe(node, node, last - 1)
+
+    def _add_input(self, like: Node, layer: int) -> None:
+        """A placeholder for another layer."""
+        key = self.inputs[like][1]
+        node = self.graph.placeholder(f"{like.target}_of_{layer}")
+        self.inputs_of[layer, key] = node
+        fake = example(like)
+        assert isinstance(fake, FakeTensor)  # it stands for a tensor
+        if key[0]:
+            tensor = self.traced.constants[node.name] = self.tensors[
+                f"{self.prefix}{layer}.{key[0]}"
+            ]
+            node.meta["example_value"] = fake.fake_mode.from_tensor(tensor, static_shapes=True)
+        else:
+            self.traced.sources[node.name] = ("cache", layer, key[1])
+            node.meta["example_value"] = self._layout(fake).new()
+
+    def _node(self, node: Node, piece: int) -> Node:
+        """What ``piece`` reads where the second piece, or what follows, reads ``node``."""
+        if node in self.inputs:
+            layer, key = self.inputs[node]
+            return self.inputs_of[piece + (layer == self.layers[2]), key]
+        if node not in self.places:
+            return node
+        number, at = self.places[node]
+        return self.made[piece - 1 + number][at]
+
+    def _describe(self, node: Node, like: Node, piece: int) -> None:
+        """Record for ``node`` of ``piece`` what was for ``like`` of the second piece or behind it,
+        which may be the same node."""
+        if "example_value" not in like.meta:
+            return
+        own: dict[int, FakeTensor] = {}
+
+        def of(fake: Any) -> Any:
+            if not isinstance(fake, FakeTensor):
+                return fake
+            if id(fake) not in own:
+                own[id(fake)] = self._fake(fake, node, like, piece, own)
+            return own[id(fake)]
+
+        node.meta["example_value"] = tree_map(of, like.meta["example_value"], is_leaf=_is_shape)
+
+    def _fake(
+        self, fake: FakeTensor, node: Node, like: Node, piece: int, own: dict[int, FakeTensor]
+    ) -> FakeTensor:
+        home, part = self.homes[id(fake)]
+        if home is not like:
+            found: FakeTensor = _leaves(self._node(home, piece))[part]
+            return found
+        first = self.memories[memory_of(fake)]
+        if first is fake:
+            return fake if node is like else self._layout(fake).new()
+        home, part = self.homes[id(first)]
+        whole = own[id(first)] if home is like else _leaves(self._node(home, piece))[part]
+        is_kept = node is like and whole is first
+        return fake if is_kept else self._layout(fake).within(whole)
+
+    def _layout(self, fake: FakeTensor) -> Layout:
+        if id(fake) not in self.layouts:
+            self.layouts[id(fake)] = Layout.of(fake)
+        return self.layouts[id(fake)]
+
+
+def _is_attention(node: Node) -> bool:
+    op = torch.ops.pagespec.paged_attention
+    return node.target in (op, op.default)
+
+
+def _leaves(node: Node) -> list[Any]:
+    return tree_leaves(node.meta.get("example_value"), is_leaf=_is_shape)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, torch.Size)
+
+
+def _layout(fake: FakeTensor) -> Any:
+    # As expressions: to compare symbolic sizes would add a guard.
+    sizes = [*fake.shape, *fake.stride(), fake.storage_offset()]
+    numbers = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes]
+    return fake.dim(), numbers, fake.dtype, fake.device, fake.requires_grad, type(fake)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What is in nested arguments and results, with the form of what holds it."""
+    if isinstance(value, (tuple, list)):
+        yield "tuple" if isinstance(value, tuple) else "list"
+        yield len(value)
+        for part in value:
+            yield from _parts(part)
+    elif isinstance(value, dict):
+        yield list(value)
+        for part in value.values():
+            yield from _parts(part)
+    elif isinstance(value, slice):
+        yield from _parts((value.start, value.stop, value.step))
+    else:
+        yield value

@@ -1,0 +1,165 @@
+"""Captures a Hugging Face module into one graph and runs that graph without guards.
+
+The graph comes from Dynamo (:mod:`.dynamo`), or from the disk if it was traced
+before; then the passes run. From then on it is called with one flat list of arguments: parameters
+bound once, per-step tensors filled in by name, sizes read off the tensors.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from ..errors import InvalidInputError
+from ..kernels.attention.backend import Choice
+from .capture.dynamo import Source, Traced, forward, trace
+from .capture.graph_cache import GraphCache
+from .inductor.regions import compile_regions
+from .model.attention import ATTENTION_NAME, AttentionSpec, attention_implementation
+from .model.load import LoadedModel
+from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
+from .step_inputs import BoundGraph, KVCaches, StepInputs
+
+CompileMode = Literal["graph", "inductor", "eager"]
+COMPILE_MODES = ("graph", "inductor", "eager")
+
+
+class CapturedModel:
+    """A model and how to run it; independent of the number and size of KV blocks.
+
+    Attributes:
+        num_captures: how often Dynamo traced the model: 1, or 0 for "eager" and for a graph that
+            was read from the cache.
+        num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
+        rewrites: how many rewrites each pass made.
+        graph: the graph module after all passes, None for "eager".
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        specs: Sequence[AttentionSpec],
+        compile: CompileMode,
+        transparent: bool = True,
+        attention: Choice | None = None,
+        packing_bytes: int = 0,
+        plan_folder: Path | None = None,
+        graph_cache: GraphCache | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.transparent = transparent
+        self.attention = attention
+        self._packing_bytes, self._plan_folder = packing_bytes, plan_folder
+        self._graph_cache = graph_cache
+        self.specs = tuple(specs)
+        self.compile = compile
+        self.num_captures = 0
+        self.num_compiled = 0
+        self.compile_s = 0.0
+        self.rewrites: dict[str, int] = {}
+        self.graph: GraphModule | None = None
+        self._function: Callable[..., Any] | None = None
+        self._sources: list[Source] = []
+        if compile != "eager":
+            self._capture()
+
+    def bind(self, kv_caches: KVCaches) -> Callable[[StepInputs], Tensor]:
+        """A function from a step's inputs to its logits ``[S, V]``, over these caches."""
+        if self._function is None:
+            return lambda inputs: self._run_eagerly(inputs, kv_caches)
+        return BoundGraph(self._function, self._sources, kv_caches)
+
+    def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
+        module = self.loaded.module
+        with attention_implementation(module, ATTENTION_NAME):
+            return forward(module, self.specs, inputs, kv_caches)[0]
+
+    def _capture(self) -> None:
+        if self._graph_cache is not None:
+            traced, is_new = self._graph_cache.get(self.loaded, self.specs)
+        else:
+            traced, is_new = trace(self.loaded, self.specs), True
+        self.num_captures = int(is_new)
+        with torch.inference_mode():
+            self._take(traced)
+
+    def _take(self, traced: Traced) -> None:
+        """Run the passes, keep the graph."""
+        gm = traced.gm
+        context = PassContext(
+            self.loaded.module,
+            traced.constants,
+            self.transparent,
+            self.attention,
+            self._packing_bytes,
+            self._plan_folder,
+        )
+        self.rewrites = run_passes(gm, context, COMMON_PASSES)
+        is_cpu = self.loaded.device.type == "cpu"
+        device_passes = CPU_GRAPH_PASSES if is_cpu else gpu_passes()
+        self.rewrites |= run_passes(gm, context, device_passes)
+        if self.compile == "inductor":
+            begin = time.perf_counter()
+            num_regions, self.num_compiled = compile_regions(gm)
+            self.rewrites["regions"] = num_regions
+            self.compile_s = time.perf_counter() - begin
+        self.graph = gm
+        self._sources = traced.arguments()
+        self._function = gm.forward
+
+
+def capture_model(
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    *,
+    compile: str = "graph",
+    transparent: bool = True,
+    attention: Choice | None = None,
+    packing_bytes: int = 0,
+    plan_folder: Path | None = None,
+    graph_cache: GraphCache | None = None,
+) -> CapturedModel:
+    """Capture a probed model.
+
+    Args:
+        specs: what :func:`.probe.probe_model` returned for it.
+        compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
+            between its products and kernels (:mod:`.regions`); "eager" runs the
+            module itself with our attention.
+        transparent: make a row's bits independent of the rest of the batch.
+        attention: the implementation to call; None leaves it to the ops.
+        packing_bytes: memory that copies of weights may take, in a layout that few rows are
+            multiplied with at half the cost. Later changes of the weights do not reach them.
+        plan_folder: where sweeps of products on a GPU are kept; None keeps none.
+        graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
+            hold, which may have been changed in ways that no key covers.
+
+    Raises:
+        InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
+        UnsupportedModelError: ``forward`` does not trace into one graph.
+    """
+    if compile not in COMPILE_MODES:
+        raise InvalidInputError("compile", compile, f"must be one of {COMPILE_MODES}")
+    if (
+        compile == "inductor"
+        and loaded.device.type == "cpu"
+        and not any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    ):
+        raise InvalidInputError("compile", compile, "needs a C++ compiler (g++ or clang++)")
+    return CapturedModel(
+        loaded,
+        specs,
+        compile,  # type: ignore[arg-type]
+        transparent,
+        attention,
+        packing_bytes,
+        plan_folder,
+        graph_cache,
+    )

@@ -1,0 +1,288 @@
+"""Helpers to recognise structures in a Dynamo graph, and the structure that two passes share.
+
+A match is a statement about values only: it says which nodes compute a known function of which
+sources. Whoever rewrites puts the new call behind all sources, redirects the users of the result
+and lets :func:`erase_unused` remove what nobody reads any more, so a value that is also read
+elsewhere stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from ...kernels.fused.dispatch import NormForm
+from ..passes.context import example
+
+_CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
+_VIEWS = frozenset(
+    {"view", "reshape", "transpose", "squeeze", "unsqueeze", "expand", "split", "chunk", "permute"}
+)
+_IN_PLACE_OPERATORS = frozenset(
+    {
+        "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift",
+        "isub", "itruediv", "ixor", "setitem", "delitem",
+    }
+)  # fmt: skip
+
+
+def calls(node: object, *names: str) -> TypeGuard[Any]:
+    """Does ``node`` call a function, operator or method of one of these names?
+
+    To a type checker it is anything then: arguments of nodes have no useful type.
+    """
+    if not isinstance(node, Node):
+        return False
+    if node.op == "call_method":
+        return node.target in names
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in names
+
+
+def tensor_of(node: object) -> Tensor | None:
+    """The fake tensor recorded for ``node``, or None."""
+    value = example(node) if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def shape_of(node: object) -> tuple[str, ...] | None:
+    """Sizes as text: comparing symbols themselves would add guards to the capture."""
+    tensor = tensor_of(node)
+    return None if tensor is None else tuple(str(size) for size in tensor.shape)
+
+
+def dtype_of(node: object) -> torch.dtype | None:
+    """The dtype recorded for ``node``, or None."""
+    tensor = tensor_of(node)
+    return None if tensor is None else tensor.dtype
+
+
+def last_size(node: object) -> int | None:
+    """The last size of ``node`` if it is known and fixed."""
+    tensor = tensor_of(node)
+    if tensor is None or not tensor.dim() or not isinstance(tensor.shape[-1], int):
+        return None
+    return tensor.shape[-1]
+
+
+def operands(node: Node) -> tuple[Node, Node] | None:
+    """Both operands of a call with exactly two, both of them nodes."""
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    left, right = node.args
+    return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
+
+
+def other_operand(node: Node, known: Node) -> Node | None:
+    """The operand of a two-operand call that is not ``known``."""
+    pair = operands(node)
+    if pair is None or known not in pair:
+        return None
+    return pair[1] if pair[0] is known else pair[0]
+
+
+def only_user(node: Node) -> Node | None:
+    """The only node that reads ``node``, if there is exactly one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def cast_source(node: object) -> Node | None:
+    """What ``node`` converts to another dtype, if that is all it does."""
+    if not calls(node, *_CASTS) or node.op != "call_method":
+        return None
+    source = node.args[0]
+    before, after = tensor_of(source), tensor_of(node)
+    if before is None or after is None or before.device != after.device:
+        return None
+    return source
+
+
+def last_dim_slice(node: object) -> tuple[Node, int, int] | None:
+    """(source, begin, end) if ``node`` is a contiguous slice of ``source`` in its last dim."""
+    if not calls(node, "getitem"):
+        return None
+    source, index = node.args
+    if isinstance(index, tuple):
+        size = last_size(source)
+        if size is None or len(index) != 2 or index[0] is not Ellipsis:
+            return None
+        part = index[1]
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            return None
+        if not all(bound is None or isinstance(bound, int) for bound in (part.start, part.stop)):
+            return None
+        begin, end, _ = part.indices(size)
+        return source, begin, max(begin, end)
+    if calls(source, "chunk") and isinstance(index, int):
+        whole, size = source.args[0], last_size(source.args[0])
+        count = {**dict(zip(("", "chunks", "dim"), source.args, strict=False)), **source.kwargs}
+        tensor = tensor_of(whole)
+        if size is None or tensor is None or count.get("dim") not in (-1, tensor.dim() - 1):
+            return None
+        if not isinstance(count.get("chunks"), int) or size % count["chunks"]:
+            return None
+        width = size // count["chunks"]
+        return whole, index * width, (index + 1) * width
+    return None
+
+
+def written_nodes(graph: Graph) -> set[Node]:
+    """Nodes whose memory some call of the graph may change in place, and all views of it.
+
+    Operators of ours that write do so into the KV caches only, which no pattern reads.
+    """
+    written: set[Node] = set()
+    stack = [
+        node.args[0]
+        for node in graph.nodes
+        if node.op in ("call_method", "call_function") and node.args and _is_in_place(node)
+    ]
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, Node) or node in written:
+            continue
+        written.add(node)
+        if _is_view(node):
+            stack.append(node.args[0])
+        stack.extend(user for user in node.users if _is_view(user) and user.args[0] is node)
+    return written
+
+
+def _is_in_place(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in _IN_PLACE_OPERATORS or node.kwargs.get("inplace") or "out" in node.kwargs:
+        return True
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _is_view(node: Node) -> bool:
+    # Conversions and contiguous() return their argument itself when there is nothing to do.
+    if calls(node, *_VIEWS, *_CASTS, "contiguous", "detach"):
+        return True
+    if not calls(node, "getitem"):
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return not any(isinstance(part, Node | list) for part in index)
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    """Where each node stands in the graph."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erase those of ``nodes`` that nobody reads (any more), users before sources."""
+    order = positions(graph)
+    for node in sorted(set(nodes) & order.keys(), key=order.__getitem__, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """``output`` is the RMSNorm of ``source`` over its last dim.
+
+    Attributes:
+        nodes: all that was computed between the two, ``output`` included.
+    """
+
+    source: Node
+    weight: Node
+    eps: float
+    form: NormForm
+    output: Node
+    nodes: tuple[Node, ...]
+
+
+def rms_norms(gm: GraphModule) -> Iterator[RmsNorm]:
+    """Every RMSNorm of the graph, as Hugging Face's models spell it, in the order of the graph.
+
+    ::
+
+        x32 = x.to(float32)
+        y = x32 * rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+        rounded:  weight * y.to(dtype)
+        wide:     (weight * y).to(dtype)
+        plus_one: (y * (1.0 + weight.float())).to(dtype)
+    """
+    written = written_nodes(gm.graph)
+    for node in gm.graph.nodes:
+        if calls(node, "rsqrt"):
+            norm = _rms_norm(node)
+            if norm is not None and written.isdisjoint({norm.source, *norm.nodes}):
+                yield norm
+
+
+def _rms_norm(rsqrt: Any) -> RmsNorm | None:
+    added = rsqrt.args[0]
+    if len(rsqrt.args) != 1 or not calls(added, "add") or len(added.args) != 2 or added.kwargs:
+        return None
+    mean, eps = added.args
+    if not isinstance(eps, float) or not calls(mean, "mean"):
+        return None
+    found = {**dict(zip(("", "dim", "keepdim"), mean.args, strict=False)), **mean.kwargs}
+    square = mean.args[0]
+    if found != {"": square, "dim": -1, "keepdim": True}:
+        return None
+    if not calls(square, "pow") or square.args[1:] != (2,) or square.kwargs:
+        return None
+    wide = square.args[0]
+    product = only_user(rsqrt)
+    if product is None or not calls(product, "mul") or other_operand(product, rsqrt) is not wide:
+        return None
+    source: Any = cast_source(wide) or wide
+    if dtype_of(wide) != torch.float32 or last_size(source) is None:
+        return None
+    # A conversion before the norm is part of it only if it comes from the dtype of the result.
+    scaled = _scaled(product, source) or (_scaled(product, wide) if source is not wide else None)
+    if scaled is None:
+        return None
+    source, weight, form, after = scaled
+    before = {wide} - {source}
+    nodes = (*before, square, mean, added, rsqrt, product, *after)
+    return RmsNorm(source, weight, eps, form, after[-1], nodes)
+
+
+def _scaled(product: Node, source: Any) -> tuple[Any, Any, NormForm, list[Node]] | None:
+    """From the normalised float32 value to the result: (source, weight, form, nodes passed)."""
+    dtype = dtype_of(source)
+    step = only_user(product)
+    if step is None:
+        return None
+    if cast_source(step) is product:
+        result = only_user(step)
+        if dtype_of(step) != dtype or result is None or not calls(result, "mul"):
+            return None
+        weight = other_operand(result, step)
+        if not _is_weight(weight, source) or dtype_of(result) != dtype:
+            return None
+        return source, weight, "rounded", [step, result]
+    if not calls(step, "mul"):
+        return None
+    factor: Any = other_operand(step, product)
+    nodes: list[Node] = [step]
+    form: NormForm = "wide"
+    if calls(factor, "add") and factor.args[0] in (1, 1.0) and len(factor.args) == 2:
+        wide_weight = factor.args[1]
+        nodes, form = [factor, step], "plus_one"
+        factor = cast_source(wide_weight) or wide_weight
+        nodes = nodes if factor is wide_weight else [wide_weight, *nodes]
+    if not _is_weight(factor, source) or dtype_of(step) != torch.float32:
+        return None
+    if dtype != torch.float32:
+        result = only_user(step)
+        if result is None or cast_source(result) is not step or dtype_of(result) != dtype:
+            return None
+        nodes = [*nodes, result]
+    return source, factor, form, nodes
+
+
+def _is_weight(node: Node | None, source: Node) -> bool:
+    """A vector of the width and dtype of ``source`` that is there from the beginning."""
+    if node is None or node.op != "placeholder":
+        return False
+    return shape_of(node) == (str(last_size(source)),) and dtype_of(node) == dtype_of(source)

@@ -1,0 +1,274 @@
+"""Compiles a graph with Inductor piece by piece, each distinct piece once.
+
+Matrix products, attention and our own kernels are calls that Inductor cannot look into. What lies
+between two of them (norms, activations, residual sums, rotary embedding) is a *region*. The layers
+of a model are alike, so its regions are too, up to the weights they read: those are inputs, and a
+28-layer model needs about as many compilations as a 2-layer one. The graph around the regions is
+run as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from ..passes.context import example
+from .compile_region import Compiler, inductor, is_on_cpu
+
+_PRODUCTS = frozenset(
+    {
+        torch.nn.functional.linear,
+        torch._C._nn.linear,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.baddbmm,
+        operator.matmul,
+        "matmul",
+        "mm",
+        "bmm",
+    }
+)
+_PRODUCT_NAMES = ("grouped_mm", "scaled_mm", "_grouped_linear")
+# They make no new tensor: not worth a compiled region of their own.
+_VIEWS = frozenset(
+    {
+        "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk",
+        "expand", "t", "size", "flatten", "unflatten", "unbind", "contiguous",
+    }
+)  # fmt: skip
+# They move numbers: one kernel each, compiled or not.
+_COPIES = frozenset({torch.nn.functional.embedding, operator.getitem})
+
+
+def is_opaque(node: Node) -> bool:
+    """Is ``node`` a call that Inductor would only pass on (a product, or a kernel of ours)?"""
+    if node.op == "call_method":
+        return node.target in _PRODUCTS
+    if node.op != "call_function":
+        return node.op in ("call_module", "get_attr")
+    if node.target in _PRODUCTS:
+        return True
+    name = getattr(node.target, "__name__", "")
+    if any(part in name for part in _PRODUCT_NAMES):
+        return True
+    module = getattr(node.target, "__module__", None) or ""
+    if module.startswith("pagespec"):
+        return True
+    return str(node.target).startswith("pagespec.")
+
+
+def _is_view(node: Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _VIEWS
+    if node.target is operator.getitem:
+        index = node.args[1]
+        # Indexing by a tensor makes a new one.
+        return not any(isinstance(part, Node) and _is_tensor(part) for part in _flat(index))
+    # Arithmetic on sizes.
+    return not _is_tensor(node) and isinstance(example(node), (int, torch.SymInt))
+
+
+def _flat(value: object) -> Iterator[object]:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, slice):
+        yield from _flat((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(example(node), Tensor)
+
+
+@dataclass(slots=True)
+class Region:
+    """Consecutive nodes to be compiled together, in order.
+
+    Attributes:
+        behind: views of what they compute that only the outside reads.
+    """
+
+    nodes: list[Node]
+    behind: list[Node] = field(default_factory=list)
+
+    # Asked for when the regions before are replaced already, which changes what this one reads.
+    @property
+    def inputs(self) -> list[Node]:
+        """Nodes outside whose results they read, and the sizes that those do not show."""
+        inside = set(self.nodes)
+        read = dict.fromkeys(
+            n for node in self.nodes for n in node.all_input_nodes if n not in inside
+        )
+        shown: set[str] = set()
+        hidden: set[str] = set()
+        for value in map(example, read):
+            if isinstance(value, torch.SymInt):
+                shown.add(str(value))
+            elif isinstance(value, Tensor):
+                shown.update(str(size) for size in value.shape)
+                for size in (*value.shape, *value.stride()):
+                    if isinstance(size, torch.SymInt):
+                        hidden.update(str(symbol) for symbol in size.node.expr.free_symbols)
+        # Inductor finds s in a size s, not in 2 * s.
+        for node in self.nodes[0].graph.nodes:
+            if not hidden - shown or node.op != "placeholder":
+                break
+            if str(example(node)) in hidden - shown:
+                read[node] = None
+                shown.add(str(example(node)))
+        return list(read)
+
+    @property
+    def outputs(self) -> list[Node]:
+        """Nodes of their own whose results are read outside."""
+        inside = set(self.nodes)
+        return [n for n in self.nodes if any(user not in inside for user in n.users)]
+
+
+def find_regions(graph: Graph) -> list[Region]:
+    """The regions of a graph: maximal runs of nodes between opaque ones, without the views at
+    their ends, and only those that compute something: more than one operation, on a CPU, and more
+    than one copy anywhere."""
+    regions: list[Region] = []
+    run: list[Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or is_opaque(node):
+            regions.append(Region(run))
+            run = []
+        else:
+            run.append(node)
+    regions.append(Region(run))
+    found = []
+    for region in regions:
+        _drop_views_at_ends(region)
+        if _is_worth_it(region) and all(_is_tensor(node) for node in region.outputs):
+            found.append(region)
+    return found
+
+
+def _is_worth_it(region: Region) -> bool:
+    operations = [node for node in region.nodes if not _is_view(node)]
+    if len(operations) != 1:
+        return bool(operations)
+    # On a CPU a region's call costs about what one small operation costs by itself.
+    return not is_on_cpu([example(n) for n in region.nodes]) and operations[0].target not in _COPIES
+
+
+def _drop_views_at_ends(region: Region) -> None:
+    """Views whose results only the outside reads, or that read only the outside, stay outside."""
+    inside = set(region.nodes)
+    for node in reversed(region.nodes):
+        if _is_view(node) and not any(user in inside for user in node.users):
+            inside.discard(node)
+            region.behind.insert(0, node)
+    for node in region.nodes:
+        # A size, or a part of a split: what reads it in the region takes it as an input.
+        if node in inside and _is_view(node) and not any(n in inside for n in node.all_input_nodes):
+            inside.discard(node)
+    region.nodes = [node for node in region.nodes if node in inside]
+
+
+def _signature(region: Region) -> tuple[object, ...]:
+    """Equal for regions that compute the same function of their inputs."""
+    numbers = {node: i for i, node in enumerate([*region.inputs, *region.nodes])}
+    outputs = region.outputs
+    symbols: dict[str, int] = {}
+
+    def of_size(size: object) -> object:
+        if isinstance(size, int):
+            return size
+        return ("s", symbols.setdefault(str(size), len(symbols)))
+
+    def of_value(value: object) -> object:
+        if isinstance(value, Tensor):
+            shape = tuple(of_size(s) for s in value.shape)
+            stride = tuple(of_size(s) for s in value.stride())
+            return (shape, stride, value.dtype, value.device)
+        if isinstance(value, (torch.SymInt, int)):
+            return of_size(value)
+        return repr(value)
+
+    def of_argument(value: object) -> object:
+        if isinstance(value, Node):
+            return ("n", numbers[value])
+        if isinstance(value, (tuple, list)):
+            return (type(value).__name__, *(of_argument(part) for part in value))
+        if isinstance(value, dict):
+            return tuple((key, of_argument(part)) for key, part in value.items())
+        if isinstance(value, slice):
+            return ("slice", *(of_argument(p) for p in (value.start, value.stop, value.step)))
+        return repr(value)
+
+    inputs = tuple(of_value(example(node)) for node in region.inputs)
+    body = tuple(
+        (node.op, str(node.target), of_argument(node.args), of_argument(node.kwargs))
+        for node in region.nodes
+    )
+    return inputs, body, tuple(numbers[node] for node in outputs)
+
+
+def _extract(region: Region) -> GraphModule:
+    """The region as a function of its inputs that returns a tuple of its outputs."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for i, node in enumerate(region.inputs):
+        copy = graph.placeholder(f"input_{i}")
+        copy.meta = dict(node.meta)
+        copies[node] = copy
+    for node in region.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[node] for node in region.outputs))
+    return GraphModule({}, graph)
+
+
+def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int, int]:
+    """Replace each region of ``gm`` by one call of its compiled form.
+
+    Returns:
+        (regions replaced, distinct ones compiled).
+    """
+    compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
+    regions = find_regions(gm.graph)
+    for region in regions:
+        signature = _signature(region)
+        function = compiled.get(signature)
+        if function is None:
+            fakes = [example(node) for node in region.inputs]
+            function = compiled[signature] = compiler(_extract(region), fakes)
+        _replace(gm.graph, region, function, list(compiled).index(signature))
+    gm.graph.lint()
+    gm.recompile()
+    return len(regions), len(compiled)
+
+
+def _replace(graph: Graph, region: Region, function: Callable[..., Any], number: int) -> None:
+    def call(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    call.__name__ = call.__qualname__ = f"region_{number}"
+    inputs, outputs = region.inputs, region.outputs
+    last = region.nodes[-1]
+    with graph.inserting_after(last):
+        result = graph.call_function(call, tuple(inputs))
+    after = result
+    for place, node in enumerate(outputs):
+        with graph.inserting_after(after):
+            part = graph.call_function(operator.getitem, (result, place))
+        part.meta["example_value"] = example(node)
+        after = part
+        node.replace_all_uses_with(part)
+    for node in region.behind:
+        after.append(node)
+        after = node
+    for node in reversed(region.nodes):
+        graph.erase_node(node)

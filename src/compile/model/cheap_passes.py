@@ -1,0 +1,197 @@
+"""Makes a model's passes cheap by leaving out what cannot make a token depend on another.
+
+- Of layers that are alike in classes, attributes and the shapes of their weights, and whose
+  attention calls are alike, one is run: they are the same code at the same sizes.
+- Products with a weight see one row at a time. Others that do take their place, of the same shape
+  and at the price of an addition.
+- The head is left out: what it would be given is what passes return.
+
+A model that does not bear this is run as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import UnsupportedModelError
+from ..capture.few_layers import describe_layer, find_layers
+from ..passes.grouped import NAMES as GROUPED_NAMES
+from .attention import AttentionSpec
+from .load import LoadedModel
+from .probe_pass import ProbePass
+from .thresholds import PassCost
+
+# A multiplication within a product takes this part of the time in which a number is written.
+_PRODUCTS_PER_NUMBER = 32
+
+
+@contextmanager
+def cheap_passes(
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    probe_pass: ProbePass,
+    base: tuple[Tensor, Tensor],
+) -> Iterator[PassCost]:
+    """In the block, passes of the model are cheap where it bears that.
+
+    Args:
+        base: ids and positions to try a pass with.
+    """
+    module = loaded.module
+    with ExitStack() as stack:
+        stack.enter_context(_skipped(twins(module, specs)))
+        stack.enter_context(_forward_of(module.get_output_embeddings(), lambda x: x))
+        stack.enter_context(_CheapProducts())
+        try:
+            with probe_pass.stand_in():
+                results = probe_pass.results(*base)
+            is_cheap = all(bool(x.isfinite().all()) for x in results)
+        except UnsupportedModelError:
+            is_cheap = False
+        if not is_cheap:
+            stack.close()
+        yield _cost(probe_pass, base)
+
+
+def _cost(probe_pass: ProbePass, base: tuple[Tensor, Tensor]) -> PassCost:
+    """Counted in two passes of different lengths, so that what weights alone cost drops out."""
+    counts = []
+    for repeats in (1, 2):
+        with probe_pass.stand_in(), _Counting() as counting:
+            probe_pass.results(base[0].repeat(repeats), base[1].repeat(repeats))
+        counts.append(counting)
+    more = counts[1].numbers - counts[0].numbers
+    return PassCost(counts[0].operations, max(1, more // len(base[0])))
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operations, and the numbers they write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.numbers = 0
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        if isinstance(result, Tensor):
+            self.numbers += result.numel()
+            factor = _first_factor(func, args)
+            if factor is not None:
+                self.numbers += result.numel() * factor.shape[-1] // _PRODUCTS_PER_NUMBER
+        return result
+
+
+def _first_factor(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """The first matrix of a product of matrices."""
+    name = func.overloadpacket.__name__
+    if name in ("mm", "bmm", "matmul", "linear", *GROUPED_NAMES):
+        return args[0]  # type: ignore[no-any-return]
+    if name in ("addmm", "baddbmm"):
+        return args[1]  # type: ignore[no-any-return]
+    return None
+
+
+class _CheapProducts(TorchFunctionMode):
+    """Each output of a product with a weight is a sum of few inputs of its row, with factors that
+    are the weight's own, so that projections of one input differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._factors: dict[tuple[int, int], Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            x, weight, bias = operands["input"], operands["weight"], operands.get("bias")
+            out = self._mixed(x, weight, weight.shape[0])
+            return out if bias is None else out + bias
+        if getattr(func, "__name__", "").split(".")[0] in GROUPED_NAMES:
+            operands = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+            weight = operands["weight"]
+            return self._mixed(operands["input"], weight, weight.shape[-1])
+        return func(*args, **kwargs)
+
+    def _mixed(self, x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
+        num_inputs = x.shape[-1]
+        key = weight.data_ptr(), num_outputs
+        if key not in self._factors:
+            turn = 1.0 + 0.37 * len(self._factors)
+            factors = torch.cos(turn * torch.arange(num_outputs, device=x.device)) * 1.4
+            self._factors[key] = factors.to(x.dtype)
+        if num_outputs < num_inputs:
+            num_terms = -(-num_inputs // num_outputs)
+            padded = F.pad(x, (0, num_terms * num_outputs - num_inputs))
+            x = padded.unflatten(-1, (num_terms, num_outputs)).sum(-2) * num_terms**-0.5
+        elif num_outputs > num_inputs:
+            x = x[..., torch.arange(num_outputs, device=x.device) % num_inputs]
+        return x * self._factors[key]
+
+
+def twins(module: nn.Module, specs: Sequence[AttentionSpec]) -> dict[nn.Module, nn.Module]:
+    """Each layer that is like an earlier one, and the first of its like."""
+    found = find_layers(module, len(specs))
+    firsts: list[tuple[Any, nn.Module]] = []
+    later: dict[nn.Module, nn.Module] = {}
+    for layer, spec in zip(found[1] if found else (), specs, strict=False):
+        form = describe_layer(layer), replace(spec, call=0)
+        first = next((other for known, other in firsts if known == form), None)
+        if first is None:
+            firsts.append((form, layer))
+        else:
+            later[layer] = first
+    return later
+
+
+@contextmanager
+def _skipped(firsts: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
+    """In the block, layers with a twin hand on what they are given, in the form that the twin
+    returned it in."""
+    returned: dict[nn.Module, Any] = {}
+
+    def remember(layer: nn.Module, _inputs: Any, output: Any) -> None:
+        returned[layer] = output
+
+    def skip(first: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            output = returned[first]
+            return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+        return forward
+
+    with ExitStack() as stack:
+        for first in dict.fromkeys(firsts.values()):
+            stack.callback(first.register_forward_hook(remember).remove)
+        for layer, first in firsts.items():
+            stack.enter_context(_forward_of(layer, skip(first)))
+        yield
+
+
+@contextmanager
+def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """In the block, calls of the module call the function."""
+    before = vars(module).get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

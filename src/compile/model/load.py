@@ -1,0 +1,255 @@
+"""From a folder, a hub id, a GGUF file or a built model to a module ready for the probe."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ...engine.validation import path_of
+from ...errors import InvalidInputError, UnsupportedModelError
+from .gguf import converted_folder
+from .refusal import cause, refusing
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_LOAD_FORMATS = ("auto", "dummy")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device.
+
+    Attributes:
+        tokenizer: None if the model came without one.
+        eos_token_ids: the tokens that end generation, from the generation config, else the config.
+        vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
+        max_position_embeddings: the longest context the model was made for, in tokens.
+    """
+
+    module: PreTrainedModel
+    config: PreTrainedConfig
+    tokenizer: Any | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_position_embeddings: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and KV caches."""
+        return self.module.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @property
+    def architecture(self) -> str:
+        return type(self.module).__name__
+
+
+def load_model(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: str = "auto",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> LoadedModel:
+    """Load a causal language model.
+
+    Args:
+        model: a local folder, a hub id, a ``.gguf`` file, or a model already built (then it is
+            used as it is, and dtype applies only if it is not "auto").
+        dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is float32 on CPU and what the
+            config says elsewhere.
+        load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
+        cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
+            ``~/.cache/pagespec``.
+
+    Raises:
+        InvalidInputError: nothing there, no config, no or incomplete weights, a file that is
+            damaged, unknown dtype.
+        UnsupportedModelError: an architecture transformers has no causal language model for.
+    """
+    device = torch.device(device)
+    torch_dtype = _resolved_dtype(dtype)
+    if load_format not in _LOAD_FORMATS:
+        raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
+    if isinstance(model, PreTrainedModel):
+        given: Any = model
+        module: PreTrainedModel = given.to(device).eval()
+        if torch_dtype is not None:
+            _cast(module, torch_dtype)
+        return _described(module, tokenizer=None)
+
+    name = path_of(model)
+    if name is None:
+        raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
+    source = _resolved_source(name, cache_dir)
+    with refusing(name, "must have a readable config.json"):
+        try:
+            config = AutoConfig.from_pretrained(source)
+        except (ValueError, KeyError) as error:
+            if "model type" in str(error) or "model_type" in str(error):
+                raise UnsupportedModelError(f"{name}: {cause(error)}") from error
+            raise
+    if torch_dtype is None:
+        text_config = config.get_text_config(decoder=True)
+        configured = text_config.dtype or config.dtype or torch.bfloat16
+        torch_dtype = torch.float32 if device.type == "cpu" else configured
+    module = _built(source, name, config, torch_dtype, load_format, device)
+    return _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
+
+
+def _cast(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """As ``module.to(dtype)``, but buffers that no checkpoint holds stay what they are: rotary
+    frequencies are float32 in a model of any dtype, and rounded they shift every position."""
+    saved = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point() and id(tensor) in saved and tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+
+
+def _resolved_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
+        return dtype
+    if dtype == "auto":
+        return None
+    if isinstance(dtype, str) and dtype in _DTYPES:
+        return _DTYPES[dtype]
+    raise InvalidInputError("dtype", dtype, f"must be 'auto' or one of {sorted(_DTYPES)}")
+
+
+def _resolved_source(name: str, cache_dir: str | os.PathLike[str] | None) -> str:
+    """A folder or a hub id that transformers reads."""
+    # os.path answers False where Path raises, over a name that is too long.
+    if name.endswith(".gguf"):
+        if not os.path.isfile(name):
+            raise InvalidInputError("model", name, "must be an existing .gguf file")
+        return str(converted_folder(Path(name), cache_dir))
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            raise InvalidInputError("model", name, "must be a folder with a config.json")
+        return name
+    if os.path.exists(name):
+        raise InvalidInputError("model", name, "must be a folder, a .gguf file or a hub id")
+    if name.count("/") > 1 or name.startswith((".", "~", "/")) or not name:
+        raise InvalidInputError("model", name, "must be an existing folder or .gguf file")
+    return name
+
+
+def _built(
+    source: str,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    load_format: str,
+    device: torch.device,
+) -> PreTrainedModel:
+    is_dummy = load_format == "dummy"
+    limit = "must have a config.json" if is_dummy else "must have weights"
+    with refusing(name, f"{limit} that a model can be built from"):
+        try:
+            if is_dummy:
+                return _dummy(config, dtype, device)
+            return _read(source, name, config, dtype, device)
+        except ValueError as error:
+            if "Unrecognized configuration class" in str(error):
+                kind = type(config).__name__
+                raise UnsupportedModelError(
+                    f"{name}: transformers has no causal language model for {kind}"
+                ) from error
+            raise
+
+
+def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    devices = [device] if device.type == "cuda" else []
+    # Made where they will be: a CPU takes minutes over the random numbers of a large model.
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(0)
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return module
+
+
+def _read(
+    source: str, name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    # With accelerate, the weights go straight from the file to the device.
+    has_accelerate = importlib.util.find_spec("accelerate") is not None
+    is_direct = device.type == "cuda" and has_accelerate
+    result: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        # Not to go on with them, but to name them below.
+        ignore_mismatched_sizes=True,
+        device_map={"": device} if is_direct else None,
+    )
+    module: PreTrainedModel = result[0]
+    # Transformers would go on with random weights for these.
+    for what, keys in (
+        ("are missing", result[1]["missing_keys"]),
+        ("have other shapes than config.json says", result[1]["mismatched_keys"]),
+    ):
+        if keys:
+            first = sorted(map(str, keys))[:3]
+            raise InvalidInputError(
+                "model", name, f"must have all weights; {len(keys)} {what}: {first}"
+            )
+    return module
+
+
+def _tokenizer(source: str, name: str) -> Any | None:
+    folder = Path(source)
+    is_local = folder.is_dir()
+    if is_local and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        return None
+    with refusing(name, "must have a tokenizer that can be read, or none"):
+        try:
+            # Without clean-up decoding is lossless, and text can be cut and joined anywhere.
+            return AutoTokenizer.from_pretrained(source, clean_up_tokenization_spaces=False)
+        except (OSError, ValueError):
+            if is_local:
+                raise
+            return None  # how the hub says that there is none
+
+
+def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
+    config = module.config
+    text_config = config.get_text_config(decoder=True)
+    generation_config = getattr(module, "generation_config", None)
+    eos = getattr(generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text_config, "eos_token_id", None)
+    ids = [] if eos is None else eos if isinstance(eos, (list, tuple)) else [eos]
+    if not all(type(token_id) is int for token_id in ids):
+        raise InvalidInputError("eos_token_id", eos, "must be a token id, or a list of them")
+    head = module.get_output_embeddings()
+    if head is None or not hasattr(text_config, "vocab_size"):
+        raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: its config gives no max_position_embeddings"
+        )
+    return LoadedModel(
+        module, config, tokenizer, frozenset(ids), int(text_config.vocab_size), limit
+    )

@@ -1,0 +1,267 @@
+"""The eager probe: run the model on stand-in attention and see what its attention needs.
+
+No KV cache and no graph. On eight tokens, with the whole model:
+
+1. *record*: every attention call in order, its shapes, scale, softcap, sinks, and the window,
+   read off the mask closure that reaches this very call;
+2. *poison*: with an attention that mixes no tokens, NaN in one token's embedding must reach no
+   other token's logits. So nothing else mixes tokens: no recurrence, convolution, token shift, or
+   attention that bypasses the interface. NaN shows however small the weights are;
+3. *permute*: the packed tokens in another order must give the same queries, keys, values and
+   logits in that order, so explicit position ids are followed.
+
+Then on as many tokens, and at positions as far, as it takes to pass the numbers in the config at
+which a model could begin to behave otherwise (:mod:`.reach_probe`).
+
+Each refusal names the architecture and the reason: a wrong guess here would be silently wrong
+tokens later.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import InvalidInputError, UnsupportedModelError
+from .attention import METADATA_KWARGS, AttentionSpec
+from .load import LoadedModel
+from .masks import MaskFunction, window_of_mask
+from .probe_pass import ProbePass, all_same, local_attention, registered
+from .reach_probe import check_reach
+from .thresholds import ReachPlan
+
+_NUM_PROBE_TOKENS = 8
+_REFUSED_ROPE_TYPES = ("dynamic", "longrope")
+# Tensor arguments whose meaning is known; any other would be dropped silently.
+_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", *METADATA_KWARGS})
+# Numbers whose meaning is known. Flags (bool), strings and None carry no numerics.
+_KNOWN_NUMBER_KWARGS = frozenset({"scaling", "dropout", "softcap", "sliding_window", "layer_idx"})
+
+
+class _Recorder:
+    """The attention and mask functions of the first run, and what they saw."""
+
+    def __init__(self, architecture: str, slot_mapping: Tensor) -> None:
+        self.architecture = architecture
+        self.slot_mapping = slot_mapping
+        self.masks: list[tuple[Tensor, MaskFunction]] = []
+        self.windows: dict[tuple[int, int], int | None] = {}
+        self.modules: list[nn.Module] = []
+        self.specs: list[AttentionSpec] = []
+
+    def refuse(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.architecture}: {reason}")
+
+    def mask(self, *_: Any, mask_function: MaskFunction, **kwargs: Any) -> Tensor:
+        q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
+        # One number in memory: thousands of tokens have no room for their square.
+        marker = torch.zeros(1, 1, 1, 1, device=kwargs.get("device"))
+        marker = marker.expand(1, 1, int(q_length), int(kv_length))
+        self.masks.append((marker, mask_function))
+        return marker
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        for name, argument in kwargs.items():
+            self._check_kwarg(name, argument)
+        if kwargs.get("slot_mapping") is not self.slot_mapping:
+            raise self.refuse("does not hand keyword arguments down to its attention")
+        if any(module is seen for seen in self.modules):
+            raise self.refuse(f"calls {type(module).__name__} more than once per forward pass")
+        if query.dim() != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+            raise self.refuse(f"attention over shapes {tuple(query.shape)}, {tuple(key.shape)}")
+        num_q_heads, num_kv_heads = query.shape[1], key.shape[1]
+        if num_q_heads % num_kv_heads or value.shape[1] != num_kv_heads:
+            raise self.refuse(f"{num_q_heads} query heads over {num_kv_heads} KV heads")
+        sinks = kwargs.get("s_aux")
+        if sinks is not None and tuple(sinks.shape) != (num_q_heads,):
+            raise self.refuse(f"sinks of shape {tuple(sinks.shape)} for {num_q_heads} heads")
+        self.modules.append(module)
+        self.specs.append(
+            AttentionSpec(
+                call=len(self.specs),
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                k_dim=key.shape[3],
+                v_dim=value.shape[3],
+                scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
+                window=self._window(module, attention_mask, num_q_heads, kwargs),
+                softcap=float(kwargs.get("softcap") or 0.0),
+                has_sinks=sinks is not None,
+            )
+        )
+        return local_attention(query, key, value), None
+
+    def _check_kwarg(self, name: str, argument: Any) -> None:
+        if isinstance(argument, Tensor) and name not in _KNOWN_TENSOR_KWARGS:
+            raise self.refuse(f"its attention takes the tensor {name!r}, which is not known here")
+        is_number = isinstance(argument, (int, float)) and not isinstance(argument, bool)
+        if is_number and name not in _KNOWN_NUMBER_KWARGS:
+            raise self.refuse(f"its attention takes {name} = {argument}, which is not known here")
+
+    def _window(
+        self, module: nn.Module, mask: Tensor | None, num_heads: int, kwargs: dict[str, Any]
+    ) -> int:
+        if mask is None:
+            # As transformers' own sdpa function decides.
+            causal = kwargs.get("is_causal")
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            if not causal or kwargs.get("sliding_window"):
+                raise self.refuse("attention without a mask that is not plainly causal")
+            return 0
+        for marker, mask_function in self.masks:
+            if marker is mask:
+                key = (id(marker), num_heads)
+                if key not in self.windows:
+                    self.windows[key] = window_of_mask(mask_function, num_heads)
+                window = self.windows[key]
+                if window is None:
+                    raise self.refuse("its mask is neither causal nor a causal sliding window")
+                return window
+        raise self.refuse("its attention adds a bias or a mask of its own")
+
+
+def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
+    """Find what each attention call of the model needs, or refuse the model.
+
+    Sets ``pagespec_call``, the call's number, on each attention module; changes nothing else.
+
+    Returns:
+        One spec an attention call, in order of execution.
+
+    Raises:
+        UnsupportedModelError: something the kernels would not compute exactly.
+        InvalidInputError: a weight with NaN or infinity in it.
+    """
+    return probe_with_reach(loaded)[0]
+
+
+def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPlan]:
+    """:func:`probe_model`, and the lengths and positions at which it looked."""
+    _check_statically(loaded)
+    device = loaded.device
+    probe_pass = ProbePass(loaded)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, loaded.vocab_size, (_NUM_PROBE_TOKENS,), generator=generator).to(device)
+    # Two packed rows that start at different positions.
+    half, limit = _NUM_PROBE_TOKENS // 2, loaded.max_position_embeddings
+    if limit < half:
+        raise UnsupportedModelError(
+            f"{loaded.architecture}: max_position_embeddings = {limit}, must be at least {half}"
+        )
+    positions = torch.cat([torch.arange(half), torch.arange(half) + min(5, limit - half)])
+    base = ids, positions.to(device)
+    with torch.inference_mode():
+        recorder = _record(loaded, probe_pass, ids)
+        _check_calls(loaded, recorder)
+        _check_token_independence(loaded, probe_pass, base)
+        for spec, attention_module in zip(recorder.specs, recorder.modules, strict=True):
+            attention_module.pagespec_call = spec.call  # type: ignore[assignment]
+
+        def check_calls_again(ids: Tensor) -> None:
+            of_calls = dict(zip(recorder.modules, recorder.specs, strict=True))
+            again = _record(loaded, probe_pass, ids, f": with {len(ids)} tokens in a pass")
+            for module, spec in zip(again.modules, again.specs, strict=True):
+                for field, before in asdict(of_calls[module]).items():
+                    now = getattr(spec, field)
+                    if field != "call" and now != before:
+                        raise again.refuse(f"its attention has {field} = {now}, not {before}")
+
+        reach = check_reach(loaded, recorder.specs, probe_pass, base, check_calls_again)
+    return recorder.specs, reach
+
+
+def _record(loaded: LoadedModel, probe_pass: ProbePass, ids: Tensor, where: str = "") -> _Recorder:
+    """The attention calls of a pass of tokens at consecutive positions, in order."""
+    recorder = _Recorder(loaded.architecture + where, probe_pass.slot_mapping)
+    rows = torch.tensor([1, len(ids) - 1, 1], device=ids.device)
+    with registered(loaded.module, recorder.attention, recorder.mask):
+        probe_pass.logits(ids, torch.arange(len(ids), device=ids.device), rows)
+    return recorder
+
+
+def _check_statically(loaded: LoadedModel) -> None:
+    module, config, name = loaded.module, loaded.config, loaded.architecture
+    parameters = inspect.signature(module.forward).parameters
+    for needed in ("input_ids", "position_ids", "logits_to_keep"):
+        if needed not in parameters:
+            raise UnsupportedModelError(f"{name}: its forward takes no {needed}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name}: it is an encoder-decoder model")
+    text_config = config.get_text_config(decoder=True)
+    if getattr(text_config, "alibi", False):
+        raise UnsupportedModelError(f"{name}: it uses alibi position biases")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for parameters_of_type in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        rope_type = parameters_of_type.get("rope_type")
+        if rope_type in _REFUSED_ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"{name}: rope type {rope_type!r} depends on the longest position of the batch"
+            )
+
+
+def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
+    expected = loaded.config.get_text_config(decoder=True).num_hidden_layers
+    if len(recorder.specs) != expected:
+        raise recorder.refuse(
+            f"{len(recorder.specs)} attention calls through AttentionInterface in {expected} layers"
+        )
+
+
+def _check_token_independence(
+    loaded: LoadedModel, probe_pass: ProbePass, base: tuple[Tensor, Tensor]
+) -> None:
+    """Runs 2 and 3 of the module's description, and the plain one."""
+    name = loaded.architecture
+    ids, positions = base
+    poisoned = len(ids) // 2 - 1
+
+    def poison(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[:, poisoned] = float("nan")
+        return output
+
+    with probe_pass.stand_in():
+        plain = probe_pass.results(ids, positions)
+        if not all(bool(x.isfinite().all()) for x in plain):
+            _check_weights(loaded)
+            raise UnsupportedModelError(
+                f"{name}: its logits are not finite, though its weights are"
+            )
+        hook = loaded.module.get_input_embeddings().register_forward_hook(poison)
+        try:
+            reached = probe_pass.results(ids, positions)[0].isnan().any(-1)
+        finally:
+            hook.remove()
+        if not bool(reached[poisoned]) or int(reached.sum()) != 1:
+            raise UnsupportedModelError(f"{name}: tokens mix outside attention")
+        order = torch.tensor([5, 0, 7, 2, 6, 1, 4, 3], device=ids.device)
+        permuted = probe_pass.results(ids[order], positions[order])
+        if not all_same(permuted, [x[order] for x in plain]):
+            raise UnsupportedModelError(f"{name}: position_ids are not followed")
+
+
+def _check_weights(loaded: LoadedModel) -> None:
+    """Names the first weight with NaN or infinity in it. That is read only where a result is not
+    finite: reading all weights takes as long as a pass."""
+    for name, weight in loaded.module.named_parameters():
+        num_bad = weight.numel() - int(weight.isfinite().sum())
+        if num_bad:
+            raise InvalidInputError(
+                "model",
+                loaded.architecture,
+                f"must have finite weights; {num_bad} of {weight.numel()} elements of {name!r} are "
+                "NaN or infinite",
+            )

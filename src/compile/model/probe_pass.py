@@ -1,0 +1,138 @@
+"""Forward passes of an untouched model with stand-in attention: no KV cache, no mask, no graph.
+
+The stand-in mixes no tokens, so a pass of thousands of them costs no more than its products, and
+whatever still reaches another token got there outside attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ...errors import UnsupportedModelError
+from .attention import attention_implementation
+from .load import LoadedModel
+
+_PROBE_NAME = "pagespec_probe"
+
+AttentionFunction = Callable[..., tuple[Tensor, None]]
+
+
+class ProbePass:
+    """Runs a model on packed tokens.
+
+    Attributes:
+        slot_mapping: handed to ``forward`` as a keyword argument, to be found in attention.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self.slot_mapping = torch.zeros(1, dtype=torch.int64, device=loaded.device)
+        self._local = _LocalAttention(loaded.architecture)
+
+    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """``[len(rows), V]``, by the attention function registered at present."""
+        name = self._loaded.architecture
+        try:
+            logits = self._loaded.module(
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                logits_to_keep=rows,
+                use_cache=False,
+                slot_mapping=self.slot_mapping,
+            ).logits
+        except (UnsupportedModelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{name}: its forward pass fails on {len(ids)} packed tokens "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if logits.dim() != 3 or logits.shape[:2] != (1, len(rows)):
+            raise UnsupportedModelError(f"{name}: logits of shape {tuple(logits.shape)}")
+        result: Tensor = logits[0]
+        return result
+
+    @contextmanager
+    def stand_in(self) -> Iterator[None]:
+        """In the block, attention is :func:`local_attention` and :meth:`results` can be called."""
+        with registered(self._loaded.module, self._local.attention, _no_mask):
+            yield
+
+    def results(self, ids: Tensor, positions: Tensor) -> list[Tensor]:
+        """The logits, and queries, keys and values of every attention call; dim 0 is the token."""
+        self._local.seen.clear()
+        logits = self.logits(ids, positions, torch.arange(len(ids), device=ids.device))
+        return [logits, *self._local.seen]
+
+
+class _LocalAttention:
+    """Runs :func:`local_attention` and keeps queries, keys and values of every call."""
+
+    def __init__(self, architecture: str) -> None:
+        self._architecture = architecture
+        self.seen: list[Tensor] = []
+
+    def attention(
+        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        num_tokens, num_keys = query.shape[2], key.shape[2]
+        if num_keys != num_tokens or value.shape[2] != num_tokens:
+            raise UnsupportedModelError(
+                f"{self._architecture}: its attention is handed {num_keys} keys for the "
+                f"{num_tokens} tokens of a pass"
+            )
+        self.seen.extend(x[0].transpose(0, 1).clone() for x in (query, key, value))
+        return local_attention(query, key, value), None
+
+
+def local_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A stand-in that depends on each token's query, key and value and on no other token's."""
+    group_size = query.shape[1] // value.shape[1]
+
+    def gate(x: Tensor) -> Tensor:
+        ramp = torch.linspace(-1.0, 1.0, x.shape[-1], dtype=x.dtype, device=x.device)
+        return torch.tanh((x * ramp).sum(-1, keepdim=True))
+
+    out = value.repeat_interleave(group_size, 1) * (1 + gate(query))
+    out = out * (1 + gate(key).repeat_interleave(group_size, 1))
+    return out.transpose(1, 2).contiguous()
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+@contextmanager
+def registered(
+    module: PreTrainedModel, attention: AttentionFunction, mask: Callable[..., Any]
+) -> Iterator[None]:
+    """Have the model call a pair of stand-in functions for the length of the block."""
+    AttentionInterface.register(_PROBE_NAME, attention)
+    AttentionMaskInterface.register(_PROBE_NAME, mask)
+    try:
+        with attention_implementation(module, _PROBE_NAME):
+            yield
+    finally:
+        AttentionInterface._global_mapping.pop(_PROBE_NAME, None)
+        AttentionMaskInterface._global_mapping.pop(_PROBE_NAME, None)
+
+
+def all_same(results: list[Tensor], expected: list[Tensor]) -> bool:
+    """Are these results of the same tokens, equal but for rounding?"""
+    return len(results) == len(expected) and all(
+        a.shape == b.shape and _same(a, b) for a, b in zip(results, expected, strict=True)
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal but for rounding, relative to the largest element; loosely for half precision."""
+    if not bool(a.isfinite().all()):
+        return False
+    bound = 1e-4 if a.dtype == torch.float32 else 2e-2
+    return float((a - b).abs().max()) <= bound * float(b.abs().max())

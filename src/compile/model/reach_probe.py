@@ -1,0 +1,142 @@
+"""Checks that what a token computes depends on its id and its position alone, however many tokens
+are in the pass, wherever it stands among them and whatever positions they have.
+
+Models switch at thresholds: keys are compressed once 128 tokens are there, queries are scaled by
+the index of a token in the pass from 8,192 on, frequencies change behind the original context. So
+passes have the lengths and the positions around each integer of the config that could be one
+(:mod:`.thresholds`):
+
+1. *lengths*: a pass of L tokens repeats the eight of a short pass, and each must give the queries,
+   keys, values and logits that it has there;
+2. *far positions*: tokens at t - 1, t and t + 1 must leave the others alone, and be themselves the
+   same whether or not still farther ones are beside them;
+3. *calls*: scales, masks and all else of attention calls must be in the longest pass what they are
+   in a short one.
+
+That takes dozens of passes, some of thousands of tokens, so they leave out what cannot make a
+token depend on another (:mod:`.cheap_passes`). The passes of
+:mod:`.probe`, on few tokens, leave nothing out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedModelError
+from .attention import AttentionSpec
+from .cheap_passes import cheap_passes
+from .load import LoadedModel
+from .probe_pass import ProbePass, all_same
+from .thresholds import ReachPlan, Threshold, budget_of, plan_reach, thresholds_of
+
+logger = logging.getLogger("pagespec")
+
+
+def check_reach(
+    loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
+    probe_pass: ProbePass,
+    base: tuple[Tensor, Tensor],
+    check_calls: Callable[[Tensor], None],
+) -> ReachPlan:
+    """Refuses a model whose tokens depend on anything but their own id and position, and returns
+    what was tried to find that.
+
+    Args:
+        specs: what the probe recorded; ``pagespec_call`` is set on the attention modules.
+        base: ids and positions of the tokens of a short pass.
+        check_calls: records the attention calls of a pass and refuses others than those of
+            ``specs``; called with the ids of consecutive tokens.
+    """
+    with cheap_passes(loaded, specs, probe_pass, base) as cost:
+        plan = plan_reach(thresholds_of(loaded, specs), cost, budget_of(loaded))
+        if plan.beyond:
+            beyond = "; ".join(map(str, plan.beyond))
+            logger.info("%s: no pass is long enough for %s", loaded.architecture, beyond)
+        with probe_pass.stand_in():
+            longest = _check_lengths(loaded, probe_pass, base, plan)
+            _check_positions(loaded, probe_pass, base, plan.thresholds)
+        # At consecutive positions, which no mask takes for those of several texts.
+        longest = min(longest, loaded.max_position_embeddings)
+        ids = base[0].repeat(-(-longest // len(base[0])))[:longest]
+        check_calls(ids)
+    return plan
+
+
+def _check_lengths(
+    loaded: LoadedModel, probe_pass: ProbePass, base: tuple[Tensor, Tensor], plan: ReachPlan
+) -> int:
+    """Returns the length of the longest pass that memory had room for."""
+    expected = probe_pass.results(*base)
+    num_tokens = len(base[0])
+    longest = num_tokens
+    for length, threshold in plan.lengths:
+        # From the last one on: the farthest position is in every pass.
+        at = num_tokens - 1 - torch.arange(length, device=base[0].device) % num_tokens
+        try:
+            results = probe_pass.results(base[0][at], base[1][at])
+            is_same = all_same(results, [tensor[at] for tensor in expected])
+        except torch.OutOfMemoryError:
+            logger.info("%s: no memory for a pass of %d tokens", loaded.architecture, length)
+            continue
+        except UnsupportedModelError as error:
+            raise _refusal(f"{error}", threshold) from error
+        if not is_same:
+            raise _refusal(
+                f"{loaded.architecture}: its results depend on the number of tokens in a pass: a "
+                f"token's queries, keys, values or logits differ between {length} and {num_tokens}",
+                threshold,
+            )
+        longest = max(longest, length)
+    return longest
+
+
+def _check_positions(
+    loaded: LoadedModel,
+    probe_pass: ProbePass,
+    base: tuple[Tensor, Tensor],
+    thresholds: Sequence[Threshold],
+) -> None:
+    ids, positions = base
+    expected = probe_pass.results(ids, positions)
+    limit = loaded.max_position_embeddings
+    groups: list[tuple[list[int], Threshold | None]] = [([limit - 1], None)]
+    for t in sorted(thresholds, key=lambda threshold: threshold.value):
+        far = [p for p in (t.value - 1, t.value, t.value + 1) if p < limit]
+        if far:
+            groups.append((far, t))
+
+    def with_far(*groups: list[int]) -> list[Tensor]:
+        """Of the base's tokens and, behind them, of some at far positions."""
+        far = torch.tensor([p for group in groups for p in group], device=ids.device)
+        at = torch.tensor([i for group in groups for i in range(len(group))], device=ids.device)
+        return probe_pass.results(torch.cat([ids, ids[at]]), torch.cat([positions, far]))
+
+    def refusal(far: Sequence[int], threshold: Threshold | None) -> UnsupportedModelError:
+        return _refusal(
+            f"{loaded.architecture}: its position embeddings depend on the longest position of the "
+            f"batch: with tokens at positions up to {max(far)}, those before them change",
+            threshold,
+        )
+
+    alone: list[list[Tensor]] = []
+    for far, threshold in groups:
+        results = with_far(far)
+        if not all_same([x[: len(ids)] for x in results], expected):
+            raise refusal(far, threshold)
+        alone.append([x[len(ids) :] for x in results])
+    # The far tokens themselves, each group beside all others and the farthest of all.
+    together = with_far(*(far for far, _ in groups))
+    begin = len(ids)
+    for (far, threshold), results in zip(groups, alone, strict=True):
+        if not all_same([x[begin : begin + len(far)] for x in together], results):
+            raise refusal([limit - 1], threshold)
+        begin += len(far)
+
+
+def _refusal(reason: str, threshold: Threshold | None) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{reason} (config: {threshold})" if threshold else reason)

@@ -1,0 +1,67 @@
+"""A norm and the product that alone reads it as one call, which may be one launch for few rows.
+
+::
+
+    add_rms_norm(x, residual, ·) ──┬─► linear or linear_silu_mul(·, weight)
+                                   └─► the sum, for the next residual
+
+It comes after ``gpu_kernels``, which makes the products.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from ...kernels.fused import dispatch as fused
+from ...kernels.linear import dispatch as gpu_linear
+from .context import PassContext, example
+
+_HAS_GATE: dict[Any, bool] = {gpu_linear.linear: False, gpu_linear.linear_silu_mul: True}
+
+
+def join_norm(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites, and returns the number of norms joined. Results are unchanged, as
+    :func:`.dispatch.norm_linear` promises."""
+    graph, count = gm.graph, 0
+    for norm in list(graph.nodes):
+        if norm.op != "call_function" or norm.target is not fused.add_rms_norm:
+            continue
+        results: dict[Any, Node] = {user.args[1]: user for user in norm.users}
+        # Both weights are read early, so nothing of a step may compute them.
+        is_constant = context.constant(norm.args[2]) is not None
+        product = _only_product(results.get(0), context) if is_constant else None
+        if product is None:
+            continue
+        _, weight, _, few_rows = product.args
+        has_gate = _HAS_GATE[product.target]
+        # There, where the sum is: others may read it before the product. The weight is an input.
+        with graph.inserting_before(norm):
+            joined = graph.call_function(
+                gpu_linear.norm_linear, (*norm.args, weight, few_rows, has_gate)
+            )
+            out = graph.call_function(operator.getitem, (joined, 0))
+        out.meta["example_value"] = example(product)
+        product.replace_all_uses_with(out)
+        graph.erase_node(product)
+        graph.erase_node(results[0])
+        norm.replace_all_uses_with(joined)
+        graph.erase_node(norm)
+        count += 1
+    return count
+
+
+def _only_product(normed: Node | None, context: PassContext) -> Node | None:
+    """The product that alone reads ``normed``, if there is a launch for both."""
+    if normed is None or len(normed.users) != 1:
+        return None
+    (product,) = normed.users
+    if product.target not in _HAS_GATE:
+        return None
+    source, weight, bias, _ = product.args
+    tensor = context.constant(weight)
+    if source is not normed or bias is not None or tensor is None:
+        return None
+    return product if gpu_linear.has_joined_norm(tensor, _HAS_GATE[product.target]) else None

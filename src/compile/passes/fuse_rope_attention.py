@@ -1,0 +1,63 @@
+"""Norm, rotation, store and the attention behind them as one call, where there is one for it.
+
+::
+
+    norm_rope_store(q, k, v, ..., caches, slots) ──► paged_attention(·, same caches, layout)
+
+It comes after ``fuse_rope_store``, which makes the first of the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from ...kernels.fused import dispatch as fused
+from ..fx.nodes import positions, written_nodes
+from .context import PassContext, example
+
+_CACHES = slice(10, 12)  # of the arguments of norm_rope_store
+
+
+def join_attention(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites, and returns the number of attentions joined; 0 if what the context chose has no
+    such call. Results and caches are unchanged, as that call promises."""
+    attention = context.attention
+    if attention is None or attention.attend_turned is None:
+        return 0
+    graph = gm.graph
+    op = torch.ops.pagespec.paged_attention
+    written = written_nodes(graph)
+    order = positions(graph)
+    count = 0
+    node: Any
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (op, op.default) or node.kwargs:
+            continue
+        rope: Any = node.args[0]
+        if rope.target is not fused.norm_rope_store:
+            continue
+        # What the store writes must be read by this attention first: it is written later now.
+        caches = rope.args[_CACHES]
+        if list(rope.users) != [node] or node.args[1:3] != caches:
+            continue
+        between = range(order[rope] + 1, order[node])
+        if any(order[user] in between for cache in caches for user in cache.users):
+            continue
+        operands: set[Node] = set()
+        map_arg((rope.args, node.args[3:]), operands.add)
+        if not written.isdisjoint(operands):
+            continue
+        with graph.inserting_before(node):
+            joined = graph.call_function(attention.attend_turned, (*rope.args, *node.args[3:]))
+        joined.meta["example_value"] = example(node)
+        node.replace_all_uses_with(joined)
+        graph.erase_node(node)
+        graph.erase_node(rope)
+        order[joined] = order.pop(node)
+        del order[rope]
+        count += 1
+    return count

@@ -1,0 +1,191 @@
+"""For a graph run as it is on a CPU: call our kernels directly, and share what a step shares.
+
+- ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
+  not once a layer;
+- ``kv_store`` is called without going through the dispatcher;
+- matrix products, and the activations whose bits depend on where an element lies, become calls of
+  :mod:`.cpu_invariant` if the context is transparent, with packed weights as far as
+  the context has room for them; if not, ``linear`` with a float32
+  constant weight becomes :func:`~.cpu_few_rows.linear_few_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ...kernels.attention import cpu_invariant as invariant_attention
+from ...kernels.attention import reference
+from ...kernels.linear import cpu_invariant as invariant_linear
+from ...kernels.linear.cpu_few_rows import linear_few_rows
+from .context import PassContext, example
+from .grouped import grouped_operands
+from .merge_linear import is_linear, linear_operands
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def _layout_of_step(
+    query: Tensor,
+    k_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    window: int,
+) -> reference.AttentionLayout:
+    return reference.build_layout(
+        query_starts, context_lens, block_tables, k_cache.shape[1], window, query.dtype
+    )
+
+
+def _aligned_layout_of_step(
+    _: Tensor,
+    k_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    window: int,
+) -> invariant_attention.AlignedLayout:
+    return invariant_attention.build_layout(
+        query_starts, context_lens, block_tables, k_cache.shape[1], window
+    )
+
+
+def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites, and returns the number of calls replaced."""
+    graph, count = gm.graph, 0
+    layouts: dict[tuple[object, ...], Node] = {}
+    build_layout = _aligned_layout_of_step if context.transparent else _layout_of_step
+    attend: Callable[..., Tensor] = (
+        invariant_attention.attend if context.transparent else reference.attend
+    )
+    rewritten = _RowwiseCalls(context) if context.transparent else _FastCalls(context)
+    ops = torch.ops.pagespec
+    for node in list(graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if node.target in (ops.paged_attention, ops.paged_attention.default):
+            query, k_cache, v_cache, starts, lengths, tables, scale, window, softcap, sinks = (
+                node.args
+            )
+            value = example(query) if isinstance(query, Node) else None
+            key = (starts, lengths, tables, window, getattr(value, "dtype", None))
+            with graph.inserting_before(node):
+                if key not in layouts:
+                    layouts[key] = graph.call_function(
+                        build_layout, (query, k_cache, starts, lengths, tables, window)
+                    )
+                replacement = graph.call_function(
+                    attend, (query, k_cache, v_cache, layouts[key], scale, softcap, sinks)
+                )
+        elif node.target in (ops.kv_store, ops.kv_store.default):
+            node.target = reference.kv_store
+            count += 1
+            continue
+        else:
+            call = rewritten(node)
+            if call is None:
+                continue
+            with graph.inserting_before(node):
+                replacement = graph.call_function(*call)
+        replacement.meta["example_value"] = example(node)
+        node.replace_all_uses_with(replacement)
+        graph.erase_node(node)
+        count += 1
+    return count
+
+
+class _FastCalls:
+    """The quickest product, whose order of summation follows the number of rows."""
+
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
+        self._has_onednn = torch.backends.mkldnn.is_available()
+
+    def __call__(self, node: Node) -> _Call | None:
+        if not self._has_onednn or not is_linear(node):
+            return None
+        operands = linear_operands(node)
+        weight = self._context.constant(operands[1])
+        if weight is None or weight.dtype != torch.float32 or not weight.is_contiguous():
+            return None
+        return linear_few_rows, operands, {}
+
+
+class _RowwiseCalls:
+    """Calls with the same bits for a row in any batch. A product is chosen once for all weights
+    of one shape."""
+
+    def __init__(self, context: PassContext) -> None:
+        self._context = context
+        self._room = context.packing_bytes
+        self._packed: dict[Node, Node] = {}
+        self._products: dict[tuple[object, ...], invariant_linear.Product] = {}
+
+    def __call__(self, node: Node) -> _Call | None:
+        if is_linear(node):
+            x, matrix, addend = linear_operands(node)
+            product = self._product(matrix, (0, 1), may_pack=self._has_room(matrix))
+            if product.is_packed:
+                matrix = self._packed_weight(matrix)
+            return invariant_linear.linear, (x, matrix, addend, product), {}
+        grouped = grouped_operands(node)
+        if grouped is not None:
+            return invariant_linear.grouped_mm, (*grouped, self._product(grouped[1], (2, 1))), {}
+        if node.target in (torch.addmm, "addmm") and not node.kwargs:
+            bias, rows, weight = node.args
+            if isinstance(weight, Node):
+                return (
+                    invariant_linear.addmm,
+                    (bias, rows, weight, self._product(weight, (1, 0))),
+                    {},
+                )
+        name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
+        # In float32 rsqrt is the same everywhere, and its input one number a row.
+        is_float32 = getattr(example(node), "dtype", None) == torch.float32
+        is_in_place = bool(node.kwargs.get("inplace"))
+        is_even = name == "rsqrt" and is_float32
+        if name in invariant_linear.ELEMENTWISE and not is_in_place and not is_even:
+            kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+            return invariant_linear.elementwise, (name, *node.args), kwargs
+        return None
+
+    def _has_room(self, weight: Node) -> bool:
+        value = self._context.constant(weight)
+        return weight in self._packed or (value is not None and value.nbytes <= self._room)
+
+    def _packed_weight(self, weight: Node) -> Node:
+        """A placeholder for the packed copy of a constant."""
+        if weight not in self._packed:
+            value = self._context.constants[weight.name]
+            self._room -= value.nbytes
+            with weight.graph.inserting_before(weight):
+                packed = weight.graph.placeholder(f"packed_{weight.name}")
+            packed.meta["example_value"] = example(weight)
+            self._context.constants[packed.name] = invariant_linear.pack(value)
+            self._packed[weight] = packed
+        return self._packed[weight]
+
+    def _product(
+        self, weight: Node, dims: tuple[int, int], *, may_pack: bool = False
+    ) -> invariant_linear.Product:
+        """For the weight whose outputs and inputs lie at ``dims``."""
+        value: Any = example(weight)
+        num_outputs, num_inputs = (int(value.shape[dim]) for dim in dims)
+        is_contiguous = dims[0] < dims[1] and value.is_contiguous()
+        if dims == (2, 1):
+            is_contiguous = value.stride(1) == 1
+        key = (num_outputs, num_inputs, value.dtype, is_contiguous, may_pack)
+        if key not in self._products:
+            self._products[key] = invariant_linear.choose_product(
+                num_outputs,
+                num_inputs,
+                value.dtype,
+                is_contiguous=is_contiguous,
+                may_pack=may_pack,
+            )
+        return self._products[key]

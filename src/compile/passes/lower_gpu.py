@@ -1,0 +1,120 @@
+"""For a graph run on a GPU: call our kernels directly, and choose who computes each product.
+
+- ``kv_store`` and ``paged_attention`` become the functions of the attention implementation chosen
+  at start-up;
+- ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
+  kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
+- a product of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ...kernels.fused import dispatch as fused
+from ...kernels.linear import dispatch as gpu_linear
+from ...kernels.linear import grouped_mm
+from ...kernels.linear.plan_cache import LinearPlans
+from .context import PassContext, example
+from .grouped import grouped_operands
+from .merge_linear import is_linear, linear_operands
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites, and returns the number of calls replaced."""
+    graph, count = gm.graph, 0
+    ops = torch.ops.pagespec
+    plans = LinearPlans(context.transparent, context.plan_folder)
+    products = {node: _product(node, context) for node in filter(is_linear, graph.nodes)}
+    plans.prepare([product for product in products.values() if product is not None])
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        attention = context.attention
+        if attention is not None and node.target in (
+            ops.paged_attention,
+            ops.paged_attention.default,
+        ):
+            node.target = attention.attend
+        elif attention is not None and node.target in (ops.kv_store, ops.kv_store.default):
+            node.target = attention.store
+        elif (operands := grouped_operands(node)) is not None:
+            if not _fits_our_kernel(operands):
+                continue
+            node.target, node.args, node.kwargs = grouped_mm.grouped_mm, operands, {}
+        elif (product := products.get(node)) is not None:
+            source, weight, bias = linear_operands(node)
+            few_rows = plans.few_rows(*product)
+            gated = _only_gate(node)
+            with graph.inserting_before(node):
+                if gated is not None:
+                    call = graph.call_function(
+                        gpu_linear.linear_silu_mul, (source, weight, bias, few_rows)
+                    )
+                else:
+                    call = graph.call_function(gpu_linear.linear, (source, weight, bias, few_rows))
+            replaced = gated or node
+            call.meta["example_value"] = example(replaced)
+            replaced.replace_all_uses_with(call)
+            _erase_chain(graph, replaced, node)
+        else:
+            continue
+        count += 1
+    return count
+
+
+def _product(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a linear layer, if they are constants that our kernel can multiply."""
+    _, weight, bias = linear_operands(node)
+    tensor = context.constant(weight)
+    bias_tensor = context.constant(bias) if bias is not None else None
+    if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
+        return None
+    if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
+        return None
+    return tensor, bias_tensor
+
+
+def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
+    rows, weight, offs = map(example, operands)
+    return (
+        isinstance(rows, Tensor)
+        and isinstance(weight, Tensor)
+        and isinstance(offs, Tensor)
+        and (rows.dim(), weight.dim()) == (2, 3)
+        and rows.dtype in _DTYPES
+    )
+
+
+def _only_gate(node: Node) -> Node | None:
+    """The ``act_mul(gate, up, "silu")`` that alone reads the two halves of ``node``, or None."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].target != "split" or len(users[0].users) != 2:
+        return None
+    halves = sorted(users[0].users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
+    readers = {user for half in halves for user in half.users}
+    if len(readers) != 1:
+        return None
+    (reader,) = readers
+    if reader.target is not fused.act_mul or reader.args[:2] != tuple(halves):
+        return None
+    sizes = users[0].args[1]
+    is_halved = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
+    return reader if is_halved and reader.args[2] == "silu" else None
+
+
+def _erase_chain(graph: torch.fx.Graph, last: Node, first: Node) -> None:
+    """Erase ``last`` and all between it and ``first`` that nothing else reads."""
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        if node.users:
+            continue
+        pending += [n for n in node.all_input_nodes if n is not first and n.op != "placeholder"]
+        graph.erase_node(node)
+        if node is not first and first not in pending and not first.users:
+            pending.append(first)

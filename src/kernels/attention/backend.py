@@ -1,0 +1,211 @@
+"""Which implementation of attention and of the KV store an engine uses, chosen when it starts.
+
+Three stand behind the ops of :mod:`.ops`: our Triton kernels, a FlashAttention
+library, and the reference in plain torch. The runner puts the functions of a :class:`Choice` into
+the graph in place of the ops, so that a step asks nobody.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from . import flash, reference
+from .flash import AttentionShape, Library
+
+Attend = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, float, Tensor | None], Tensor
+]
+"""The signature of ``pagespec::paged_attention``, all arguments by position."""
+Store = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""The signature of ``pagespec::kv_store``, all arguments by position."""
+AttendTurned = Callable[..., Tensor]
+"""Arguments of :func:`.dispatch.norm_rope_store`, then those of an attention over the
+same caches behind its caches, all by position."""
+
+REQUESTS = ("auto", "triton", "flash", "reference")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK_SIZES = (16, 32, 64, 128, 256)
+_WIDEST_HEAD = 256  # a tile of keys and values of this size still fits shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An implementation.
+
+    Attributes:
+        name: "triton", "flash" or "reference".
+        reason: one sentence for the log.
+        attend, store: functions with the positional signature of the ops. One choice serves one
+            engine: the calls of ``attend`` have to follow one another on one stream.
+        attend_turned: norm, rotation, store and attention as one call, with the bits of two; None
+            where there is none.
+    """
+
+    name: str
+    reason: str
+    attend: Attend
+    store: Store
+    attend_turned: AttendTurned | None = None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether calls may be captured in a CUDA graph: the reference waits for the device."""
+        return self.name != "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Merit:
+    """One measured case, of a library and of our Triton kernel beside it: more is better."""
+
+    library: Library
+    major: int  # of the compute capability
+    case: str
+    flash: float
+    triton: float
+
+
+# H100, bf16, heads of 128, in one run of benchmarks/attention.py: flash-attn-4 4.0.0b36 and ours,
+# each with the better of its block sizes. It does not split the keys of a sequence on Hopper, hence
+# the third line. Prefill is in TFLOP/s.
+MERITS = (
+    Merit("flash-attn-4", 9, "256 sequences of 0.8k, 16/8 heads", 2591, 2924),
+    Merit("flash-attn-4", 9, "64 sequences of 1.5k, 32/8 heads", 2535, 2694),
+    Merit("flash-attn-4", 9, "1 sequence of 8k, 32/8 heads", 311, 1529),
+    Merit("flash-attn-4", 9, "prefill of 8 x 2k, 32/8 heads", 369, 342),
+)
+
+
+def has_merit(merits: Sequence[Merit], library: Library, major: int) -> bool:
+    """Whether ``library`` was measured on such a GPU, lost nowhere more than 5% and won somewhere
+    more than 5%."""
+    ratios = [m.flash / m.triton for m in merits if (m.library, m.major) == (library, major)]
+    return bool(ratios) and min(ratios) >= 0.95 and max(ratios) > 1.05
+
+
+def triton_limit(
+    device: torch.device, dtype: torch.dtype, widest_head: int, block_size: int
+) -> str | None:
+    """Why the Triton kernels cannot serve such calls, or None if they can.
+
+    Args:
+        device: of the tensors. dtype: of queries and caches.
+        widest_head: the largest head size of keys and values.
+        block_size: slots a block.
+    """
+    if device.type != "cuda":
+        return f'the Triton kernels need an NVIDIA GPU, not device "{device}"'
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the Triton kernels need compute capability 8.0, this GPU has {major}.{minor}"
+    if dtype not in _DTYPES:
+        return f"the Triton kernels take {_names(_DTYPES)}, not {_names((dtype,))}"
+    if block_size not in _BLOCK_SIZES:
+        return f"the Triton kernels take block sizes {_BLOCK_SIZES}, not {block_size}"
+    if widest_head > _WIDEST_HEAD:
+        return f"the Triton kernels take head sizes up to {_WIDEST_HEAD}, not {widest_head}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install pagespec[cuda])"
+    return None
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def choose_attention(
+    requested: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    specs: Sequence[AttentionShape],
+    block_size: int,
+    transparent: bool,
+) -> Choice:
+    """Choose for a model whose attention calls are ``specs``.
+
+    "auto" takes the reference on a CPU, and on a GPU Triton where it can serve all calls, else the
+    reference; a FlashAttention library only if outputs may depend on the schedule and
+    :data:`MERITS` speaks for it.
+
+    Args:
+        requested: one of :data:`REQUESTS`.
+        device: of the model. dtype: of queries and caches.
+        specs: the attention calls, at least one. block_size: slots a block.
+        transparent: whether outputs must not depend on how requests are scheduled.
+
+    Raises:
+        InvalidInputError: field "attention": ``requested`` is none of those, or it is "triton" or
+            "flash" and cannot serve; the limit says why.
+    """
+    if requested not in REQUESTS:
+        raise InvalidInputError("attention", requested, f"must be one of {', '.join(REQUESTS)}")
+    if requested == "reference":
+        return _reference("it was asked for")
+    if requested == "flash":
+        chosen = _flash(flash.LIBRARIES, device, dtype, specs, block_size)
+        if isinstance(chosen, str):
+            raise InvalidInputError("attention", requested, chosen)
+        return chosen
+    widest = max(max(spec.k_dim, spec.v_dim) for spec in specs)
+    limit = triton_limit(device, dtype, widest, block_size)
+    if requested == "triton":
+        if limit is not None:
+            raise InvalidInputError("attention", requested, limit)
+        return _triton("it was asked for")
+    if device.type != "cuda":
+        return _reference(f'device "{device}" is not an NVIDIA GPU')
+    if not transparent:
+        major, _ = torch.cuda.get_device_capability(device)
+        worthy = [name for name in flash.LIBRARIES if has_merit(MERITS, name, major)]
+        chosen = _flash(worthy, device, dtype, specs, block_size)
+        if isinstance(chosen, Choice):
+            return chosen
+    if limit is not None:
+        return _reference(limit)
+    return _triton("they serve all attention calls of the model")
+
+
+def _reference(why: str) -> Choice:
+    reason = f"attention by the reference in plain torch: {why}."
+    return Choice("reference", reason, reference.paged_attention, reference.kv_store)
+
+
+def _triton(why: str) -> Choice:
+    # Triton is only there on machines with a GPU, and compiles nothing before the first call.
+    from ..fused import kv_store
+    from . import triton_backend
+
+    reason = f"attention by the Triton kernels: {why}."
+    counted = triton_backend.CountedAttention()
+    return Choice("triton", reason, counted.attend, kv_store.kv_store, counted.attend_turned)
+
+
+def _flash(
+    libraries: Sequence[Library],
+    device: torch.device,
+    dtype: torch.dtype,
+    specs: Sequence[AttentionShape],
+    block_size: int,
+) -> Choice | str:
+    """The first of ``libraries`` that can serve, or why none can."""
+    if device.type != "cuda":
+        return f'FlashAttention needs an NVIDIA GPU, not device "{device}"'
+    capability = torch.cuda.get_device_capability(device)
+    limits = []
+    for library in libraries:
+        limit = flash.limit_of(library, capability, dtype, specs, block_size)
+        if limit is not None:
+            limits.append(limit)
+            continue
+        attend = flash.attend_4 if library == "flash-attn-4" else flash.attend_2
+        reason = f"attention by {library}; its bits may change with the schedule."
+        has_triton = importlib.util.find_spec("triton") is not None
+        store = _triton("").store if has_triton else reference.kv_store
+        return Choice("flash", reason, attend, store)
+    return "; ".join(limits)

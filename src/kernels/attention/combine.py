@@ -1,0 +1,111 @@
+"""The end of split-KV decode: the program that arrives last folds what all of its group stored.
+
+How long that takes is a matter of latency: the loads of one chunk are under way together, and the
+next chunk's wait for the folds of this one. So a chunk is as large as the registers of the decode
+kernel allow; of few pieces, a smaller one, since also pieces that do not exist are folded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .online_softmax import finish, fold
+
+
+@triton.jit
+def _fold_pieces(  # type: ignore[no-untyped-def]
+    partial,
+    stats,
+    index,
+    first,
+    num_pieces,
+    total_peak,
+    total_mass,
+    total_acc,
+    factor,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The total with pieces ``first`` to ``first + CHUNK``, loaded together and folded in order.
+
+    Beyond the last piece there are empty ones, which change nothing.
+    """
+    dims = tl.arange(0, DV_PAD)
+    for i in tl.static_range(CHUNK):
+        piece = tl.zeros((GROUP,), tl.int32) + (first + i)
+        here = index + piece
+        some = piece < num_pieces
+        # From L2, where other programs put them.
+        acc = tl.load(
+            partial + here[:, None] * DV + dims[None, :],
+            mask=some[:, None] & (dims < DV)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        peak = tl.load(stats + here * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
+        mass = tl.load(stats + here * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
+        total_peak, total_mass, total_acc = fold(
+            total_peak, total_mass, total_acc, peak, mass[:, None], acc, factor
+        )
+    return total_peak, total_mass, total_acc
+
+
+@triton.jit
+def merge(  # type: ignore[no-untyped-def]
+    partial,
+    stats,
+    out,
+    sinks,
+    unit,
+    token,
+    head,
+    num_pieces,
+    max_pieces,
+    factor,
+    HQ: tl.constexpr,
+    G: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Fold the pieces of the query heads of one unit and KV head, and store the outputs.
+
+    Args:
+        partial, stats, out: as of :func:`.decode.decode_kernel`.
+        CHUNK: pieces loaded at once. FEW: those loaded at once if there are no more; else twice as
+            many, if those suffice.
+    """
+    in_group = tl.arange(0, GROUP)
+    is_head = in_group < G
+    # Beyond the group its last head again, whose mass is not 0.
+    heads = head * G + tl.minimum(in_group, G - 1)
+    dims = tl.arange(0, DV_PAD)
+    index = (unit.to(tl.int64) * HQ + heads) * max_pieces
+    peak = tl.full((GROUP,), float("-inf"), tl.float32)
+    mass = tl.zeros((GROUP, 1), tl.float32)
+    acc = tl.zeros((GROUP, DV_PAD), tl.float32)
+    MORE: tl.constexpr = min(2 * FEW, CHUNK)
+    if num_pieces <= FEW:
+        peak, mass, acc = _fold_pieces(
+            partial, stats, index, 0, num_pieces, peak, mass, acc, factor, DV, DV_PAD, GROUP, FEW
+        )
+    elif num_pieces <= MORE:
+        peak, mass, acc = _fold_pieces(
+            partial, stats, index, 0, num_pieces, peak, mass, acc, factor, DV, DV_PAD, GROUP, MORE
+        )
+    else:
+        for first in range(0, num_pieces, CHUNK):
+            peak, mass, acc = _fold_pieces(
+                partial, stats, index, first, num_pieces, peak, mass, acc, factor, DV, DV_PAD,
+                GROUP, CHUNK,
+            )  # fmt: skip
+    result = finish(peak, mass, acc, sinks, heads, is_head, factor, HAS_SINKS)
+    target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
+    mask = is_head[:, None] & (dims < DV)[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,247 @@
+"""Paged attention on a CPU with the same bits however a step is cut and whoever is in it.
+
+The keys of a row are read in tiles of 64 positions, counted from position 0, and every product has
+the shape of a tile: a score is one sum over the head dimension, the values of a tile are one sum
+over its 64 positions, and tiles are added in order. The maximum has no order. What a query must
+not see (later positions, those left of a window, whole tiles that only pad a group) has
+probability 0 and adds an exact zero, so neither padding nor grouping shows in the bits, and a
+position gets the same from a long prompt as from a decode.
+
+Products are batched ones with a multiple of four rows: MKL has one order of summation for all of
+those (see :mod:`.cpu_invariant`), and others where a thread gets one to three.
+
+As in :mod:`.reference`, what depends on the batch alone is laid out once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..linear.cpu_invariant import MKL_ROW_UNIT
+from .reference import grouped_by_length
+
+_TILE = 64
+_QUERY_TILE = 128
+# What the tiles' shares of an output may take before they are added up.
+_PART_ELEMENTS = 1 << 18
+_NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Queries that are attended as one batch: n consecutive ones of each of R rows.
+
+    Attributes:
+        tokens: where they lie, int64 ``[R * n]`` or a slice.
+        num_rows: R.
+        num_tiles: how many of the gathered tiles they look at.
+        first_hidden: before this tile, every query sees all positions.
+        hidden: bool ``[num_tiles - first_hidden, R, n, 1, 64]``, True where not seen.
+    """
+
+    tokens: slice | Tensor
+    num_rows: int
+    num_tiles: int
+    first_hidden: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Cache slots of R rows and the queries that look at them.
+
+    Attributes:
+        slots: int64 ``[num_tiles * R * 64]``: tile outermost, then row, then position.
+        buffers: what the slots hold, for one layer after the other: fresh memory for each would
+            cost more than the gather.
+    """
+
+    slots: Tensor
+    groups: tuple[QueryGroup, ...]
+    buffers: dict[tuple[object, ...], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedLayout:
+    """All that attention needs to know of one step, for one window."""
+
+    gathers: tuple[Gather, ...]
+    num_tokens: int
+
+
+def build_layout(
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    window: int,
+) -> AlignedLayout:
+    """Arguments as of :func:`.reference.build_layout`."""
+    starts: list[int] = query_starts.tolist()
+    contexts: list[int] = context_lens.tolist()
+    device = block_tables.device
+    num_queries = [end - begin for begin, end in pairwise(starts)]
+    decode = [row for row, n in enumerate(num_queries) if n == 1]
+    # The first tile that the first query of a row sees, and how many from there to its last.
+    lows = [
+        max(0, c - n - window + 1) // _TILE if window else 0
+        for c, n in zip(contexts, num_queries, strict=True)
+    ]
+    counts = [-(-c // _TILE) - low for c, low in zip(contexts, lows, strict=True)]
+
+    def gather(rows: list[int], tiles: list[tuple[int, int]]) -> Gather:
+        """``tiles``: ranges of the rows' queries, counted from each row's first."""
+        num_tiles = max(counts[row] for row in rows)
+        index = torch.tensor(rows, device=device)
+        low = torch.tensor([lows[row] for row in rows], device=device)
+        last = torch.tensor([contexts[row] - 1 for row in rows], device=device)
+        offsets = torch.arange(num_tiles * _TILE, device=device).view(num_tiles, 1, _TILE)
+        positions = low.view(1, -1, 1) * _TILE + offsets
+        # Positions after the last are not settled: read the last one there, and hide it.
+        settled = torch.minimum(positions, last.view(1, -1, 1))
+        blocks = block_tables[index.view(1, -1, 1), settled // block_size].long()
+        slots = (blocks * block_size + settled % block_size).reshape(-1)
+        groups = []
+        for a, b in tiles:
+            ends = [contexts[row] - num_queries[row] + b for row in rows]
+            seen = max(-(-e // _TILE) - lows[row] for e, row in zip(ends, rows, strict=True))
+            first = torch.tensor([e - (b - a) for e in ends], device=device)
+            queries = (first[:, None] + torch.arange(b - a, device=device))[None, :, :, None]
+            # Without a window, what is not seen lies behind the first query.
+            begin_hidden = 0
+            if not window:
+                begin_hidden = min(
+                    (e - (b - a) + 1) // _TILE - lows[row]
+                    for e, row in zip(ends, rows, strict=True)
+                )
+            keys = positions[begin_hidden:seen, :, None, :]
+            hidden = keys > queries
+            if window:
+                hidden |= keys <= queries - window
+            begin = starts[rows[0]] + a
+            tokens: slice | Tensor = slice(begin, begin + len(rows) * (b - a))
+            if any(starts[row] + a != begin + i for i, row in enumerate(rows)):
+                tokens = torch.tensor([starts[row] for row in rows], device=device)
+            groups.append(
+                QueryGroup(tokens, len(rows), seen, begin_hidden, hidden[:, :, :, None, :])
+            )
+        return Gather(slots, tuple(groups), {})
+
+    gathers = [gather(rows, [(0, 1)]) for rows in grouped_by_length(decode, counts)]
+    for row, n in enumerate(num_queries):
+        if n > 1:
+            tiles = [(a, min(a + _QUERY_TILE, n)) for a in range(0, n, _QUERY_TILE)]
+            gathers.append(gather([row], tiles))
+    return AlignedLayout(tuple(gathers), starts[-1])
+
+
+def attend(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    layout: AlignedLayout,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of ``query [T, Hq, Dk]``; returns ``[T, Hq, Dv]``, computed in float32.
+
+    Tokens that belong to no row (padding) get zeros.
+    """
+    num_q_heads = query.shape[1]
+    v_dim = v_cache.shape[3]
+    out = query.new_empty(query.shape[0], num_q_heads, v_dim)
+    out[layout.num_tokens :] = 0
+    for gather in layout.gathers:
+        keys = _gathered("keys", k_cache, gather)
+        values = _gathered("values", v_cache, gather)
+        for group in gather.groups:
+            out[group.tokens] = _attend(
+                query[group.tokens], keys, values, group, scale, softcap, sinks
+            ).to(out.dtype)
+    return out
+
+
+def _gathered(which: str, cache: Tensor, gather: Gather) -> Tensor:
+    """``[num_tiles * R, 64, Hkv, D]``, contiguous, float32; good until the next call with the same
+    ``which``."""
+    num_heads, dim = cache.shape[2:]
+    key = (which, num_heads, dim, cache.dtype)
+    if key not in gather.buffers:
+        gather.buffers[key] = cache.new_empty(gather.slots.shape[0], num_heads * dim)
+    # Whole slots: gathered head by head they cost 1.5 to 3 times as much.
+    flat = cache.view(-1, num_heads * dim)
+    found = torch.index_select(flat, 0, gather.slots, out=gather.buffers[key]).float()
+    return found.view(-1, _TILE, num_heads, dim)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: QueryGroup,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One group: ``query [R * n, Hq, Dk]`` over ``[num_tiles or more * R, 64, Hkv, D]``."""
+    num_rows, num_tiles, num_kv_heads = group.num_rows, group.num_tiles, keys.shape[2]
+    num_products = num_tiles * num_rows
+    num_queries = query.shape[0] // num_rows
+    num_q_heads, k_dim = query.shape[1:]
+    group_size = num_q_heads // num_kv_heads
+    used = num_queries * group_size
+    missing = -used % MKL_ROW_UNIT
+    # [Hkv, R, n * G, Dk]: the query heads of a KV head stand as further queries.
+    q = query.view(num_rows, num_queries, num_kv_heads, group_size, k_dim).permute(2, 0, 1, 3, 4)
+    q = q.reshape(num_kv_heads, num_rows, used, k_dim).float() * scale
+    if missing:
+        q = F.pad(q, (0, 0, 0, missing))
+    rows = q.shape[2]
+
+    # A head's products of all tiles and rows are one batch.
+    scores = q.new_empty(num_kv_heads, num_tiles, num_rows, rows, _TILE)
+    every = q.unsqueeze(1).expand(-1, num_tiles, -1, -1, -1)
+    every = every.reshape(num_kv_heads, num_products, rows, k_dim)
+    per_head = scores.view(num_kv_heads, num_products, rows, _TILE)
+    keys = keys[:num_products].permute(2, 0, 3, 1)
+    for left, right, out in zip(every.unbind(), keys.unbind(), per_head.unbind(), strict=True):
+        torch.bmm(left, right, out=out)
+    real = scores[..., :used, :].view(
+        num_kv_heads, num_tiles, num_rows, num_queries, group_size, _TILE
+    )
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    real[:, group.first_hidden :].masked_fill_(group.hidden, _NEG_INF)
+    highest = scores.amax((1, 4))
+    sink = None
+    if sinks is not None:
+        sink = sinks.float().view(num_kv_heads, 1, 1, group_size)
+        sink = sink.expand(-1, num_rows, num_queries, -1).reshape(num_kv_heads, num_rows, used)
+        if missing:
+            sink = F.pad(sink, (0, missing))
+        highest = torch.maximum(highest, sink)
+    scores.sub_(highest[:, None, :, :, None]).exp_()
+    total = torch.zeros_like(highest)
+    # Tile after tile: a sum over them all would take an order that follows their number.
+    for share in scores.sum(-1).unbind(1):
+        total += share
+    mixed = q.new_zeros(num_kv_heads, num_rows, rows, values.shape[3])
+    num = max(1, _PART_ELEMENTS // mixed.numel()) * num_rows
+    values = values[:num_products].permute(2, 0, 1, 3)
+    for left, right in zip(per_head.split(num, 1), values.split(num, 1), strict=True):
+        parts = q.new_empty(num_kv_heads, left.shape[1], rows, values.shape[3])
+        for head, out in enumerate(parts.unbind()):
+            torch.bmm(left[head], right[head], out=out)
+        for part in parts.view(num_kv_heads, -1, *mixed.shape[1:]).unbind(1):
+            mixed += part
+    if sink is not None:
+        total += (sink - highest).exp_()
+    mixed /= total.unsqueeze(3)
+    mixed = mixed[:, :, :used].view(num_kv_heads, num_rows, num_queries, group_size, -1)
+    return mixed.permute(1, 2, 0, 3, 4).reshape(num_rows * num_queries, num_q_heads, -1)

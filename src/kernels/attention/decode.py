@@ -1,0 +1,261 @@
+"""Attention of single queries over pages: split-KV decode that merges its splits in one launch.
+
+A program serves one token, one KV head with its G query heads, and some of the *pieces* of the
+context. The first piece is the first splits, folded by the program; each later split is a piece.
+How many splits are first follows the size of the batch (``FIRST``), and a context's own length:
+one below ``WHOLE`` is a single piece, in one of ``FAR`` positions or more they reach to the knee.
+Programs beside each other take pieces ``lane``, ``lane + num_lanes``, ... from the last one back
+(the first ones are short: what starts last should not take longest); if a context has more than
+one, their states go to ``partial`` and ``stats``, and the program that arrives last folds them in
+order (:mod:`.combine`). All choices of pieces and lanes, and all orders of
+arrival, give the same bits (:mod:`.online_softmax`), so the choices may follow the
+size of the batch.
+
+With ``TURN`` the queries, and the keys and values of the step, come as a product leaves them, and
+the programs normalise, rotate and store first (:mod:`.decode_prologue`). With ``LATE``
+the next kernel starts behind that (:func:`.kv_store.starts_next_late`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..fused.norm_rope_store import partners_of, turned
+from ..triton_arrive import arrives_last
+from .combine import merge
+from .decode_prologue import KEYS, ask, load_angles, load_weights, store_new
+from .online_softmax import (
+    block_ids,
+    count_at_most,
+    finish,
+    fold,
+    piece_begin,
+    pieces_of,
+    split_begin,
+    walk,
+)
+from .tiling import ALL_SPLITS
+
+
+@triton.jit
+def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(row, token, position) of a unit; position -1 if there is nothing to do.
+
+    A unit is a token if BY_TOKEN (then at most B units), else a row, served if it has one query.
+    """
+    if BY_TOKEN:
+        row = unit
+        token = unit
+        begin = tl.load(starts + unit)
+        end = tl.load(starts + unit + 1)
+        context = tl.load(contexts + unit)
+        if (begin != unit) | (end != unit + 1):  # not the usual batch of one query each
+            row = count_at_most(starts + 1, num_rows, unit, 1, False, 256)
+            end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+            context = tl.load(contexts + row, mask=row < num_rows, other=0)
+        position = tl.where(row < num_rows, context - (end - token), -1)
+    else:
+        row = unit
+        token = tl.load(starts + unit)
+        is_single = tl.load(starts + unit + 1) - token == 1
+        context = tl.load(contexts + unit)
+        position = tl.where(is_single, context - 1, -1)
+    return row, token, position
+
+
+@triton.jit
+def _splits_in_first(  # type: ignore[no-untyped-def]
+    position,
+    SHORT: tl.constexpr,
+    KNEE: tl.constexpr,
+    FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FAR: tl.constexpr,
+):
+    """Splits in the first piece of a context that ends at ``position``."""
+    num_first = tl.full((), FIRST, tl.int32)
+    if WHOLE > 0:
+        num_first = tl.where(position < WHOLE, ALL_SPLITS, num_first)
+    if FAR > 0:
+        num_first = tl.where(position >= FAR - 1, max(FIRST, KNEE // SHORT), num_first)
+    return num_first
+
+
+@triton.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=[
+        "window", "q_token_stride", "q_head_stride", "table_stride", "num_rows", "num_lanes",
+        "max_pieces", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride",
+        "cos_stride", "cos_step", "sin_stride", "sin_step",
+    ],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables", "slot_mapping"],
+)  # fmt: skip
+def decode_kernel(  # type: ignore[no-untyped-def]
+    query,
+    k_cache,
+    v_cache,
+    out,
+    partial,  # float32 [units, HQ, max_pieces, DV]
+    stats,  # float32 [units, HQ, max_pieces, 2]: peak and mass
+    arrived,  # int32 [units * HKV], zeros, and zeros again at the end
+    starts,
+    contexts,
+    tables,
+    sinks,
+    factor,
+    cap_in,
+    cap_out,
+    window,
+    q_token_stride,  # in units of Q_STEP elements
+    q_head_stride,
+    table_stride,
+    num_rows,
+    num_lanes,
+    max_pieces,
+    # With TURN, else None; norms None without FORM.
+    key, value, cos, sin, q_weight, k_weight, slot_mapping, eps,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of K_STEP and V_STEP
+    cos_stride, cos_step, sin_stride, sin_step,  # the first in units of ANGLES
+    HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr,
+    FIRST: tl.constexpr, WHOLE: tl.constexpr, FAR: tl.constexpr,
+    PAGE: tl.constexpr, ONES: tl.constexpr,
+    GROUP: tl.constexpr,  # G, padded to a power of two
+    CHUNK: tl.constexpr,
+    R: tl.constexpr,  # the first R of DK elements are rotated; TABLE angles serve them
+    TABLE: tl.constexpr,
+    ANGLES: tl.constexpr,  # 8 if rows of cos and sin can be read 8 elements at once, else 1
+    FORM: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TURN: tl.constexpr,
+    EMULATE: tl.constexpr,
+    LATE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = HQ // HKV
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    FOLD: tl.constexpr = FIRST > 1 or WHOLE > 0 or FAR > 0  # a piece may hold several splits
+    unit = tl.program_id(1)
+    head = tl.program_id(0) % HKV
+    lane = tl.program_id(0) // HKV
+    # The batch's own tensors are written by the first kernel of a step, which lets none start
+    # before it has ended, and weights never. So both are read already.
+    row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    seen = tl.maximum(position, 0)  # of padding, which has a table all the same
+    num_first = _splits_in_first(seen, SHORT, KNEE, FIRST, WHOLE, FAR)
+    low, first_piece, last_piece = pieces_of(seen, window, num_first, SHORT, LONG, KNEE, HAS_WINDOW)
+    if lane > last_piece - first_piece:
+        return  # before it waits: its place is free for the next kernel. Lane 0 goes on and waits
+    some_row = tl.minimum(row, num_rows - 1)
+    table = tables + some_row.to(tl.int64) * table_stride
+    begin = piece_begin(last_piece - lane, low, num_first, SHORT, LONG, KNEE, BLOCK_N)
+    blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
+    k_dims = tl.arange(0, DK_PAD)
+    if TURN:
+        first_new = tl.where(position < 0, token, tl.load(starts + some_row))
+        stores = (first_new < token) | (lane == 0)
+        partners = partners_of(k_dims, R)
+        q_own, q_others = load_weights(q_weight, k_dims, partners, DK, BLOCK_M, DTYPE, FORM)
+        k_size = tl.where(stores, DK, 0)
+        k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, KEYS, DTYPE, FORM)
+        if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
+            if position >= 0:
+                ask(k_cache + head * DK, blocks, begin, HKV * DK, DK, PAGE, BLOCK_N)
+                ask(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if not LATE:
+            # Not sooner: programs of the next kernel would take places where this one has none yet,
+            # and some multiprocessors would end up with three programs of a launch, others none.
+            tl.extra.cuda.gdc_launch_dependents()
+
+    in_group = tl.arange(0, BLOCK_M)
+    heads = head * G + in_group
+    dims = tl.arange(0, DV_PAD)
+    is_head = in_group < G
+    mask = is_head[:, None] & (dims < DV)[None, :]
+    target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
+    if not TURN:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if position < 0:
+            if BY_TOKEN:  # padding
+                tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
+            return
+
+    q_rows = (
+        query
+        + token.to(tl.int64) * (q_token_stride * Q_STEP)
+        + heads.to(tl.int64)[:, None] * (q_head_stride * Q_STEP)
+    )
+    q_mask = is_head[:, None] & (k_dims < DK)[None, :]
+    q = tl.load(q_rows + k_dims[None, :], mask=q_mask, other=0.0)
+    if TURN:
+        # Asked for before the keys, used after them: both are under way together.
+        y = tl.load(q_rows + partners[None, :], mask=q_mask, other=0.0)
+        q_tokens = tl.zeros((BLOCK_M,), tl.int64) + token
+        c = load_angles(cos, q_tokens, is_head, k_dims, cos_stride, cos_step, R, TABLE, ANGLES)
+        s = load_angles(sin, q_tokens, is_head, k_dims, sin_stride, sin_step, R, TABLE, ANGLES)
+        end_new = tl.where(stores, token + 1, first_new)
+        store_new(
+            key, value, cos, sin, k_own, k_others, k_cache, v_cache, slot_mapping, eps,
+            first_new, end_new, token, seen, num_first, last_piece, lane, num_lanes, head, k_dims,
+            partners,
+            k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+            cos_stride, cos_step, sin_stride, sin_step,
+            HKV, DK, DV, DV_PAD, K_STEP, V_STEP, R, TABLE, ANGLES, SHORT, LONG, KNEE,
+            FORM, EMULATE,
+        )  # fmt: skip
+        if position < 0:  # padding
+            tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
+            return
+        if stores:
+            tl.debug_barrier()  # other threads of this program are about to load it
+        q = turned(q, y, q_own, q_others, c, s, k_dims, eps, DK, R, FORM, DTYPE, EMULATE)
+    if PDL and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    positions = tl.zeros((BLOCK_M,), tl.int32) + position
+    for behind in range(lane, last_piece - first_piece + 1, num_lanes):
+        piece = last_piece - behind
+        next_piece = tl.maximum(piece - num_lanes, 0)
+        next_begin = piece_begin(next_piece, low, num_first, SHORT, LONG, KNEE, BLOCK_N)
+        next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
+        end = split_begin(piece + num_first, SHORT, LONG, KNEE)
+        total_peak, total_mass, total_acc, peak, mass, acc = walk(
+            q, k_cache + head * DK, v_cache + head * DV, table, blocks, begin,
+            tl.minimum(end, position + 1), position, positions, window, factor, cap_in, cap_out,
+            HKV, DK, DV, DK_PAD, DV_PAD, BLOCK_M, BLOCK_N, SHORT, LONG, KNEE, PAGE, ONES,
+            FOLD, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
+        begin = next_begin
+        blocks = next_blocks
+        # The last split of the piece, if its end was not reached; else empty, which is harmless.
+        total_peak, total_mass, total_acc = fold(
+            total_peak, total_mass, total_acc, peak, mass, acc, factor
+        )
+        if first_piece == last_piece:
+            result = finish(
+                total_peak, total_mass, total_acc, sinks, heads, is_head, factor, HAS_SINKS
+            )
+            tl.store(target, result.to(DTYPE), mask=mask)
+        else:
+            index = (unit.to(tl.int64) * HQ + heads) * max_pieces + (piece - first_piece)
+            tl.store(partial + index[:, None] * DV + dims[None, :], total_acc, mask=mask)
+            tl.store(stats + index * 2, total_peak, mask=is_head)
+            tl.store(stats + index * 2 + 1, tl.max(total_mass, 1), mask=is_head)
+
+    if first_piece == last_piece:
+        return
+    num_pieces = last_piece - first_piece + 1
+    FEW: tl.constexpr = min(KNEE // SHORT, CHUNK)
+    # Lanes without a piece have returned above.
+    if arrives_last(arrived + unit * HKV + head, tl.minimum(num_lanes, num_pieces)):
+        merge(
+            partial, stats, out, sinks, unit, token, head, num_pieces, max_pieces, factor,
+            HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW, HAS_SINKS,
+        )  # fmt: skip

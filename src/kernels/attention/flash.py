@@ -1,0 +1,193 @@
+"""``pagespec::paged_attention`` by the FlashAttention libraries, where one is installed.
+
+Two of them can read pages: ``flash-attn-4`` (``flash_attn.cute``; written for 4.0.0b36) on Hopper
+and Blackwell, and ``flash-attn`` 2 (written for 2.8) from Ampere on. :func:`attend_4` and
+:func:`attend_2` take exactly what the op takes. What a library cannot do exactly
+:func:`limit_of` says before the first step; the functions themselves check nothing.
+
+Neither promises the same bits under another schedule: tiles follow the lengths of the batch.
+Nothing here waits for the device, so calls can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Library = Literal["flash-attn-4", "flash-attn"]
+LIBRARIES: tuple[Library, ...] = ("flash-attn-4", "flash-attn")
+_MODULES = {"flash-attn-4": "flash_attn.cute", "flash-attn": "flash_attn"}
+
+
+class AttentionShape(Protocol):
+    """What decides whether an implementation can serve an attention call of the model; as in
+    :class:`.attention.AttentionSpec`, where the attributes are described."""
+
+    @property
+    def num_q_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def k_dim(self) -> int: ...
+    @property
+    def v_dim(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def softcap(self) -> float: ...
+    @property
+    def has_sinks(self) -> bool: ...
+
+
+def limit_of(
+    library: Library,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    specs: Sequence[AttentionShape],
+    block_size: int,
+) -> str | None:
+    """Why ``library`` cannot serve all ``specs``, or None if it can.
+
+    Imports the library, which may take seconds, after all other conditions hold.
+
+    Args:
+        capability: the GPU's compute capability, (major, minor).
+        dtype: of queries and caches.
+        block_size: slots a block.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"{library} takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    of_library = _limit_4 if library == "flash-attn-4" else _limit_2
+    limit = of_library(capability, specs, block_size)
+    if limit is not None:
+        return f"{library} {limit}"
+    try:
+        module = importlib.import_module(_MODULES[library])
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        return f"{library} is not installed or does not load ({error})"
+    if not hasattr(module, "flash_attn_varlen_func"):
+        return f"{library} has no flash_attn_varlen_func"
+    return None
+
+
+def _limit_4(
+    capability: tuple[int, int], specs: Sequence[AttentionShape], block_size: int
+) -> str | None:
+    """The conditions in ``flash_attn/cute/interface.py`` for a forward pass over pages."""
+    if capability[0] not in (9, 10, 11):
+        return f"reads pages on GPUs of compute capability 9 to 11 only, not {capability[0]}"
+    for spec in specs:
+        dims = (spec.k_dim, spec.v_dim)
+        # Its limit is a multiple of 8, but rows of pages are copied in units of 16 elements: what
+        # lies behind a head of 24, perhaps NaN in an unused slot, would be read with it.
+        if any(dim % 16 for dim in dims):
+            return f"reads pages of head sizes that are multiples of 16, not {dims}"
+        allowed = max(dims) <= (256 if capability[0] == 9 else 128)
+        if not allowed and dims not in ((192, 128), (256, 256)):
+            return f"does not take head sizes {dims} on this GPU"
+        # Pages as large as a tile of keys (128, or 64 for large or uneven heads) are loaded whole,
+        # unused slots included, and a NaN there reaches the output, as its documentation says.
+        if block_size == 128 or (block_size == 64 and (max(dims) > 192 or len(set(dims)) > 1)):
+            return f"reads unused slots where blocks hold {block_size}; use 16, 32 or 256"
+    return None
+
+
+def _limit_2(
+    capability: tuple[int, int], specs: Sequence[AttentionShape], block_size: int
+) -> str | None:
+    """The conditions in ``csrc/flash_attn/flash_api.cpp``, ``mha_varlen_fwd`` with pages."""
+    if capability[0] < 8:
+        return f"needs a GPU of compute capability 8 or more, not {capability[0]}"
+    if block_size % 256:
+        return f"needs a block size that is a multiple of 256, not {block_size}"
+    for spec in specs:
+        if spec.k_dim != spec.v_dim:
+            return f"needs keys and values of one head size, not {spec.k_dim} and {spec.v_dim}"
+        if spec.k_dim > 256 or spec.k_dim % 8:
+            return f"needs head sizes that are multiples of 8 up to 256, not {spec.k_dim}"
+        if spec.has_sinks:
+            return "has no attention sinks"
+    return None
+
+
+def attend_4(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As :func:`.ops.paged_attention`, by flash-attn-4."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    result = flash_attn_varlen_func(
+        query,
+        k_cache,
+        v_cache,
+        cu_seqlens_q=query_starts,
+        max_seqlen_q=query.shape[0],  # a bound; the lengths themselves are on the device
+        seqused_k=context_lens,
+        page_table=block_tables,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(window - 1, 0) if window else (None, None),
+        learnable_sink=sinks,
+        softcap=softcap,
+    )
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return _without_padding(out, query_starts)
+
+
+def attend_2(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,  # noqa: ARG001 (None: limit_of refuses sinks)
+) -> Tensor:
+    """As :func:`.ops.paged_attention`, by flash-attn 2."""
+    from flash_attn import flash_attn_varlen_func
+
+    num_tokens = query.shape[0]
+    if num_tokens == 0:
+        return query.new_empty(0, query.shape[1], v_cache.shape[3])
+    # With pages, only the differences of these are looked at.
+    context_starts = torch.nn.functional.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    out: Tensor = flash_attn_varlen_func(
+        query if query.stride(2) == 1 else query.contiguous(),
+        k_cache,
+        v_cache,
+        query_starts,
+        context_starts,
+        # A bound. At 1 the library takes it that there are as many queries as rows, which padded
+        # batches do not promise.
+        max(2, num_tokens),
+        block_tables.shape[1] * k_cache.shape[1],
+        softmax_scale=scale,
+        causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+        softcap=softcap,
+        block_table=block_tables,
+    )
+    return _without_padding(out, query_starts)
+
+
+def _without_padding(out: Tensor, query_starts: Tensor) -> Tensor:
+    """``out [T, Hq, Dv]`` with zeros for the tokens behind the last row, which no library writes;
+    in place."""
+    tokens = torch.arange(out.shape[0], device=out.device)
+    return out.masked_fill_((tokens >= query_starts[-1])[:, None, None], 0.0)

@@ -1,0 +1,301 @@
+"""``pagespec::paged_attention`` on a GPU: chooses tiles and grids, and launches the kernels.
+
+Everything here follows shapes and dtypes alone. Nothing waits for the device, so that calls can be
+captured in a CUDA graph and replayed with other contents.
+
+- At most as many tokens as rows (decode, with or without padding): one decode program (or several
+  lanes of them) a token and KV head, of which the last to arrive merges what all computed. With
+  few rows it normalises, rotates and stores too (:func:`turned_attention`).
+- More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
+  the other's alone. On Hopper :mod:`.prefill_sm90` may be the latter; same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..fused.kv_store import has_dependent_launch, starts_next_late, steps
+from ..linear.tiles import is_gluon_known
+from .decode import decode_kernel
+from .online_softmax import LOG2E
+from .prefill import prefill_kernel
+from .tiling import Tiling, choose_spread, choose_tiling
+
+_MIN_DOT = 16  # smallest side of a matrix instruction
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    tiling: Tiling | None = None,
+    arrived: Tensor | None = None,
+) -> Tensor:
+    """As :func:`.ops.paged_attention`, with shapes as there.
+
+    ``query`` may be strided in tokens and heads. Products have operands of the query's dtype and
+    float32 sums; float32 operands are multiplied as such, not as TF32. Any block size that is a
+    power of two.
+
+    Args:
+        tiling: to try another than :func:`choose_tiling` gives; may change the bits.
+        arrived: int32 zeros, left as zeros, for calls that follow one another on one stream. One
+            for each unit and KV head, if those are fewer than ``tiling.whole_from``, else none.
+            None makes some for the call, which costs one more launch.
+
+    Raises:
+        ValueError: the block size is no power of two, or there are too few counters.
+    """
+    num_tokens, num_q_heads, k_dim = query.shape
+    page, num_kv_heads, v_dim = v_cache.shape[1:]
+    num_rows = len(block_tables)
+    if page & (page - 1):
+        raise ValueError(f"block size {page}: the Triton kernels need a power of two")
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    out = query.new_empty(num_tokens, num_q_heads, v_dim)
+    if num_tokens == 0 or num_rows == 0:
+        return out.zero_()
+    by_token = num_tokens <= num_rows
+    metadata = (query_starts, context_lens, block_tables)
+    t = tiling or choose_tiling(query.dtype, k_dim, v_dim)
+    shared = _shared(query, v_cache, scale, window, softcap, sinks, t)
+    _decode(query, k_cache, v_cache, out, metadata, shared, t, arrived, by_token, _NOT_TURNED)
+    if not by_token:
+        if query.is_cuda and is_gluon_known():
+            from . import prefill_sm90
+
+            if prefill_sm90.launch(query, k_cache, v_cache, out, metadata, shared, t):
+                return out
+        group = num_q_heads // num_kv_heads
+        block_m = max(t.block_m, triton.next_power_of_2(group))
+        num_tiles = num_tokens // (block_m // group) + num_rows + 1
+        prefill_kernel[(num_tiles * num_kv_heads * t.prefill_parts,)](
+            query,
+            k_cache,
+            v_cache,
+            out,
+            *metadata,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            table_stride=block_tables.stride(0),
+            **shared,
+            BLOCK_M=block_m,
+            PARTS=t.prefill_parts,
+            # All rows at once: thousands of programs look for their row, most to find none.
+            ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
+            num_warps=t.prefill_warps,
+            num_stages=t.prefill_stages,
+        )
+    return out
+
+
+def turned_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotary_dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    form: str,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    tiling: Tiling | None = None,
+    arrived: Tensor | None = None,
+) -> Tensor:
+    """:func:`triton_rope.norm_rope_store`, then :func:`paged_attention` of what it returns, in one
+    launch; with the same bits if :func:`triton_turn.fits`. Arguments as there.
+
+    Any rows of as many tokens altogether as there are rows, or fewer; rows of several new tokens
+    are stored several times.
+
+    Returns:
+        ``[T, Hq, Dv]``.
+
+    Raises:
+        ValueError: no tokens or more than rows, a block size that is no power of two, or too few
+            counters.
+    """
+    num_tokens, num_heads, dim = query.shape
+    page, _, v_dim = v_cache.shape[1:]
+    num_rows = len(block_tables)
+    if not 0 < num_tokens <= num_rows:
+        raise ValueError(f"{num_tokens} tokens of {num_rows} rows: one to as many as rows needed")
+    if page & (page - 1):
+        raise ValueError(f"block size {page}: the Triton kernels need a power of two")
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    out = query.new_empty(num_tokens, num_heads, v_dim)
+    t = tiling or choose_tiling(query.dtype, dim, v_dim)
+    shared = _shared(query, v_cache, scale, window, softcap, sinks, t)
+    k_token_stride, k_head_stride, k_step = steps(key)
+    v_token_stride, v_head_stride, v_step = steps(value)
+    angles = 8 if all(x.stride(2) == 1 and x.stride(1) % 8 == 0 for x in (cos, sin)) else 1
+    turn = {
+        "key": key,
+        "value": value,
+        "cos": cos,
+        "sin": sin,
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "slot_mapping": slot_mapping,
+        "eps": eps,
+        "k_token_stride": k_token_stride,
+        "k_head_stride": k_head_stride,
+        "v_token_stride": v_token_stride,
+        "v_head_stride": v_head_stride,
+        "cos_stride": cos.stride(1) // angles,
+        "cos_step": cos.stride(2),
+        "sin_stride": sin.stride(1) // angles,
+        "sin_step": sin.stride(2),
+        "K_STEP": k_step,
+        "V_STEP": v_step,
+        "R": rotary_dim,
+        "TABLE": cos.shape[2],
+        "ANGLES": angles,
+        "FORM": "" if q_weight is None else form,
+        "TURN": True,
+        "LATE": starts_next_late(num_tokens),
+        # As triton_rope is compiled. The rest of the kernel says itself where to contract.
+        "enable_fp_fusion": False,
+    }
+    metadata = (query_starts, context_lens, block_tables)
+    _decode(query, k_cache, v_cache, out, metadata, shared, t, arrived, True, turn)
+    return out
+
+
+_NOT_TURNED: dict[str, Any] = {
+    **dict.fromkeys(("key", "value", "cos", "sin", "q_weight", "k_weight", "slot_mapping", "eps")),
+    **dict.fromkeys(("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
+    **dict.fromkeys(("cos_stride", "cos_step", "sin_stride", "sin_step")),
+    **dict.fromkeys(("K_STEP", "V_STEP", "R", "TABLE", "ANGLES", "FORM")),
+    "TURN": False,
+    "LATE": False,
+}
+
+
+def _shared(
+    query: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    t: Tiling,
+) -> dict[str, Any]:
+    """What the decode and the prefill kernel are given alike."""
+    _, num_q_heads, k_dim = query.shape
+    page, num_kv_heads, v_dim = v_cache.shape[1:]
+    token_stride, head_stride, step = steps(query)
+    return {
+        "sinks": sinks,
+        # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
+        "factor": LOG2E.value if softcap else scale * LOG2E.value,
+        "cap_in": scale / softcap if softcap else 0.0,
+        "cap_out": float(softcap),
+        "window": window,
+        "q_token_stride": token_stride,
+        "q_head_stride": head_stride,
+        "HQ": num_q_heads,
+        "HKV": num_kv_heads,
+        "DK": k_dim,
+        "DV": v_dim,
+        "DK_PAD": max(_MIN_DOT, triton.next_power_of_2(k_dim)),
+        "DV_PAD": max(_MIN_DOT, triton.next_power_of_2(v_dim)),
+        "BLOCK_N": t.block_n,
+        "SHORT": t.short_split,
+        "LONG": t.long_split,
+        "KNEE": t.knee,
+        "PAGE": page,
+        "ONES": _MIN_DOT,
+        "Q_STEP": step,
+        "HAS_WINDOW": window > 0,
+        "HAS_SOFTCAP": softcap > 0,
+        "HAS_SINKS": sinks is not None,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+
+
+def _decode(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    metadata: tuple[Tensor, Tensor, Tensor],
+    shared: dict[str, Any],
+    t: Tiling,
+    arrived: Tensor | None,
+    by_token: bool,
+    turn: dict[str, Any],
+) -> None:
+    """Launch the decode kernel for each token, or for each row.
+
+    Raises:
+        ValueError: there are too few counters.
+    """
+    num_tokens, num_heads, _ = query.shape
+    page, num_kv_heads, v_dim = v_cache.shape[1:]
+    num_rows, table_width = metadata[2].shape
+    num_units = num_tokens if by_token else num_rows
+    spread = choose_spread(t, num_units * num_kv_heads, table_width * page, shared["window"])
+    # With one piece at most, nothing is merged: these are empty, of the dtype they always have.
+    num_merging = num_units if spread.max_pieces > 1 else 0
+    shape = (num_merging, num_heads, spread.max_pieces)
+    partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=query.device)
+    stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    num_counters = num_merging * num_kv_heads
+    if arrived is None:
+        arrived = torch.zeros(num_counters, dtype=torch.int32, device=query.device)
+    elif arrived.numel() < num_counters:
+        raise ValueError(f"{arrived.numel()} counters of arrival where {num_counters} are needed")
+    group = triton.next_power_of_2(num_heads // num_kv_heads)
+    overlap = has_dependent_launch(query.device)
+    decode_kernel[(num_kv_heads * spread.num_lanes, num_units)](
+        query,
+        k_cache,
+        v_cache,
+        out,
+        partial,
+        stats,
+        arrived,
+        *metadata,
+        table_stride=metadata[2].stride(0),
+        num_rows=num_rows,
+        num_lanes=spread.num_lanes,
+        max_pieces=spread.max_pieces,
+        **shared,
+        **turn,
+        BLOCK_M=max(_MIN_DOT, group),
+        GROUP=group,
+        CHUNK=t.merge_chunk_of(group * shared["DV_PAD"]),
+        BY_TOKEN=by_token,
+        FIRST=spread.splits_in_first,
+        WHOLE=spread.whole_below,
+        FAR=spread.far_from,
+        EMULATE=query.device.type == "cpu",
+        PDL=overlap,
+        num_warps=t.decode_warps,
+        num_stages=t.decode_stages,
+        launch_pdl=overlap,
+    )

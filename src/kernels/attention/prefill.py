@@ -1,0 +1,246 @@
+"""Attention of rows with several queries over pages (FlashAttention-2, Dao 2023).
+
+A program serves one KV head and a tile of ``BLOCK_M // G`` consecutive queries of one row, whose
+G query heads lie side by side along M, so that a tile of keys is read once for the group. It walks
+all splits and folds them in order, as the decode kernel does. Where the sums of all values would
+not fit its registers, ``PARTS`` programs serve the tile: each computes all scores, and has the sums
+of its part of the values' dimensions.
+
+The grid holds ``T // queries a tile + B + 1`` tiles, enough for any row lengths; each program finds
+its row from ``query_starts``. Tokens behind the last row are one more row, which gets zeros. Long
+tiles should start first and idle programs last. So single queries in front, which are the decode
+kernel's, are passed over; then come the rows in order, the rest of a prompt that an earlier step
+began before a new prompt; and of each row the last tile first, which sees the most keys.
+
+Bits are those of the decode kernel. :func:`walk_folding_first` takes the steps of its ``walk``
+(:mod:`.online_softmax`), but folds later, and says why.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .online_softmax import add_tile, block_ids, count_at_most, finish, fold, load_rows, score
+
+
+@triton.jit
+def walk_folding_first(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    table,
+    begin,
+    first,
+    last,
+    positions,
+    window,
+    factor,
+    cap_in,
+    cap_out,
+    HKV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    KNEE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ONES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The total of the tiles from ``begin``, a multiple of BLOCK_N, to that of ``last``.
+
+    A split is folded not where it ends but in the next tile, behind that tile's scores. There, no
+    product with ``acc`` is under way: on Hopper such a product runs beside other instructions, and
+    one place that touches its sums before they have been waited for makes ptxas wait for every
+    product of the kernel at once (its warning C7515). Times: benchmarks/NOTES.md, "Attention".
+
+    Args:
+        positions: of the queries, ``[M]``, from ``first`` to ``last``.
+    """
+    inf = float("inf")
+    diagonal = (first + 1) // BLOCK_N * BLOCK_N
+    offsets = tl.arange(0, BLOCK_N)
+    ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+    acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    total_peak, total_mass, total_acc = peak, mass, acc
+    blocks = block_ids(table, begin, last, PAGE, BLOCK_N)
+    for start in tl.range(begin, last + 1, BLOCK_N):
+        # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
+        k = load_rows(k_cache, blocks, start, last, DK, DK_PAD, HKV * DK, PAGE, BLOCK_N, False)
+        v = load_rows(v_cache, blocks, start, last, DV, DV_PAD, V_WIDTH, PAGE, BLOCK_N, True)
+        # One tile ahead: an address must not wait for the load of its block id.
+        blocks = block_ids(table, start + BLOCK_N, last, PAGE, BLOCK_N)
+        scores = score(q, k, cap_in, cap_out, HAS_SOFTCAP, PRECISION)
+        if start & (tl.where(start < KNEE, SHORT, LONG) - 1) == 0:  # the first tile of a split
+            total_peak, total_mass, total_acc = fold(
+                total_peak, total_mass, total_acc, peak, mass, acc, factor
+            )
+            peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+            acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+            # Masks what is masked below in any case, and so keeps all this behind the scores.
+            scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
+        in_part = start >= diagonal  # queries, perhaps, see only a part of the tile
+        if HAS_WINDOW:
+            in_part |= start <= last - window
+        if in_part:
+            visible = offsets[None, :] <= (positions - start)[:, None]
+            if HAS_WINDOW:
+                visible &= offsets[None, :] > (positions - start - window)[:, None]
+            scores = tl.where(visible, scores, -inf)
+        peak, mass, acc = add_tile(scores, v, ones, peak, mass, acc, factor, PRECISION)
+    return fold(total_peak, total_mass, total_acc, peak, mass, acc, factor)
+
+
+@triton.jit
+def num_leading_singles(starts, num_rows, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many rows of one query come before the first other one; looks at WIDTH at a time."""
+    num_singles = num_rows
+    for first in range(0, num_rows, WIDTH):
+        row = first + tl.arange(0, WIDTH)
+        end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+        others = tl.where((row < num_rows) & (end != row + 1), row, num_rows)
+        num_singles = tl.minimum(num_singles, tl.min(others))
+    return num_singles
+
+
+@triton.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=[
+        "window",
+        "q_token_stride",
+        "q_head_stride",
+        "table_stride",
+        "num_tokens",
+        "num_rows",
+    ],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+)
+def prefill_kernel(  # type: ignore[no-untyped-def]
+    query,
+    k_cache,
+    v_cache,
+    out,
+    starts,
+    contexts,
+    tables,
+    sinks,
+    factor,
+    cap_in,
+    cap_out,
+    window,
+    q_token_stride,  # in units of Q_STEP elements
+    q_head_stride,
+    table_stride,
+    num_tokens,
+    num_rows,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    Q_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    KNEE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ONES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,  # rows looked at together
+):
+    PART: tl.constexpr = DV_PAD // PARTS
+    PART_USED: tl.constexpr = DV // PARTS
+    G: tl.constexpr = HQ // HKV
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    num_singles = num_leading_singles(starts, num_rows, ROWS)
+    tile = tl.program_id(0) // (HKV * PARTS) + num_singles // BLOCK_Q + num_singles
+    if tile > num_tokens // BLOCK_Q + num_rows:
+        return
+    head = tl.program_id(0) // PARTS % HKV
+    part = tl.program_id(0) % PARTS * PART
+    row = count_at_most(starts, num_rows + 1, tile, BLOCK_Q, True, ROWS) - 1
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+    end = tl.where(row < num_rows, end, num_tokens)
+    num_queries = end - begin
+    behind = tile - (begin // BLOCK_Q + row)
+    first = ((num_queries + BLOCK_Q - 1) // BLOCK_Q - 1 - behind) * BLOCK_Q
+    if first < 0:
+        return
+    if (row < num_rows) & (num_queries == 1):  # the decode kernel's
+        return
+
+    lines = tl.arange(0, BLOCK_M)
+    queries = first + lines // G
+    heads = head * G + lines % G
+    is_line = (lines < BLOCK_Q * G) & (queries < num_queries)
+    tokens = (begin + queries).to(tl.int64)
+    dims = part + tl.arange(0, PART)
+    mask = is_line[:, None] & (dims < DV)[None, :]
+    target = out + (tokens * HQ + heads)[:, None] * DV + dims[None, :]
+    if row == num_rows:
+        tl.store(target, tl.zeros((BLOCK_M, PART), out.dtype.element_ty), mask=mask)
+        return
+
+    start = tl.load(contexts + row) - num_queries
+    last = start + tl.minimum(first + BLOCK_Q, num_queries) - 1
+    positions = tl.minimum(start + queries, last)
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(start + first - window + 1, 0)
+    k_dims = tl.arange(0, DK_PAD)
+    q_rows = tokens * (q_token_stride * Q_STEP) + heads.to(tl.int64) * (q_head_stride * Q_STEP)
+    q = tl.load(
+        query + q_rows[:, None] + k_dims[None, :],
+        mask=is_line[:, None] & (k_dims < DK)[None, :],
+        other=0.0,
+    )
+    total_peak, total_mass, total_acc = walk_folding_first(
+        q,
+        k_cache + head * DK,
+        v_cache + head * DV + part,
+        tables + row.to(tl.int64) * table_stride,
+        low // BLOCK_N * BLOCK_N,
+        start + first,
+        last,
+        positions,
+        window,
+        factor,
+        cap_in,
+        cap_out,
+        HKV,
+        DK,
+        PART_USED,
+        DK_PAD,
+        PART,
+        HKV * DV,
+        BLOCK_M,
+        BLOCK_N,
+        SHORT,
+        LONG,
+        KNEE,
+        PAGE,
+        ONES,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        PRECISION,
+    )
+    result = finish(total_peak, total_mass, total_acc, sinks, heads, is_line, factor, HAS_SINKS)
+    tl.store(target, result.to(out.dtype.element_ty), mask=mask)

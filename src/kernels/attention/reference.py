@@ -1,0 +1,299 @@
+"""Paged attention and the KV store in plain torch: the CPU product, and the reference for tests.
+
+The work of a step splits in two. What depends on the batch alone (which cache slots every row
+reads, and under which mask) is an :class:`AttentionLayout`, the same for every layer of equal
+window, so a graph pass hoists it out of the layers. What depends on the layer is
+:func:`attend`. :func:`paged_attention` does both and is what the custom op runs.
+
+Only slots that hold settled positions are ever read: gathers are clamped to the row's last
+position and masked there, so whatever lies in unused slots (NaN included) cannot leak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows of very different length are attended in separate groups, each at most this much padded.
+_MAX_PADDING_RATIO = 2.0
+# Queries that share one explicit mask; bounds the mask of a long chunk to 512 x context.
+_QUERY_TILE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows with one query each, of similar context, attended as one batch.
+
+    Attributes:
+        tokens: where their queries lie: a slice if consecutive, else int64 ``[R]``.
+        slots: flat cache slots to gather, int64 ``[R * L]``; L is the longest context in view.
+        bias: ``[R, 1, 1, L]`` of 0 and -inf, or None if all R contexts have length L.
+    """
+
+    tokens: slice | Tensor
+    slots: Tensor
+    bias: Tensor | None
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTile:
+    """Consecutive queries ``[begin, end)`` of one row and the cache slots they look at.
+
+    Attributes:
+        slots: flat cache slots, int64 ``[L]``, in order of position.
+        mask: bool ``[end - begin, L]``, True where attended; None means causal from position 0.
+    """
+
+    begin: int
+    end: int
+    slots: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """All that attention needs to know of one step, for one window."""
+
+    groups: tuple[DecodeGroup, ...]
+    tiles: tuple[QueryTile, ...]
+    num_tokens: int
+
+
+def kv_store(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write ``key [T, Hkv, Dk]`` and ``value [T, Hkv, Dv]`` into the caches at ``slot_mapping``.
+
+    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``; ``slot_mapping`` is int64
+    ``[T]``, slot = block id * block_size + offset. Slots that repeat (those of padding tokens, in
+    the null block) end with any one of the values.
+    """
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, key)
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
+
+
+def grouped_by_length(rows: list[int], lengths: list[int]) -> list[list[int]]:
+    """Split row numbers so that no group is padded beyond ``_MAX_PADDING_RATIO``."""
+    if not rows:
+        return []
+    groups: list[list[int]] = []
+    longest = 0
+    for row in sorted(rows, key=lambda r: -lengths[r]):
+        if not groups or lengths[row] * _MAX_PADDING_RATIO < longest:
+            groups.append([])
+            longest = lengths[row]
+        groups[-1].append(row)
+    return [sorted(group) for group in groups]
+
+
+def build_layout(
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    window: int,
+    dtype: torch.dtype,
+) -> AttentionLayout:
+    """Lay out a step: which slots each row gathers, and its masks.
+
+    Args:
+        query_starts: int32 ``[B + 1]``; row b's queries are tokens ``[starts[b], starts[b + 1])``.
+        context_lens: int32 ``[B]``, positions the last query of each row sees (itself included).
+        block_tables: int32 ``[B, M]``; entries past a row's context are not looked at.
+        block_size: slots a block.
+        window: positions a query sees, itself included; 0 means all.
+        dtype: dtype of the queries, used for the additive masks.
+    """
+    starts: list[int] = query_starts.tolist()
+    contexts: list[int] = context_lens.tolist()
+    device = block_tables.device
+    num_queries = [end - begin for begin, end in pairwise(starts)]
+    decode = [row for row, n in enumerate(num_queries) if n == 1]
+    seen = [min(c, window) if window else c for c in contexts]
+
+    groups = []
+    for rows in grouped_by_length(decode, seen):
+        lengths = torch.tensor([seen[row] for row in rows], device=device).unsqueeze(1)
+        last = torch.tensor([contexts[row] - 1 for row in rows], device=device).unsqueeze(1)
+        longest = max(seen[row] for row in rows)
+        offsets = torch.arange(longest, device=device)
+        positions = torch.minimum(last - (lengths - 1) + offsets, last)
+        index = torch.tensor(rows, device=device)
+        table = block_tables if len(rows) == len(block_tables) else block_tables[index]
+        blocks = table.gather(1, positions // block_size).long()
+        bias = None
+        if min(seen[row] for row in rows) < longest:
+            bias = torch.zeros(len(rows), longest, dtype=dtype, device=device)
+            bias.masked_fill_(offsets >= lengths, float("-inf"))
+            bias = bias[:, None, None, :]
+        first = starts[rows[0]]
+        tokens: slice | Tensor = slice(first, first + len(rows))
+        if any(starts[row] != first + i for i, row in enumerate(rows)):
+            tokens = torch.tensor([starts[row] for row in rows], device=device)
+        slots = (blocks * block_size + positions % block_size).reshape(-1)
+        groups.append(DecodeGroup(tokens, slots, bias, len(rows)))
+
+    tiles: list[QueryTile] = []
+    for row, n in enumerate(num_queries):
+        if n > 1:
+            tiles.extend(
+                _query_tiles(starts[row], n, contexts[row], block_tables[row], block_size, window)
+            )
+    return AttentionLayout(tuple(groups), tuple(tiles), starts[-1])
+
+
+def _query_tiles(
+    begin: int, num_queries: int, context_len: int, table: Tensor, block_size: int, window: int
+) -> list[QueryTile]:
+    start = context_len - num_queries
+    positions = torch.arange(context_len, device=table.device)
+    slots = table[positions // block_size].long() * block_size + positions % block_size
+    if start == 0 and (window == 0 or num_queries <= window):
+        return [QueryTile(begin, begin + num_queries, slots, None)]
+    tiles = []
+    for a in range(0, num_queries, _QUERY_TILE):
+        b = min(a + _QUERY_TILE, num_queries)
+        low = max(0, start + a - window + 1) if window else 0
+        keys = positions[low : start + b]
+        queries = positions[start + a : start + b].unsqueeze(1)
+        mask = keys <= queries
+        if window:
+            mask &= keys > queries - window
+        tiles.append(QueryTile(begin + a, begin + b, slots[low : start + b], mask))
+    return tiles
+
+
+def attend(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of ``query [T, Hq, Dk]`` over the slots of ``layout``; returns ``[T, Hq, Dv]``.
+
+    Tokens that belong to no row (padding) get zeros.
+    """
+    num_kv_heads, v_dim = v_cache.shape[2:]
+    num_q_heads, k_dim = query.shape[1:]
+    group_size = num_q_heads // num_kv_heads
+    keys = k_cache.view(-1, num_kv_heads * k_dim)
+    values = v_cache.view(-1, num_kv_heads * v_dim)
+    plain = softcap == 0 and sinks is None
+    out = query.new_empty(query.shape[0], num_q_heads, v_dim)
+    out[layout.num_tokens :] = 0
+
+    for group in layout.groups:
+        rows = group.num_rows
+        # The query heads that share a KV head stand where several queries would: no head of K or
+        # V is copied or expanded.
+        q = query[group.tokens].reshape(rows, num_kv_heads, group_size, k_dim)
+        k = keys.index_select(0, group.slots).view(rows, -1, num_kv_heads, k_dim).transpose(1, 2)
+        v = values.index_select(0, group.slots).view(rows, -1, num_kv_heads, v_dim).transpose(1, 2)
+        if plain:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias, scale=scale)
+        else:
+            o = _float32_attention(q, k, v, group.bias, scale, softcap, sinks)
+        out[group.tokens] = o.reshape(rows, num_q_heads, v_dim)
+
+    for tile in layout.tiles:
+        q = query[tile.begin : tile.end].transpose(0, 1).unsqueeze(0)
+        k = keys.index_select(0, tile.slots).view(1, -1, num_kv_heads, k_dim).transpose(1, 2)
+        v = values.index_select(0, tile.slots).view(1, -1, num_kv_heads, v_dim).transpose(1, 2)
+        causal = tile.mask is None
+        if plain:
+            o = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=tile.mask,
+                is_causal=causal,
+                scale=scale,
+                enable_gqa=group_size > 1,
+            )
+        else:
+            o = _float32_tile(q, k, v, tile, scale, softcap, sinks)
+        out[tile.begin : tile.end] = o[0].transpose(0, 1)
+    return out
+
+
+def _float32_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: QueryTile,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """:func:`_float32_attention` for ``q [1, Hq, n, Dk]``; returns ``[1, Hq, n, Dv]``."""
+    _, num_q_heads, num_queries, k_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group_size = num_q_heads // num_kv_heads
+    mask = tile.mask
+    if mask is None:
+        mask = torch.ones(num_queries, k.shape[2], dtype=torch.bool, device=q.device).tril_()
+    bias = torch.zeros(mask.shape, dtype=torch.float32, device=q.device)
+    bias.masked_fill_(~mask, float("-inf"))
+    # [1, Hkv, n * G, D]: queries outer, heads of the group inner, as the sinks are laid out.
+    q = q.view(num_kv_heads, group_size, num_queries, k_dim).transpose(1, 2)
+    q = q.reshape(1, num_kv_heads, num_queries * group_size, k_dim)
+    bias = bias.repeat_interleave(group_size, 0)
+    o = _float32_attention(q, k, v, bias, scale, softcap, sinks)
+    o = o.view(num_kv_heads, num_queries, group_size, -1).transpose(1, 2)
+    return o.reshape(1, num_q_heads, num_queries, -1)
+
+
+def _float32_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention written out, in float32: ``q [R, Hkv, Q * G, Dk]``, heads of a group innermost.
+
+    ``softcap`` c maps a score s to c * tanh(s / c) (Gemma 2). A sink is one more logit a query
+    head, which takes probability and gives no value (gpt-oss).
+    """
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.float()
+    if sinks is None:
+        probabilities = scores.softmax(-1)
+    else:
+        per_head = sinks.float().view(1, k.shape[1], -1)
+        repeats = q.shape[2] // per_head.shape[2]
+        column = per_head.repeat(1, 1, repeats).unsqueeze(-1).expand(*scores.shape[:3], 1)
+        probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return torch.matmul(probabilities, v.float()).to(v.dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Layout and attention in one; shapes as in :mod:`.ops`."""
+    layout = build_layout(
+        query_starts, context_lens, block_tables, k_cache.shape[1], window, query.dtype
+    )
+    return attend(query, k_cache, v_cache, layout, scale, softcap, sinks)

@@ -1,0 +1,158 @@
+"""Chains of small operations as one call each: what the fusion passes put into a graph.
+
+Plain functions. On a GPU each is one Triton kernel; elsewhere it runs the very operations it
+replaces, so a rewritten graph gives the bits of the original. The kernels round where those
+operations round (arithmetic in float32, one rounding an operation); only the order of additions
+inside a mean is their own, and it is the same for any number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..attention import reference
+
+NormForm = Literal["rounded", "wide", "plus_one"]
+"""How an RMSNorm applies its weight to the normalised float32 value y of an input of some dtype:
+``weight * y.to(dtype)``, ``(weight * y).to(dtype)``, or ``(y * (1 + weight.float())).to(dtype)``.
+"""
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+    """RMSNorm of ``x [..., N]`` over its last dim with ``weight [N]``, both of one dtype."""
+    if x.device.type == "cuda":
+        # Triton is only there on machines with a GPU.
+        from . import rms_norm
+
+        return rms_norm.rms_norm(x, weight, eps, form)
+    return rms_norm_reference(x, weight, eps, form)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: NormForm
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of h, h) with h = ``residual + x``, all ``[..., N]`` of one dtype."""
+    if x.device.type == "cuda":
+        from . import rms_norm
+
+        return rms_norm.add_rms_norm(x, residual, weight, eps, form)
+    hidden = residual + x
+    return rms_norm_reference(hidden, weight, eps, form), hidden
+
+
+def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a product."""
+    if gate.device.type == "cuda":
+        from . import activation
+
+        return activation.act_mul(gate, up, kind)
+    return act_mul_reference(gate, up, kind)
+
+
+def norm_rope_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotary_dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    form: NormForm,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Normalise (given weights) and rotate queries and keys; store keys and values.
+
+    Args:
+        query: ``[T, Hq, D]``. key: ``[T, Hkv, D]``. value: ``[T, Hkv, Dv]``; strided in tokens and
+            heads, as slices of one merged product are.
+        cos: ``[1, T, R]`` or ``[1, T, R / 2]`` (then it serves both halves). sin: alike.
+        rotary_dim: R, even; the first R of D are rotated, in halves: i with i + R / 2.
+        q_weight: ``[D]``, for an RMSNorm over D before the rotation. k_weight: alike; both or none.
+        k_cache: ``[num_blocks + 1, block_size, Hkv, D]``. v_cache: the same with Dv.
+        slot_mapping: int64 ``[T]``; tokens of padding point into the null block.
+
+    Returns:
+        The rotated queries ``[T, Hq, D]``.
+    """
+    function = norm_rope_store_reference
+    if query.device.type == "cuda":
+        from . import norm_rope_store
+
+        function = norm_rope_store.norm_rope_store
+    return function(
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        rotary_dim,
+        q_weight,
+        k_weight,
+        eps,
+        form,
+        k_cache,
+        v_cache,
+        slot_mapping,
+    )
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+    """:func:`rms_norm` in the operations of Hugging Face's modules."""
+    wide = x.to(torch.float32)
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if form == "rounded":
+        return weight * y.to(x.dtype)
+    if form == "wide":
+        return (weight * y).to(x.dtype)
+    return (y * (1.0 + weight.float())).to(x.dtype)
+
+
+def act_mul_reference(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    """:func:`act_mul` in torch's operations."""
+    if kind == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
+    """Rotate ``x [T, H, D]`` by ``cos`` and ``sin`` ``[1, T, R or R / 2]``, as the modules do."""
+    cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    first, second = rotated.chunk(2, dim=-1)
+    if cos.shape[-1] == rotary_dim:
+        rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    else:
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def norm_rope_store_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotary_dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    form: NormForm,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """:func:`norm_rope_store` in torch's operations."""
+    if q_weight is not None and k_weight is not None:
+        query = rms_norm_reference(query, q_weight, eps, form)
+        key = rms_norm_reference(key, k_weight, eps, form)
+    key = rotate_reference(key, cos, sin, rotary_dim)
+    reference.kv_store(key, value, k_cache, v_cache, slot_mapping)
+    return rotate_reference(query, cos, sin, rotary_dim)

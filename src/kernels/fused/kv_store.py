@@ -1,0 +1,136 @@
+"""The KV store as a Triton kernel: one program copies one token's key and value to its slot."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LATE_ROWS = 4
+
+
+@triton.jit(
+    # What follows the batch must not make new versions of the kernel: strides of tensors whose
+    # outer dimension is the head grow with it, and metadata may lie anywhere in a staging buffer.
+    do_not_specialize=["k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"],
+    do_not_specialize_on_alignment=["slot_mapping"],
+)
+def _store_kernel(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    k_token_stride,  # in units of K_STEP elements
+    k_head_stride,
+    v_token_stride,  # in units of V_STEP elements
+    v_head_stride,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_WIDTH: tl.constexpr,  # Hkv * Dk, elements of one token in the cache
+    V_WIDTH: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+
+    i = tl.arange(0, K_PADDED)
+    first = key + token * (k_token_stride * K_STEP)
+    source = first + (i // K_DIM).to(tl.int64) * (k_head_stride * K_STEP) + i % K_DIM
+    tl.store(k_cache + slot * K_WIDTH + i, tl.load(source, mask=i < K_WIDTH), mask=i < K_WIDTH)
+    i = tl.arange(0, V_PADDED)
+    first = value + token * (v_token_stride * V_STEP)
+    source = first + (i // V_DIM).to(tl.int64) * (v_head_stride * V_STEP) + i % V_DIM
+    tl.store(v_cache + slot * V_WIDTH + i, tl.load(source, mask=i < V_WIDTH), mask=i < V_WIDTH)
+
+
+def steps(tensor: Tensor) -> tuple[int, int, int]:
+    """Token and head stride of ``tensor [T, H, D]`` in units of the third result, 16 or 1.
+
+    A stride given as a multiple of 16 lets the compiler load 16 bytes at once, without a version of
+    the kernel for each kind of stride. Strides of a dimension of size 1 mean nothing and are 0.
+    """
+    token = tensor.stride(0) if tensor.shape[0] > 1 else 0
+    head = tensor.stride(1) if tensor.shape[1] > 1 else 0
+    # The head size too: where heads are the outer dimension, their stride is T * D, and an odd D
+    # would make the step follow T.
+    step = 1 if (token | head | tensor.shape[2]) % 16 else 16
+    return token // step, head // step, step
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may be put on the machine before the one it follows has ended (Hopper on).
+
+    The launch of a kernel takes about a microsecond, which for small batches is a tenth of the
+    attention. Ours let the next one start first of all (``gdc_launch_dependents``; attention once
+    it has waited), then wait (``gdc_wait``) before they touch what kernels write. So several may
+    lie ahead of the one that works: a kernel is only put where all of those before it have their
+    place already. What that costs few rows, :func:`starts_next_late` spares them. Each ends after
+    the one before it, as some program of each waits.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def starts_next_late(num_rows: int) -> bool:
+    """Whether attention and products of a step of ``num_rows`` let the next kernel start only
+    behind their own wait.
+
+    A kernel that starts asks for its weights. The sooner the better, as long as those before are
+    busy with data of their own. Where they are a chain of short waits, as attention of few rows is,
+    what they wait for stands in line behind megabytes of weights that nobody needs yet, and a
+    kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
+    four rows, early from eight on (benchmarks/NOTES.md, "Few rows").
+    """
+    return num_rows <= _LATE_ROWS
+
+
+def kv_store(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """As :func:`.reference.kv_store`; T programs, no synchronisation.
+
+    ``key`` and ``value`` may be strided in tokens and heads, as the transposed views of a model
+    are. What ends up in the null block, where many tokens write, is not determined.
+    """
+    num_tokens, num_heads, k_dim = key.shape
+    v_dim = value.shape[2]
+    if num_tokens == 0:
+        return
+    if key.stride(2) != 1:
+        key = key.contiguous()
+    if value.stride(2) != 1:
+        value = value.contiguous()
+    k_width, v_width = num_heads * k_dim, num_heads * v_dim
+    k_token_stride, k_head_stride, k_step = steps(key)
+    v_token_stride, v_head_stride, v_step = steps(value)
+    _store_kernel[(num_tokens,)](
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k_token_stride,
+        k_head_stride,
+        v_token_stride,
+        v_head_stride,
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        K_WIDTH=k_width,
+        V_WIDTH=v_width,
+        K_PADDED=triton.next_power_of_2(k_width),
+        V_PADDED=triton.next_power_of_2(v_width),
+        K_STEP=k_step,
+        V_STEP=v_step,
+        PDL=has_dependent_launch(key.device),
+        num_warps=4,
+    )

@@ -1,0 +1,273 @@
+"""Norm, rotation and KV store of one attention call as a Triton kernel.
+
+A program serves one token and a tile of heads, all of them queries, keys or values. Everything
+that decides the order of additions (tile, warps) follows from the shapes of the model. Products
+and sums are never contracted, as in :mod:`.rms_norm`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .kv_store import has_dependent_launch
+from .rms_norm import rounded, scaled
+
+_TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
+
+
+@triton.jit
+def partners_of(offsets, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which element of a head is rotated with that at ``offsets``: itself beyond the first R.
+
+    Each element needs its partner too. A second load, which the L1 cache answers, is simpler than
+    an exchange between threads.
+    """
+    HALF: tl.constexpr = R // 2
+    partners = tl.where(offsets < HALF, offsets + HALF, offsets - HALF)
+    return tl.where(offsets < R, partners, offsets)
+
+
+@triton.jit
+def turned(  # type: ignore[no-untyped-def]
+    x,
+    y,
+    w,
+    w_partner,
+    c,
+    s,
+    offsets,
+    eps,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Heads ``x [M, D_PAD]``, normalised if FORM and rotated, in DTYPE.
+
+    The same bits in whichever kernel, if that is compiled without contraction and the sum over D is
+    taken in the same order, which follows from the layout of x.
+
+    Args:
+        y: the partners of x. w, w_partner: ``[M or 1, D_PAD]``, of no meaning without FORM.
+        c, s: the same shape. All as they were loaded. offsets: of a head, ``[D_PAD]``.
+    """
+    HALF: tl.constexpr = R // 2
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    if FORM != "":
+        r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None]
+        x = scaled(x * r, w.to(tl.float32), FORM, DTYPE, EMULATE)
+        y = scaled(y * r, w_partner.to(tl.float32), FORM, DTYPE, EMULATE)
+    y = tl.where((offsets < HALF)[None, :], -y, y)
+    result = rounded(x * c.to(tl.float32), DTYPE, EMULATE)
+    result += rounded(y * s.to(tl.float32), DTYPE, EMULATE)
+    result = tl.where((offsets < R)[None, :], rounded(result, DTYPE, EMULATE), x)
+    return result.to(DTYPE)
+
+
+@triton.jit
+def _turn_heads(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    weight,
+    cos,  # pointers to D_PAD elements
+    sin,
+    eps,
+    head_stride,
+    offsets,
+    heads,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    FORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target."""
+    partners = partners_of(offsets, R)
+    mask = (heads < H)[:, None] & (offsets < D)[None, :]
+    start = source + heads[:, None] * head_stride
+    x = tl.load(start + offsets[None, :], mask=mask, other=0.0)
+    y = tl.load(start + partners[None, :], mask=mask, other=0.0)
+    w, w_partner = x, y
+    if FORM != "":
+        w = tl.load(weight + offsets, mask=offsets < D, other=0.0)[None, :]
+        w_partner = tl.load(weight + partners, mask=offsets < D, other=0.0)[None, :]
+    c = tl.load(cos, mask=offsets < R, other=0.0)[None, :]
+    s = tl.load(sin, mask=offsets < R, other=0.0)[None, :]
+    result = turned(x, y, w, w_partner, c, s, offsets, eps, D, R, FORM, DTYPE, EMULATE)
+    tl.store(target + heads[:, None] * D + offsets[None, :], result, mask=mask)
+
+
+@triton.jit
+def _copy_heads(  # type: ignore[no-untyped-def]
+    source, target, head_stride, offsets, heads, H: tl.constexpr, D: tl.constexpr
+):
+    mask = (heads < H)[:, None] & (offsets < D)[None, :]
+    x = tl.load(source + heads[:, None] * head_stride + offsets[None, :], mask=mask)
+    tl.store(target + heads[:, None] * D + offsets[None, :], x, mask=mask)
+
+
+@triton.jit(
+    # Sizes and alignments that follow the batch must not make new versions of the kernel. Strides
+    # of q, k and v are those of a merged product: fixed by the model.
+    do_not_specialize=["cos_stride", "cos_step", "sin_stride", "sin_step"],
+    do_not_specialize_on_alignment=["cos", "sin", "slot_mapping"],
+)
+def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    out,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    eps,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    cos_stride,
+    cos_step,
+    sin_stride,
+    sin_step,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    R: tl.constexpr,
+    TABLE: tl.constexpr,
+    HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    FORM: tl.constexpr,
+    EMULATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    Q_TILES: tl.constexpr = (HQ + HEADS - 1) // HEADS
+    K_TILES: tl.constexpr = (HKV + HEADS - 1) // HEADS
+    V_TILES: tl.constexpr = (HKV + V_HEADS - 1) // V_HEADS
+    TILES: tl.constexpr = Q_TILES + K_TILES + V_TILES
+    tile = tl.program_id(0) % TILES
+    token = (tl.program_id(0) // TILES).to(tl.int64)
+    offsets = tl.arange(0, D_PAD)
+    lane = tl.arange(0, HEADS)
+    cos += token * cos_stride + offsets % TABLE * cos_step
+    sin += token * sin_stride + offsets % TABLE * sin_step
+    slot = tl.load(slot_mapping + token)
+
+    # No variables inside the branches: Triton would want them alike in all of them.
+    if tile < Q_TILES:
+        _turn_heads(
+            query + token * q_stride, out + token * HQ * D, q_weight, cos, sin, eps, q_head_stride,
+            offsets, tile * HEADS + lane, HQ, D, R, FORM, DTYPE, EMULATE,
+        )  # fmt: skip
+    elif tile < Q_TILES + K_TILES:
+        _turn_heads(
+            key + token * k_stride, k_cache + slot * HKV * D, k_weight, cos, sin, eps,
+            k_head_stride, offsets, (tile - Q_TILES) * HEADS + lane, HKV, D, R, FORM, DTYPE,
+            EMULATE,
+        )  # fmt: skip
+    else:
+        _copy_heads(
+            value + token * v_stride, v_cache + slot * HKV * DV, v_head_stride,
+            tl.arange(0, DV_PAD),
+            (tile - Q_TILES - K_TILES) * V_HEADS + tl.arange(0, V_HEADS), HKV, DV,
+        )  # fmt: skip
+
+
+def heads_at_once(num_heads: int, d_pad: int) -> int:
+    """Heads of a program, for up to ``num_heads`` of ``d_pad`` elements; a power of two."""
+    return min(max(_TILE // d_pad, 1), triton.next_power_of_2(num_heads))
+
+
+def norm_rope_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rotary_dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    form: str,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """As :func:`.dispatch.norm_rope_store`; no synchronisation.
+
+    What ends up in the null block, where many tokens write, is not determined.
+    """
+    num_tokens, num_heads, dim = query.shape
+    num_kv_heads, v_dim = value.shape[1:]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return out
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    d_pad, dv_pad = triton.next_power_of_2(dim), triton.next_power_of_2(v_dim)
+    heads = heads_at_once(max(num_heads, num_kv_heads), d_pad)
+    v_heads = heads_at_once(num_kv_heads, dv_pad)
+    num_tiles = (
+        triton.cdiv(num_heads, heads)
+        + triton.cdiv(num_kv_heads, heads)
+        + triton.cdiv(num_kv_heads, v_heads)
+    )
+    overlap = has_dependent_launch(query.device)
+    _norm_rope_store_kernel[(num_tokens * num_tiles,)](
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        query if q_weight is None else q_weight,
+        query if k_weight is None else k_weight,
+        out,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        eps,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        cos.stride(1),
+        cos.stride(2),
+        sin.stride(1),
+        sin.stride(2),
+        HQ=num_heads,
+        HKV=num_kv_heads,
+        D=dim,
+        DV=v_dim,
+        R=rotary_dim,
+        TABLE=cos.shape[2],
+        HEADS=heads,
+        V_HEADS=v_heads,
+        D_PAD=d_pad,
+        DV_PAD=dv_pad,
+        FORM="" if q_weight is None else form,
+        EMULATE=query.device.type == "cpu",
+        PDL=overlap,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=overlap,
+    )
+    return out

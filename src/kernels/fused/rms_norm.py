@@ -1,0 +1,133 @@
+"""RMSNorm as a Triton kernel, one program a row, with the addition of a residual if wanted.
+
+What makes a row's bits its own: the block, the number of warps and so the order of additions
+follow the width alone. Products and sums are never contracted (``enable_fp_fusion=False``), for
+the operations replaced round each on its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .kv_store import has_dependent_launch
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 ``x`` rounded to ``dtype`` (to nearest, ties to even), as float32.
+
+    EMULATE: Triton's interpreter cuts off instead of rounding to bfloat16, so do it by hand.
+    """
+    if EMULATE and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def scaled(  # type: ignore[no-untyped-def]
+    y, weight, FORM: tl.constexpr, DTYPE: tl.constexpr, EMULATE: tl.constexpr
+):
+    """The normalised ``y`` times its weight (both float32), rounded to DTYPE, as float32."""
+    if FORM == "rounded":
+        y = rounded(y, DTYPE, EMULATE)
+    if FORM == "plus_one":
+        weight = weight + 1.0
+    return rounded(y * weight, DTYPE, EMULATE)
+
+
+@triton.jit
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x,
+    residual,
+    weight,
+    out,
+    hidden,
+    eps,
+    x_stride,
+    residual_stride,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EMULATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < N
+    h = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        h += tl.load(residual + row * residual_stride + i, mask=mask, other=0.0).to(tl.float32)
+        h = rounded(h, DTYPE, EMULATE)
+        tl.store(hidden + row * N + i, h.to(DTYPE), mask=mask)
+    mean = tl.sum(h * h, axis=0) * (1.0 / N)
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE, EMULATE)
+    tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x [..., N]`` as ``[rows, N]``, copied only if its rows are not evenly spaced."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: str
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    hidden = out if residual is None else torch.empty_like(out)
+    if x.numel() == 0:
+        return out, hidden
+    rows = as_rows(x)
+    residual_rows = rows if residual is None else as_rows(residual)
+    width = rows.shape[1]
+    block = triton.next_power_of_2(width)
+    overlap = has_dependent_launch(x.device)
+    _norm_kernel[(rows.shape[0],)](
+        rows,
+        residual_rows,
+        weight,
+        out,
+        hidden,
+        eps,
+        rows.stride(0),
+        residual_rows.stride(0),
+        N=width,
+        BLOCK=block,
+        FORM=form,
+        HAS_RESIDUAL=residual is not None,
+        EMULATE=x.device.type == "cpu",
+        PDL=overlap,
+        num_warps=min(max(block // 256, 1), 16),
+        enable_fp_fusion=False,
+        launch_pdl=overlap,
+    )
+    return out, hidden
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
+    """As :func:`.dispatch.rms_norm`; rows of ``x`` may be strided.
+
+    Heads-first inputs give heads-first outputs, as elementwise operations do: what follows in the
+    graph may view them.
+    """
+    if x.dim() == 4 and x.stride(1) < x.stride(2):
+        return rms_norm(x.transpose(1, 2), weight, eps, form).transpose(1, 2)
+    return _launch(x, None, weight, eps, form)[0]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: str
+) -> tuple[Tensor, Tensor]:
+    """As :func:`.dispatch.add_rms_norm`."""
+    return _launch(x, residual, weight, eps, form)

@@ -1,0 +1,79 @@
+"""Cosines and sines of rotary embeddings as a Triton kernel, rounded where torch rounds."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from .kv_store import has_dependent_launch
+from .rms_norm import rounded
+
+
+@triton.jit(do_not_specialize=["frequency_step", "position_step"])
+def _rope_table_kernel(  # type: ignore[no-untyped-def]
+    frequencies,  # [H], float32
+    positions,  # [T], int64
+    cos_table,  # [T, 2 H], contiguous, as sin_table
+    sin_table,
+    frequency_step,
+    position_step,
+    scaling,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EMULATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = cos_table.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < H
+    position = tl.load(positions + token * position_step).to(tl.float32)
+    angles = tl.load(frequencies + i * frequency_step, mask=mask, other=0.0) * position
+    # Not the fast ones of the hardware. The interpreter has no library.
+    if EMULATE:
+        cos, sin = tl.cos(angles), tl.sin(angles)
+    else:
+        cos, sin = libdevice.cos(angles), libdevice.sin(angles)
+    cos = rounded(cos * scaling, DTYPE, EMULATE).to(DTYPE)
+    sin = rounded(sin * scaling, DTYPE, EMULATE).to(DTYPE)
+    at = token * (2 * H) + i
+    tl.store(cos_table + at, cos, mask=mask)
+    tl.store(cos_table + at + H, cos, mask=mask)
+    tl.store(sin_table + at, sin, mask=mask)
+    tl.store(sin_table + at + H, sin, mask=mask)
+
+
+def rope_table(
+    frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As :func:`.rope_table.rope_table`."""
+    num_tokens, half = positions.shape[-1], frequencies.shape[1]
+    cos, sin = (
+        torch.empty(1, num_tokens, 2 * half, dtype=dtype, device=positions.device) for _ in "cs"
+    )
+    if num_tokens == 0:
+        return cos, sin
+    overlap = has_dependent_launch(positions.device)
+    _rope_table_kernel[(num_tokens,)](
+        frequencies,
+        positions,
+        cos,
+        sin,
+        frequencies.stride(1),
+        positions.stride(2),
+        float(scaling),
+        H=half,
+        BLOCK=triton.next_power_of_2(half),
+        EMULATE=positions.device.type == "cpu",
+        PDL=overlap,
+        num_warps=1,
+        enable_fp_fusion=False,
+        launch_pdl=overlap,
+    )
+    return cos, sin

@@ -1,0 +1,249 @@
+"""Matrix products ``x @ weight.T`` as one Triton kernel that sums in the plain order.
+
+Every output is one float32 accumulator that walks K from 0 to its end, whatever the tile, the
+number of rows or the number of programs, and gets the bias last. With one tile a row's result does
+not depend on how many rows share the step. With several it did not on an H100 for 16-bit dtypes and
+rows of whole 16-byte units; nothing is claimed for others
+(:func:`.tiles.has_one_tile`). On Hopper a bf16 result equals what cuBLAS
+computes when it may not split K, bit for bit (:func:`.dispatch.sweep` looks for
+itself).
+
+With few rows the time is that of reading the weight. On Hopper both operands come through tensor
+descriptors (TMA), whole tiles at a time, and with ``swap_ab`` the weight is the left operand of the
+matrix unit, whose left side has 64 rows at least: then no register holds a weight on its way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..fused.activation import silu
+from ..fused.kv_store import has_dependent_launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How one product is cut.
+
+    No field changes the bits of a result where the dtype has 16 bits and rows are whole 16-byte
+    units; for other operands that is not claimed.
+
+    Attributes:
+        block_m, block_n, block_k: rows, outputs and summands of a tile; powers of two.
+        num_stages: tiles under way at once, plus one. num_warps: of a program.
+        swap_ab: compute the transpose, ``weight @ x.T``.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int
+    swap_ab: bool = False
+
+
+@triton.jit
+def _silu_mul(gate, up, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate) * up, each rounded to the operands' dtype, as two kernels of torch leave it."""
+    activated = silu(gate.to(tl.float32), INTERPRETED).to(gate.dtype)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _fold(  # type: ignore[no-untyped-def]
+    rows,
+    weights,
+    total,
+    SWAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """total + rows @ weights.T, or the transpose of that."""
+    if INTERPRETED:  # NumPy knows no bfloat16
+        rows, weights = rows.to(tl.float32), weights.to(tl.float32)
+    if SWAP:
+        total = tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
+    else:
+        total = tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _add_bias(total, bias):  # type: ignore[no-untyped-def]
+    """total + bias, after all summands of total.
+
+    Where one tile holds all of K there is no loop, and Triton makes ``dot + bias`` a dot that
+    starts from the bias: other bits than from a tile with a loop. It leaves this one alone.
+    """
+    return tl.fma(total, tl.full(total.shape, 1.0, tl.float32), bias.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(  # type: ignore[no-untyped-def]
+    x,  # [num_rows, K]
+    weight,  # [N, K], or [2 N, K] with a gate
+    x_tiles,  # descriptors of the two, or None
+    weight_tiles,
+    bias,  # [N] or [2 N], or None
+    out,  # [num_rows, N], contiguous
+    num_rows,
+    x_stride,
+    w_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # Programs that share weights lie beside each other, so that one read from memory serves them.
+    num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
+    begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
+    begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
+    m = begin_m + tl.arange(0, BLOCK_M)
+    n = begin_n + tl.arange(0, BLOCK_N)
+    n_read = n
+    if N % BLOCK_N:
+        n_read = tl.minimum(n, N - 1)  # what is computed beyond the end is not stored
+    is_row = m[:, None] < num_rows
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_at = weight + n_read.to(tl.int64)[:, None] * w_stride + k[None, :]
+    up_at = w_at + tl.cast(N, tl.int64) * w_stride
+
+    ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    up_total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        in_k = (begin + k < K)[None, :]
+        if x_tiles is not None:  # zeros beyond the ends
+            rows = x_tiles.load([begin_m, begin])
+            weights = weight_tiles.load([begin_n, begin])
+        elif K % BLOCK_K:
+            rows = tl.load(x_at + begin, mask=is_row & in_k, other=0.0)
+            weights = tl.load(w_at + begin, mask=in_k, other=0.0)
+        else:
+            rows = tl.load(x_at + begin, mask=is_row, other=0.0)
+            weights = tl.load(w_at + begin)
+        total = _fold(rows, weights, total, SWAP, INTERPRETED, PRECISION)
+        if HAS_GATE:
+            if x_tiles is not None:
+                ups = weight_tiles.load([begin_n + N, begin])
+            elif K % BLOCK_K:
+                ups = tl.load(up_at + begin, mask=in_k, other=0.0)
+            else:
+                ups = tl.load(up_at + begin)
+            up_total = _fold(rows, ups, up_total, SWAP, INTERPRETED, PRECISION)
+
+    side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
+    if bias is not None:
+        total = _add_bias(total, tl.expand_dims(tl.load(bias + n_read), side))
+    result = total.to(out.dtype.element_ty)
+    if HAS_GATE:
+        if bias is not None:
+            up_total = _add_bias(up_total, tl.expand_dims(tl.load(bias + n_read + N), side))
+        result = _silu_mul(result, up_total.to(out.dtype.element_ty), INTERPRETED)
+    m_out, n_out = tl.expand_dims(m, 1 - side), tl.expand_dims(n, side)
+    target = out + m_out.to(tl.int64) * N + n_out
+    tl.store(target, result, mask=(m_out < num_rows) & (n_out < N))
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tile: Tile,
+    has_gate: bool = False,
+    overlap: bool | None = None,
+) -> Tensor:
+    """``x @ weight.T + bias``, rounded; one launch, any number of rows.
+
+    bfloat16, float16, or float32 (multiplied as such, not as TF32); sums in float32, the bias
+    added before rounding, as ``F.linear`` does.
+
+    Args:
+        x: ``[M, K]``. Rows may be strided.
+        weight: ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate. Rows may be strided.
+        bias: ``[N]`` (``[2 N]``), or None.
+        tile: sizes; :class:`Tile` says when they are without influence on the result.
+        has_gate: whether to return ``silu(gate) * up`` of the products with the two halves, each
+            operation rounded to the dtype.
+        overlap: whether to start before the kernel before has ended; None: where the GPU can.
+
+    Returns:
+        ``[M, N]``, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    num_rows, width = x.shape
+    num_outs, k_size = weight.shape
+    if has_gate:
+        num_outs //= 2
+    if width != k_size or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x {list(x.shape)} {x.dtype} does not fit weight {list(weight.shape)} {weight.dtype}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)}: expected {list(weight.shape[:1])}")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    out = x.new_empty(num_rows, num_outs)
+    if num_rows == 0:
+        return out
+    pdl = has_dependent_launch(x.device) if overlap is None else overlap
+    x_tiles = weight_tiles = None
+    if can_describe(x) and can_describe(weight):
+        x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
+        weight_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
+    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outs, tile.block_n),)
+    _linear_kernel[grid](
+        x,
+        weight,
+        x_tiles,
+        weight_tiles,
+        bias if bias is None else bias.contiguous(),
+        out,
+        num_rows,
+        x.stride(0),
+        weight.stride(0),
+        N=num_outs,
+        K=k_size,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SWAP=tile.swap_ab,
+        HAS_GATE=has_gate,
+        INTERPRETED=not x.is_cuda,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def can_describe(matrix: Tensor) -> bool:
+    """Whether a tensor descriptor can stand for it: 16-byte units, and a GPU that has them.
+
+    float32 goes without: its products do not use the matrix unit.
+    """
+    if matrix.itemsize != 2 or matrix.data_ptr() % 16 or matrix.stride(0) * 2 % 16:
+        return False
+    return not matrix.is_cuda or torch.cuda.get_device_capability(matrix.device)[0] >= 9

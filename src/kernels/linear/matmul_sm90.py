@@ -1,0 +1,280 @@
+"""``x @ weight.T`` of few rows, its weight under way before the kernel before has ended.
+
+A step of few rows is a chain of short kernels that each wait for the last, and a product in it is
+mostly waiting for its weight, which depends on none of them. Triton cannot ask for the one operand
+before the wait and for the other after it; Gluon, which it is made of, can: here every program
+asks for all its weights that fit in shared memory, then waits (programmatic dependent launch),
+then asks for x; with very few rows some weights are left for behind the wait, as they would be in
+the way of what is waited for (:mod:`.matmul_sm90_launch`). So **weights must be older
+than the kernel before**: parameters, nothing computed.
+
+A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It walks
+K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by one
+or two warpgroups. Where it owns fewer rows of the weight than those take, the others of the operand
+are whatever lies behind in shared memory, and what comes of them is dropped: rows of a product do
+not mix. The order of summation is that of :mod:`.matmul`, and so are the
+bits.
+
+Shared memory is one block of 1 KiB pieces (8 rows of 128 bytes, the unit of the 128-byte swizzle):
+the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of x, each
+``[atoms, x_rows, 64]``, then what the last operand reads beyond. An atom is 64 summands.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import libdevice
+
+from .matmul_sm90_launch import plan_launch
+from .tiles import EarlyTile
+
+
+@gluon.jit
+def _weight_stage(smem, slot, PIECES: gl.constexpr, w_desc):
+    stage = smem.index(slot * PIECES)
+    return stage._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
+
+
+@gluon.jit
+def ask_for_weights(
+    smem,
+    bars,
+    w_desc,
+    begin,
+    PIECES: gl.constexpr,
+    BYTES: gl.constexpr,
+    FROM: gl.constexpr,
+    TO: gl.constexpr,
+):
+    """Ask for stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
+    ATOMS: gl.constexpr = w_desc.block_type.shape[0]
+    for slot in gl.static_range(FROM, TO):
+        mbarrier.init(bars.index(slot), count=1)
+    for slot in gl.static_range(FROM, TO):
+        mbarrier.expect(bars.index(slot), BYTES)
+        target = _weight_stage(smem, slot, PIECES, w_desc)
+        at = [slot * ATOMS, 0, begin, 0]
+        tma.async_copy_global_to_shared(w_desc, at, bars.index(slot), target)
+
+
+@gluon.jit
+def _x_stage(smem, slot, FROM: gl.constexpr, PIECES: gl.constexpr, x_desc):
+    stage = smem.index(FROM + slot * PIECES)
+    return stage._reinterpret(gl.bfloat16, x_desc.block_type.shape, x_desc.layout)
+
+
+@gluon.jit
+def _add_stage(
+    smem,
+    slot,
+    total,
+    OPERAND: gl.constexpr,
+    ATOMS: gl.constexpr,
+    W_ROWS: gl.constexpr,
+    X_ROWS: gl.constexpr,
+    X_FROM: gl.constexpr,
+    LEFT: gl.constexpr,
+):
+    """total + the products of one stage's atoms, not waited for."""
+    for atom in gl.static_range(ATOMS):
+        weights = smem.index((slot * ATOMS + atom) * (W_ROWS // 8))
+        rows = smem.index(X_FROM + (slot * ATOMS + atom) * (X_ROWS // 8))
+        total = warpgroup_mma(
+            weights._reinterpret(gl.bfloat16, [LEFT, 64], OPERAND),
+            rows._reinterpret(gl.bfloat16, [X_ROWS, 64], OPERAND).permute((1, 0)),
+            total,
+            is_async=True,
+        )
+    return total
+
+
+@gluon.jit
+def store_outputs(
+    total,
+    out,
+    begin,
+    begin_m,
+    num_rows,
+    N: gl.constexpr,
+    HALVES: gl.constexpr,
+    PART: gl.constexpr,
+    X_ROWS: gl.constexpr,
+):
+    """Round the sums ``total [LEFT, X_ROWS]``, gate and multiply them if HALVES are 2, and store
+    those of weight rows ``begin`` to ``begin + PART`` and rows of x from ``begin_m`` on."""
+    LEFT: gl.constexpr = total.shape[0]
+    SUM: gl.constexpr = total.type.layout
+    W_ROWS: gl.constexpr = HALVES * PART
+    NUM_WARPS: gl.constexpr = LEFT // 16
+    WIDE: gl.constexpr = 8 if X_ROWS > 16 else 2  # outputs of a row that a thread stores at once
+    result = total.to(gl.bfloat16)
+    if HALVES == 2:  # rows lie as [parts, halves, PART]
+        PLAIN: gl.constexpr = gl.BlockedLayout(
+            [WIDE // 2, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
+        )
+        PAIRS: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 1, 2], [1, 8, 4, 1], [1, 2, NUM_WARPS // 2, 1], [3, 1, 2, 0]
+        )
+        pairs = result.reshape([LEFT // W_ROWS, 2, PART, X_ROWS]).permute([0, 2, 3, 1])
+        gate, up = gl.convert_layout(pairs, PAIRS).split()
+        # As triton_activation.silu and _silu_mul of triton_linear round it.
+        wide = gate.to(gl.float32)
+        activated = tl.div_rn(wide, libdevice.exp(-wide) + 1.0).to(gl.bfloat16)
+        product = (activated.to(gl.float32) * up.to(gl.float32)).to(gl.bfloat16)
+        result = gl.convert_layout(product.reshape([LEFT // 2, X_ROWS]), PLAIN)
+        n = gl.arange(0, LEFT // 2, gl.SliceLayout(1, PLAIN))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, PLAIN))
+    elif WIDE > 2:
+        BY_ROW: gl.constexpr = gl.BlockedLayout(
+            [WIDE, 1], [64 // WIDE, WIDE // 2], [1, NUM_WARPS], [0, 1]
+        )
+        result = gl.convert_layout(result, BY_ROW)
+        n = gl.arange(0, LEFT, gl.SliceLayout(1, BY_ROW))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, BY_ROW))
+    else:
+        n = gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
+    mask = (n[:, None] < PART) & (m[None, :] < num_rows)
+    gl.store(out + m[None, :] * N + (begin + n)[:, None], result, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def early_kernel(
+    x_desc,  # [K / 64, M, 64], boxes [ATOMS, X_ROWS, 64]
+    w_desc,  # [K / 64, HALVES, N, 64], boxes [ATOMS, HALVES, PART, 64]
+    out,  # [M, N], contiguous
+    num_rows,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    HALVES: gl.constexpr,
+    PART: gl.constexpr,
+    X_ROWS: gl.constexpr,
+    ATOMS: gl.constexpr,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,  # stages of weights asked for before the wait
+    LATE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    if PDL and not LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+    STEPS: gl.constexpr = K // (64 * ATOMS)
+    W_ROWS: gl.constexpr = HALVES * PART
+    W_PIECES: gl.constexpr = ATOMS * W_ROWS // 8
+    X_PIECES: gl.constexpr = ATOMS * X_ROWS // 8
+    X_FROM: gl.constexpr = STAGES * W_PIECES
+    LEFT: gl.constexpr = 128 if W_ROWS > 64 else 64  # 64 for each warpgroup
+    NUM_WARPS: gl.constexpr = LEFT // 16
+    # The last atom's operand reads LEFT rows from its first on.
+    X_END: gl.constexpr = X_FROM + STAGES * X_PIECES
+    W_END: gl.constexpr = X_FROM - W_ROWS // 8 + LEFT // 8
+    PIECES: gl.constexpr = X_END if X_END > W_END else W_END
+    BYTES: gl.constexpr = ATOMS * (W_ROWS + X_ROWS) * 128
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, X_ROWS, 16])
+
+    # Programs that share weights lie beside each other, so that one read from memory serves them.
+    num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
+    begin_m = gl.program_id(0) % num_row_tiles * X_ROWS
+    begin = gl.program_id(0) // num_row_tiles * PART
+    smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, 0, AHEAD)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, AHEAD, STAGES)
+    for slot in gl.static_range(STAGES):
+        target = _x_stage(smem, slot, X_FROM, X_PIECES, x_desc)
+        tma.async_copy_global_to_shared(
+            x_desc, [slot * ATOMS, begin_m, 0], bars.index(slot), target
+        )
+
+    total = gl.zeros([LEFT, X_ROWS], gl.float32, SUM)
+    if STEPS == STAGES:  # nothing is loaded twice into a place, so nothing is waited for but data
+        total = warpgroup_mma_init(total)
+        for slot in range(STAGES):
+            mbarrier.wait(bars.index(slot), 0)
+            total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM, LEFT)
+    else:
+        slot = 0
+        phase = 0
+        last = 0
+        for step in range(STEPS):
+            mbarrier.wait(bars.index(slot), phase)
+            total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM, LEFT)
+            # All but this stage's products are done: the stage before is free.
+            total = warpgroup_mma_wait(ATOMS, deps=(total,))
+            then = step + STAGES - 1
+            go = (step > 0) & (then < STEPS)
+            bar = bars.index(last)
+            mbarrier.expect(bar, BYTES, pred=go)
+            target = _weight_stage(smem, last, W_PIECES, w_desc)
+            at = [then * ATOMS, 0, begin, 0]
+            tma.async_copy_global_to_shared(w_desc, at, bar, target, pred=go)
+            target = _x_stage(smem, last, X_FROM, X_PIECES, x_desc)
+            tma.async_copy_global_to_shared(
+                x_desc, [then * ATOMS, begin_m, 0], bar, target, pred=go
+            )
+            last = slot
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+    total = warpgroup_mma_wait(0, deps=(total,))
+    store_outputs(total, out, begin, begin_m, num_rows, N, HALVES, PART, X_ROWS)
+
+
+def matmul(
+    x: Tensor, weight: Tensor, *, tile: EarlyTile, has_gate: bool = False, overlap: bool = True
+) -> Tensor:
+    """``x @ weight.T``, rounded; one launch.
+
+    Args:
+        x: bfloat16 ``[M, K]`` on a Hopper GPU; rows of whole 16-byte units, maybe strided.
+        weight: bfloat16 ``[N, K]``, or ``[2 N, K]`` (gate, then up); the same. Not written by the
+            kernels before, as far as they have not ended when the last one begins.
+        tile: how to cut it.
+        has_gate: whether to return ``silu(gate) * up``, each operation rounded.
+        overlap: whether to start before the kernel before has ended.
+
+    Returns:
+        ``[M, N]``, contiguous.
+
+    Raises:
+        ValueError: shapes do not fit each other or the tile.
+    """
+    num_rows, k_size = x.shape
+    halves = 2 if has_gate else 1
+    num_outs = weight.shape[0] // halves
+    if weight.shape[1] != k_size:
+        raise ValueError(f"x {list(x.shape)} does not fit weight {list(weight.shape)}")
+    out = x.new_empty(num_rows, num_outs)
+    if num_rows == 0:
+        return out
+    launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap)
+    x_desc = TensorDescriptor(
+        x, [k_size // 64, num_rows, 64], [64, x.stride(0), 1], launch.x_box, launch.x_layout
+    )
+    early_kernel[(launch.num_programs,)](
+        x_desc,
+        launch.describe(weight),
+        out,
+        num_rows,
+        **launch.constants,
+        num_warps=launch.num_warps,
+        launch_pdl=overlap,
+    )
+    return out

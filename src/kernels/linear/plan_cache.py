@@ -1,0 +1,106 @@
+"""Who computes each product on a GPU: found once a shape by comparing bits, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...disk_cache import write_whole
+from ..jit.parallel_build import built_together
+from . import dispatch as gpu_linear
+from .tiles import Card, has_one_tile, rows_worth_it
+
+
+class LinearPlans:
+    """Up to how many rows our kernel computes a product.
+
+    Args:
+        transparent: sweep each shape and take what keeps a row's bits the same for all numbers of
+            rows; else what was measured to be fast.
+        folder: where sweeps are kept, None to keep none. What a sweep finds holds for the settings
+            in force in its process (:mod:`.cublas`), so give a folder only if
+            those are known to be.
+    """
+
+    def __init__(self, transparent: bool, folder: Path | None = None) -> None:
+        self._transparent = transparent
+        self._folder = folder
+        self._few_rows: dict[str, int] = {}
+        self._file: Path | None = None
+
+    def few_rows(self, weight: Tensor, bias: Tensor | None) -> int:
+        """For the product with ``weight [N, K]`` and ``bias [N]`` or None."""
+        if not self._transparent:
+            return rows_worth_it(weight.shape[0], weight.shape[1], Card.of(weight.device))
+        key = _key(weight, bias)
+        if key not in self._kept(weight.device):
+            self._few_rows[key] = gpu_linear.choose_plan(weight, bias).few_rows
+            if self._file is not None:
+                _write(self._file, self._few_rows)
+        return self._few_rows[key]
+
+    def prepare(self, products: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Compile side by side what the sweeps of these weights and biases will launch."""
+        if not self._transparent:
+            return
+        new: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for weight, bias in products:
+            if not has_one_tile(weight.shape[1], weight.itemsize):
+                new.setdefault(_key(weight, bias), (weight, bias))
+        if not new:
+            return
+        device = next(iter(new.values()))[0].device
+        for key in new.keys() & self._kept(device).keys():
+            del new[key]
+        with torch.inference_mode(), built_together(device):
+            for weight, bias in new.values():
+                num_outs, k_size = weight.shape
+                worth_it = rows_worth_it(num_outs, k_size, Card.of(weight.device))
+                for count in (c for c in gpu_linear.SWEEP_ROWS if c <= worth_it):
+                    x = weight.new_empty(count, k_size)
+                    gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
+
+    def _kept(self, device: torch.device) -> dict[str, int]:
+        if self._file is None and self._folder is not None:
+            self._file = self._folder / f"{_fingerprint(device)}.json"
+            self._few_rows |= _read(self._file)
+        return self._few_rows
+
+
+def _key(weight: Tensor, bias: Tensor | None) -> str:
+    kind = "bias" if bias is not None else "plain"
+    return f"{weight.shape[0]}x{weight.shape[1]} {weight.dtype} {kind}"
+
+
+def _fingerprint(device: torch.device) -> str:
+    """Of all that a sweep's outcome depends on: the card, the libraries, our kernel."""
+    import triton
+
+    digest = hashlib.sha256()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    for part in (name, torch.__version__, torch.version.cuda, triton.__version__):
+        digest.update(f"{part}\n".encode())
+    for name in ("dispatch", "tiles", "matmul", "matmul_sm90_launch", "matmul_sm90"):
+        digest.update((Path(gpu_linear.__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _read(file: Path) -> dict[str, int]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): v for k, v in found.items() if isinstance(v, int) and v >= 0}
+
+
+def _write(file: Path, few_rows: dict[str, int]) -> None:
+    with suppress(OSError):  # a full disk costs only the cache
+        write_whole(file, json.dumps(few_rows).encode())

@@ -1,0 +1,307 @@
+"""Tile sizes of our kernel for products of few rows: measured ones, and a rule for other shapes.
+
+Only speed depends on the tile where its bits were compared (16-bit dtypes, rows of whole 16-byte
+units). Elsewhere a weight has one tile for all numbers of rows (:func:`has_one_tile`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import triton
+
+from .matmul import Tile
+
+_LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
+_SHORT_PRODUCT_BYTES = 24 << 20
+_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
+_BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
+
+
+def _tile(m: int, n: int, k: int, stages: int, warps: int = 4) -> Tile:
+    return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=warps)
+
+
+def _swapped(m: int, n: int, k: int, stages: int) -> Tile:
+    return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=4, swap_ab=True)
+
+
+# (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100, each product timed among
+# 256 MB of others so that no weight was in the L2 cache; benchmarks/NOTES.md, "Few rows". N is that
+# of the product: gate and up are a weight of 2 N rows.
+TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
+    {
+        (4096, 1024): {
+            16: _swapped(16, 64, 128, 5),
+            32: _swapped(32, 64, 128, 5),
+            64: _tile(64, 32, 128, 5),
+            128: _tile(64, 64, 128, 4),
+            256: _tile(128, 64, 64, 5),
+        },
+        (1024, 2048): {
+            16: _swapped(16, 64, 256, 5),
+            32: _swapped(32, 64, 128, 5),
+            64: _tile(64, 16, 128, 6),
+            128: _tile(64, 32, 128, 5),
+            256: _tile(64, 32, 128, 6),
+        },
+        (3072, 1024): {  # gate and up
+            16: _tile(16, 32, 256, 4),
+            32: _swapped(32, 64, 128, 5),
+            64: _tile(64, 32, 128, 5),
+            128: _tile(64, 64, 128, 4),
+        },
+        (1024, 3072): {
+            16: _swapped(16, 64, 256, 5),
+            32: _swapped(32, 64, 128, 5),
+            64: _tile(64, 16, 128, 6),
+            128: _swapped(32, 64, 128, 5),
+            256: _tile(64, 32, 128, 6),
+        },
+        (151936, 1024): {
+            16: _swapped(16, 64, 256, 3),
+            32: _swapped(32, 128, 128, 3),
+            64: _tile(64, 64, 64, 6),
+        },
+        (6144, 4096): {16: _swapped(16, 64, 256, 3), 32: _swapped(32, 64, 128, 5)},
+        (4096, 4096): {16: _swapped(16, 64, 256, 4), 32: _tile(32, 16, 256, 4)},
+        (12288, 4096): {16: _tile(16, 32, 128, 5), 32: _swapped(32, 64, 128, 5)},  # gate and up
+        (4096, 12288): {16: _swapped(16, 64, 256, 4)},
+        (151936, 4096): {16: _tile(16, 32, 256, 6), 32: _swapped(32, 128, 128, 3)},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyTile:
+    """How a product of few bfloat16 rows is cut whose weight is asked for early.
+
+    Attributes:
+        part: rows of the weight (of each half, with a gate) a program; a power of two.
+        atoms: of 64 summands, in a stage; a power of two. stages: in shared memory at once.
+        x_rows: rows of x a program; a power of two from 16 to 256. Up to 8 rows take 8.
+    """
+
+    part: int
+    atoms: int
+    stages: int
+    x_rows: int = 16
+
+    def fits(self, num_outs: int, k_size: int, has_gate: bool) -> bool:
+        """Whether shape and tile suit each other, and shared memory suffices."""
+        rows = self.part * (2 if has_gate else 1)
+        num_steps, rest = divmod(k_size, 64 * self.atoms)
+        if (self.part & (self.part - 1)) | (self.atoms & (self.atoms - 1)):
+            return False
+        if rest or num_outs % self.part or rows > 128 or num_steps < self.stages:
+            return False
+        num_staged = self.stages * self.atoms
+        left = 64 if rows <= 64 else 128
+        behind = max(
+            num_staged * self.x_rows, left - rows
+        )  # x, or what the last operand reads beyond
+        return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
+
+
+# As TUNED, and measured like it.
+TUNED_EARLY: Mapping[tuple[int, int], Mapping[int, EarlyTile]] = MappingProxyType(
+    {
+        (4096, 1024): {
+            32: EarlyTile(64, 4, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 3, 64),
+            256: EarlyTile(64, 2, 4, 128),
+        },
+        (1024, 2048): {
+            32: EarlyTile(16, 8, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 4, 32),
+            256: EarlyTile(32, 4, 4, 64),
+        },
+        (3072, 1024): {
+            32: EarlyTile(32, 4, 4, 32),
+            64: EarlyTile(32, 2, 4, 32),
+            128: EarlyTile(64, 2, 4, 64),
+            256: EarlyTile(32, 1, 4, 64),
+        },
+        (1024, 3072): {
+            32: EarlyTile(16, 8, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 4, 32),
+            256: EarlyTile(32, 4, 4, 64),
+        },
+        (6144, 4096): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(128, 2, 5, 32)},
+        (4096, 4096): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(64, 4, 4, 32)},
+        (12288, 4096): {
+            32: EarlyTile(32, 4, 4, 32),
+            64: EarlyTile(64, 2, 4, 64),
+            128: EarlyTile(64, 2, 4, 64),
+        },
+        (4096, 12288): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(64, 4, 4, 32)},
+    }
+)
+
+_ONE_TILE_WIDE = _tile(32, 32, 32, 3)  # no matrix unit: small, to fit the registers
+_ONE_TILE_NARROW = _tile(32, 64, 64, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What tiles depend on.
+
+    Attributes:
+        num_sms: multiprocessors. num_shared_bytes: shared memory that one program may have.
+        has_early: whether :mod:`.matmul_sm90` runs there: a Hopper GPU, and a
+            Triton whose Gluon is known.
+    """
+
+    num_sms: int
+    num_shared_bytes: int
+    has_early: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> Card:
+        if device.type != "cuda":  # the interpreter
+            return cls(1, _LARGE_SHARED_BYTES)
+        found = torch.cuda.get_device_properties(device)
+        num_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        is_hopper = found.major == 9
+        return cls(found.multi_processor_count, num_bytes, is_hopper and is_gluon_known())
+
+    @property
+    def is_large(self) -> bool:
+        """As large as that which the tiles were tuned on."""
+        return self.num_shared_bytes >= _LARGE_SHARED_BYTES
+
+
+def is_gluon_known() -> bool:
+    """Whether the installed Triton has the Gluon that our kernel is written in."""
+    return str(triton.__version__).startswith(_GLUON_VERSIONS)
+
+
+def has_one_tile(k_size: int, itemsize: int) -> bool:
+    """Whether a weight with rows of ``k_size`` elements has one tile for all numbers of rows.
+
+    On an H100 (Triton 3.6) every tile gave the same bits for 16-bit dtypes and rows of whole
+    16-byte units. For float32, and float16 with K = 50, that is not known.
+    """
+    return itemsize == 4 or k_size * itemsize % 16 != 0
+
+
+def choose_tile(
+    num_rows: int, num_outs: int, k_size: int, itemsize: int, has_gate: bool, card: Card
+) -> Tile:
+    """The tile for ``num_rows`` rows, by the bucket they fall into and the shape of the weight.
+
+    One tile for all numbers of rows where :func:`has_one_tile`.
+
+    Args:
+        num_outs: N of the product; a weight of gate and up has twice as many rows.
+        k_size: its K. itemsize: bytes of an element. card: the GPU.
+    """
+    if has_one_tile(k_size, itemsize):
+        return _ONE_TILE_WIDE if itemsize == 4 else _ONE_TILE_NARROW
+    bucket = _bucket_of(num_rows) or _BUCKETS[-1]
+    if not card.is_large:
+        return _small_tile(bucket, num_outs, k_size, has_gate, card.num_sms)
+    tuned = TUNED.get((num_outs, k_size), {}).get(bucket)
+    if tuned is not None:
+        return tuned
+    if bucket == 16:
+        return _swapped(16, 64, 128, 5) if has_gate else _swapped(16, 64, 256, 4)
+    if bucket == 32:
+        return _swapped(32, 64, 128, 5)
+    if bucket == 64:
+        return _tile(64, 32, 128, 5)
+    if num_outs >= 64 * card.num_sms:
+        return _tile(128, 128, 64, 4, warps=8)
+    return _tile(64, 64, 128, 4) if bucket == 128 else _tile(128, 64, 64, 5)
+
+
+def choose_early_tile(
+    num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Card
+) -> EarlyTile | None:
+    """The tile for a bfloat16 product without bias, or None where :func:`choose_tile` serves it.
+
+    Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
+    tried on an H100 (benchmarks/NOTES.md, "Few rows"): all of K in shared memory if a part of the
+    weight that keeps 32 programs busy leaves room for it, else stages that are used again. Beyond,
+    what was the quickest for those weights, and what is like it for other short ones.
+
+    Args:
+        num_outs: N of the product; a weight of gate and up has twice as many rows.
+    """
+    num_atoms, rest = divmod(k_size, 64)
+    bucket = _bucket_of(num_rows)
+    if not card.has_early or bucket is None or rest:
+        return None
+    if bucket > 16:
+        return _early_for_more(bucket, num_outs, k_size, has_gate)
+    atoms = next(a for a in (8 if num_atoms >= 32 else 4, 4, 2, 1) if num_atoms % a == 0)
+    parts = _parts(has_gate)
+    for part in parts:
+        tile = EarlyTile(part, atoms, num_atoms // atoms)
+        if 32 <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
+            return tile
+    for part in (p for p in parts if p >= 32):
+        for stages in range(8, 2, -1):
+            tile = EarlyTile(part, 4, stages)
+            if 96 <= num_outs // part <= 512 and tile.fits(num_outs, k_size, has_gate):
+                return tile
+    return None
+
+
+def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> EarlyTile | None:
+    tuned = TUNED_EARLY.get((num_outs, k_size))
+    if tuned is not None:
+        return tuned.get(bucket)
+    if bucket > 64 or num_outs * k_size * 2 >= _SHORT_PRODUCT_BYTES:
+        return None
+    atoms = next(a for a in (4, 2, 1) if k_size // 64 % a == 0)
+    for part in _parts(has_gate)[:3]:
+        tile = EarlyTile(part, atoms, min(4, k_size // 64 // atoms), 32)
+        if num_outs // part * (bucket // 32) >= 32 and tile.fits(num_outs, k_size, has_gate):
+            return tile
+    return None
+
+
+def _bucket_of(num_rows: int) -> int | None:
+    return next((b for b in _BUCKETS if num_rows <= b), None)
+
+
+def _parts(has_gate: bool) -> tuple[int, ...]:
+    """Rows of the weight a program, the most of one warpgroup first."""
+    return (32, 16, 8) if has_gate else (64, 32, 16, 8)
+
+
+def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms: int) -> Tile:
+    """For less shared memory, and operands that come through registers' loads."""
+    if bucket > 64:
+        block_n = 128 if num_outs >= 64 * num_sms else 64
+        block_m = 128 if bucket > 128 else 64
+        num_warps = 8 if block_m * block_n > 64 * 128 else 4
+        return _tile(block_m, block_n, 64, 3 if has_gate else 4, num_warps)
+    # The widest tile that keeps most of the multiprocessors at work.
+    widths = (64, 32, 16)
+    block_n = next((w for w in widths if 10 * num_outs >= 7 * w * num_sms), widths[-1])
+    if bucket > 16:
+        return _tile(bucket, block_n, 128, 3 if has_gate else 4)
+    block_k = 256 if block_n == 16 and k_size % 256 == 0 else 128
+    return _tile(16, block_n, block_k, 5 if block_n == 32 else 4)
+
+
+def rows_worth_it(weight_rows: int, k_size: int, card: Card) -> int:
+    """Up to how many rows our kernel is faster than cuBLAS, as far as was measured.
+
+    Args:
+        weight_rows: N of the product, or twice that for a weight of gate and up.
+    """
+    if not card.is_large:
+        return 16
+    for shape in ((weight_rows, k_size), (weight_rows // 2, k_size)):
+        if shape in TUNED:
+            return max([*TUNED[shape], *(TUNED_EARLY.get(shape, ()) if card.has_early else ())])
+    return 64 if weight_rows * k_size * 2 < _SHORT_PRODUCT_BYTES else 16

@@ -1,0 +1,133 @@
+"""Random sampling with top_k, top_p and min_p: no sort, no waiting for the device.
+
+One program a row. :mod:`.top_k_top_p_threshold` finds what the row keeps; of that a group is
+drawn, then a token of the group, as :mod:`.sampler` says. Walks take fixed tiles
+in a fixed order, so the bits of a row do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gumbel import Results, first_of_best, hand_over, noise_of, places_of
+from .sampler import GROUP
+from .top_k_top_p_threshold import find_cut, largest_logit, mark_kept, token_keys
+
+# The quickest on an H100 (benchmarks/NOTES.md).
+_TILE = 4096
+_NUM_WARPS = 32
+TRUNCATED_FIELDS = 4
+"""int32 fields of a row to sample, each an array ``[S]``: place, top_k (0 or less: all), bits of
+the float32 top_p, bits of the float32 -log(min_p), which is infinite if min_p is 0."""
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["fields"])
+def _truncated_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    fields,
+    temperatures,
+    seeds,
+    positions,
+    sampled,
+    results,
+    result_row,
+    logits_stride,
+    results_stride,
+    num_rows,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    place = tl.load(fields + row)
+    if place >= 0:
+        k = tl.load(fields + num_rows + row)
+        top_p = tl.load(fields + 2 * num_rows + row).to(tl.float32, bitcast=True)
+        # The sign goes: -log(1) may be -0.
+        furthest = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
+        temperature = tl.load(temperatures + place)
+        # Greedy is the first of the likeliest.
+        k = tl.where(temperature > 0.0, k, 1)
+        temperature = tl.where(temperature > 0.0, temperature, 1.0)
+        base = logits + place.to(tl.int64) * logits_stride
+        top = largest_logit(base, VOCAB, TILE)
+        limit, quota, is_tied = find_cut(base, top, temperature, k, top_p, furthest, VOCAB, TILE)
+
+        seed = tl.load(seeds + place)
+        position = tl.load(positions + place)
+        num_seen = limit * 0
+        # Of each group, a row a tile: the weight of what is kept, and the number at ``limit``.
+        tiles = tl.arange(0, NUM_TILES)[:, None]
+        groups = tiles * (TILE // GROUP) + tl.arange(0, TILE // GROUP)[None, :]
+        weights = groups.to(tl.float32) * 0.0
+        num_at = groups * 0
+        for first in range(0, VOCAB, TILE):
+            key = token_keys(base, first + tl.arange(0, TILE), top, temperature, VOCAB)
+            is_kept, num_seen = mark_kept(key, limit, quota, is_tied, num_seen)
+            is_tile = tiles == first // TILE
+            weight = tl.where(is_kept, tl.exp(-key.to(tl.float32, bitcast=True)), 0.0)
+            sums = tl.sum(tl.reshape(weight, [TILE // GROUP, GROUP]), 1)
+            weights = tl.where(is_tile, sums[None, :], weights)
+            if is_tied:
+                is_at = tl.reshape((key == limit).to(tl.int32), [TILE // GROUP, GROUP])
+                num_at = tl.where(is_tile, tl.sum(is_at, 1)[None, :], num_at)
+        score = tl.log(weights) + noise_of(seed, position, groups, 1)
+        score = tl.where(weights > 0.0, score, float("-inf"))
+        # Without a finite logit nothing is kept: the first token is as good as any.
+        group = first_of_best(score, groups)
+        ids = group * GROUP + tl.arange(0, GROUP)
+        key = token_keys(base, ids, top, temperature, VOCAB)
+        num_seen = tl.sum(tl.where(groups < group, num_at, 0))
+        is_kept, num_seen = mark_kept(key, limit, quota, is_tied, num_seen)
+        score = noise_of(seed, position, ids, 0) - key.to(tl.float32, bitcast=True)
+        score = tl.where(is_kept, score, float("-inf"))
+        token = first_of_best(score, ids)
+        hand_over(token, place, sampled, results, result_row, results_stride)
+
+
+def sample_truncated(
+    logits: Tensor,
+    fields: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    sampled: Tensor,
+    results: Results | None = None,
+    *,
+    tile: int = _TILE,
+    num_warps: int = _NUM_WARPS,
+) -> None:
+    """Write one token for each of some rows into ``sampled``; can be captured.
+
+    Args:
+        logits: ``[N, V]``, any float dtype, rows contiguous, V at most 1023 tiles.
+        fields: int32 ``[4 * S]``, laid out as :data:`TRUNCATED_FIELDS` says. A place is a row of
+            ``logits``; below 0, there is nothing to do.
+        temperatures: float32 ``[>= N]``, 0 for greedy. seeds, positions: int64 ``[>= N]``.
+        sampled: int64 ``[>= N]``, written at the places given. results: written there, too.
+        tile: tokens read at once, a power of two of a group or more.
+    """
+    num_rows = len(fields) // TRUNCATED_FIELDS
+    tokens, result_row, results_stride = places_of(results)
+    vocab_size = logits.shape[1]
+    _truncated_kernel[(num_rows,)](
+        logits,
+        fields,
+        temperatures,
+        seeds,
+        positions,
+        sampled,
+        tokens,
+        result_row,
+        logits.stride(0),
+        results_stride,
+        num_rows,
+        VOCAB=vocab_size,
+        TILE=tile,
+        NUM_TILES=triton.next_power_of_2(triton.cdiv(vocab_size, tile)),
+        GROUP=GROUP,
+        num_warps=num_warps,
+    )

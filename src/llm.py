@@ -1,0 +1,294 @@
+"""``LLM``: the class people import. Names as in vLLM where the meaning is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .engine.block_manager import BlockManager
+from .engine.config import EngineConfig, check_objects
+from .engine.core import Engine
+from .engine.generation import Serving
+from .engine.head_start import open_gpu_early
+from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
+from .engine.outputs import RequestOutput
+from .engine.policy import Policy
+from .engine.request_factory import RequestFactory
+from .engine.sampling_params import SamplingParams
+from .engine.scheduler import Scheduler
+from .engine.stats import EngineStats
+from .errors import InvalidInputError, PagespecError
+from .startup import collector_paused
+
+if TYPE_CHECKING:
+    import os
+
+    from transformers import PreTrainedModel
+
+    from .build import Built
+
+
+def import_engine(device: str = "auto") -> Callable[..., Built]:
+    """:func:`pagespec.build.build`. It comes with torch and transformers, which takes
+    seconds, so it is imported late, and everything before works without them.
+
+    Args:
+        device: of the engine to be built; if it may be a GPU, that is opened meanwhile.
+    """
+    open_gpu_early(device)
+    with collector_paused():
+        from .build import build
+    return build
+
+
+class LLM:
+    """A loaded model, its KV cache and the engine that serves requests from them.
+
+    Threads may share it: what they ask for is computed together. A failed step, or an interrupt
+    such as Ctrl-C in one, ends every request that is being served, also those of other calls, which
+    raise EngineError; the next call is served as ever, with an empty prefix cache.
+
+    Args:
+        model: a local folder, a hub id, a GGUF file, or a ``transformers`` causal language model
+            already in memory (used in place: it is moved to the device and put in evaluation
+            mode, and weights of products that read one input are laid together).
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, the model's own on a
+            GPU; a model in memory keeps its own.
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
+        max_model_len: most tokens of prompt plus output a request may have; None takes the
+            model's own limit, or what the KV cache holds if that is less.
+        max_num_seqs: most requests running at a time.
+        max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``; default
+            2,048, on a GPU 8,192.
+        block_size: tokens in a KV block.
+        num_blocks: KV blocks; None sizes the cache from memory.
+        memory_utilization: share of a GPU's memory that may be in use in all: by other processes,
+            weights, steps, graphs and KV cache; default 0.9. On a CPU the share of the memory
+            available now that the KV cache takes; default half of it, at most 4 GiB. Give this or
+            ``num_blocks``.
+        enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
+        compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
+            between its products and kernels (on CPU this needs a C++ compiler); "eager" runs the
+            model without capturing it. "auto" is "inductor" on a GPU, "graph" on a CPU.
+        attention: "triton", "flash" (a FlashAttention library), "reference", or "auto": what
+            suits the device.
+        transparent: a request's tokens and logits are the same to the bit whatever else runs;
+            False lets kernels follow the batch.
+        overlap: plan and queue a step while the one before computes; default on a GPU.
+        graph_batch_sizes: batch sizes of decode steps to capture as CUDA graphs; None for a list
+            up to ``max_num_seqs``, an empty one for no graphs. Only on a GPU.
+        policy: order of service: "fcfs"; "shortest_first", which counts prompt and ``max_tokens``;
+            or "priority", which a prompt's dict gives (see ``generate``).
+        seed: seed of the requests that bring none of their own.
+        load_format: "auto", or "dummy" for random weights from the config alone.
+        trace: file to write the step trace to, for ``pagespec trace check`` to replay.
+        check_invariants: check the scheduler's structural properties after every step (slow).
+        on_logits: called when a step is dispatched, with its plan and its logits
+            ``[num_sampled, vocab_size]``, which the next step overwrites: clone what is to be kept.
+
+    Raises:
+        InvalidInputError: an argument is outside its limits.
+        UnsupportedModelError: the model needs something this engine does not compute exactly.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_utilization: float | None = None,
+        enable_prefix_caching: bool = True,
+        compile: str = "auto",
+        attention: str = "auto",
+        transparent: bool = True,
+        overlap: bool | None = None,
+        graph_batch_sizes: Sequence[int] | None = None,
+        policy: str = "fcfs",
+        seed: int = 0,
+        load_format: str = "auto",
+        trace: str | os.PathLike[str] | None = None,
+        check_invariants: bool = False,
+        on_logits: Callable[..., None] | None = None,
+    ) -> None:
+        check_objects(
+            model=model, trace=trace, check_invariants=check_invariants, on_logits=on_logits
+        )
+        config = EngineConfig(
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_utilization=memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            compile=compile,
+            attention=attention,
+            transparent=transparent,
+            overlap=overlap,
+            graph_batch_sizes=graph_batch_sizes,
+            policy=policy,
+            seed=seed,
+            load_format=load_format,
+        )
+        built = import_engine(config.device)(model, config, on_logits)
+        config = self.config = built.config
+        self._startup = built.stats
+        self.tokenizer = built.tokenizer
+        self.max_model_len = built.max_model_len
+        self.num_blocks = built.num_blocks
+        self.device = str(built.device)
+        self._device = built.device
+        self._runner = built.runner
+        factory = RequestFactory(
+            built.tokenizer,
+            vocab_size=built.vocab_size,
+            eos_token_ids=frozenset(built.eos_token_ids),
+            max_model_len=built.max_model_len,
+            seed=config.seed,
+        )
+        self._reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
+        scheduler = Scheduler(
+            BlockManager(
+                built.num_blocks,
+                config.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.num_tokens_a_step,
+            pipeline_depth=built.runner.pipeline_depth,
+            policy=Policy(config.policy),
+        )
+        self.engine = Engine(
+            scheduler, built.runner, trace=trace, check_invariants=check_invariants
+        )
+        self._serving = Serving(self.engine, factory)
+
+    # Offline generation -----------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt. Results come in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of token ids, a dict ``{"prompt": text}`` or
+                ``{"prompt_token_ids": [...]}``, or a list of those. A dict may also have
+                ``"cache_salt"``, text: the prefix cache is not shared across salts; and
+                ``"priority"``, 0 (the most urgent, default) to 256: under ``policy="priority"``
+                one of p lets those of 0 among the next 16 p arrivals go first.
+            sampling_params: one for all, or one a prompt.
+            use_tqdm: show a progress bar on stderr.
+
+        Raises:
+            InvalidInputError: some prompt or parameter is refused; none is served.
+            EngineError: a step failed, or one that another call took.
+        """
+        items = split_prompts(prompts)
+        params = pair_params(items, sampling_params, SamplingParams())
+        single = len(items) == 1
+        inputs = [
+            self._reader.read(item, "prompt" if single else f"prompts[{i}]")
+            for i, item in enumerate(items)
+        ]
+        return self._serving.run(inputs, params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of conversations, through the model's chat
+        template.
+
+        Args:
+            messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
+        """
+        is_many = (
+            isinstance(messages, Sequence)
+            and bool(messages)
+            and (isinstance(messages[0], Sequence) and not isinstance(messages[0], str))
+        )
+        conversations = list(messages) if is_many else [messages]
+        params = pair_params(conversations, sampling_params, SamplingParams())
+        inputs = [
+            self._reader.read_messages(item, f"messages[{i}]" if is_many else "messages")
+            for i, item in enumerate(conversations)
+        ]
+        return self._serving.run(inputs, params, use_tqdm)
+
+    def generate_iter(
+        self,
+        items: Iterable[tuple[Any, SamplingParams]],
+        *,
+        window: int | None = None,
+    ) -> Iterator[RequestOutput | PagespecError]:
+        """Continue a stream of (prompt, parameters), lazily and in order.
+
+        A prompt may also be a ``PromptInput`` (see ``read_messages``). A refused item yields its
+        error in its place and the others go on.
+
+        Args:
+            window: how many items are read and not yet yielded at most, so 1 serves one at a
+                time; default four times ``max_num_seqs``.
+
+        Raises:
+            InvalidInputError: ``window`` is no integer of 1 or more.
+            EngineError: a step failed, or one that another call took (by the iterator).
+        """
+        if window is None:
+            window = 4 * self.config.max_num_seqs
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise InvalidInputError("window", window, "must be an integer of 1 or more, or None")
+        return self._serving.iterate(items, self._read, window)
+
+    def read_messages(self, messages: Any) -> PromptInput:
+        """A conversation as a prompt for ``generate_iter`` and ``stream``."""
+        return self._reader.read_messages(messages)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text of one answer as it grows; the pieces together are the text of
+        ``generate``. Closing the iterator aborts the request.
+
+        Args:
+            prompt: as one item of ``generate``, or a ``PromptInput``.
+        """
+        if self.tokenizer is None:
+            raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return self._serving.stream(self._read(prompt), params, self.tokenizer)
+
+    def _read(self, prompt: Any) -> PromptInput:
+        return prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)
+
+    def stats(self) -> EngineStats:
+        """Counters, start-up times and memory as they are now."""
+        from .kernels.jit.counters import count_triton_variants, peak_memory_bytes
+
+        engine, runner = self.engine, self._runner
+        return replace(
+            self._startup,
+            num_compilations=self._startup.num_compilations + count_triton_variants(),
+            num_steps=engine.scheduler.num_steps,
+            memory_bytes=self._startup.memory_bytes | peak_memory_bytes(self._device),
+            host_s={
+                "schedule": engine.schedule_s,
+                "pack": runner.pack_s,
+                "commit": engine.commit_s,
+                "wait": runner.wait_s,
+            },
+        )

@@ -1,0 +1,173 @@
+"""Packs a plan into the tensors of a step.
+
+    row 0            row 1   row 2                padding
+    | t0 t1 t2 t3 | t4    | t5 t6 t7          | t8 ...      T tokens
+    ^query_starts[0]      ^query_starts[2]    ^query_starts[B]
+
+Padding, where the graph needs at least two of something, writes into the null block, belongs to
+no row, and is never sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..compile.step_inputs import MIN_SIZE, StepInputs
+from ..engine.plan import Blocks, StepPlan
+from ..kernels.sampling.sampler import SamplingInputs
+
+_INITIAL_BLOCKS = 16
+
+
+class _Table:
+    """A request's block table as an array that grows by doubling."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._ids = np.empty(max(len(blocks), _INITIAL_BLOCKS), np.int32)
+        self._num_blocks = 0
+        self.append(blocks)
+
+    def append(self, blocks: Blocks) -> None:
+        begin, end = self._num_blocks, self._num_blocks + len(blocks)
+        if end > len(self._ids):
+            grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
+            grown[:begin] = self._ids[:begin]
+            self._ids = grown
+        self._ids[begin:end] = blocks
+        self._num_blocks = end
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        return self._ids[: self._num_blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """Inputs of the graph and of the sampler.
+
+    Attributes:
+        num_sampled: how many of ``inputs.logits_to_keep`` are real.
+        sampling: None if every sampled row is greedy.
+    """
+
+    inputs: StepInputs
+    num_sampled: int
+    sampling: SamplingInputs | None
+
+
+class BatchPacker:
+    """Turns plans into :class:`PackedStep`; keeps block tables as arrays between steps."""
+
+    def __init__(self, *, block_size: int, num_blocks: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._null_slot = num_blocks * block_size
+        self._null_block = num_blocks
+        self._device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Know nothing of the steps before."""
+        self._tables: dict[str, _Table] = {}
+        self._sampled = np.empty(0, np.int64)
+
+    def note(self, token_ids: NDArray[np.int64]) -> None:
+        """The plan packed last sampled ``token_ids``, which the next one may feed."""
+        self._sampled = token_ids
+
+    def pack(self, plan: StepPlan) -> PackedStep:
+        """Takes in the plan's block tables, and packs the step.
+
+        Raises:
+            ValueError: a block table does not cover the positions of its row.
+        """
+        num_rows = len(plan)
+        lengths = np.array(plan.num_tokens, np.int64)
+        starts = np.array(plan.starts, np.int64)
+        num_tokens = int(lengths.sum())
+        padded_tokens = max(num_tokens, MIN_SIZE)
+        padded_rows = max(num_rows, MIN_SIZE)
+
+        query_starts = np.zeros(padded_rows + 1, np.int32)
+        np.cumsum(lengths, out=query_starts[1 : num_rows + 1])
+        query_starts[num_rows + 1 :] = num_tokens
+        context_lens = np.zeros(padded_rows, np.int32)
+        context_lens[:num_rows] = starts + lengths
+
+        ids = np.zeros((1, padded_tokens), np.int64)
+        ids[0, :num_tokens] = plan.token_ids
+        fed = np.flatnonzero(ids[0] < 0)
+        ids[0, fed] = self._sampled[-1 - ids[0, fed]]
+        rows = np.repeat(np.arange(num_rows), lengths)
+        positions = np.zeros((1, padded_tokens), np.int64)
+        positions[0, :num_tokens] = (
+            np.arange(num_tokens) - query_starts[:num_rows][rows] + starts[rows]
+        )
+        tables = self._block_tables(plan, padded_rows)
+        slots = np.full(padded_tokens, self._null_slot, np.int64)
+        blocks, offsets = np.divmod(positions[0, :num_tokens], self._block_size)
+        slots[:num_tokens] = tables[rows, blocks].astype(np.int64) * self._block_size + offsets
+
+        sampled = np.flatnonzero(np.array(plan.sampled, bool))
+        kept = np.zeros(max(len(sampled), MIN_SIZE), np.int64)
+        kept[: len(sampled)] = query_starts[sampled + 1] - 1
+        if 0 < len(sampled) < MIN_SIZE:
+            kept[len(sampled) :] = kept[0]
+        inputs = StepInputs(
+            input_ids=self._to_device(ids),
+            position_ids=self._to_device(positions),
+            logits_to_keep=self._to_device(kept),
+            slot_mapping=self._to_device(slots),
+            query_starts=self._to_device(query_starts),
+            context_lens=self._to_device(context_lens),
+            block_tables=self._to_device(tables),
+        )
+        return PackedStep(inputs, len(sampled), self._sampling(plan, sampled.tolist()))
+
+    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+    def _block_tables(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
+        known, names = self._tables, [request.request_id for request in plan.requests]
+        for name in plan.released:
+            known.pop(name, None)
+        for row, table in plan.tables.items():
+            known[names[row]] = _Table(table)
+        for row, added in plan.new_blocks.items():
+            known[names[row]].append(added)
+        rows = [known[name].ids for name in names]
+        for name, start, num_tokens, blocks in zip(
+            names, plan.starts, plan.num_tokens, rows, strict=True
+        ):
+            needed = start + num_tokens
+            if len(blocks) * self._block_size < needed:
+                # Unnoticed, its tokens would go to the null block.
+                raise ValueError(f"request {name}: {len(blocks)} blocks for {needed} tokens")
+        width = max([MIN_SIZE, *map(len, rows)])
+        tables = np.full((padded_rows, width), self._null_block, np.int32)
+        for row, blocks in enumerate(rows):
+            tables[row, : len(blocks)] = blocks
+        return tables
+
+    def _sampling(self, plan: StepPlan, sampled: Iterable[int]) -> SamplingInputs | None:
+        requests = [plan.requests[row] for row in sampled]
+        params = [request.sampling_params for request in requests]
+        if all(p.temperature == 0.0 for p in params):
+            return None
+        # The sampled token will sit one past the last position computed.
+        positions = [plan.starts[row] + plan.num_tokens[row] for row in sampled]
+        return SamplingInputs.from_lists(
+            temperature=[p.temperature for p in params],
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            seeds=[request.seed for request in requests],
+            positions=positions,
+            device=self._device,
+        )

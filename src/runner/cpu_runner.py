@@ -1,0 +1,101 @@
+"""The runner on a CPU: packs a plan, runs the graph, samples; all of it in ``dispatch``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compile.captured_model import CapturedModel
+from ..compile.model.attention import AttentionSpec, allocate_kv_caches
+from ..compile.model.load import LoadedModel
+from ..engine.plan import StepPlan, StepResult
+from ..errors import InvalidInputError
+from ..kernels.sampling.sampler import sample
+from .cpu_pack import BatchPacker
+
+OnLogits = Callable[[StepPlan, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device."""
+
+    step: int
+    token_ids: Tensor
+
+
+class ModelRunner:
+    """Meets :class:`.runner.Runner` with a captured model and its own KV caches.
+
+    Args:
+        captured: may be shared by several runners, each with its own caches.
+        block_size: tokens a KV block. num_blocks: blocks besides the null block.
+        overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
+            GPU does. It gains nothing on a CPU.
+        on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
+            its sampled rows, before sampling. Must not keep the tensor without cloning it.
+
+    Raises:
+        InvalidInputError: a size below 1.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        *,
+        block_size: int,
+        num_blocks: int,
+        overlap: bool = False,
+        on_logits: OnLogits | None = None,
+    ) -> None:
+        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
+            if value < 1:
+                raise InvalidInputError(name, value, "must be 1 or more")
+        loaded = captured.loaded
+        self.pipeline_depth = int(overlap)
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.pack_s = self.wait_s = 0.0
+        self.kv_caches = allocate_kv_caches(
+            captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
+        )
+        self.captured = captured
+        self._forward = captured.bind(self.kv_caches)
+        self._packer = BatchPacker(
+            block_size=block_size, num_blocks=num_blocks, device=loaded.device
+        )
+        self._on_logits = on_logits
+
+    def dispatch(self, plan: StepPlan) -> StepHandle:
+        """Compute the step. If it raises, ``reset`` makes the runner usable again."""
+        with torch.inference_mode():
+            begin = time.perf_counter()
+            packed = self._packer.pack(plan)
+            self.pack_s += time.perf_counter() - begin
+            logits = self._forward(packed.inputs)[: packed.num_sampled]
+            if self._on_logits is not None:
+                self._on_logits(plan, logits)
+            if packed.num_sampled == 0:
+                tokens = torch.empty(0, dtype=torch.int64)
+            else:
+                tokens = sample(logits, packed.sampling)
+            self._packer.note(tokens.cpu().numpy())
+            return StepHandle(plan.step, tokens)
+
+    def collect(self, handle: object) -> StepResult:
+        """The tokens of a dispatched step."""
+        if not isinstance(handle, StepHandle):
+            raise TypeError(f"not a handle of this runner: {handle!r}")
+        return StepResult(handle.token_ids.tolist())
+
+    def reset(self) -> None:
+        """Nothing is ever queued here: a step is computed in its dispatch."""
+        self._packer.reset()
+
+
+def kv_bytes_per_block(loaded: LoadedModel, specs: Sequence[AttentionSpec], block_size: int) -> int:
+    """Bytes one block of ``block_size`` tokens takes in the caches of all attention calls."""
+    return sum(spec.num_kv_elements for spec in specs) * block_size * loaded.dtype.itemsize

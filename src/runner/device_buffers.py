@@ -1,0 +1,99 @@
+"""The tensors a step on a GPU reads and writes, at addresses that never change.
+
+CUDA graphs bake addresses in, and steps run one after the other on one stream, so one set serves
+every step: a step's inputs are written only after the step before has read its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..compile.step_inputs import MIN_SIZE, StepInputs
+from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS
+from .unpack_kernels import decode_size
+
+
+class StepBuffers:
+    """Allocated once.
+
+    Args:
+        max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
+        max_num_blocks: most blocks of a request.
+        staging_elements: int32 elements a step may stage.
+
+    Attributes:
+        table_store: int32 ``[rows, M]``, the block table of a running request per row.
+        sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
+        staged: int32, what the host sent for this step.
+        result_row: int32 ``[1]``, where this step's tokens are to go on the host.
+        num_bytes: of all.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_rows: int,
+        max_num_blocks: int,
+        staging_elements: int,
+        device: torch.device,
+    ) -> None:
+        num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
+        width = max(max_num_blocks, MIN_SIZE)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.input_ids = zeros(num_tokens)
+        self.position_ids = zeros(num_tokens)
+        self.slot_mapping = zeros(num_tokens)
+        self.kept_tokens = zeros(num_rows)
+        # What a graph captured for decode keeps: all tokens, in order.
+        self.all_tokens = torch.arange(num_rows, device=device)
+        self.query_starts = zeros(num_rows + 1, dtype=torch.int32)
+        self.context_lens = zeros(num_rows, dtype=torch.int32)
+        self.block_tables = zeros(num_rows, width, dtype=torch.int32)
+        self.table_store = zeros(num_rows, width, dtype=torch.int32)
+        self.temperatures = zeros(num_rows, dtype=torch.float32)
+        self.seeds = zeros(num_rows)
+        self.sample_positions = zeros(num_rows)
+        self.sampled = zeros(num_rows)
+        self.staged = zeros(staging_elements, dtype=torch.int32)
+        self.result_row = zeros(1, dtype=torch.int32)
+        self.width = width
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+
+    def decode_inputs(self, bucket: int) -> StepInputs:
+        """Of a decode step of ``bucket`` rows."""
+        return StepInputs(
+            input_ids=self.input_ids[:bucket].unsqueeze(0),
+            position_ids=self.position_ids[:bucket].unsqueeze(0),
+            logits_to_keep=self.all_tokens[:bucket],
+            slot_mapping=self.slot_mapping[:bucket],
+            query_starts=self.query_starts[: bucket + 1],
+            context_lens=self.context_lens[:bucket],
+            block_tables=self.block_tables[:bucket],
+        )
+
+    def mixed_inputs(self, num_tokens: int, num_rows: int) -> StepInputs:
+        """Of any step; logits are kept for as many tokens as there are rows."""
+        return StepInputs(
+            input_ids=self.input_ids[:num_tokens].unsqueeze(0),
+            position_ids=self.position_ids[:num_tokens].unsqueeze(0),
+            logits_to_keep=self.kept_tokens[:num_rows],
+            slot_mapping=self.slot_mapping[:num_tokens],
+            query_starts=self.query_starts[: num_rows + 1],
+            context_lens=self.context_lens[:num_rows],
+            block_tables=self.block_tables[:num_rows],
+        )
+
+    @staticmethod
+    def elements_to_stage(max_num_tokens: int, max_num_rows: int) -> int:
+        """int32 elements that any step of these sizes stages."""
+        num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
+        mixed = 3 * num_tokens + 3 * num_rows + 1 + 4 * num_rows + 1
+        return max(mixed, decode_size(num_rows)) + TRUNCATED_FIELDS * num_rows

@@ -1,0 +1,253 @@
+"""The runner on a GPU: nothing waits for the device but ``collect``.
+
+A step is one copy of staged integers to the device and the replay of a CUDA graph (the next larger
+one of those captured), whose last kernel stores the sampled tokens in the host's memory. With
+overlap the next step is planned, packed and queued while this one computes; the tokens it needs
+are on the device, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compile.captured_model import CapturedModel
+from ..compile.model.attention import allocate_kv_caches
+from ..compile.step_inputs import MIN_SIZE, StepInputs
+from ..engine.plan import StepPlan, StepResult
+from ..kernels.jit.compile_pool import current_compilers
+from ..kernels.jit.parallel_build import built_together
+from ..kernels.linear.cublas import full_precision_sums
+from ..kernels.sampling.gumbel import Results, sample_simple
+from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
+from .cpu_runner import OnLogits
+from .cuda_graphs import StepGraphs, StepShape
+from .device_buffers import StepBuffers
+from .gpu_pack import Stager
+from .pinned_ring import PinnedRing
+from .unpack_kernels import unpack_decode, unpack_mixed
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStepHandle:
+    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed."""
+
+    step: int
+    event: torch.cuda.Event
+    token_ids: Tensor
+
+
+class GpuRunner:
+    """Meets :class:`.runner.Runner`.
+
+    Args:
+        captured: the model.
+        block_size: tokens a KV block. num_blocks: blocks besides the null block.
+        max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
+        max_num_blocks: most blocks of a request.
+        transparent: keep float32 sums in products.
+        overlap: plan and queue a step before the tokens of the one before are known.
+        on_logits: as for :class:`.cpu_runner.ModelRunner`.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_num_tokens: int,
+        max_num_rows: int,
+        max_num_blocks: int,
+        overlap: bool = True,
+        transparent: bool = True,
+        on_logits: OnLogits | None = None,
+    ) -> None:
+        loaded = captured.loaded
+        self.pipeline_depth = int(overlap)
+        self.captured = captured
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.kv_caches = allocate_kv_caches(
+            captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
+        )
+        self._forward: Callable[[StepInputs], Tensor] = captured.bind(self.kv_caches)
+        self._on_logits = on_logits
+        self._device, self._transparent = loaded.device, transparent
+        num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
+        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is.
+        num_staged += 2 * (max_num_tokens // block_size + 2 * max_num_rows)
+        self.buffers = StepBuffers(
+            max_num_tokens=max_num_tokens,
+            max_num_rows=max_num_rows,
+            max_num_blocks=max_num_blocks,
+            staging_elements=num_staged,
+            device=loaded.device,
+        )
+        depth = self.pipeline_depth
+        self._stager = Stager(self.buffers, depth + 1)
+        self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
+        self._results = Results(self._ring.tensor, self.buffers.result_row)
+        self._graphs: StepGraphs | None = None
+        self.pack_s = 0.0
+        self.wait_s = 0.0
+
+    @contextmanager
+    def _scope(self) -> Iterator[None]:
+        """What every step runs in."""
+        precision = full_precision_sums() if self._transparent else nullcontext()
+        # Triton launches on the current device, whatever its tensors say.
+        device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), precision, device:
+            yield
+
+    # Warm-up ----------------------------------------------------------------------------------
+
+    def build_kernels(self, shapes: Sequence[StepShape]) -> None:
+        """Compile side by side what the largest step and steps of these shapes launch."""
+        decode, mixed = (sorted(s for s in shapes if s.is_decode == kind) for kind in (True, False))
+        others = current_compilers()
+        if others is not None and others.is_running:
+            # They begin with what is asked for, and are at it while more is found to be missing.
+            first = [*decode, *mixed]
+        else:
+            # These have nearly all that takes long. Of the others little is missing then, which
+            # counts: a launch that is left out takes ten times as long as one that is not.
+            some = [decode[i * (len(decode) - 1) // 3] for i in range(4) if decode]
+            first = [*dict.fromkeys(some), *mixed[:1], *mixed[-1:]]
+        with self._scope():
+            with built_together(self._device) as built:
+                self.run_worst_case()
+                for shape in first:
+                    self._run_blank(shape)
+            if not built.num_compiled or len(first) == len(shapes):
+                return  # such a start has been here before: the others come from the disk, too
+            with built_together(self._device):
+                for shape in shapes:
+                    self._run_blank(shape)
+
+    def _run_blank(self, shape: StepShape) -> None:
+        """Run an empty step, of which any kernel may be missing: no other may then find positions
+        and lengths of another shape in the inputs."""
+        b = self.buffers
+        for tensor in (
+            *(b.input_ids, b.position_ids, b.slot_mapping, b.kept_tokens),
+            *(b.query_starts, b.context_lens, b.block_tables),
+        ):
+            tensor.zero_()
+        self.run_staged(shape)
+
+    def capture_graphs(self, shapes: Sequence[StepShape]) -> None:
+        """Capture steps of these shapes; those that fit none run uncaptured."""
+        with self._scope():
+            self._graphs = StepGraphs(self.run_staged, shapes)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs) if self._graphs is not None else 0
+
+    def run_worst_case(self) -> None:
+        """Compute a step of as many tokens and rows as there can be, all padding, and sample."""
+        b = self.buffers
+        num_tokens, num_rows = len(b.input_ids), len(b.context_lens)
+        with self._scope():
+            for tensor in (b.input_ids, b.position_ids, b.kept_tokens, b.temperatures):
+                tensor.zero_()
+            b.slot_mapping.fill_(self.num_blocks * self.block_size)
+            # Every row has tokens, so that each attention kernel has its work space; but not more
+            # than a request can have. What is left over belongs to no row, like padding.
+            length = min(num_tokens // num_rows, b.width * self.block_size)
+            b.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
+            b.context_lens.fill_(length)
+            b.block_tables.fill_(self.num_blocks)
+            logits = self._forward(b.mixed_inputs(num_tokens, num_rows))
+            self._sample(logits)
+            # So that no step waits for the compiler.
+            self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
+            torch.cuda.synchronize()
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def dispatch(self, plan: StepPlan) -> GpuStepHandle:
+        """Queue the step. If it raises, ``reset`` makes the runner usable again."""
+        begin = time.perf_counter()
+        with self._scope():
+            handle = self._dispatch(plan)
+        self.pack_s += time.perf_counter() - begin
+        return handle
+
+    def _dispatch(self, plan: StepPlan) -> GpuStepHandle:
+        index, token_ids, _ = self._ring.take()
+        shape = None
+        if self._graphs is not None:
+            shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
+        if shape is not None and shape.is_decode:
+            truncated = self._stager.stage_decode(plan, shape.num_rows, index)
+        else:
+            truncated, staged_shape = self._stager.stage_mixed(plan, shape, index)
+        if shape is not None and self._graphs is not None:
+            logits = self._graphs.replay(shape)
+        else:
+            logits = self.run_staged(staged_shape)
+        num_sampled = plan.num_sampled
+        if len(truncated):
+            self._sample_truncated(logits, truncated)
+        if self._on_logits is not None:
+            self._on_logits(plan, logits[:num_sampled])
+        return GpuStepHandle(plan.step, self._ring.release(index), token_ids[:num_sampled])
+
+    def collect(self, handle: object) -> StepResult:
+        """The tokens of a dispatched step; waits for it."""
+        if not isinstance(handle, GpuStepHandle):
+            raise TypeError(f"not a handle of this runner: {handle!r}")
+        begin = time.perf_counter()
+        handle.event.synchronize()
+        self.wait_s += time.perf_counter() - begin
+        return StepResult(handle.token_ids.tolist())
+
+    def reset(self) -> None:
+        """Wait for all that is queued, and take nothing for known on the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._stager.forget()
+
+    def run_staged(self, shape: StepShape) -> Tensor:
+        """Queue the step that is staged in this shape, zeros at first; returns its logits
+        ``[num_rows, V]``. This is what a graph captures."""
+        b = self.buffers
+        null_slot = self.num_blocks * self.block_size
+        with torch.inference_mode():
+            if shape.is_decode:
+                unpack_decode(
+                    b, bucket=shape.num_rows, block_size=self.block_size, null_slot=null_slot
+                )
+                inputs = b.decode_inputs(shape.num_rows)
+            else:
+                unpack_mixed(
+                    b,
+                    num_tokens=shape.num_tokens,
+                    num_rows=shape.num_rows,
+                    num_kept=shape.num_rows,
+                    max_num_blocks=b.width,
+                    block_size=self.block_size,
+                    null_slot=null_slot,
+                )
+                inputs = b.mixed_inputs(shape.num_tokens, shape.num_rows)
+            logits = self._forward(inputs)
+            self._sample(logits)
+        return logits
+
+    def _sample(self, logits: Tensor) -> None:
+        b = self.buffers
+        sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results)
+
+    def _sample_truncated(self, logits: Tensor, truncated: Tensor) -> None:
+        """Sample rows that use top_k, top_p or min_p anew; ``truncated`` as staged."""
+        b = self.buffers
+        sample_truncated(
+            logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results
+        )

@@ -1,0 +1,112 @@
+"""From a captured model on a GPU to a runner with as many KV blocks as fit."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..build import Clock, blocks_in, fitting_length
+from ..compile.captured_model import CapturedModel
+from ..compile.step_inputs import MIN_SIZE
+from ..engine.config import EngineConfig
+from ..engine.stats import EngineStats
+from ..errors import InvalidInputError
+from ..startup import collector_paused
+from .cpu_runner import OnLogits, kv_bytes_per_block
+from .cuda_graphs import StepShape, default_buckets, mixed_shapes
+from .gpu_runner import GpuRunner
+from .memory_profile import GIB, named_out_of_memory, profile_memory
+
+logger = logging.getLogger("pagespec")
+
+
+def make_gpu_runner(
+    config: EngineConfig,
+    captured: CapturedModel,
+    stats: EngineStats,
+    clock: Clock,
+    on_logits: OnLogits | None,
+) -> tuple[GpuRunner, int]:
+    """Build kernels, profile, allocate the KV cache, capture the graphs of decode and mixed steps.
+
+    Returns:
+        The runner, and the most tokens a request may have.
+
+    Raises:
+        InvalidInputError: the memory allowed does not hold it.
+    """
+    device = captured.loaded.device
+    limit = config.max_model_len or captured.loaded.max_position_embeddings
+    shapes = _shapes(config, captured)
+
+    def make(num_blocks: int, max_model_len: int) -> GpuRunner:
+        return GpuRunner(
+            captured,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_num_tokens=config.num_tokens_a_step,
+            max_num_rows=config.max_num_seqs,
+            max_num_blocks=-(-max_model_len // config.block_size),
+            overlap=config.overlap is not False,
+            transparent=config.transparent,
+            on_logits=on_logits,
+        )
+
+    with clock("kv_cache"), named_out_of_memory(config), collector_paused():
+        trial = make(MIN_SIZE, limit)
+        trial.build_kernels(shapes)
+        profile = profile_memory(config, device, trial.run_worst_case, len(shapes))
+        del trial
+        torch.cuda.empty_cache()
+        num_blocks = config.num_blocks or blocks_in(profile.left_for_kv, config, captured, limit)
+        num_kv_bytes = (num_blocks + 1) * kv_bytes_per_block(
+            captured.loaded, captured.specs, config.block_size
+        )
+        if num_kv_bytes > profile.left_on_device:
+            raise InvalidInputError(
+                "num_blocks",
+                num_blocks,
+                f"their {num_kv_bytes / GIB:.1f} GiB do not fit the "
+                f"{profile.left_on_device / GIB:.1f} GiB left on the GPU; lower it or block_size",
+            )
+        max_model_len = fitting_length(config, num_blocks, limit)
+        runner = make(num_blocks, max_model_len)
+    with clock("graphs"), named_out_of_memory(config), collector_paused():
+        before = torch.cuda.mem_get_info(device)[0]
+        if shapes:
+            runner.capture_graphs(shapes)
+        graphs = max(0, before - torch.cuda.mem_get_info(device)[0])
+    stats.num_graphs = runner.num_graphs
+    stats.memory_bytes = {
+        "weights": profile.weights,
+        "kv_cache": num_kv_bytes,
+        "graphs": graphs,
+        "activations": profile.activations,
+        "budget": profile.budget,
+        "total": profile.total,
+    }
+    logger.info(
+        "memory in GiB: %s; %d tokens of KV fit",
+        ", ".join(f"{name} {size / GIB:.2f}" for name, size in stats.memory_bytes.items()),
+        num_blocks * config.block_size,
+    )
+    return runner, max_model_len
+
+
+def _shapes(config: EngineConfig, captured: CapturedModel) -> tuple[StepShape, ...]:
+    """The shapes of steps to capture."""
+    attention = captured.attention
+    # The reference waits for the device, and the module itself may: neither can be captured.
+    if captured.compile == "eager" or attention is None or not attention.capturable:
+        return ()
+    sizes = config.graph_batch_sizes
+    if sizes is None:
+        sizes = default_buckets(config.max_num_seqs)
+    elif not sizes:
+        return ()
+    decode = {max(size, MIN_SIZE) for size in sizes}
+    return (
+        *(StepShape(size, size, True) for size in decode),
+        *mixed_shapes(config.num_tokens_a_step, config.max_num_seqs),
+    )

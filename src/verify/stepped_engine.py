@@ -1,0 +1,149 @@
+"""An engine that is stepped by hand, and records the bits of all logits it samples from."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..engine.plan import StepPlan
+from ..engine.request import Request
+from ..engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..llm import LLM
+
+MakeLLM = Callable[..., "LLM"]
+"""Builds a fresh engine. Called with arguments of ``LLM`` that override its own: on_logits,
+max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks, enable_prefix_caching,
+overlap, transparent."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A request whose answer is compared: a prompt, its parameters and its seed."""
+
+    name: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer; no end token stops a subject."""
+        return len(self.prompt) + (self.params.max_tokens or 0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request got.
+
+    Attributes:
+        token_ids: the answer's.
+        bits: a digest of the logits' bytes for each position that a token was sampled for; more
+            than one if it was sampled for more than once, with other bits.
+    """
+
+    token_ids: tuple[int, ...]
+    bits: Mapping[int, frozenset[bytes]]
+
+    def first_difference(self, other: Answer) -> str:
+        """Where two answers part, in words; "" if they are the same in every bit."""
+        for position in sorted(self.bits.keys() | other.bits.keys()):
+            if self.bits.get(position) != other.bits.get(position):
+                return f"logits at position {position}"
+        if self.token_ids != other.token_ids:
+            return f"tokens {list(self.token_ids)} and {list(other.token_ids)}"
+        return ""
+
+
+class Stage:
+    """One engine and what its requests got."""
+
+    def __init__(self, make_llm: MakeLLM, **overrides: Any) -> None:
+        self.llm = make_llm(on_logits=self._record, **overrides)
+        self.engine = self.llm.engine
+        self.scheduler = self.engine.scheduler
+        self.full_budget = self.scheduler.max_num_batched_tokens
+        self._bits: defaultdict[tuple[str, int], set[bytes]] = defaultdict(set)
+        self._num_added = 0
+
+    def _record(self, plan: StepPlan, logits: Tensor) -> None:
+        import torch
+
+        rows = logits.detach().cpu().contiguous().view(torch.uint8).numpy()
+        sampled = [(r, start + n) for r, start, n, is_sampled in plan.rows() if is_sampled]
+        for (request, position), row in zip(sampled, rows, strict=True):
+            digest = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+            self._bits[request.request_id, position].add(digest)
+
+    def add(self, subject: Subject, salt: bytes = b"") -> Request:
+        """Begin a subject. Cached blocks are shared by requests of one ``salt`` alone."""
+        self._num_added += 1
+        request = Request(
+            f"verify-{self._num_added}",
+            list(subject.prompt),
+            subject.params,
+            max_num_tokens=subject.num_tokens,
+            seed=subject.seed,
+            cache_salt=salt,
+        )
+        self.engine.add(request)
+        return request
+
+    def step(self, count: int = 1, *, budget: int | None = None) -> None:
+        """Take steps, of at most ``budget`` tokens each."""
+        self.scheduler.max_num_batched_tokens = budget or self.full_budget
+        for _ in range(count):
+            if self.engine.has_work:
+                self.engine.step()
+        self.scheduler.max_num_batched_tokens = self.full_budget
+
+    def step_until(self, request: Request, num_answered: int) -> None:
+        """Until ``request`` has so many tokens of its answer settled, or ended."""
+        while request.finish_reason is None and (
+            len(request.token_ids) - request.num_prompt_tokens < num_answered
+        ):
+            self.step()
+
+    def finish(self) -> None:
+        """Step until nothing is left to do."""
+        while self.engine.has_work:
+            self.step()
+
+    def answer(self, request: Request) -> Answer:
+        """Of a finished request; what was recorded of it is dropped. Steps that overlap may have
+        computed positions past its end, which nobody gets to see."""
+        self.engine.forget(request)
+        length = request.max_num_tokens
+        bits = {
+            position: frozenset(found)
+            for (name, position), found in self._bits.items()
+            if name == request.request_id and position < length
+        }
+        for position in list(bits):
+            del self._bits[request.request_id, position]
+        return Answer(tuple(request.output_token_ids), bits)
+
+    def run(self, subjects: Sequence[Subject], salt: bytes = b"") -> list[Answer]:
+        """Serve subjects that arrive together."""
+        requests = [self.add(subject, salt) for subject in subjects]
+        self.finish()
+        self._forget_others(requests)
+        return [self.answer(request) for request in requests]
+
+    def close(self) -> None:
+        """Let the engine go before another takes its memory; the stage is of no more use."""
+        del self.llm, self.engine, self.scheduler
+        gc.collect()
+
+    def _forget_others(self, requests: Sequence[Request]) -> None:
+        kept = {request.request_id for request in requests}
+        for name, position in list(self._bits):
+            if name not in kept:
+                del self._bits[name, position]
