@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,18 +19,17 @@ from .compile.model.probe import probe_model
 from .disk_cache import cache_root
 from .engine.config import EngineConfig, check_device
 from .engine.runner import Runner
-from .engine.stats import EngineStats
+from .engine.stats import Clock, EngineStats
 from .errors import InvalidInputError
 from .kernels.attention.backend import choose_attention
 from .kernels.linear.cublas import pinned_algorithms
-from .runner.cpu_runner import ModelRunner, OnLogits, kv_bytes_per_block
+from .runner.cpu_runner import OnLogits
+from .runner.cpu_startup import make_cpu_runner
 from .runner.host_memory import available_bytes
 from .startup import collector_paused
 
 logger = logging.getLogger("pagespec")
 
-GIB = 1 << 30
-_CPU_CACHE_LIMIT_BYTES = 4 * GIB
 _PACKING_PART = 4
 
 
@@ -138,7 +136,7 @@ def build(
         stats.num_compilations = captured.num_compiled
         if reading is not None:
             reading.join()
-        make = _make_gpu_runner if device.type == "cuda" else _make_cpu_runner
+        make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
         runner, max_model_len = make(config, captured, stats, clock, on_logits)
     logger.info(
         "%s on %s: %d KV blocks of %d tokens, %d tokens a request at most",
@@ -161,40 +159,6 @@ def build(
     )
 
 
-class Clock:
-    """Adds the seconds of a block to an entry of a dict."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
-
-
-def _make_cpu_runner(
-    config: EngineConfig,
-    captured: CapturedModel,
-    _stats: EngineStats,
-    clock: Clock,
-    on_logits: OnLogits | None,
-) -> tuple[BuiltRunner, int]:
-    limit = config.max_model_len or captured.loaded.max_position_embeddings
-    with clock("kv_cache"):
-        num_blocks = _num_cpu_blocks(config, captured, limit)
-        max_model_len = fitting_length(config, num_blocks, limit)
-        runner = ModelRunner(
-            captured,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            overlap=bool(config.overlap),
-            on_logits=on_logits,
-        )
-    return runner, max_model_len
-
-
 def _make_gpu_runner(
     config: EngineConfig,
     captured: CapturedModel,
@@ -206,24 +170,6 @@ def _make_gpu_runner(
     from .runner.gpu_startup import make_gpu_runner
 
     return make_gpu_runner(config, captured, stats, clock, on_logits)
-
-
-def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
-    """The longest request, prompt and output together, that ``num_blocks`` blocks hold.
-
-    Raises:
-        InvalidInputError: it is less than ``config.max_model_len``.
-    """
-    # The last token of a request is sampled but never fed back, so it needs no slot.
-    num_tokens_max = num_blocks * config.block_size + 1
-    if config.max_model_len is not None and config.max_model_len > num_tokens_max:
-        raise InvalidInputError(
-            "max_model_len",
-            config.max_model_len,
-            f"the KV cache of num_blocks = {num_blocks} blocks of {config.block_size} tokens "
-            f"holds one request of at most {num_tokens_max} tokens",
-        )
-    return min(limit, num_tokens_max)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -249,40 +195,3 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
     if isinstance(model, PreTrainedModel):
         return None
     return GraphCache(cache_root() / "graphs", before_trace)
-
-
-def _num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) -> int:
-    num_available = available_bytes()
-    if config.num_blocks is None:
-        share = config.memory_utilization
-        default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
-        num_bytes = default if share is None else int(share * num_available)
-        return blocks_in(num_bytes, config, captured, limit)
-    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
-    num_bytes = (config.num_blocks + 1) * num_bytes_a_block
-    if num_bytes > num_available:
-        sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
-        raise InvalidInputError("num_blocks", config.num_blocks, f"their {sizes}; lower it")
-    return config.num_blocks
-
-
-def blocks_in(
-    num_bytes: int, config: EngineConfig, captured: CapturedModel, max_model_len: int
-) -> int:
-    """Blocks that fit ``num_bytes``, and no more than all running requests could fill.
-
-    Raises:
-        InvalidInputError: not even one fits.
-    """
-    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
-    num_blocks = num_bytes // num_bytes_a_block - 1  # one is the null block
-    if num_blocks < 1:
-        raise InvalidInputError(
-            "memory_utilization",
-            config.memory_utilization,
-            f"leaves {max(0, num_bytes) / GIB:.2f} GiB for the KV cache, less than one block of "
-            f"{num_bytes_a_block / GIB:.4f} GiB; raise it, or lower max_num_batched_tokens, "
-            "max_num_seqs, block_size or the model's size",
-        )
-    num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    return min(num_blocks, num_useful)

@@ -10,7 +10,6 @@ from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_objects
 from .engine.core import Engine
 from .engine.generation import Serving
-from .engine.head_start import open_gpu_early
 from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
 from .engine.outputs import RequestOutput
 from .engine.policy import Policy
@@ -19,7 +18,7 @@ from .engine.sampling_params import SamplingParams
 from .engine.scheduler import Scheduler
 from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
-from .startup import collector_paused
+from .startup import collector_paused, open_gpu_early
 
 if TYPE_CHECKING:
     import os

@@ -21,7 +21,7 @@ from pagespec.kernels.sampling.top_k_top_p_threshold import (
     mark_kept,
     token_keys,
 )
-from pagespec.runner.pinned_ring import truncated_fields
+from pagespec.runner.gpu_pack import truncated_fields
 
 
 @dataclass(frozen=True)

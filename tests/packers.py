@@ -15,7 +15,7 @@ import torch
 from pagespec.compile.step_inputs import StepInputs
 from pagespec.engine.plan import StepPlan
 from pagespec.runner.cpu_pack import BatchPacker
-from pagespec.runner.cuda_graphs import StepShape
+from pagespec.runner.step_shapes import StepShape
 from tests.tables import RowSeen
 
 _MAX_SAMPLED = 1024

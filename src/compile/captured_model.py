@@ -19,10 +19,11 @@ from torch.fx import GraphModule
 
 from ..errors import InvalidInputError
 from ..kernels.attention.backend import Choice
+from ..kernels.attention.spec import AttentionSpec
 from .capture.dynamo import Source, Traced, forward, trace
 from .capture.graph_cache import GraphCache
 from .inductor.regions import compile_regions
-from .model.attention import ATTENTION_NAME, AttentionSpec, attention_implementation
+from .model.attention import ATTENTION_NAME, attention_implementation
 from .model.load import LoadedModel
 from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
 from .step_inputs import BoundGraph, KVCaches, StepInputs

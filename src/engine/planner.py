@@ -16,17 +16,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from .plan import Blocks, StepPlan
 from .preemption import choose_victims
-from .request import Request, RequestInfo, RequestState
+from .request import Request, RequestInfo, RequestState, by_rank
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
-
-by_rank = attrgetter("rank")
 
 
 class InFlightStep(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from .sampling_params import SamplingParams
 
@@ -170,3 +171,6 @@ class Request:
             f"computed={self.num_computed}, dispatched={self.num_dispatched}, "
             f"total={self.num_total}, blocks={self.block_table})"
         )
+
+
+by_rank = attrgetter("rank")

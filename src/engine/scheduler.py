@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from ..errors import InvalidInputError
 from .block_manager import BlockManager
 from .plan import StepPlan
-from .planner import InFlightStep, Planner, by_rank
+from .planner import InFlightStep, Planner
 from .policy import Policy
-from .request import Request, RequestState
+from .request import Request, RequestState, by_rank
 
 _RUNNING = RequestState.RUNNING
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
-from ..compile.model.attention import AttentionSpec, allocate_kv_caches
-from ..compile.model.load import LoadedModel
+from ..compile.kv_cache import allocate_kv_caches
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import sample
@@ -94,8 +93,3 @@ class ModelRunner:
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""
         self._packer.reset()
-
-
-def kv_bytes_per_block(loaded: LoadedModel, specs: Sequence[AttentionSpec], block_size: int) -> int:
-    """Bytes one block of ``block_size`` tokens takes in the caches of all attention calls."""
-    return sum(spec.num_kv_elements for spec in specs) * block_size * loaded.dtype.itemsize

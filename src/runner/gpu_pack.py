@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
-from .cuda_graphs import StepShape
+from ..engine.sampling_params import SamplingParams
+from .block_tables import TableStore
 from .device_buffers import StepBuffers
-from .pinned_ring import IntArray, PinnedRing, RowParams, TableStore
+from .pinned_ring import IntArray, PinnedRing
+from .step_shapes import StepShape
 from .unpack_kernels import DECODE_FIELDS, decode_size, update_tables
 
 
@@ -152,3 +156,57 @@ def _as_array(token_ids: Sequence[int]) -> Sequence[int] | IntArray:
     if isinstance(token_ids, range):
         return np.arange(token_ids.start, token_ids.stop, token_ids.step, dtype=np.int32)
     return token_ids
+
+
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """Sampling parameters of the sampled rows of a plan, in the form they are sent.
+
+    Attributes:
+        seeds: uint32 words as int32, ``[2, S]``, low words first. temperature_bits: int32 ``[S]``.
+        truncated: int32 ``[4, n]``, of the n rows that use top_k, top_p or min_p: what
+            ``TRUNCATED_FIELDS`` in :mod:`.top_k_top_p` lists.
+    """
+
+    seeds: IntArray
+    temperature_bits: IntArray
+    truncated: IntArray
+
+    @classmethod
+    def of(cls, requests: Sequence[RequestInfo]) -> RowParams:
+        params = [request.sampling_params for request in requests]
+        seeds = np.array([request.seed & (1 << 64) - 1 for request in requests], np.uint64)
+        return cls(
+            np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
+            np.array([p.temperature for p in params], np.float32).view(np.int32),
+            truncated_fields(params),
+        )
+
+
+def truncated_fields(params: Sequence[SamplingParams]) -> IntArray:
+    """What :attr:`RowParams.truncated` says, of rows with these parameters."""
+    rows = [
+        (place, p)
+        for place, p in enumerate(params)
+        if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+    ]
+    top_p = np.array([p.top_p for _, p in rows], np.float32)
+    furthest = np.array([_furthest(p.min_p) for _, p in rows], np.float32)
+    return np.stack(
+        [
+            np.array([place for place, _ in rows], np.int32),
+            np.array([min(p.top_k, _MAX_INT32) for _, p in rows], np.int32),
+            top_p.view(np.int32),
+            furthest.view(np.int32),
+        ]
+    )
+
+
+def _furthest(min_p: float) -> float:
+    """-log of the float32 ``min_p``, infinite at 0. One by one: the bits of a logarithm of an
+    array may depend on the place in it."""
+    rounded = float(np.float32(min_p)) if min_p else 0.0
+    return -math.log(rounded) if rounded > 0 else math.inf

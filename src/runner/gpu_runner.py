@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
-from ..compile.model.attention import allocate_kv_caches
+from ..compile.kv_cache import allocate_kv_caches
 from ..compile.step_inputs import MIN_SIZE, StepInputs
 from ..engine.plan import StepPlan, StepResult
 from ..kernels.jit.compile_pool import current_compilers
@@ -26,10 +26,11 @@ from ..kernels.linear.cublas import full_precision_sums
 from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from .cpu_runner import OnLogits
-from .cuda_graphs import StepGraphs, StepShape
+from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
 from .gpu_pack import Stager
 from .pinned_ring import PinnedRing
+from .step_shapes import StepShape
 from .unpack_kernels import unpack_decode, unpack_mixed
 
 

@@ -6,17 +6,18 @@ import logging
 
 import torch
 
-from ..build import Clock, blocks_in, fitting_length
 from ..compile.captured_model import CapturedModel
+from ..compile.kv_cache import kv_bytes_per_block
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
-from ..engine.stats import EngineStats
+from ..engine.stats import Clock, EngineStats
 from ..errors import InvalidInputError
 from ..startup import collector_paused
-from .cpu_runner import OnLogits, kv_bytes_per_block
-from .cuda_graphs import StepShape, default_buckets, mixed_shapes
+from .cpu_runner import OnLogits
 from .gpu_runner import GpuRunner
+from .kv_budget import blocks_in, fitting_length
 from .memory_profile import GIB, named_out_of_memory, profile_memory
+from .step_shapes import StepShape, default_buckets, mixed_shapes
 
 logger = logging.getLogger("pagespec")
 

@@ -14,7 +14,7 @@ from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.fuse_rope_cos_sin import fuse_rope_table
-from pagespec.kernels.rope_table import rope_table
+from pagespec.kernels.fused.dispatch import rope_table
 from tests.compile.test_fusion import capture_plain, first, generate
 
 # gemma3 has two kinds of layers with a table each; gpt_oss does not double its angles.

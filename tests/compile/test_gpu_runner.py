@@ -21,7 +21,7 @@ from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
-from pagespec.runner.cuda_graphs import StepShape, default_buckets, mixed_shapes
+from pagespec.runner.step_shapes import StepShape, default_buckets, mixed_shapes
 from tests.compile.driving import hf_greedy
 from tests.models import VOCAB_SIZE, tiny_model
 

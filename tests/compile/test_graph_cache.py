@@ -22,9 +22,9 @@ from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.graph_json import NotKeepable, decode, encode
 from pagespec.compile.capture.graph_key import graph_key, named_tensors
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.attention import AttentionSpec
 from pagespec.compile.model.load import LoadedModel, load_model
 from pagespec.compile.model.probe import probe_model
+from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.driving import drive, make_requests
 from tests.compile.test_generation import LogitRecorder, prompts

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagespec.engine.head_start import open_gpu_early
+from pagespec.startup import open_gpu_early
 
 
 class FakeDriver:

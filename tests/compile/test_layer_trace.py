@@ -19,9 +19,9 @@ from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.graph_json import decode, encode
 from pagespec.compile.capture.graph_key import named_tensors
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.attention import AttentionSpec
 from pagespec.compile.model.load import LoadedModel, load_model
 from pagespec.compile.model.probe import probe_model
+from pagespec.kernels.attention.spec import AttentionSpec
 from tests.models import tiny_model
 
 NUM_LAYERS = 7

@@ -15,12 +15,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from pagespec.compile.kv_cache import kv_bytes_per_block
 from pagespec.compile.model.cheap_passes import twins
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.masks import window_of_mask
 from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
-from pagespec.runner.cpu_runner import kv_bytes_per_block
 from tests.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, tiny_model
 
 WINDOWS = {

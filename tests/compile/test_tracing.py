@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pagespec.compile.capture import dynamo
+from pagespec.compile.fx.nodes import example
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
-from pagespec.compile.passes.context import example
 from tests.models import tiny_model
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from pagespec.kernels.linear.matmul_sm90 import early_kernel
 from pagespec.kernels.linear.matmul_sm90_launch import plan_launch
 from pagespec.kernels.linear.norm_matmul_sm90 import constants_of, normed_kernel
-from pagespec.kernels.linear.tiles import EarlyTile
+from pagespec.kernels.linear.tuned_tiles import EarlyTile
 
 _POINTERS = ("x", "residual", "norm_weight", "hidden", "out")
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pagespec.compile.model.attention import AttentionSpec
 from pagespec.errors import InvalidInputError
 from pagespec.kernels.attention import backend, flash, reference
 from pagespec.kernels.attention.backend import Choice, Merit, choose_attention, has_merit
+from pagespec.kernels.attention.spec import AttentionSpec
 from tests.kernels.test_flash import fake_2, fake_4, install
 
 SPEC = AttentionSpec(0, 32, 8, 128, 128, 128**-0.5)

@@ -40,13 +40,9 @@ WITH_NORM = {
 
 
 def test_a_tile_takes_what_shared_memory_holds() -> None:
-    from pagespec.kernels.linear.tiles import (
-        TUNED_EARLY,
-        Card,
-        EarlyTile,
-        choose_early_tile,
-        rows_worth_it,
-    )
+    from pagespec.kernels.device import Card
+    from pagespec.kernels.linear.tiles import choose_early_tile, rows_worth_it
+    from pagespec.kernels.linear.tuned_tiles import TUNED_EARLY, EarlyTile
 
     card = Card(132, 227 << 10, has_early=True)
     for shape, tile in MEASURED.items():
@@ -82,7 +78,8 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
 
 
 def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
-    from pagespec.kernels.linear.tiles import TUNED_EARLY, is_gluon_known
+    from pagespec.kernels.device import is_gluon_known
+    from pagespec.kernels.linear.tuned_tiles import TUNED_EARLY
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
@@ -123,7 +120,9 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
 
 
 def test_rows_of_four_warps_may_have_their_norm_joined() -> None:
-    from pagespec.kernels.linear.tiles import Card, EarlyTile, choose_early_tile, is_gluon_known
+    from pagespec.kernels.device import Card, is_gluon_known
+    from pagespec.kernels.linear.tiles import choose_early_tile
+    from pagespec.kernels.linear.tuned_tiles import EarlyTile
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")

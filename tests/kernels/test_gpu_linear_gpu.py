@@ -273,7 +273,7 @@ def test_bits_of_the_product_in_gluon(
     n: int, k: int, has_gate: bool, early: tuple[int, ...]
 ) -> None:
     from pagespec.kernels.linear import matmul_sm90
-    from pagespec.kernels.linear.tiles import EarlyTile
+    from pagespec.kernels.linear.tuned_tiles import EarlyTile
 
     tile = EarlyTile(*early)
     last = 3 * tile.x_rows + 5 if tile.x_rows > 16 else 16
@@ -369,7 +369,7 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
     """The bits of two launches, for both results, and a row's own whatever stands beside it."""
     from pagespec.kernels.linear import dispatch as gpu_linear
     from pagespec.kernels.linear import norm_matmul_sm90
-    from pagespec.kernels.linear.tiles import EarlyTile
+    from pagespec.kernels.linear.tuned_tiles import EarlyTile
 
     weight = normal(n * (1 + has_gate), k, seed=1) / k**0.5
     norm_weight = 1 + normal(k, seed=2) / 4

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pagespec.kernels.fused import cpu_activation
 from pagespec.kernels.linear import cpu_invariant
 from pagespec.kernels.linear.cpu_few_rows import linear_few_rows
 
@@ -92,10 +93,10 @@ def test_no_rows_at_all_are_multiplied(leading: tuple[int, ...], dtype: torch.dt
         assert linear_few_rows(x, weight, None).shape == (*leading, 320)
 
 
-@pytest.mark.parametrize("name", sorted(cpu_invariant.ELEMENTWISE))
+@pytest.mark.parametrize("name", sorted(cpu_activation.ELEMENTWISE))
 @pytest.mark.parametrize("shape", [(0,), (0, 48), (2, 0, 48), (5, 0)], ids=str)
 def test_no_elements_at_all_are_no_error(name: str, shape: tuple[int, ...]) -> None:
-    assert cpu_invariant.elementwise(name, torch.empty(shape)).shape == shape
+    assert cpu_activation.elementwise(name, torch.empty(shape)).shape == shape
 
 
 @pytest.mark.parametrize("shape", [(320, 48), (576, 1536)], ids=str)
@@ -130,7 +131,7 @@ def test_an_expert_does_not_see_the_rows_of_others() -> None:
         assert torch.equal(alone[0], whole[row])
 
 
-@pytest.mark.parametrize("name", sorted(cpu_invariant.ELEMENTWISE))
+@pytest.mark.parametrize("name", sorted(cpu_activation.ELEMENTWISE))
 @pytest.mark.parametrize("width", [1, 3, 32, 96, 1536])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_element_has_the_same_bits_at_any_place(
@@ -139,12 +140,12 @@ def test_an_element_has_the_same_bits_at_any_place(
     torch.manual_seed(0)
     x = torch.randn(40, width).abs().to(dtype) if name == "rsqrt" else torch.randn(40, width)
     x = x.to(dtype)
-    whole = cpu_invariant.elementwise(name, x)
+    whole = cpu_activation.elementwise(name, x)
     # 0 has no reciprocal, but the zeros that fill a row up are cut off again.
-    expected = cpu_invariant.ELEMENTWISE[name](x.double())
+    expected = cpu_activation.ELEMENTWISE[name](x.double())
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(whole.double(), expected, rtol=tolerance, atol=tolerance)
     for begin in range(0, 40, 3):
         for count in (1, 2, 7):
-            part = cpu_invariant.elementwise(name, x[None, begin : begin + count])
+            part = cpu_activation.elementwise(name, x[None, begin : begin + count])
             assert torch.equal(part[0], whole[begin : begin + count])

@@ -14,9 +14,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pagespec import kernels
+from pagespec.kernels.device import Card
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.linear import dispatch as gpu_linear
-from pagespec.kernels.linear.tiles import Card
 
 N, K = 2048, 1024
 

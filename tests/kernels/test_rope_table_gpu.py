@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagespec.kernels.rope_table import rope_table
+from pagespec.kernels.fused.dispatch import rope_table
 
 pytestmark = pytest.mark.gpu
 

@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from benchmarks import attention as benchmark
+from pagespec.kernels import device
 from pagespec.kernels.attention import launch, reference
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.attention.triton_backend import CountedAttention
@@ -255,10 +256,10 @@ def test_store_takes_strided_views_and_writes_exactly_its_slots() -> None:
 def test_strides_are_multiples_of_16_whatever_the_number_of_tokens() -> None:
     for num_tokens in range(1, 40):
         even, odd = torch.zeros(3, num_tokens, 16), torch.zeros(3, num_tokens, 24)
-        assert kv_store.steps(even.transpose(0, 1))[1:] == (num_tokens, 16)
-        assert kv_store.steps(odd.transpose(0, 1))[1:] == (num_tokens * 24, 1)
+        assert device.steps(even.transpose(0, 1))[1:] == (num_tokens, 16)
+        assert device.steps(odd.transpose(0, 1))[1:] == (num_tokens * 24, 1)
         merged = torch.zeros(num_tokens, 64)[:, 16:48].view(num_tokens, 2, 16)
-        assert kv_store.steps(merged) == (4 if num_tokens > 1 else 0, 1, 16)
+        assert device.steps(merged) == (4 if num_tokens > 1 else 0, 1, 16)
 
 
 def test_attention_takes_strided_queries() -> None:

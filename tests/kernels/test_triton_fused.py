@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels.fused import dispatch as fused
-from pagespec.kernels.rope_table import rope_table
+from pagespec.kernels.fused.dispatch import rope_table
 
 pytestmark = [
     pytest.mark.skipif(

@@ -21,8 +21,8 @@ from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.prefill import prefill_kernel
 from pagespec.kernels.attention.triton_backend import CountedAttention
+from pagespec.kernels.device import Card
 from pagespec.kernels.fused import kv_store
-from pagespec.kernels.linear.tiles import Card
 from tests.paged import (
     Batch,
     Rows,

@@ -151,7 +151,9 @@ def test_few_rows_decides_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_shared_bytes", [227 << 10, 163 << 10])
 def test_tiles_follow_the_bucket_and_fit(num_shared_bytes: int) -> None:
-    from pagespec.kernels.linear.tiles import TUNED, Card, choose_tile
+    from pagespec.kernels.device import Card
+    from pagespec.kernels.linear.tiles import choose_tile
+    from pagespec.kernels.linear.tuned_tiles import TUNED
 
     card = Card(132, num_shared_bytes)
     gated = [(n, k, 2, True) for n, k in ((3072, 1024), (12288, 4096), (80, 512))]
@@ -175,7 +177,8 @@ def test_tiles_follow_the_bucket_and_fit(num_shared_bytes: int) -> None:
 def test_one_tile_for_all_rows_where_tiles_were_not_compared(
     k: int, itemsize: int, is_one: bool
 ) -> None:
-    from pagespec.kernels.linear.tiles import Card, choose_tile
+    from pagespec.kernels.device import Card
+    from pagespec.kernels.linear.tiles import choose_tile
 
     card = Card(132, 227 << 10)
     rows = (1, 16, 17, 64, 65, 129, 257, 4096)
@@ -184,7 +187,8 @@ def test_one_tile_for_all_rows_where_tiles_were_not_compared(
 
 
 def test_a_plan_trusts_only_what_was_compared() -> None:
-    from pagespec.kernels.linear.dispatch import ALL_ROWS, Plan, SweepReport, plan_from
+    from pagespec.kernels.linear.dispatch import ALL_ROWS
+    from pagespec.kernels.linear.plan import Plan, SweepReport, plan_from
 
     counts = (1, 2, 8, 15, 16, 17, 31, 32, 64, 65, 512)
 

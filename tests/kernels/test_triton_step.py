@@ -13,9 +13,10 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner import unpack_kernels
+from pagespec.runner.block_tables import TableStore
 from pagespec.runner.cpu_pack import BatchPacker
 from pagespec.runner.device_buffers import StepBuffers
-from pagespec.runner.pinned_ring import RowParams, TableStore
+from pagespec.runner.gpu_pack import RowParams
 
 pytest.importorskip("triton")
 

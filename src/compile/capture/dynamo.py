@@ -18,14 +18,11 @@ from torch.fx import GraphModule, Node
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
-from ..model.attention import (
-    ATTENTION_NAME,
-    AttentionSpec,
-    allocate_kv_caches,
-    attention_implementation,
-)
+from ...kernels.attention.spec import AttentionSpec
+from ..fx.nodes import example
+from ..kv_cache import allocate_kv_caches
+from ..model.attention import ATTENTION_NAME, attention_implementation
 from ..model.load import LoadedModel
-from ..passes.context import example
 from ..step_inputs import EXAMPLE_SIZES, INPUT_NAMES, KVCaches, StepInputs, example_inputs
 
 Source = tuple[Any, ...]

@@ -25,12 +25,9 @@ from torch.fx import Interpreter
 from transformers import PreTrainedConfig
 
 from ...errors import UnsupportedModelError
-from ..model.attention import (
-    ATTENTION_NAME,
-    AttentionSpec,
-    allocate_kv_caches,
-    attention_implementation,
-)
+from ...kernels.attention.spec import AttentionSpec
+from ..kv_cache import allocate_kv_caches
+from ..model.attention import ATTENTION_NAME, attention_implementation
 from ..model.load import LoadedModel
 from ..step_inputs import BoundGraph, KVCaches, StepInputs
 from .dynamo import Traced, forward, trace

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...disk_cache import write_whole
-from ..model.attention import AttentionSpec
+from ...kernels.attention.spec import AttentionSpec
 from ..model.load import LoadedModel
 from .dynamo import Traced, trace
 from .few_layers import trace_layers

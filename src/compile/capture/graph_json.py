@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..passes.context import example
+from ..fx.nodes import example
 from .dynamo import Traced
 from .meta_json import PLAIN, NotKeepable, ResultDecoder, ResultEncoder
 

@@ -24,7 +24,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..model.attention import AttentionSpec
+from ...kernels.attention.spec import AttentionSpec
 from ..model.load import LoadedModel
 from .dynamo import DYNAMO_SETTINGS
 

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..fx.fake_tensors import Layout, memory_of
-from ..passes.context import example
+from ..fx.nodes import example
 from .dynamo import Traced
 
 Key = tuple[str, int]

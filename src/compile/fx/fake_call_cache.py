@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from .fake_tensors import Layout, memory_of
+from .fake_tensors import Layout, expressions, memory_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, type(...), torch.dtype, torch.device)
 _PLAIN_OF_TORCH = (torch.layout, torch.memory_format)
@@ -23,11 +23,6 @@ _Maker = Callable[[list[FakeTensor], dict[int, FakeTensor]], Any]
 
 class _Unknown(Exception):
     """Raised for what no second call is made like."""
-
-
-def expressions(sizes: Iterable[Any]) -> tuple[Any, ...]:
-    """Of sizes, to compare without adding a guard."""
-    return tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,3 +86,8 @@ class Layout:
         if self.requires_grad:
             fake.requires_grad_()
         return fake
+
+
+def expressions(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    """Of sizes, to compare without adding a guard."""
+    return tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes)

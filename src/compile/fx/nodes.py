@@ -1,4 +1,4 @@
-"""Helpers to recognise structures in a Dynamo graph, and the structure that two passes share.
+"""Helpers to recognise structures in a Dynamo graph: operations, operands, shapes, users.
 
 A match is a statement about values only: it says which nodes compute a known function of which
 sources. Whoever rewrites puts the new call behind all sources, redirects the users of the result
@@ -8,16 +8,12 @@ elsewhere stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
-
-from ...kernels.fused.dispatch import NormForm
-from ..passes.context import example
+from torch.fx import Graph, Node
 
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(
@@ -182,107 +178,41 @@ def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:
             graph.erase_node(node)
 
 
-@dataclass(frozen=True, slots=True)
-class RmsNorm:
-    """``output`` is the RMSNorm of ``source`` over its last dim.
-
-    Attributes:
-        nodes: all that was computed between the two, ``output`` included.
-    """
-
-    source: Node
-    weight: Node
-    eps: float
-    form: NormForm
-    output: Node
-    nodes: tuple[Node, ...]
+def example(node: Node) -> object:
+    """The fake tensor (or other value) Dynamo recorded for a node's result, or None."""
+    return node.meta.get("example_value")
 
 
-def rms_norms(gm: GraphModule) -> Iterator[RmsNorm]:
-    """Every RMSNorm of the graph, as Hugging Face's models spell it, in the order of the graph.
-
-    ::
-
-        x32 = x.to(float32)
-        y = x32 * rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-        rounded:  weight * y.to(dtype)
-        wide:     (weight * y).to(dtype)
-        plus_one: (y * (1.0 + weight.float())).to(dtype)
-    """
-    written = written_nodes(gm.graph)
-    for node in gm.graph.nodes:
-        if calls(node, "rsqrt"):
-            norm = _rms_norm(node)
-            if norm is not None and written.isdisjoint({norm.source, *norm.nodes}):
-                yield norm
+_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
 
-def _rms_norm(rsqrt: Any) -> RmsNorm | None:
-    added = rsqrt.args[0]
-    if len(rsqrt.args) != 1 or not calls(added, "add") or len(added.args) != 2 or added.kwargs:
+def is_linear(node: Node) -> bool:
+    """Is ``node`` a call of ``torch.nn.functional.linear``?"""
+    return node.op == "call_function" and node.target in _LINEAR
+
+
+def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:
+    """(input, weight, bias or None) of a linear call."""
+    names = ("input", "weight", "bias")
+    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return found["input"], found["weight"], found.get("bias")  # type: ignore[return-value]
+
+
+GROUPED_MM_NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+
+
+def grouped_operands(node: Node) -> tuple[Node, Node, Node] | None:
+    """(rows ``[S, K]``, weights ``[E, K, N]``, offsets ``[E]``) if ``node`` is a grouped product
+    with no other argument (bias, output dtype), else None."""
+    if node.op != "call_function":
         return None
-    mean, eps = added.args
-    if not isinstance(eps, float) or not calls(mean, "mean"):
+    # "name" of a function or a packet of overloads, "name.default" of an overload.
+    if getattr(node.target, "__name__", "").split(".")[0] not in GROUPED_MM_NAMES:
         return None
-    found = {**dict(zip(("", "dim", "keepdim"), mean.args, strict=False)), **mean.kwargs}
-    square = mean.args[0]
-    if found != {"": square, "dim": -1, "keepdim": True}:
+    named = dict(zip(("input", "weight", "offs"), node.args, strict=False)) | dict(node.kwargs)
+    rows, weight, offs = (named.pop(name, None) for name in ("input", "weight", "offs"))
+    if any(value is not None for value in named.values()):
         return None
-    if not calls(square, "pow") or square.args[1:] != (2,) or square.kwargs:
+    if not (isinstance(rows, Node) and isinstance(weight, Node) and isinstance(offs, Node)):
         return None
-    wide = square.args[0]
-    product = only_user(rsqrt)
-    if product is None or not calls(product, "mul") or other_operand(product, rsqrt) is not wide:
-        return None
-    source: Any = cast_source(wide) or wide
-    if dtype_of(wide) != torch.float32 or last_size(source) is None:
-        return None
-    # A conversion before the norm is part of it only if it comes from the dtype of the result.
-    scaled = _scaled(product, source) or (_scaled(product, wide) if source is not wide else None)
-    if scaled is None:
-        return None
-    source, weight, form, after = scaled
-    before = {wide} - {source}
-    nodes = (*before, square, mean, added, rsqrt, product, *after)
-    return RmsNorm(source, weight, eps, form, after[-1], nodes)
-
-
-def _scaled(product: Node, source: Any) -> tuple[Any, Any, NormForm, list[Node]] | None:
-    """From the normalised float32 value to the result: (source, weight, form, nodes passed)."""
-    dtype = dtype_of(source)
-    step = only_user(product)
-    if step is None:
-        return None
-    if cast_source(step) is product:
-        result = only_user(step)
-        if dtype_of(step) != dtype or result is None or not calls(result, "mul"):
-            return None
-        weight = other_operand(result, step)
-        if not _is_weight(weight, source) or dtype_of(result) != dtype:
-            return None
-        return source, weight, "rounded", [step, result]
-    if not calls(step, "mul"):
-        return None
-    factor: Any = other_operand(step, product)
-    nodes: list[Node] = [step]
-    form: NormForm = "wide"
-    if calls(factor, "add") and factor.args[0] in (1, 1.0) and len(factor.args) == 2:
-        wide_weight = factor.args[1]
-        nodes, form = [factor, step], "plus_one"
-        factor = cast_source(wide_weight) or wide_weight
-        nodes = nodes if factor is wide_weight else [wide_weight, *nodes]
-    if not _is_weight(factor, source) or dtype_of(step) != torch.float32:
-        return None
-    if dtype != torch.float32:
-        result = only_user(step)
-        if result is None or cast_source(result) is not step or dtype_of(result) != dtype:
-            return None
-        nodes = [*nodes, result]
-    return source, factor, form, nodes
-
-
-def _is_weight(node: Node | None, source: Node) -> bool:
-    """A vector of the width and dtype of ``source`` that is there from the beginning."""
-    if node is None or node.op != "placeholder":
-        return False
-    return shape_of(node) == (str(last_size(source)),) and dtype_of(node) == dtype_of(source)
+    return rows, weight, offs

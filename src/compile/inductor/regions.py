@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..passes.context import example
+from ..fx.nodes import example
 from .compile_region import Compiler, inductor, is_on_cpu
 
 _PRODUCTS = frozenset(

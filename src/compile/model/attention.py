@@ -7,19 +7,16 @@ they are plain inputs of the captured graph. What never changes is an :class:`At
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...kernels import ops
+from ...kernels.attention.spec import AttentionSpec
 
 # Transformers treats names with "flash", "sdpa", "flex" or "/" in them specially.
 ATTENTION_NAME = "pagespec"
@@ -31,37 +28,6 @@ METADATA_KWARGS = (
     "kv_caches",
     "attention_specs",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """What one attention call of the model needs, found by the probe.
-
-    Attributes:
-        call: its number in order of execution, 0, 1, 2, ...; the same number is set on the
-            attention module as ``pagespec_call``.
-        num_q_heads, num_kv_heads: the latter before any repetition.
-        k_dim, v_dim: head sizes of (query and) key, and of value.
-        scale: factor on the scores.
-        window: positions a query sees, itself included; 0 means all.
-        softcap: cap on the scores, 0 for none.
-        has_sinks: whether the call passes one learned sink logit a query head.
-    """
-
-    call: int
-    num_q_heads: int
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    has_sinks: bool = False
-
-    @property
-    def num_kv_elements(self) -> int:
-        """Elements of K and V a token leaves in the caches of this call."""
-        return self.num_kv_heads * (self.k_dim + self.v_dim)
 
 
 def paged_attention_forward(
@@ -147,30 +113,3 @@ def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[Non
     finally:
         for config, implementation in before:
             config._attn_implementation_internal = implementation
-
-
-def allocate_kv_caches(
-    specs: Sequence[AttentionSpec],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> list[tuple[Tensor, Tensor]]:
-    """One (K, V) pair of ``[num_blocks + 1, block_size, Hkv, D]`` an attention call.
-
-    Zeroed, and with the null block as the last one.
-    """
-
-    def zeros(num_heads: int, dim: int) -> Tensor:
-        shape = (num_blocks + 1, block_size, num_heads, dim)
-        if torch.device(device).type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        # numpy asks the system for zeroed pages, which take memory only once they are written;
-        # torch.zeros would write them all now.
-        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        return torch.from_numpy(pages).view(dtype).view(shape)
-
-    return [
-        (zeros(spec.num_kv_heads, spec.k_dim), zeros(spec.num_kv_heads, spec.v_dim))
-        for spec in specs
-    ]

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import UnsupportedModelError
+from ...kernels.attention.spec import AttentionSpec
 from ..capture.few_layers import describe_layer, find_layers
-from ..passes.grouped import NAMES as GROUPED_NAMES
-from .attention import AttentionSpec
+from ..fx.nodes import GROUPED_MM_NAMES
 from .load import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost
@@ -97,7 +97,7 @@ class _Counting(TorchDispatchMode):
 def _first_factor(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     """The first matrix of a product of matrices."""
     name = func.overloadpacket.__name__
-    if name in ("mm", "bmm", "matmul", "linear", *GROUPED_NAMES):
+    if name in ("mm", "bmm", "matmul", "linear", *GROUPED_MM_NAMES):
         return args[0]  # type: ignore[no-any-return]
     if name in ("addmm", "baddbmm"):
         return args[1]  # type: ignore[no-any-return]
@@ -121,7 +121,7 @@ class _CheapProducts(TorchFunctionMode):
             x, weight, bias = operands["input"], operands["weight"], operands.get("bias")
             out = self._mixed(x, weight, weight.shape[0])
             return out if bias is None else out + bias
-        if getattr(func, "__name__", "").split(".")[0] in GROUPED_NAMES:
+        if getattr(func, "__name__", "").split(".")[0] in GROUPED_MM_NAMES:
             operands = dict(zip(("input", "weight"), args, strict=False)) | kwargs
             weight = operands["weight"]
             return self._mixed(operands["input"], weight, weight.shape[-1])

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from .attention import METADATA_KWARGS, AttentionSpec
+from ...kernels.attention.spec import AttentionSpec
+from .attention import METADATA_KWARGS
 from .load import LoadedModel
 from .masks import MaskFunction, window_of_mask
 from .probe_pass import ProbePass, all_same, local_attention, registered

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedModelError
-from .attention import AttentionSpec
+from ...kernels.attention.spec import AttentionSpec
 from .cheap_passes import cheap_passes
 from .load import LoadedModel
 from .probe_pass import ProbePass, all_same

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .attention import AttentionSpec
+from ...kernels.attention.spec import AttentionSpec
 from .load import LoadedModel
 
 MAX_PASS_TOKENS = (1 << 14) + 1

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .context import PassContext, example
+from ..fx.nodes import example
+from .context import PassContext
 
 # Views of one tensor with equal arguments, asked for again in every layer (cos, sin).
 _REPEATED_VIEWS = frozenset({"unsqueeze", "squeeze", "transpose"})

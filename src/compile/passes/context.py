@@ -37,8 +37,3 @@ class PassContext:
         if isinstance(node, Node) and node.op == "placeholder":
             return self.constants.get(node.name)
         return None
-
-
-def example(node: Node) -> object:
-    """The fake tensor (or other value) Dynamo recorded for a node's result, or None."""
-    return node.meta.get("example_value")

@@ -9,12 +9,13 @@ from ..fx.nodes import (
     calls,
     dtype_of,
     erase_unused,
+    example,
     only_user,
     other_operand,
     shape_of,
     written_nodes,
 )
-from .context import PassContext, example
+from .context import PassContext
 
 
 def _kind(node: Node) -> fused.Activation | None:

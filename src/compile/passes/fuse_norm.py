@@ -7,17 +7,9 @@ import operator
 from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
-from ..fx.nodes import (
-    RmsNorm,
-    calls,
-    dtype_of,
-    erase_unused,
-    operands,
-    rms_norms,
-    shape_of,
-    written_nodes,
-)
-from .context import PassContext, example
+from ..fx.nodes import calls, dtype_of, erase_unused, example, operands, shape_of, written_nodes
+from .context import PassContext
+from .rms_norm import RmsNorm, rms_norms
 
 
 def fuse_norm(gm: GraphModule, _context: PassContext) -> int:

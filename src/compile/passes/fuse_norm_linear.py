@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
-from .context import PassContext, example
+from ..fx.nodes import example
+from .context import PassContext
 
 _HAS_GATE: dict[Any, bool] = {gpu_linear.linear: False, gpu_linear.linear_silu_mul: True}
 

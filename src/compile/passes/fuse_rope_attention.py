@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ...kernels.fused import dispatch as fused
-from ..fx.nodes import positions, written_nodes
-from .context import PassContext, example
+from ..fx.nodes import example, positions, written_nodes
+from .context import PassContext
 
 _CACHES = slice(10, 12)  # of the arguments of norm_rope_store
 

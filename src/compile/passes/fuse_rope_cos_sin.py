@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...kernels.rope_table import rope_table
+from ...kernels.fused.dispatch import rope_table
 from ..fx.nodes import (
     calls,
     cast_source,
     dtype_of,
     erase_unused,
+    example,
     only_user,
     operands,
     shape_of,
     tensor_of,
     written_nodes,
 )
-from .context import PassContext, example
+from .context import PassContext
 
 
 def fuse_rope_table(gm: GraphModule, _context: PassContext) -> int:

@@ -22,19 +22,19 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
 from ..fx.nodes import (
-    RmsNorm,
     calls,
     dtype_of,
     erase_unused,
+    example,
     last_dim_slice,
     last_size,
     operands,
     positions,
-    rms_norms,
     tensor_of,
     written_nodes,
 )
-from .context import PassContext, example
+from .context import PassContext
+from .rms_norm import RmsNorm, rms_norms
 
 
 @dataclass(frozen=True, slots=True)

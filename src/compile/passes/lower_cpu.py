@@ -20,11 +20,11 @@ from torch.fx import GraphModule, Node
 
 from ...kernels.attention import cpu_invariant as invariant_attention
 from ...kernels.attention import reference
+from ...kernels.fused import cpu_activation
 from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
-from .context import PassContext, example
-from .grouped import grouped_operands
-from .merge_linear import is_linear, linear_operands
+from ..fx.nodes import example, grouped_operands, is_linear, linear_operands
+from .context import PassContext
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -149,9 +149,9 @@ class _RowwiseCalls:
         is_float32 = getattr(example(node), "dtype", None) == torch.float32
         is_in_place = bool(node.kwargs.get("inplace"))
         is_even = name == "rsqrt" and is_float32
-        if name in invariant_linear.ELEMENTWISE and not is_in_place and not is_even:
+        if name in cpu_activation.ELEMENTWISE and not is_in_place and not is_even:
             kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
-            return invariant_linear.elementwise, (name, *node.args), kwargs
+            return cpu_activation.elementwise, (name, *node.args), kwargs
         return None
 
     def _has_room(self, weight: Node) -> bool:

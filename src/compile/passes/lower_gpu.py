@@ -17,9 +17,8 @@ from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
 from ...kernels.linear import grouped_mm
 from ...kernels.linear.plan_cache import LinearPlans
-from .context import PassContext, example
-from .grouped import grouped_operands
-from .merge_linear import is_linear, linear_operands
+from ..fx.nodes import example, grouped_operands, is_linear, linear_operands
+from .context import PassContext
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -19,21 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from ..fx.nodes import is_linear, linear_operands
 from .context import PassContext
-
-_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
-
-
-def is_linear(node: Node) -> bool:
-    """Is ``node`` a call of ``torch.nn.functional.linear``?"""
-    return node.op == "call_function" and node.target in _LINEAR
-
-
-def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:
-    """(input, weight, bias or None) of a linear call."""
-    names = ("input", "weight", "bias")
-    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return found["input"], found["weight"], found.get("bias")  # type: ignore[return-value]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -11,8 +11,10 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
-from ..fx.fake_call_cache import Calls, expressions
-from .context import PassContext, example
+from ..fx.fake_call_cache import Calls
+from ..fx.fake_tensors import expressions
+from ..fx.nodes import example
+from .context import PassContext
 
 logger = logging.getLogger("pagespec")
 

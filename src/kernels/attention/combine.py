@@ -109,3 +109,22 @@ def merge(  # type: ignore[no-untyped-def]
     target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
     mask = is_head[:, None] & (dims < DV)[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def arrives_last(counter, expected):  # type: ignore[no-untyped-def]
+    """Whether this program is the last of ``expected`` to call this; the counter is 0 again then.
+
+    What the others stored before can be loaded from L2 after it (``cache_modifier=".cg"``): the
+    barrier puts the stores of all threads before the one atomic, which releases them to the whole
+    card and acquires those of the others.
+
+    Args:
+        counter: pointer to an int32, 0 before the first of them arrives.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
+    tl.debug_barrier()
+    if is_last:
+        tl.store(counter, 0)
+    return is_last

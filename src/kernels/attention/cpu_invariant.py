@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linear.cpu_invariant import MKL_ROW_UNIT
+from ..device import MKL_ROW_UNIT
 from .reference import grouped_by_length
 
 _TILE = 64

@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 
 from ..fused.norm_rope_store import partners_of, turned
-from ..triton_arrive import arrives_last
-from .combine import merge
+from .combine import arrives_last, merge
 from .decode_prologue import KEYS, ask, load_angles, load_weights, store_new
 from .online_softmax import (
     block_ids,

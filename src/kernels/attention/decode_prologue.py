@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import steps
 from ..fused import norm_rope_store
-from ..fused.kv_store import steps
 from ..fused.norm_rope_store import turned
 from .online_softmax import split_of
 

@@ -18,8 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..fused.kv_store import has_dependent_launch, starts_next_late, steps
-from ..linear.tiles import is_gluon_known
+from ..device import has_dependent_launch, is_gluon_known, starts_next_late, steps
 from .decode import decode_kernel
 from .online_softmax import LOG2E
 from .prefill import prefill_kernel

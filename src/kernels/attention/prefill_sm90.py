@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..linear.tiles import Card
+from ..device import Card
 from .prefill_sm90_mainloop import consume, lines_of
 from .tiling import Tiling
 

@@ -8,22 +8,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from .kv_store import has_dependent_launch
-from .rms_norm import as_rows, rounded
+from ..device import as_rows, has_dependent_launch
+from .rounding import rounded, silu
 
 _BLOCK = 1024
-
-
-@triton.jit
-def silu(x, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """silu of float32, not rounded yet: the same for an activation of its own and for one that a
-    product applies, so that both give the same bits."""
-    # tl.exp is the fast one of the hardware; torch calls the library's. The interpreter has none.
-    if EMULATE:
-        e = tl.exp(-x)
-    else:
-        e = libdevice.exp(-x)
-    return tl.div_rn(x, e + 1.0)
 
 
 @triton.jit

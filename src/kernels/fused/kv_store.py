@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_LATE_ROWS = 4
+from ..device import has_dependent_launch, steps
 
 
 @triton.jit(
@@ -51,47 +48,6 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     first = value + token * (v_token_stride * V_STEP)
     source = first + (i // V_DIM).to(tl.int64) * (v_head_stride * V_STEP) + i % V_DIM
     tl.store(v_cache + slot * V_WIDTH + i, tl.load(source, mask=i < V_WIDTH), mask=i < V_WIDTH)
-
-
-def steps(tensor: Tensor) -> tuple[int, int, int]:
-    """Token and head stride of ``tensor [T, H, D]`` in units of the third result, 16 or 1.
-
-    A stride given as a multiple of 16 lets the compiler load 16 bytes at once, without a version of
-    the kernel for each kind of stride. Strides of a dimension of size 1 mean nothing and are 0.
-    """
-    token = tensor.stride(0) if tensor.shape[0] > 1 else 0
-    head = tensor.stride(1) if tensor.shape[1] > 1 else 0
-    # The head size too: where heads are the outer dimension, their stride is T * D, and an odd D
-    # would make the step follow T.
-    step = 1 if (token | head | tensor.shape[2]) % 16 else 16
-    return token // step, head // step, step
-
-
-@cache
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may be put on the machine before the one it follows has ended (Hopper on).
-
-    The launch of a kernel takes about a microsecond, which for small batches is a tenth of the
-    attention. Ours let the next one start first of all (``gdc_launch_dependents``; attention once
-    it has waited), then wait (``gdc_wait``) before they touch what kernels write. So several may
-    lie ahead of the one that works: a kernel is only put where all of those before it have their
-    place already. What that costs few rows, :func:`starts_next_late` spares them. Each ends after
-    the one before it, as some program of each waits.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def starts_next_late(num_rows: int) -> bool:
-    """Whether attention and products of a step of ``num_rows`` let the next kernel start only
-    behind their own wait.
-
-    A kernel that starts asks for its weights. The sooner the better, as long as those before are
-    busy with data of their own. Where they are a chain of short waits, as attention of few rows is,
-    what they wait for stands in line behind megabytes of weights that nobody needs yet, and a
-    kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
-    four rows, early from eight on (benchmarks/NOTES.md, "Few rows").
-    """
-    return num_rows <= _LATE_ROWS
 
 
 def kv_store(

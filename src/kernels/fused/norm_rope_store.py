@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kv_store import has_dependent_launch
-from .rms_norm import rounded, scaled
+from ..device import has_dependent_launch
+from .rounding import rounded, scaled
 
 _TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
 

@@ -12,32 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kv_store import has_dependent_launch
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 ``x`` rounded to ``dtype`` (to nearest, ties to even), as float32.
-
-    EMULATE: Triton's interpreter cuts off instead of rounding to bfloat16, so do it by hand.
-    """
-    if EMULATE and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def scaled(  # type: ignore[no-untyped-def]
-    y, weight, FORM: tl.constexpr, DTYPE: tl.constexpr, EMULATE: tl.constexpr
-):
-    """The normalised ``y`` times its weight (both float32), rounded to DTYPE, as float32."""
-    if FORM == "rounded":
-        y = rounded(y, DTYPE, EMULATE)
-    if FORM == "plus_one":
-        weight = weight + 1.0
-    return rounded(y * weight, DTYPE, EMULATE)
+from ..device import as_rows, has_dependent_launch
+from .rounding import rounded, scaled
 
 
 @triton.jit
@@ -73,12 +49,6 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE, EMULATE)
     tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """``x [..., N]`` as ``[rows, N]``, copied only if its rows are not evenly spaced."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _launch(

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from .kv_store import has_dependent_launch
-from .rms_norm import rounded
+from ..device import has_dependent_launch
+from .rounding import rounded
 
 
 @triton.jit(do_not_specialize=["frequency_step", "position_step"])

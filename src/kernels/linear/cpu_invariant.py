@@ -41,25 +41,21 @@ sin and cos do not (seen over 98 offsets and lengths each).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..device import MKL_ROW_UNIT
+
 Library = Literal["onednn", "mkl"]
 
 # A weight of so many elements does not stay in the processor's cache, and oneDNN reads it best.
 _MIN_ONEDNN_ELEMENTS = 1 << 22
-MKL_ROW_UNIT = 4
 _ONEDNN_ROW_UNIT = 2
 _TILE_ROWS = 16
 _EVEN_OUTPUTS = 16
-# Elements of one or more whole vectors of any type (two of AVX-512 in bfloat16 are 64).
-_VECTOR_ELEMENTS = 64
-# PyTorch splits longer ranges between threads, at any element.
-_GRAIN_ELEMENTS = 32_768
 
 _FEW_ROW_COUNTS = (2, 3, 4, 5, 8, 12, 16, 17, 33)
 _ROW_COUNTS = (*_FEW_ROW_COUNTS, 1, 6, 7, 9, 11, 13, 24, 31, 32, 48, 63, 64, 65, 100, 129)
@@ -230,44 +226,3 @@ def addmm(bias: Tensor, rows: Tensor, weight: Tensor, product: Product) -> Tenso
     out = _multiply(rows, weight.t(), product)
     out += bias
     return out
-
-
-ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
-    "elu": F.elu,
-    "gelu": F.gelu,
-    "hardswish": F.hardswish,
-    "mish": F.mish,
-    "rsqrt": torch.rsqrt,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "softplus": F.softplus,
-}
-"""Functions whose vector code and whose code for the end of a range differ, in some dtype."""
-
-
-def elementwise(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A function of every element, by the vector code alone: each row is a whole number of
-    vectors, and no call is long enough to be split between threads within one.
-
-    Args:
-        name: a key of ``ELEMENTWISE``.
-        x: ``[..., width]``, floating. args, kwargs: further arguments, none of them a tensor.
-
-    Returns:
-        ``[..., width]``, contiguous.
-    """
-    function = ELEMENTWISE[name]
-    if not x.numel():
-        return function(x, *args, **kwargs)
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    missing = -width % _VECTOR_ELEMENTS
-    if missing:
-        rows = F.pad(rows, (0, missing))
-    rows = rows.contiguous()
-    if rows.numel() <= _GRAIN_ELEMENTS or torch.get_num_threads() == 1:
-        out = function(rows, *args, **kwargs)
-    else:
-        num_rows = max(1, _GRAIN_ELEMENTS // rows.shape[1])
-        out = torch.cat([function(part, *args, **kwargs) for part in rows.split(num_rows)])
-    return out[:, :width].contiguous().view(x.shape)

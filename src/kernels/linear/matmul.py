@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..fused.activation import silu
-from ..fused.kv_store import has_dependent_launch
+from ..device import has_dependent_launch
+from ..fused.rounding import silu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

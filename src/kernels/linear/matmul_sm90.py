@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 
 from .matmul_sm90_launch import plan_launch
-from .tiles import EarlyTile
+from .tuned_tiles import EarlyTile
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..fused.kv_store import starts_next_late
-from .tiles import EarlyTile
+from ..device import starts_next_late
+from .tuned_tiles import EarlyTile
 
 _AHEAD_BYTES = 6 << 20
 

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..fused.dispatch import NormForm
 from .matmul_sm90 import ask_for_weights, store_outputs
 from .matmul_sm90_launch import plan_launch
-from .tiles import EarlyTile
+from .tuned_tiles import EarlyTile
 
 _BLOCK = 1024  # elements of a row, padded: 8 for each thread of four warps
 MAX_ROWS = 4  # beyond, two launches are quicker

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ...disk_cache import write_whole
+from ..device import Card
 from ..jit.parallel_build import built_together
 from . import dispatch as gpu_linear
-from .tiles import Card, has_one_tile, rows_worth_it
+from . import plan
+from .tiles import has_one_tile, rows_worth_it
 
 
 class LinearPlans:
@@ -40,7 +42,7 @@ class LinearPlans:
             return rows_worth_it(weight.shape[0], weight.shape[1], Card.of(weight.device))
         key = _key(weight, bias)
         if key not in self._kept(weight.device):
-            self._few_rows[key] = gpu_linear.choose_plan(weight, bias).few_rows
+            self._few_rows[key] = plan.choose_plan(weight, bias).few_rows
             if self._file is not None:
                 _write(self._file, self._few_rows)
         return self._few_rows[key]
@@ -62,7 +64,7 @@ class LinearPlans:
             for weight, bias in new.values():
                 num_outs, k_size = weight.shape
                 worth_it = rows_worth_it(num_outs, k_size, Card.of(weight.device))
-                for count in (c for c in gpu_linear.SWEEP_ROWS if c <= worth_it):
+                for count in (c for c in plan.SWEEP_ROWS if c <= worth_it):
                     x = weight.new_empty(count, k_size)
                     gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
 
@@ -86,7 +88,15 @@ def _fingerprint(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     for part in (name, torch.__version__, torch.version.cuda, triton.__version__):
         digest.update(f"{part}\n".encode())
-    for name in ("dispatch", "tiles", "matmul", "matmul_sm90_launch", "matmul_sm90"):
+    for name in (
+        "dispatch",
+        "plan",
+        "tiles",
+        "tuned_tiles",
+        "matmul",
+        "matmul_sm90_launch",
+        "matmul_sm90",
+    ):
         digest.update((Path(gpu_linear.__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:24]
 

@@ -1,0 +1,36 @@
+"""The static parameters of one attention call: heads, sizes, scale, window, softcap, sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one attention call of the model needs, found by the probe.
+
+    Attributes:
+        call: its number in order of execution, 0, 1, 2, ...; the same number is set on the
+            attention module as ``pagespec_call``.
+        num_q_heads, num_kv_heads: the latter before any repetition.
+        k_dim, v_dim: head sizes of (query and) key, and of value.
+        scale: factor on the scores.
+        window: positions a query sees, itself included; 0 means all.
+        softcap: cap on the scores, 0 for none.
+        has_sinks: whether the call passes one learned sink logit a query head.
+    """
+
+    call: int
+    num_q_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def num_kv_elements(self) -> int:
+        """Elements of K and V a token leaves in the caches of this call."""
+        return self.num_kv_heads * (self.k_dim + self.v_dim)

@@ -1,0 +1,108 @@
+"""The GPU at hand and how kernels are launched on it; facts of the CPU's library.
+
+Triton is imported where it is used: a machine without a GPU need not have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
+
+
+_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What tiles depend on.
+
+    Attributes:
+        num_sms: multiprocessors. num_shared_bytes: shared memory that one program may have.
+        has_early: whether :mod:`.matmul_sm90` runs there: a Hopper GPU, and a
+            Triton whose Gluon is known.
+    """
+
+    num_sms: int
+    num_shared_bytes: int
+    has_early: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> Card:
+        if device.type != "cuda":  # the interpreter
+            return cls(1, _LARGE_SHARED_BYTES)
+        found = torch.cuda.get_device_properties(device)
+        num_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        is_hopper = found.major == 9
+        return cls(found.multi_processor_count, num_bytes, is_hopper and is_gluon_known())
+
+    @property
+    def is_large(self) -> bool:
+        """As large as that which the tiles were tuned on."""
+        return self.num_shared_bytes >= _LARGE_SHARED_BYTES
+
+
+def is_gluon_known() -> bool:
+    """Whether the installed Triton has the Gluon that our kernel is written in."""
+    import triton
+
+    return str(triton.__version__).startswith(_GLUON_VERSIONS)
+
+
+MKL_ROW_UNIT = 4
+"""Rows of a batch-invariant matmul on a CPU are padded to a multiple of this: MKL has one order of
+summation for all of those."""
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x [..., N]`` as ``[rows, N]``, copied only if its rows are not evenly spaced."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+_LATE_ROWS = 4
+
+
+def steps(tensor: Tensor) -> tuple[int, int, int]:
+    """Token and head stride of ``tensor [T, H, D]`` in units of the third result, 16 or 1.
+
+    A stride given as a multiple of 16 lets the compiler load 16 bytes at once, without a version of
+    the kernel for each kind of stride. Strides of a dimension of size 1 mean nothing and are 0.
+    """
+    token = tensor.stride(0) if tensor.shape[0] > 1 else 0
+    head = tensor.stride(1) if tensor.shape[1] > 1 else 0
+    # The head size too: where heads are the outer dimension, their stride is T * D, and an odd D
+    # would make the step follow T.
+    step = 1 if (token | head | tensor.shape[2]) % 16 else 16
+    return token // step, head // step, step
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may be put on the machine before the one it follows has ended (Hopper on).
+
+    The launch of a kernel takes about a microsecond, which for small batches is a tenth of the
+    attention. Ours let the next one start first of all (``gdc_launch_dependents``; attention once
+    it has waited), then wait (``gdc_wait``) before they touch what kernels write. So several may
+    lie ahead of the one that works: a kernel is only put where all of those before it have their
+    place already. What that costs few rows, :func:`starts_next_late` spares them. Each ends after
+    the one before it, as some program of each waits.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def starts_next_late(num_rows: int) -> bool:
+    """Whether attention and products of a step of ``num_rows`` let the next kernel start only
+    behind their own wait.
+
+    A kernel that starts asks for its weights. The sooner the better, as long as those before are
+    busy with data of their own. Where they are a chain of short waits, as attention of few rows is,
+    what they wait for stands in line behind megabytes of weights that nobody needs yet, and a
+    kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
+    four rows, early from eight on (benchmarks/NOTES.md, "Few rows").
+    """
+    return num_rows <= _LATE_ROWS

@@ -1,0 +1,162 @@
+"""Chooses, per weight shape, up to how many rows our matmul kernels replace cuBLAS.
+
+The choice compares bits on the GPU at hand: see :func:`sweep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import UnsupportedModelError
+from ..device import Card
+from .dispatch import ALL_ROWS, _ours
+from .tiles import has_one_tile, rows_worth_it
+
+SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
+
+
+REFERENCE_ROWS = 512
+
+
+_MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above what is ours and this, it is not used at all
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """Which row counts gave other bits than :data:`REFERENCE_ROWS` rows through cuBLAS did.
+
+    Attributes:
+        counts: the row counts tried, ascending.
+        cublas_differs: those at which some row of cuBLAS's result differs.
+        ours_differs: the same for our kernel, as far as it was tried.
+    """
+
+    counts: tuple[int, ...]
+    cublas_differs: tuple[int, ...]
+    ours_differs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who computes a shape. ``few_rows`` is what the functions above take.
+
+    Attributes:
+        num_outs, k_size: of the weight.
+        few_rows: up to how many rows our kernel computes; :data:`ALL_ROWS` for all.
+    """
+
+    num_outs: int
+    k_size: int
+    few_rows: int
+
+
+def sweep(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    counts: Sequence[int] = SWEEP_ROWS,
+    ours_up_to: int = ALL_ROWS,
+) -> SweepReport:
+    """Compare every row of products with ``counts`` rows with cuBLAS's for 512, bit by bit.
+
+    Args:
+        weight: ``[N, K]`` on a GPU. bias: ``[N]`` or None.
+        counts: row counts. The inputs of rows beyond 512 repeat the first.
+        ours_up_to: the highest at which to try our kernel; each of its tiles is compiled once.
+
+    Returns:
+        The report. It holds for this card, these libraries, and the settings in force
+        (:func:`.cublas.pinned_algorithms`).
+    """
+    counts = sorted(set(counts))
+    x = _rows_to_try(weight, counts[-1])
+    expected = F.linear(x[:REFERENCE_ROWS], weight, bias)
+    tried = [c for c in counts if c <= ours_up_to]
+    return SweepReport(
+        tuple(counts),
+        _differing(lambda rows: F.linear(rows, weight, bias), x, counts, expected),
+        _differing(lambda rows: _ours(rows, weight, bias), x, tried, expected),
+    )
+
+
+def _rows_to_try(weight: Tensor, num_rows: int) -> Tensor:
+    """At least ``num_rows`` and 512 random rows for ``weight``; those beyond 512 repeat them."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    shape = (REFERENCE_ROWS, weight.shape[1])
+    x = torch.randn(shape, generator=generator, device=weight.device, dtype=torch.float32)
+    return x.to(weight.dtype).repeat(-(-num_rows // REFERENCE_ROWS), 1)
+
+
+def _differing(
+    product: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int], expected: Tensor
+) -> tuple[int, ...]:
+    """The counts c at which some row of ``product(x[:c])`` has other bits than in ``expected``."""
+
+    def differs(out: Tensor) -> bool:
+        return any(
+            not torch.equal(_bits(part), _bits(expected[: len(part)]))
+            for part in out.split(REFERENCE_ROWS)
+        )
+
+    return tuple(c for c in counts if differs(product(x[:c])))
+
+
+def _bits(values: Tensor) -> Tensor:
+    """As integers, so that NaN equals itself and 0 is not -0."""
+    return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
+
+
+def choose_plan(weight: Tensor, bias: Tensor | None = None) -> Plan:
+    """The plan for weights of this shape, dtype and device, by :func:`sweep`.
+
+    Some milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
+    alone, without a look at cuBLAS, where it has one tile: that is one class of bits for all rows.
+
+    Raises:
+        UnsupportedModelError: our kernel would have to compute all rows, but its tiles differ.
+    """
+    num_outs, k_size = weight.shape
+    if has_one_tile(k_size, weight.itemsize):
+        return Plan(num_outs, k_size, ALL_ROWS)
+    worth_it = few_rows = rows_worth_it(num_outs, k_size, Card.of(weight.device))
+    while True:
+        plan = plan_from(sweep(weight, bias, ours_up_to=few_rows), num_outs, k_size, worth_it)
+        if plan.few_rows == ALL_ROWS:
+            _check_ours(weight, bias)
+        if plan.few_rows in (few_rows, ALL_ROWS):
+            return plan
+        few_rows = plan.few_rows  # so our kernel is to be tried further
+
+
+def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
+    """Raise UnsupportedModelError unless our kernel's tiles agree among themselves."""
+    x = _rows_to_try(weight, SWEEP_ROWS[-1])
+    expected = _ours(x[:REFERENCE_ROWS], weight, bias)
+    changed = _differing(lambda rows: _ours(rows, weight, bias), x, SWEEP_ROWS, expected)
+    if changed:
+        raise UnsupportedModelError(
+            f"products with a weight of {list(weight.shape)}, {weight.dtype}: on this GPU neither "
+            f"cuBLAS nor our kernel keeps a row's bits for all numbers of rows (ours differs from "
+            f"its {REFERENCE_ROWS} rows at {list(changed)}); transparent=False does without"
+        )
+
+
+def plan_from(report: SweepReport, num_outs: int, k_size: int, worth_it: int) -> Plan:
+    """cuBLAS from where it is known to be of one class, and of the same class as our kernel.
+
+    ``worth_it``: up to how many rows our kernel is wanted for its speed.
+
+    Row counts between two that were tried count as the lower one. If the last that differs is above
+    64 and ``worth_it``, or our kernel differs wherever it would be used, it computes all rows.
+    """
+    last_bad = max(report.cublas_differs, default=0)
+    first_good = next((c for c in report.counts if c > last_bad), ALL_ROWS)
+    few_rows = max(worth_it, first_good - 1)
+    has_two_classes = any(c <= few_rows for c in report.ours_differs)
+    if last_bad > max(worth_it, _MAX_UNSAFE_ROWS) or has_two_classes:
+        few_rows = ALL_ROWS
+    return Plan(num_outs, k_size, few_rows)

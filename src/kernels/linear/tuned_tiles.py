@@ -1,0 +1,134 @@
+"""Measured tiles of the matmul kernels, per weight shape and number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..device import _LARGE_SHARED_BYTES
+from .matmul import Tile
+
+
+def _tile(m: int, n: int, k: int, stages: int, warps: int = 4) -> Tile:
+    return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=warps)
+
+
+def _swapped(m: int, n: int, k: int, stages: int) -> Tile:
+    return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=4, swap_ab=True)
+
+
+# (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100, each product timed among
+# 256 MB of others so that no weight was in the L2 cache; benchmarks/NOTES.md, "Few rows". N is that
+# of the product: gate and up are a weight of 2 N rows.
+TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
+    {
+        (4096, 1024): {
+            16: _swapped(16, 64, 128, 5),
+            32: _swapped(32, 64, 128, 5),
+            64: _tile(64, 32, 128, 5),
+            128: _tile(64, 64, 128, 4),
+            256: _tile(128, 64, 64, 5),
+        },
+        (1024, 2048): {
+            16: _swapped(16, 64, 256, 5),
+            32: _swapped(32, 64, 128, 5),
+            64: _tile(64, 16, 128, 6),
+            128: _tile(64, 32, 128, 5),
+            256: _tile(64, 32, 128, 6),
+        },
+        (3072, 1024): {  # gate and up
+            16: _tile(16, 32, 256, 4),
+            32: _swapped(32, 64, 128, 5),
+            64: _tile(64, 32, 128, 5),
+            128: _tile(64, 64, 128, 4),
+        },
+        (1024, 3072): {
+            16: _swapped(16, 64, 256, 5),
+            32: _swapped(32, 64, 128, 5),
+            64: _tile(64, 16, 128, 6),
+            128: _swapped(32, 64, 128, 5),
+            256: _tile(64, 32, 128, 6),
+        },
+        (151936, 1024): {
+            16: _swapped(16, 64, 256, 3),
+            32: _swapped(32, 128, 128, 3),
+            64: _tile(64, 64, 64, 6),
+        },
+        (6144, 4096): {16: _swapped(16, 64, 256, 3), 32: _swapped(32, 64, 128, 5)},
+        (4096, 4096): {16: _swapped(16, 64, 256, 4), 32: _tile(32, 16, 256, 4)},
+        (12288, 4096): {16: _tile(16, 32, 128, 5), 32: _swapped(32, 64, 128, 5)},  # gate and up
+        (4096, 12288): {16: _swapped(16, 64, 256, 4)},
+        (151936, 4096): {16: _tile(16, 32, 256, 6), 32: _swapped(32, 128, 128, 3)},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyTile:
+    """How a product of few bfloat16 rows is cut whose weight is asked for early.
+
+    Attributes:
+        part: rows of the weight (of each half, with a gate) a program; a power of two.
+        atoms: of 64 summands, in a stage; a power of two. stages: in shared memory at once.
+        x_rows: rows of x a program; a power of two from 16 to 256. Up to 8 rows take 8.
+    """
+
+    part: int
+    atoms: int
+    stages: int
+    x_rows: int = 16
+
+    def fits(self, num_outs: int, k_size: int, has_gate: bool) -> bool:
+        """Whether shape and tile suit each other, and shared memory suffices."""
+        rows = self.part * (2 if has_gate else 1)
+        num_steps, rest = divmod(k_size, 64 * self.atoms)
+        if (self.part & (self.part - 1)) | (self.atoms & (self.atoms - 1)):
+            return False
+        if rest or num_outs % self.part or rows > 128 or num_steps < self.stages:
+            return False
+        num_staged = self.stages * self.atoms
+        left = 64 if rows <= 64 else 128
+        behind = max(
+            num_staged * self.x_rows, left - rows
+        )  # x, or what the last operand reads beyond
+        return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
+
+
+# As TUNED, and measured like it.
+TUNED_EARLY: Mapping[tuple[int, int], Mapping[int, EarlyTile]] = MappingProxyType(
+    {
+        (4096, 1024): {
+            32: EarlyTile(64, 4, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 3, 64),
+            256: EarlyTile(64, 2, 4, 128),
+        },
+        (1024, 2048): {
+            32: EarlyTile(16, 8, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 4, 32),
+            256: EarlyTile(32, 4, 4, 64),
+        },
+        (3072, 1024): {
+            32: EarlyTile(32, 4, 4, 32),
+            64: EarlyTile(32, 2, 4, 32),
+            128: EarlyTile(64, 2, 4, 64),
+            256: EarlyTile(32, 1, 4, 64),
+        },
+        (1024, 3072): {
+            32: EarlyTile(16, 8, 4, 32),
+            64: EarlyTile(64, 4, 4, 32),
+            128: EarlyTile(64, 4, 4, 32),
+            256: EarlyTile(32, 4, 4, 64),
+        },
+        (6144, 4096): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(128, 2, 5, 32)},
+        (4096, 4096): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(64, 4, 4, 32)},
+        (12288, 4096): {
+            32: EarlyTile(32, 4, 4, 32),
+            64: EarlyTile(64, 2, 4, 64),
+            128: EarlyTile(64, 2, 4, 64),
+        },
+        (4096, 12288): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(64, 4, 4, 32)},
+    }
+)

@@ -1,0 +1,70 @@
+"""Which row of the device's store holds which request's block table, and what to send to it.
+
+Block tables live on the device, a row per running request; a step sends what its plan says of them.
+"""
+
+from __future__ import annotations
+
+from ..engine.plan import Blocks, StepPlan
+from ..engine.request import RequestInfo
+from .pinned_ring import IntArray
+
+
+class TableStore:
+    """Which row of the device's table store holds which running request's block table.
+
+    Args:
+        num_rows: rows of the store; at least the requests that can run at a time.
+        width: blocks a row holds.
+    """
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self._width = width
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._num_blocks = [0] * num_rows  # that each row of the store holds
+        self._last_requests: tuple[RequestInfo, ...] = ()
+        self.rows: list[int] = []
+
+    def place(self, plan: StepPlan) -> None:
+        """Find the store row of each of the plan's rows; ``rows`` is the list of them."""
+        rows_of = self._rows
+        for request_id in plan.released:
+            store_row = rows_of.pop(request_id, None)
+            if store_row is not None:  # else admitted before a step that failed
+                self._free_rows.append(store_row)
+        for row in plan.tables:
+            rows_of[plan.requests[row].request_id] = self._free_rows.pop()
+        if plan.tables or plan.requests != self._last_requests:
+            self.rows = [rows_of[request.request_id] for request in plan.requests]
+            self._last_requests = plan.requests
+
+    def updates(
+        self, plan: StepPlan, new_blocks: IntArray | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Flat store indices and block ids to send for the plan placed last.
+
+        Args:
+            new_blocks: of a decode-only plan, where the block a row grew by is noted instead,
+                ``[>= rows]``: its kernel stores it at the block of the row's position.
+        """
+        where: list[int] = []
+        ids: list[int] = []
+        num_blocks = self._num_blocks
+        for row, blocks in plan.tables.items():
+            num_blocks[self.rows[row]] = 0
+            self._append(row, blocks, where, ids)
+        for row, blocks in plan.new_blocks.items():
+            if new_blocks is None:
+                self._append(row, blocks, where, ids)
+            else:
+                (new_blocks[row],) = blocks
+                num_blocks[self.rows[row]] += 1
+        return where, ids
+
+    def _append(self, row: int, blocks: Blocks, where: list[int], ids: list[int]) -> None:
+        store_row = self.rows[row]
+        begin = store_row * self._width + self._num_blocks[store_row]
+        where += range(begin, begin + len(blocks))
+        ids += blocks
+        self._num_blocks[store_row] += len(blocks)

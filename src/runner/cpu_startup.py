@@ -1,0 +1,30 @@
+"""Makes the runner on a CPU, its KV cache sized from memory."""
+
+from __future__ import annotations
+
+from ..compile.captured_model import CapturedModel
+from ..engine.config import EngineConfig
+from ..engine.stats import Clock, EngineStats
+from .cpu_runner import ModelRunner, OnLogits
+from .kv_budget import fitting_length, num_cpu_blocks
+
+
+def make_cpu_runner(
+    config: EngineConfig,
+    captured: CapturedModel,
+    _stats: EngineStats,
+    clock: Clock,
+    on_logits: OnLogits | None,
+) -> tuple[ModelRunner, int]:
+    limit = config.max_model_len or captured.loaded.max_position_embeddings
+    with clock("kv_cache"):
+        num_blocks = num_cpu_blocks(config, captured, limit)
+        max_model_len = fitting_length(config, num_blocks, limit)
+        runner = ModelRunner(
+            captured,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            overlap=bool(config.overlap),
+            on_logits=on_logits,
+        )
+    return runner, max_model_len

@@ -1,0 +1,69 @@
+"""How many KV blocks fit into memory, and how long a request they hold."""
+
+from __future__ import annotations
+
+from ..compile.captured_model import CapturedModel
+from ..compile.kv_cache import kv_bytes_per_block
+from ..engine.config import EngineConfig
+from ..errors import InvalidInputError
+from .host_memory import available_bytes
+
+GIB = 1 << 30
+
+
+_CPU_CACHE_LIMIT_BYTES = 4 * GIB
+
+
+def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
+    """The longest request, prompt and output together, that ``num_blocks`` blocks hold.
+
+    Raises:
+        InvalidInputError: it is less than ``config.max_model_len``.
+    """
+    # The last token of a request is sampled but never fed back, so it needs no slot.
+    num_tokens_max = num_blocks * config.block_size + 1
+    if config.max_model_len is not None and config.max_model_len > num_tokens_max:
+        raise InvalidInputError(
+            "max_model_len",
+            config.max_model_len,
+            f"the KV cache of num_blocks = {num_blocks} blocks of {config.block_size} tokens "
+            f"holds one request of at most {num_tokens_max} tokens",
+        )
+    return min(limit, num_tokens_max)
+
+
+def num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) -> int:
+    num_available = available_bytes()
+    if config.num_blocks is None:
+        share = config.memory_utilization
+        default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
+        num_bytes = default if share is None else int(share * num_available)
+        return blocks_in(num_bytes, config, captured, limit)
+    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_bytes = (config.num_blocks + 1) * num_bytes_a_block
+    if num_bytes > num_available:
+        sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
+        raise InvalidInputError("num_blocks", config.num_blocks, f"their {sizes}; lower it")
+    return config.num_blocks
+
+
+def blocks_in(
+    num_bytes: int, config: EngineConfig, captured: CapturedModel, max_model_len: int
+) -> int:
+    """Blocks that fit ``num_bytes``, and no more than all running requests could fill.
+
+    Raises:
+        InvalidInputError: not even one fits.
+    """
+    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_blocks = num_bytes // num_bytes_a_block - 1  # one is the null block
+    if num_blocks < 1:
+        raise InvalidInputError(
+            "memory_utilization",
+            config.memory_utilization,
+            f"leaves {max(0, num_bytes) / GIB:.2f} GiB for the KV cache, less than one block of "
+            f"{num_bytes_a_block / GIB:.4f} GiB; raise it, or lower max_num_batched_tokens, "
+            "max_num_seqs, block_size or the model's size",
+        )
+    num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return min(num_blocks, num_useful)
