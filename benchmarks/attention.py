@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pagespec.errors import InvalidInputError
 from pagespec.kernels.attention import flash
-from pagespec.kernels.attention.backend import Choice, choose_attention
+from pagespec.kernels.attention.backend import AttentionBackend, select_backend
 
 _POOL_BYTES = 400 << 20  # eight times the L2 of an H100
 DTYPE = torch.bfloat16
@@ -155,7 +155,7 @@ def _median_seconds(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def attention_seconds(choice: Choice, layers: list[tuple], repeats: int) -> float:
+def attention_seconds(choice: AttentionBackend, layers: list[tuple], repeats: int) -> float:
     """Of one layer."""
 
     def call_of(layer: tuple) -> Callable[[], Tensor]:
@@ -182,12 +182,12 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / statistics.median(times[3:]) / 1e9
 
 
-def implementations(case: Case, block_size: int) -> tuple[dict[str, Choice], list[str]]:
+def implementations(case: Case, block_size: int) -> tuple[dict[str, AttentionBackend], list[str]]:
     """Those that can serve the case, and why the others cannot."""
     found, missing = {}, []
     for name in ("triton", "flash", "reference") if case.is_prefill else ("triton", "flash"):
         try:
-            found[name] = choose_attention(
+            found[name] = select_backend(
                 name,
                 device=torch.device("cuda"),
                 dtype=DTYPE,

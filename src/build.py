@@ -21,12 +21,12 @@ from .engine.config import EngineConfig, check_device
 from .engine.runner import Runner
 from .engine.stats import Clock, EngineStats
 from .errors import InvalidInputError
-from .kernels.attention.backend import choose_attention
-from .kernels.linear.cublas import pinned_algorithms
+from .kernels.attention.backend import select_backend
+from .kernels.linear.cublas import without_split_k
 from .runner.cpu_runner import OnLogits
 from .runner.cpu_startup import make_cpu_runner
 from .runner.host_memory import available_bytes
-from .startup import collector_paused
+from .startup import gc_paused
 
 logger = logging.getLogger("pagespec")
 
@@ -43,7 +43,7 @@ class BuiltRunner(Runner, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in."""
 
     runner: BuiltRunner
@@ -61,7 +61,7 @@ def build(
     model: str | os.PathLike[str] | PreTrainedModel,
     config: EngineConfig,
     on_logits: Callable[..., None] | None = None,
-) -> Built:
+) -> BuiltEngine:
     """Load ``model`` and make its runner.
 
     Raises:
@@ -69,7 +69,7 @@ def build(
         UnsupportedModelError: the probe refuses the model.
     """
     device = resolve_device(config.device)
-    plan_folder = reading = None
+    matmul_plan_dir = reading = None
     if device.type == "cuda":
         # Triton, which it needs, is only there on machines with a GPU.
         from .kernels.jit.cache_keys import read_triton_early
@@ -78,7 +78,7 @@ def build(
         config = config.for_gpu()
         # In a process that has used the GPU, products may have been computed already, and the
         # library keeps the settings it had then: what other processes found need not hold.
-        plan_folder = None if torch.cuda.is_initialized() else cache_root() / "linear"
+        matmul_plan_dir = None if torch.cuda.is_initialized() else cache_root() / "linear"
     stats = EngineStats()
     clock = Clock(stats.startup_s)
     with clock("load"):
@@ -90,9 +90,9 @@ def build(
         raise InvalidInputError(
             "max_model_len", config.max_model_len, f"the model's own limit is {limit}"
         )
-    with clock("probe"), collector_paused():
+    with clock("probe"), gc_paused():
         specs = probe_model(loaded)
-    attention = choose_attention(
+    attention = select_backend(
         config.attention,
         device=device,
         dtype=loaded.dtype,
@@ -110,16 +110,16 @@ def build(
     with ExitStack() as stack:
         stack.enter_context(current)
         if is_pinned:
-            stack.enter_context(pinned_algorithms())
+            stack.enter_context(without_split_k())
         before_trace = None
         if device.type == "cuda":
             from .kernels.jit.compile_pool import compilers
-            from .kernels.jit.parallel_build import settle_cache_folder
+            from .kernels.jit.parallel_build import pin_triton_cache_dir
 
-            settle_cache_folder()
+            pin_triton_cache_dir()
             # A model that was never traced here has no kernels here, either.
             before_trace = stack.enter_context(compilers()).start
-        with clock("capture"), collector_paused():
+        with clock("capture"), gc_paused():
             captured = capture_model(
                 loaded,
                 specs,
@@ -127,7 +127,7 @@ def build(
                 transparent=config.transparent,
                 attention=attention,
                 packing_bytes=_packing_bytes(model, device),
-                plan_folder=plan_folder,
+                matmul_plan_dir=matmul_plan_dir,
                 graph_cache=_graph_cache(model, before_trace),
             )
         stats.startup_s["compile"] = captured.compile_s
@@ -146,7 +146,7 @@ def build(
         config.block_size,
         max_model_len,
     )
-    return Built(
+    return BuiltEngine(
         runner=runner,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,

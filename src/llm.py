@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_objects
 from .engine.core import Engine
-from .engine.generation import Serving
+from .engine.generation import GenerationLoop
 from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
 from .engine.outputs import RequestOutput
 from .engine.policy import Policy
@@ -18,25 +18,25 @@ from .engine.sampling_params import SamplingParams
 from .engine.scheduler import Scheduler
 from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
-from .startup import collector_paused, open_gpu_early
+from .startup import create_cuda_context_async, gc_paused
 
 if TYPE_CHECKING:
     import os
 
     from transformers import PreTrainedModel
 
-    from .build import Built
+    from .build import BuiltEngine
 
 
-def import_engine(device: str = "auto") -> Callable[..., Built]:
+def import_engine(device: str = "auto") -> Callable[..., BuiltEngine]:
     """:func:`pagespec.build.build`. It comes with torch and transformers, which takes
     seconds, so it is imported late, and everything before works without them.
 
     Args:
         device: of the engine to be built; if it may be a GPU, that is opened meanwhile.
     """
-    open_gpu_early(device)
-    with collector_paused():
+    create_cuda_context_async(device)
+    with gc_paused():
         from .build import build
     return build
 
@@ -169,7 +169,7 @@ class LLM:
         self.engine = Engine(
             scheduler, built.runner, trace=trace, check_invariants=check_invariants
         )
-        self._serving = Serving(self.engine, factory)
+        self._serving = GenerationLoop(self.engine, factory)
 
     # Offline generation -----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No search for garbage in this block, which is to make many objects that stay: the more there
     are, the longer each search takes, and it finds nothing. A seventh of the time of our imports.
     """
@@ -23,7 +23,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def open_gpu_early(device: str) -> threading.Thread | None:
+def create_cuda_context_async(device: str) -> threading.Thread | None:
     """Have the driver make its context on the GPU, in a thread that ends with that.
 
     It takes a good part of a second, in which the driver leaves Python alone. torch takes up this

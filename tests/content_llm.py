@@ -9,7 +9,7 @@ import torch
 
 from pagespec import LLM, SamplingParams
 from pagespec import llm as llm_module
-from pagespec.build import Built
+from pagespec.build import BuiltEngine
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.stats import EngineStats
 from tests.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
@@ -40,14 +40,14 @@ def content_llm(
 ) -> LLM:
     """``settings`` as of ``LLM``."""
 
-    def build(_model: object, config: EngineConfig, _on_logits: object) -> Built:
+    def build(_model: object, config: EngineConfig, _on_logits: object) -> BuiltEngine:
         made = runner or ContentRunner(
             num_blocks=num_blocks,
             block_size=block_size,
             vocab_size=NUM_TOKENS,
             pipeline_depth=pipeline_depth,
         )
-        return Built(
+        return BuiltEngine(
             runner=made,  # type: ignore[arg-type]
             tokenizer=LetterTokenizer(),
             eos_token_ids=frozenset({STOP_TOKEN}),

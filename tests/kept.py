@@ -16,9 +16,9 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.kernels.sampling.sampler import SamplingInputs, _keep_top
 from pagespec.kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from pagespec.kernels.sampling.top_k_top_p_threshold import (
-    find_cut,
+    find_threshold,
+    keep_mask,
     largest_logit,
-    mark_kept,
     token_keys,
 )
 from pagespec.runner.gpu_pack import truncated_fields
@@ -75,16 +75,18 @@ def _kept_kernel(  # type: ignore[no-untyped-def]
     place = tl.load(fields + row)
     k = tl.load(fields + num_rows + row)
     top_p = tl.load(fields + 2 * num_rows + row).to(tl.float32, bitcast=True)
-    furthest = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
+    min_p_distance = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
     temperature = tl.load(temperatures + place)
     base = logits + place.to(tl.int64) * VOCAB
     top = largest_logit(base, VOCAB, TILE)
-    limit, quota, is_tied = find_cut(base, top, temperature, k, top_p, furthest, VOCAB, TILE)
+    limit, num_at_threshold, is_tied = find_threshold(
+        base, top, temperature, k, top_p, min_p_distance, VOCAB, TILE
+    )
     num_seen = limit * 0
     for first in range(0, VOCAB, TILE):
         ids = first + tl.arange(0, TILE)
         key = token_keys(base, ids, top, temperature, VOCAB)
-        is_kept, num_seen = mark_kept(key, limit, quota, is_tied, num_seen)
+        is_kept, num_seen = keep_mask(key, limit, num_at_threshold, is_tied, num_seen)
         tl.store(mask + row.to(tl.int64) * VOCAB + ids, is_kept.to(tl.int8), mask=ids < VOCAB)
 
 

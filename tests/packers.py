@@ -14,7 +14,7 @@ import torch
 
 from pagespec.compile.step_inputs import StepInputs
 from pagespec.engine.plan import StepPlan
-from pagespec.runner.cpu_pack import BatchPacker
+from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.step_shapes import StepShape
 from tests.tables import RowSeen
 
@@ -42,7 +42,7 @@ class CpuPacker:
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        self._packer = BatchPacker(
+        self._packer = CpuStepPacker(
             block_size=block_size, num_blocks=num_blocks, device=torch.device("cpu")
         )
         self._sampled: list[int] = []
@@ -88,7 +88,7 @@ class GpuStaging:
         device: str,
     ) -> None:
         from pagespec.runner.device_buffers import StepBuffers
-        from pagespec.runner.gpu_pack import Stager
+        from pagespec.runner.gpu_pack import GpuStepPacker
 
         self._num_blocks, self._block_size = num_blocks, block_size
         self._buffers = StepBuffers(
@@ -98,7 +98,7 @@ class GpuStaging:
             staging_elements=StepBuffers.elements_to_stage(max_num_tokens + 3, max_num_rows + 1),
             device=torch.device(device),
         )
-        self._stager = Stager(self._buffers, num_steps_in_flight=2)
+        self._stager = GpuStepPacker(self._buffers, num_steps_in_flight=2)
         if device == "cpu":
             ring: Any = self._stager._ring
             ring._events = [PassedEvent() for _ in ring._events]

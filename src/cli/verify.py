@@ -35,11 +35,11 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     _check(engine)
     from ..build import resolve_device
     from ..compile.model.load import load_model
-    from ..verify import Family, GateSize, run_controls, run_gate
+    from ..verify import CaseGroup, GateSize, run_controls, run_gate
 
     device = resolve_device(engine.device)
     has_own_control = device.type == "cuda" and not only_control
-    controls = [Family(**found) for found in _own_controls()] if has_own_control else []
+    controls = [CaseGroup(**found) for found in _own_controls()] if has_own_control else []
     loaded = load_model(
         start.model_of(engine), dtype=engine.dtype, device=device, load_format=engine.load_format
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..errors import InvalidInputError
-from ..kernels.attention.backend import Choice
+from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.spec import AttentionSpec
 from .capture.dynamo import Source, Traced, forward, trace
 from .capture.graph_cache import GraphCache
@@ -49,15 +49,15 @@ class CapturedModel:
         specs: Sequence[AttentionSpec],
         compile: CompileMode,
         transparent: bool = True,
-        attention: Choice | None = None,
+        attention: AttentionBackend | None = None,
         packing_bytes: int = 0,
-        plan_folder: Path | None = None,
+        matmul_plan_dir: Path | None = None,
         graph_cache: GraphCache | None = None,
     ) -> None:
         self.loaded = loaded
         self.transparent = transparent
         self.attention = attention
-        self._packing_bytes, self._plan_folder = packing_bytes, plan_folder
+        self._packing_bytes, self._plan_folder = packing_bytes, matmul_plan_dir
         self._graph_cache = graph_cache
         self.specs = tuple(specs)
         self.compile = compile
@@ -122,9 +122,9 @@ def capture_model(
     *,
     compile: str = "graph",
     transparent: bool = True,
-    attention: Choice | None = None,
+    attention: AttentionBackend | None = None,
     packing_bytes: int = 0,
-    plan_folder: Path | None = None,
+    matmul_plan_dir: Path | None = None,
     graph_cache: GraphCache | None = None,
 ) -> CapturedModel:
     """Capture a probed model.
@@ -138,7 +138,7 @@ def capture_model(
         attention: the implementation to call; None leaves it to the ops.
         packing_bytes: memory that copies of weights may take, in a layout that few rows are
             multiplied with at half the cost. Later changes of the weights do not reach them.
-        plan_folder: where sweeps of products on a GPU are kept; None keeps none.
+        matmul_plan_dir: where sweeps of products on a GPU are kept; None keeps none.
         graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
             hold, which may have been changed in ways that no key covers.
 
@@ -161,6 +161,6 @@ def capture_model(
         transparent,
         attention,
         packing_bytes,
-        plan_folder,
+        matmul_plan_dir,
         graph_cache,
     )

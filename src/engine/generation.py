@@ -33,7 +33,7 @@ class _Caller:
 _Started = tuple[Request, PromptInput, _Caller]
 
 
-class Serving:
+class GenerationLoop:
     """Makes requests, adds them to the engine, and steps it until they are done.
 
     A call that ends early, by an error or because its iterator was closed, aborts what it added.

@@ -18,21 +18,21 @@ _GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its a
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Gpu:
     """What tiles depend on.
 
     Attributes:
         num_sms: multiprocessors. num_shared_bytes: shared memory that one program may have.
-        has_early: whether :mod:`.matmul_sm90` runs there: a Hopper GPU, and a
+        has_prefetch: whether :mod:`.matmul_sm90` runs there: a Hopper GPU, and a
             Triton whose Gluon is known.
     """
 
     num_sms: int
     num_shared_bytes: int
-    has_early: bool = False
+    has_prefetch: bool = False
 
     @classmethod
-    def of(cls, device: torch.device) -> Card:
+    def of(cls, device: torch.device) -> Gpu:
         if device.type != "cuda":  # the interpreter
             return cls(1, _LARGE_SHARED_BYTES)
         found = torch.cuda.get_device_properties(device)
@@ -64,10 +64,10 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-_LATE_ROWS = 4
+_LATE_TRIGGER_ROWS = 4
 
 
-def steps(tensor: Tensor) -> tuple[int, int, int]:
+def vector_strides(tensor: Tensor) -> tuple[int, int, int]:
     """Token and head stride of ``tensor [T, H, D]`` in units of the third result, 16 or 1.
 
     A stride given as a multiple of 16 lets the compiler load 16 bytes at once, without a version of
@@ -89,13 +89,13 @@ def has_dependent_launch(device: torch.device) -> bool:
     attention. Ours let the next one start first of all (``gdc_launch_dependents``; attention once
     it has waited), then wait (``gdc_wait``) before they touch what kernels write. So several may
     lie ahead of the one that works: a kernel is only put where all of those before it have their
-    place already. What that costs few rows, :func:`starts_next_late` spares them. Each ends after
-    the one before it, as some program of each waits.
+    place already. What that costs few rows, :func:`triggers_dependents_late` spares them. Each ends
+    after the one before it, as some program of each waits.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def starts_next_late(num_rows: int) -> bool:
+def triggers_dependents_late(num_rows: int) -> bool:
     """Whether attention and products of a step of ``num_rows`` let the next kernel start only
     behind their own wait.
 
@@ -105,4 +105,4 @@ def starts_next_late(num_rows: int) -> bool:
     kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
     four rows, early from eight on (benchmarks/NOTES.md, "Few rows").
     """
-    return num_rows <= _LATE_ROWS
+    return num_rows <= _LATE_TRIGGER_ROWS

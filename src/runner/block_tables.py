@@ -10,7 +10,7 @@ from ..engine.request import RequestInfo
 from .pinned_ring import IntArray
 
 
-class TableStore:
+class BlockTableStore:
     """Which row of the device's table store holds which running request's block table.
 
     Args:

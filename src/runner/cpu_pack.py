@@ -61,7 +61,7 @@ class PackedStep:
     sampling: SamplingInputs | None
 
 
-class BatchPacker:
+class CpuStepPacker:
     """Turns plans into :class:`PackedStep`; keeps block tables as arrays between steps."""
 
     def __init__(self, *, block_size: int, num_blocks: int, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from ..compile.kv_cache import allocate_kv_caches
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import sample
-from .cpu_pack import BatchPacker
+from .cpu_pack import CpuStepPacker
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
@@ -63,7 +63,7 @@ class ModelRunner:
         )
         self.captured = captured
         self._forward = captured.bind(self.kv_caches)
-        self._packer = BatchPacker(
+        self._packer = CpuStepPacker(
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
         self._on_logits = on_logits

@@ -48,7 +48,7 @@ class StepBuffers:
         self.input_ids = zeros(num_tokens)
         self.position_ids = zeros(num_tokens)
         self.slot_mapping = zeros(num_tokens)
-        self.kept_tokens = zeros(num_rows)
+        self.logit_rows = zeros(num_rows)
         # What a graph captured for decode keeps: all tokens, in order.
         self.all_tokens = torch.arange(num_rows, device=device)
         self.query_starts = zeros(num_rows + 1, dtype=torch.int32)
@@ -84,7 +84,7 @@ class StepBuffers:
         return StepInputs(
             input_ids=self.input_ids[:num_tokens].unsqueeze(0),
             position_ids=self.position_ids[:num_tokens].unsqueeze(0),
-            logits_to_keep=self.kept_tokens[:num_rows],
+            logits_to_keep=self.logit_rows[:num_rows],
             slot_mapping=self.slot_mapping[:num_tokens],
             query_starts=self.query_starts[: num_rows + 1],
             context_lens=self.context_lens[:num_rows],

@@ -14,14 +14,14 @@ from ..compile.step_inputs import MIN_SIZE
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
-from .block_tables import TableStore
+from .block_tables import BlockTableStore
 from .device_buffers import StepBuffers
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
 from .unpack_kernels import DECODE_FIELDS, decode_size, update_tables
 
 
-class Stager:
+class GpuStepPacker:
     """Knows what the device knows already, and sends the rest.
 
     Args:
@@ -37,7 +37,7 @@ class Stager:
 
     def forget(self) -> None:
         """A step failed: nothing is known of what the device holds."""
-        self._tables = TableStore(len(self._buffers.table_store), self._buffers.width)
+        self._tables = BlockTableStore(len(self._buffers.table_store), self._buffers.width)
 
     def stage_decode(self, plan: StepPlan, bucket: int, result_row: int) -> Tensor:
         """Send a decode-only plan, padded to ``bucket`` rows; its tokens are to go to
@@ -194,18 +194,18 @@ def truncated_fields(params: Sequence[SamplingParams]) -> IntArray:
         if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
     ]
     top_p = np.array([p.top_p for _, p in rows], np.float32)
-    furthest = np.array([_furthest(p.min_p) for _, p in rows], np.float32)
+    min_p_distance = np.array([_min_p_distance(p.min_p) for _, p in rows], np.float32)
     return np.stack(
         [
             np.array([place for place, _ in rows], np.int32),
             np.array([min(p.top_k, _MAX_INT32) for _, p in rows], np.int32),
             top_p.view(np.int32),
-            furthest.view(np.int32),
+            min_p_distance.view(np.int32),
         ]
     )
 
 
-def _furthest(min_p: float) -> float:
+def _min_p_distance(min_p: float) -> float:
     """-log of the float32 ``min_p``, infinite at 0. One by one: the bits of a logarithm of an
     array may depend on the place in it."""
     rounded = float(np.float32(min_p)) if min_p else 0.0

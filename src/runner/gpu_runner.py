@@ -21,14 +21,14 @@ from ..compile.kv_cache import allocate_kv_caches
 from ..compile.step_inputs import MIN_SIZE, StepInputs
 from ..engine.plan import StepPlan, StepResult
 from ..kernels.jit.compile_pool import current_compilers
-from ..kernels.jit.parallel_build import built_together
-from ..kernels.linear.cublas import full_precision_sums
+from ..kernels.jit.parallel_build import parallel_build
+from ..kernels.linear.cublas import fp32_accumulation
 from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
-from .gpu_pack import Stager
+from .gpu_pack import GpuStepPacker
 from .pinned_ring import PinnedRing
 from .step_shapes import StepShape
 from .unpack_kernels import unpack_decode, unpack_mixed
@@ -90,7 +90,7 @@ class GpuRunner:
             device=loaded.device,
         )
         depth = self.pipeline_depth
-        self._stager = Stager(self.buffers, depth + 1)
+        self._stager = GpuStepPacker(self.buffers, depth + 1)
         self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
         self._results = Results(self._ring.tensor, self.buffers.result_row)
         self._graphs: StepGraphs | None = None
@@ -100,7 +100,7 @@ class GpuRunner:
     @contextmanager
     def _scope(self) -> Iterator[None]:
         """What every step runs in."""
-        precision = full_precision_sums() if self._transparent else nullcontext()
+        precision = fp32_accumulation() if self._transparent else nullcontext()
         # Triton launches on the current device, whatever its tensors say.
         device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with torch.inference_mode(), precision, device:
@@ -121,13 +121,13 @@ class GpuRunner:
             some = [decode[i * (len(decode) - 1) // 3] for i in range(4) if decode]
             first = [*dict.fromkeys(some), *mixed[:1], *mixed[-1:]]
         with self._scope():
-            with built_together(self._device) as built:
+            with parallel_build(self._device) as built:
                 self.run_worst_case()
                 for shape in first:
                     self._run_blank(shape)
             if not built.num_compiled or len(first) == len(shapes):
                 return  # such a start has been here before: the others come from the disk, too
-            with built_together(self._device):
+            with parallel_build(self._device):
                 for shape in shapes:
                     self._run_blank(shape)
 
@@ -136,7 +136,7 @@ class GpuRunner:
         and lengths of another shape in the inputs."""
         b = self.buffers
         for tensor in (
-            *(b.input_ids, b.position_ids, b.slot_mapping, b.kept_tokens),
+            *(b.input_ids, b.position_ids, b.slot_mapping, b.logit_rows),
             *(b.query_starts, b.context_lens, b.block_tables),
         ):
             tensor.zero_()
@@ -156,7 +156,7 @@ class GpuRunner:
         b = self.buffers
         num_tokens, num_rows = len(b.input_ids), len(b.context_lens)
         with self._scope():
-            for tensor in (b.input_ids, b.position_ids, b.kept_tokens, b.temperatures):
+            for tensor in (b.input_ids, b.position_ids, b.logit_rows, b.temperatures):
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
             # Every row has tokens, so that each attention kernel has its work space; but not more

@@ -12,11 +12,11 @@ from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
 from ..engine.stats import Clock, EngineStats
 from ..errors import InvalidInputError
-from ..startup import collector_paused
+from ..startup import gc_paused
 from .cpu_runner import OnLogits
 from .gpu_runner import GpuRunner
 from .kv_budget import blocks_in, fitting_length
-from .memory_profile import GIB, named_out_of_memory, profile_memory
+from .memory_profile import GIB, oom_as_input_error, profile_memory
 from .step_shapes import StepShape, default_buckets, mixed_shapes
 
 logger = logging.getLogger("pagespec")
@@ -54,7 +54,7 @@ def make_gpu_runner(
             on_logits=on_logits,
         )
 
-    with clock("kv_cache"), named_out_of_memory(config), collector_paused():
+    with clock("kv_cache"), oom_as_input_error(config), gc_paused():
         trial = make(MIN_SIZE, limit)
         trial.build_kernels(shapes)
         profile = profile_memory(config, device, trial.run_worst_case, len(shapes))
@@ -73,7 +73,7 @@ def make_gpu_runner(
             )
         max_model_len = fitting_length(config, num_blocks, limit)
         runner = make(num_blocks, max_model_len)
-    with clock("graphs"), named_out_of_memory(config), collector_paused():
+    with clock("graphs"), oom_as_input_error(config), gc_paused():
         before = torch.cuda.mem_get_info(device)[0]
         if shapes:
             runner.capture_graphs(shapes)

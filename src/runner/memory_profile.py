@@ -68,7 +68,7 @@ def profile_memory(
     torch.cuda.empty_cache()
     num_free, num_total = torch.cuda.mem_get_info(device)
     before = torch.cuda.memory_allocated(device)
-    with named_out_of_memory(config):
+    with oom_as_input_error(config):
         # The first run loads and compiles kernels and makes the libraries' work spaces, which
         # stay; the second shows what a step takes and gives back.
         run_worst_case()
@@ -95,7 +95,7 @@ def _peak_of(run: Callable[[], object], device: torch.device) -> int:
 
 
 @contextmanager
-def named_out_of_memory(config: EngineConfig) -> Iterator[None]:
+def oom_as_input_error(config: EngineConfig) -> Iterator[None]:
     """Turns the device's running out of memory into an error that names the settings to change.
 
     Raises:

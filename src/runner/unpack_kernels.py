@@ -123,7 +123,7 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
     query_starts,
     context_lens,
     block_tables,
-    kept_tokens,
+    logit_rows,
     temperatures,
     seeds,
     sample_positions,
@@ -168,7 +168,7 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
             tl.store(result_row, tl.load(kept_at + 4 * num_kept))
         mask = i < num_kept
         kept = tl.load(kept_at + i, mask=mask, other=0)
-        tl.store(kept_tokens + i, kept.to(tl.int64), mask=mask)
+        tl.store(logit_rows + i, kept.to(tl.int64), mask=mask)
         low = tl.load(kept_at + num_kept + i, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
         high = tl.load(kept_at + 2 * num_kept + i, mask=mask, other=0).to(tl.int64)
         tl.store(seeds + i, low | (high << 32), mask=mask)
@@ -198,7 +198,7 @@ class StepTensors(Protocol):
         input_ids, position_ids, slot_mapping: int64 ``[T]``, written.
         query_starts: int32 ``[B + 1]``, context_lens: int32 ``[B]``, written.
         block_tables: int32 ``[B, M]``, written: the rows of the store, as far as they are in use.
-        kept_tokens: int64 ``[B]``, written by :func:`unpack_mixed` alone.
+        logit_rows: int64 ``[B]``, written by :func:`unpack_mixed` alone.
         temperatures: float32, seeds, sample_positions: int64, each ``[B]``, written.
         result_row: int32 ``[1]``, written: where the step's tokens are to go.
     """
@@ -212,7 +212,7 @@ class StepTensors(Protocol):
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
-    kept_tokens: Tensor
+    logit_rows: Tensor
     temperatures: Tensor
     seeds: Tensor
     sample_positions: Tensor
@@ -284,7 +284,7 @@ def unpack_mixed(
         b.query_starts,
         b.context_lens,
         b.block_tables,
-        b.kept_tokens,
+        b.logit_rows,
         b.temperatures,
         b.seeds,
         b.sample_positions,

@@ -1,6 +1,6 @@
 """Checks on the user's own machine that a request's bits do not depend on its schedule."""
 
 from .gate import run_controls, run_gate
-from .report import Family, GateReport, GateSize
+from .report import CaseGroup, GateReport, GateSize
 
-__all__ = ["Family", "GateReport", "GateSize", "run_controls", "run_gate"]
+__all__ = ["CaseGroup", "GateReport", "GateSize", "run_controls", "run_gate"]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..engine.sampling_params import SamplingParams
-from .report import CUT_PROMPT, Family, GateReport, GateSize
-from .stepped_engine import Answer, MakeLLM, Stage, Subject
+from .report import CUT_PROMPT, CaseGroup, GateReport, GateSize
+from .stepped_engine import Answer, CaseRequest, MakeLLM, SteppedEngine
 
 _LONG_PROMPT = 100
 _MAX_MODEL_LEN = 512
@@ -27,7 +27,7 @@ _CONTROLS: tuple[tuple[str, dict[str, Any]], ...] = (
 _NUM_CONTROL_BATCHES = 6
 _NUM_CONTROL_CUTS = 8
 
-Case = tuple[str, Subject, Answer]  # what was done, to whom, and what it then answered
+Case = tuple[str, CaseRequest, Answer]  # what was done, to whom, and what it then answered
 
 
 class _Gate:
@@ -49,11 +49,11 @@ class _Gate:
         lengths = [1, 2, 5, 16, 17, 31, 40, 64]
         self._pool = [self._subject(n, i) for i, n in enumerate(lengths)]
         self._cut = [self._subject(CUT_PROMPT, i) for i in range(2)]
-        self._references: dict[Subject, Answer] = {}
+        self._references: dict[CaseRequest, Answer] = {}
 
     # Subjects ---------------------------------------------------------------------------------
 
-    def _subject(self, num_tokens: int, number: int, *, answer: int | None = None) -> Subject:
+    def _subject(self, num_tokens: int, number: int, *, answer: int | None = None) -> CaseRequest:
         """Greedy and sampled ones in turn."""
         prompt = tuple(self._rng.randrange(self._vocabulary) for _ in range(num_tokens))
         is_random = number % 2 == 1
@@ -64,13 +64,13 @@ class _Gate:
             ignore_eos=True,
         )
         kind = ("top-p" if number % 4 == 3 else "sampled") if is_random else "greedy"
-        return Subject(f"{kind} after {num_tokens} tokens", prompt, params, seed=1000 + number)
+        return CaseRequest(f"{kind} after {num_tokens} tokens", prompt, params, seed=1000 + number)
 
-    def _stage(self, **overrides: Any) -> Stage:
+    def _stage(self, **overrides: Any) -> SteppedEngine:
         """An engine with room for the largest batch and for the longest neighbour."""
         longest = self._cut[0].num_tokens
         num_blocks = self._size.max_batch * self._num_blocks(longest)
-        return Stage(
+        return SteppedEngine(
             self._make_llm,
             **{
                 "max_num_seqs": self._size.max_batch,
@@ -111,7 +111,7 @@ class _Gate:
             self.report.controls = self.controls()
         return self.report
 
-    def _pressed_families(self, stage: Stage, words: str) -> None:
+    def _pressed_families(self, stage: SteppedEngine, words: str) -> None:
         self._family(f"paused and computed again{words}", self._pauses(stage))
         cases = self._preemptions(stage)
         self._family(f"preempted for blocks{words}", cases, "num_preemptions")
@@ -120,7 +120,7 @@ class _Gate:
     def _family(self, name: str, cases: Iterator[Case], counts: str | None = None) -> None:
         """``counts`` is the number of the report that the cases must raise to show anything."""
         self._note(name)
-        family = Family(name)
+        family = CaseGroup(name)
         before = getattr(self.report, counts) if counts else None
         for case, subject, answer in cases:
             family.compare(case, subject, answer, self._references[subject])
@@ -128,7 +128,7 @@ class _Gate:
             self.report.idle.append(name)
         self.report.families.append(family)
 
-    def controls(self) -> list[Family]:
+    def controls(self) -> list[CaseGroup]:
         """Until one finds a difference."""
         found = []
         for name, settings in _CONTROLS:
@@ -138,8 +138,8 @@ class _Gate:
                 break
         return found
 
-    def _control(self, name: str, settings: dict[str, Any]) -> Family:
-        found = Family(name)
+    def _control(self, name: str, settings: dict[str, Any]) -> CaseGroup:
+        found = CaseGroup(name)
         stage = self._stage(enable_prefix_caching=False, transparent=False, **settings)
         subjects = [*self._pool, *self._cut]
         alone = {s: stage.run([s])[0] for s in subjects}
@@ -153,7 +153,7 @@ class _Gate:
 
     # Cases ------------------------------------------------------------------------------------
 
-    def _batches(self, stage: Stage, sizes: Sequence[int]) -> Iterator[Case]:
+    def _batches(self, stage: SteppedEngine, sizes: Sequence[int]) -> Iterator[Case]:
         """All of a batch are subjects, in another order each time; one waits in the largest."""
         for size in sizes:
             subjects = [self._pool[i % len(self._pool)] for i in range(size)]
@@ -162,7 +162,7 @@ class _Gate:
             for subject, answer in zip(subjects, answers, strict=True):
                 yield f"batch of {size}", subject, answer
 
-    def _neighbours(self, stage: Stage) -> Iterator[Case]:
+    def _neighbours(self, stage: SteppedEngine) -> Iterator[Case]:
         """A neighbour comes first, at the same time, or in the middle of the answer."""
         for i, length in enumerate(self._size.neighbour_lengths):
             neighbour = self._subject(length, i)
@@ -179,7 +179,7 @@ class _Gate:
             stage.finish()
             yield f"neighbour of {length} tokens", subject, stage.answer(request)
 
-    def _cuts(self, stage: Stage, count: int | None = None) -> Iterator[Case]:
+    def _cuts(self, stage: SteppedEngine, count: int | None = None) -> Iterator[Case]:
         for i, cut in enumerate(self._size.cuts[:count]):
             subject = self._cut[i % 2]
             request = stage.add(subject, b"cut %d" % i)
@@ -187,7 +187,7 @@ class _Gate:
             stage.finish()
             yield f"cut after {cut}", subject, stage.answer(request)
 
-    def _chunks(self, stage: Stage) -> Iterator[Case]:
+    def _chunks(self, stage: SteppedEngine) -> Iterator[Case]:
         for i, budget in enumerate(self._size.budgets):
             subject = self._cut[i % 2]
             request = stage.add(subject, b"budget %d" % i)
@@ -196,7 +196,7 @@ class _Gate:
             stage.finish()
             yield f"chunks of {budget}", subject, stage.answer(request)
 
-    def _hits(self, stage: Stage) -> Iterator[Case]:
+    def _hits(self, stage: SteppedEngine) -> Iterator[Case]:
         """The leading blocks come from another request's prompt, or all from the same request."""
         size = self._block_size
         for i, subject in enumerate(self._cut):
@@ -204,14 +204,14 @@ class _Gate:
                 salt = b"hit %d %d" % (i, count)
                 shared = subject.prompt[: count * size] or subject.prompt[:1]
                 other = (self._vocabulary - 1 - shared[-1],)
-                stage.run([Subject("donor", shared + other, subject.params, seed=1)], salt)
+                stage.run([CaseRequest("donor", shared + other, subject.params, seed=1)], salt)
                 for again in ("", ", and all of itself"):
                     request = stage.add(subject, salt)
                     stage.finish()
                     self.report.num_hit_blocks += request.num_cached_tokens // size
                     yield f"{count} blocks hit{again}", subject, stage.answer(request)
 
-    def _pauses_over_hits(self, stage: Stage) -> Iterator[Case]:
+    def _pauses_over_hits(self, stage: SteppedEngine) -> Iterator[Case]:
         """Two of one prompt arrive together and compute blocks of their own. One is paused after
         each number of tokens, a neighbour takes the blocks it gave back, and it goes on with those
         of the other. A third comes when they are done and finds what they left."""
@@ -236,7 +236,7 @@ class _Gate:
                 self.report.num_hit_blocks += later.num_cached_tokens // self._block_size
                 yield f"behind one paused after {count} tokens", subject, stage.answer(later)
 
-    def _aborts(self, stage: Stage) -> Iterator[Case]:
+    def _aborts(self, stage: SteppedEngine) -> Iterator[Case]:
         """Two neighbours, one of them long, are aborted after each number of steps."""
         for count in range(self._size.num_tokens + 1):
             subject = self._cut[count % 2]
@@ -250,7 +250,7 @@ class _Gate:
             stage.finish()
             yield f"abort after {count} steps", subject, stage.answer(request)
 
-    def _pressed_stage(self, overlap: bool) -> Stage:
+    def _pressed_stage(self, overlap: bool) -> SteppedEngine:
         """No prefix cache, so that all is computed again, and blocks for an elder request of
         ``_elder_blocks`` and for one subject, no more."""
         self._elder_blocks = self._num_blocks(self._size.num_tokens) + 2
@@ -263,7 +263,7 @@ class _Gate:
             overlap=overlap,
         )
 
-    def _pauses(self, stage: Stage) -> Iterator[Case]:
+    def _pauses(self, stage: SteppedEngine) -> Iterator[Case]:
         """Its blocks are taken after each token of its answer, and once in the prompt."""
         for count in range(self._size.num_tokens):
             for subject in self._cut:
@@ -276,7 +276,7 @@ class _Gate:
                 stage.finish()
                 yield f"taken after {count} tokens", subject, stage.answer(request)
 
-    def _preemptions(self, stage: Stage) -> Iterator[Case]:
+    def _preemptions(self, stage: SteppedEngine) -> Iterator[Case]:
         """An elder request needs one more block after each number of steps, and none is left."""
         size, answer = self._block_size, self._size.num_tokens
         for steps in range(answer):
@@ -320,7 +320,7 @@ def run_controls(
     block_size: int = 16,
     size: GateSize | None = None,
     note: Callable[[str], None] = lambda _: None,
-) -> list[Family]:
+) -> list[CaseGroup]:
     """The controls alone; arguments as of :func:`run_gate`. The last one is the first that found a
     difference, if any did."""
     return _Gate(make_llm, vocabulary, block_size, size or GateSize(), note).controls()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .stepped_engine import Answer, Subject
+from .stepped_engine import Answer, CaseRequest
 
 CUT_PROMPT = 64
 """Tokens of the prompt that is cut, found in the cache and computed again."""
@@ -51,7 +51,7 @@ class GateSize:
 
 
 @dataclass
-class Family:
+class CaseGroup:
     """The cases of one kind. A case is one answer compared with its reference."""
 
     name: str
@@ -63,7 +63,7 @@ class Family:
     def num_cases(self) -> int:
         return self.num_equal + self.num_different
 
-    def compare(self, case: str, subject: Subject, answer: Answer, reference: Answer) -> None:
+    def compare(self, case: str, subject: CaseRequest, answer: Answer, reference: Answer) -> None:
         found = reference.first_difference(answer)
         if not found:
             self.num_equal += 1
@@ -86,8 +86,8 @@ class GateReport:
             without a trial.
     """
 
-    families: list[Family] = field(default_factory=list)
-    controls: list[Family] = field(default_factory=list)
+    families: list[CaseGroup] = field(default_factory=list)
+    controls: list[CaseGroup] = field(default_factory=list)
     num_preemptions: int = 0
     num_hit_blocks: int = 0
     idle: list[str] = field(default_factory=list)

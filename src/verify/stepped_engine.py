@@ -25,7 +25,7 @@ overlap, transparent."""
 
 
 @dataclass(frozen=True)
-class Subject:
+class CaseRequest:
     """A request whose answer is compared: a prompt, its parameters and its seed."""
 
     name: str
@@ -62,7 +62,7 @@ class Answer:
         return ""
 
 
-class Stage:
+class SteppedEngine:
     """One engine and what its requests got."""
 
     def __init__(self, make_llm: MakeLLM, **overrides: Any) -> None:
@@ -82,7 +82,7 @@ class Stage:
             digest = hashlib.blake2b(row.tobytes(), digest_size=16).digest()
             self._bits[request.request_id, position].add(digest)
 
-    def add(self, subject: Subject, salt: bytes = b"") -> Request:
+    def add(self, subject: CaseRequest, salt: bytes = b"") -> Request:
         """Begin a subject. Cached blocks are shared by requests of one ``salt`` alone."""
         self._num_added += 1
         request = Request(
@@ -130,7 +130,7 @@ class Stage:
             del self._bits[request.request_id, position]
         return Answer(tuple(request.output_token_ids), bits)
 
-    def run(self, subjects: Sequence[Subject], salt: bytes = b"") -> list[Answer]:
+    def run(self, subjects: Sequence[CaseRequest], salt: bytes = b"") -> list[Answer]:
         """Serve subjects that arrive together."""
         requests = [self.add(subject, salt) for subject in subjects]
         self.finish()

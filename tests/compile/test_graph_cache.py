@@ -19,7 +19,7 @@ from pagespec import LLM, SamplingParams
 from pagespec.compile.capture import graph_cache as cache_module
 from pagespec.compile.capture.dynamo import Traced, trace
 from pagespec.compile.capture.graph_cache import GraphCache
-from pagespec.compile.capture.graph_json import NotKeepable, decode, encode
+from pagespec.compile.capture.graph_json import NotSerializable, decode, encode
 from pagespec.compile.capture.graph_key import graph_key, named_tensors
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.model.load import LoadedModel, load_model
@@ -236,7 +236,7 @@ def test_what_has_no_form_in_a_file_is_not_kept(
     monkeypatch.setattr(norm, "forward", lambda _, x: twice(x))
     traced = trace(loaded, specs)
     names = {id(tensor): name for name, tensor in named_tensors(loaded.module)}
-    with pytest.raises(NotKeepable, match="call of"):
+    with pytest.raises(NotSerializable, match="call of"):
         encode(traced, names)
     assert capture_model(loaded, specs, graph_cache=GraphCache(tmp_path)).num_captures == 1
     assert not list(tmp_path.iterdir())

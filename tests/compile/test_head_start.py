@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagespec.startup import open_gpu_early
+from pagespec.startup import create_cuda_context_async
 
 
 class FakeDriver:
@@ -49,7 +49,7 @@ def test_the_gpu_that_may_be_used_is_opened(
 ) -> None:
     driver = FakeDriver(num_gpus)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
-    thread = open_gpu_early(device)
+    thread = create_cuda_context_async(device)
     if thread is not None:
         thread.join()
     assert driver.retained == retained
@@ -63,7 +63,7 @@ def test_without_a_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    thread = open_gpu_early("auto")
+    thread = create_cuda_context_async("auto")
     assert thread is not None
     thread.join()
     assert asked == ["libcuda.so.1"]

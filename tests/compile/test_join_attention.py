@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.passes import PassContext
-from pagespec.compile.passes.fuse_rope_attention import join_attention
+from pagespec.compile.passes.fuse_rope_attention import fuse_rope_attention
 from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
 from pagespec.kernels.attention import reference
-from pagespec.kernels.attention.backend import Choice
+from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
 from tests.compile.test_fusion import capture_plain, generate
 
@@ -28,7 +28,7 @@ def turned(*args: object) -> torch.Tensor:
     return reference.paged_attention(query, *rope[10:12], *layout)  # type: ignore[arg-type]
 
 
-JOINING = Choice("triton", "", reference.paged_attention, reference.kv_store, turned)
+JOINING = AttentionBackend("triton", "", reference.paged_attention, reference.kv_store, turned)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_joins_each_layer_and_changes_no_bit(name: str, request: pytest.FixtureR
     plain = captured.graph
     gm, context = graph_of(captured)
     before = [example.meta["example_value"] for example in attentions(gm)]
-    assert join_attention(gm, context) == len(captured.specs) == len(before)
+    assert fuse_rope_attention(gm, context) == len(captured.specs) == len(before)
     gm.graph.lint()
     gm.recompile()
     called = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -81,9 +81,9 @@ def test_joins_each_layer_and_changes_no_bit(name: str, request: pytest.FixtureR
 
 def test_only_where_there_is_such_a_call(qwen3: CapturedModel) -> None:
     gm, context = graph_of(qwen3)
-    for attention in (None, Choice("flash", "", JOINING.attend, JOINING.store)):
+    for attention in (None, AttentionBackend("flash", "", JOINING.attend, JOINING.store)):
         context.attention = attention
-        assert join_attention(gm, context) == 0
+        assert fuse_rope_attention(gm, context) == 0
     assert len(attentions(gm)) == 1
 
 
@@ -127,5 +127,5 @@ def test_leaves_alone_what_is_not_quite_that(
 ) -> None:
     gm, context = graph_of(gemma)
     change(gm, attentions(gm)[0])
-    assert join_attention(gm, context) == num_joined
+    assert fuse_rope_attention(gm, context) == num_joined
     gm.graph.lint()

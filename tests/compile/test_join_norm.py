@@ -61,14 +61,14 @@ def weights_asked_about(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]) -> None:
-    from pagespec.compile.passes.fuse_norm_linear import join_norm
+    from pagespec.compile.passes.fuse_norm_linear import fuse_norm_linear
     from pagespec.kernels.linear import dispatch as gpu_linear
 
     gm, arguments = graph_of(has_gate), operands(has_gate)
     expected = gm(*arguments)
     norm_weight, weight = arguments[2:4]
     context = PassContext(nn.Module(), {"weight": weight, "norm_weight": norm_weight})
-    assert join_norm(gm, context) == 1
+    assert fuse_norm_linear(gm, context) == 1
     gm.graph.lint()
     gm.recompile()
     called = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -94,24 +94,24 @@ def test_joins_and_changes_no_bit(has_gate: bool, weights_asked_about: list[Any]
 def test_leaves_others_alone(
     change: dict[str, Any], constants: tuple[str, ...], weights_asked_about: list[Any]
 ) -> None:
-    from pagespec.compile.passes.fuse_norm_linear import join_norm
+    from pagespec.compile.passes.fuse_norm_linear import fuse_norm_linear
 
     gm = graph_of(False, **change)
     before = str(gm.graph)
     tensors = {name: torch.randn(K, K) for name in constants}
-    assert join_norm(gm, PassContext(nn.Module(), tensors)) == 0
+    assert fuse_norm_linear(gm, PassContext(nn.Module(), tensors)) == 0
     assert str(gm.graph) == before
     assert not weights_asked_about
 
 
 def test_only_cards_with_the_kernel_join() -> None:
     """The CPU has not, and gets the two calls."""
-    from pagespec.compile.passes.fuse_norm_linear import join_norm
+    from pagespec.compile.passes.fuse_norm_linear import fuse_norm_linear
 
     gm = graph_of(True)
     weight = torch.randn(2 * K, K, dtype=torch.bfloat16)
     context = PassContext(nn.Module(), {"weight": weight, "norm_weight": torch.randn(K)})
-    assert join_norm(gm, context) == 0
+    assert fuse_norm_linear(gm, context) == 0
 
 
 @pytest.mark.parametrize(("arch", "num_joined"), [("llama", 3), ("qwen3", 3), ("gemma3_text", 3)])
@@ -122,4 +122,4 @@ def test_finds_the_norms_of_models(
     loaded = load_model(tiny_model(arch, num_hidden_layers=2).to(torch.bfloat16))
     monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", capture_module.gpu_passes())
     captured = capture_model(loaded, probe_model(loaded), transparent=False)
-    assert captured.rewrites["join_norm"] == num_joined == len(weights_asked_about)
+    assert captured.rewrites["fuse_norm_linear"] == num_joined == len(weights_asked_about)

@@ -29,21 +29,21 @@ def test_each_shape_is_swept_once_and_kept(tmp_path: Path, sweeps: list[tuple[in
     first, second = torch.zeros(6, 4), torch.zeros(8, 4)
     for _ in range(2):
         plans = linear_plans.LinearPlans(True, tmp_path / "new")
-        assert plans.few_rows(first, None) == 17
-        assert plans.few_rows(first, torch.zeros(6)) == 18
-        assert plans.few_rows(second, None) == 17
-        assert plans.few_rows(first, None) == 17
+        assert plans.max_custom_rows(first, None) == 17
+        assert plans.max_custom_rows(first, torch.zeros(6)) == 18
+        assert plans.max_custom_rows(second, None) == 17
+        assert plans.max_custom_rows(first, None) == 17
     assert sweeps == [(6, 4), (6, 4), (8, 4)]
 
 
 def test_nothing_is_kept_without_a_folder(sweeps: list[tuple[int, ...]]) -> None:
     for _ in range(2):
-        assert linear_plans.LinearPlans(True).few_rows(torch.zeros(6, 4), None) == 17
+        assert linear_plans.LinearPlans(True).max_custom_rows(torch.zeros(6, 4), None) == 17
     assert len(sweeps) == 2
 
 
 def test_without_transparency_nothing_is_swept(sweeps: list[tuple[int, ...]]) -> None:
-    assert linear_plans.LinearPlans(False).few_rows(torch.zeros(6, 4), None) == 64
+    assert linear_plans.LinearPlans(False).max_custom_rows(torch.zeros(6, 4), None) == 64
     assert sweeps == []
 
 
@@ -52,19 +52,19 @@ def test_a_damaged_file_is_swept_anew(
     tmp_path: Path, sweeps: list[tuple[int, ...]], content: str
 ) -> None:
     weight = torch.zeros(6, 4)
-    linear_plans.LinearPlans(True, tmp_path).few_rows(weight, None)
+    linear_plans.LinearPlans(True, tmp_path).max_custom_rows(weight, None)
     (file,) = tmp_path.iterdir()
     file.write_text(content)
-    assert linear_plans.LinearPlans(True, tmp_path).few_rows(weight, None) == 17
+    assert linear_plans.LinearPlans(True, tmp_path).max_custom_rows(weight, None) == 17
     assert len(sweeps) == 2
 
 
 def test_another_library_has_another_file(
     tmp_path: Path, sweeps: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear_plans.LinearPlans(True, tmp_path).few_rows(torch.zeros(6, 4), None)
+    linear_plans.LinearPlans(True, tmp_path).max_custom_rows(torch.zeros(6, 4), None)
     monkeypatch.setattr(torch, "__version__", "9.9")
-    linear_plans.LinearPlans(True, tmp_path).few_rows(torch.zeros(6, 4), None)
+    linear_plans.LinearPlans(True, tmp_path).max_custom_rows(torch.zeros(6, 4), None)
     assert len(sweeps) == 2
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -73,12 +73,12 @@ def test_what_sweeps_of_new_shapes_launch_is_asked_for_before(
     tmp_path: Path, sweeps: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
-    monkeypatch.setattr(linear_plans, "built_together", lambda _: nullcontext())
+    monkeypatch.setattr(linear_plans, "parallel_build", lambda _: nullcontext())
     monkeypatch.setattr(
         linear_plans.gpu_linear, "linear", lambda x, w, *_: asked.append((len(x), tuple(w.shape)))
     )
     known, new = (torch.zeros(n, 128, dtype=torch.bfloat16) for n in (64, 256))
-    linear_plans.LinearPlans(True, tmp_path).few_rows(known, None)
+    linear_plans.LinearPlans(True, tmp_path).max_custom_rows(known, None)
     # float32 has one tile, so that it needs no sweep.
     products = [(weight, None) for weight in (known, new, new, torch.zeros(64, 128))]
     linear_plans.LinearPlans(True, tmp_path).prepare(products)

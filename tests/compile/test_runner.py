@@ -12,7 +12,7 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.engine.plan import StepPlan
 from pagespec.errors import InvalidInputError, UnsupportedModelError
-from pagespec.runner.cpu_pack import BatchPacker
+from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.driving import drive, make_requests
 from tests.models import tiny_model
@@ -79,7 +79,7 @@ def test_a_step_without_samples_returns_none(captured: CapturedModel) -> None:
 
 
 def test_packing() -> None:
-    packer = BatchPacker(block_size=4, num_blocks=10, device=torch.device("cpu"))
+    packer = CpuStepPacker(block_size=4, num_blocks=10, device=torch.device("cpu"))
     a, b = make_requests([[11, 12, 13, 14, 15, 16], [21, 22]], 4)
     ids, tables = (12, 13, 14, 15, 22), {0: (7, 3), 1: (5,)}
     packed = packer.pack(StepPlan(0, (a.info, b.info), (1, 1), (4, 1), (False, True), ids, tables))
@@ -100,7 +100,7 @@ def test_packing() -> None:
 
 
 def test_block_tables_are_what_the_plans_say() -> None:
-    packer = BatchPacker(block_size=1, num_blocks=99, device=torch.device("cpu"))
+    packer = CpuStepPacker(block_size=1, num_blocks=99, device=torch.device("cpu"))
     (request,) = make_requests([[1, 2, 3, 4]], 60)
 
     def table(**told: Any) -> list[int]:

@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from pagespec.kernels.jit.cache_keys import settle_key  # noqa: E402
+from pagespec.kernels.jit.cache_keys import precompute_cache_key  # noqa: E402
 from pagespec.kernels.jit.compile_pool import compilers, current_compilers  # noqa: E402
-from pagespec.kernels.jit.parallel_build import built_together, settle_cache_folder  # noqa: E402
+from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 
@@ -119,7 +119,7 @@ def _launch_copies(kernel: Any) -> None:
 
 def test_what_is_missing_is_built_and_not_launched(fake: FakeDriver) -> None:
     kernel = JITFunction(_copy)
-    with built_together(DEVICE) as built:
+    with parallel_build(DEVICE) as built:
         _launch_copies(kernel)
         assert fake.launched == []
     assert fake.loaded == ["_copy"] * 3
@@ -134,7 +134,7 @@ def test_what_is_missing_is_built_and_not_launched(fake: FakeDriver) -> None:
 
 def test_what_is_on_the_disk_is_not_compiled(fake: FakeDriver) -> None:
     _launch_copies(JITFunction(_copy))
-    with built_together(DEVICE) as built:
+    with parallel_build(DEVICE) as built:
         _launch_copies(JITFunction(_copy))
     assert fake.loaded == ["_copy"] * 6
     assert built.num_compiled == 0
@@ -143,7 +143,7 @@ def test_what_is_on_the_disk_is_not_compiled(fake: FakeDriver) -> None:
 def test_what_is_there_is_launched(fake: FakeDriver) -> None:
     kernel = JITFunction(_copy)
     _launch_copies(kernel)
-    with built_together(DEVICE):
+    with parallel_build(DEVICE):
         _launch_copies(kernel)
     assert fake.launched == ["_copy"] * 10
     assert len(fake.loaded) == 3
@@ -152,7 +152,7 @@ def test_what_is_there_is_launched(fake: FakeDriver) -> None:
 def test_a_kernel_that_cannot_be_built_fails_at_its_launch(fake: FakeDriver) -> None:
     good, broken = JITFunction(_copy), JITFunction(_broken)
     target = torch.zeros(16)
-    with built_together(DEVICE):
+    with parallel_build(DEVICE):
         broken[(1,)](target, SIZE=16)
         good[(1,)](target, target, SIZE=16)
     assert fake.loaded == ["_copy"]
@@ -167,7 +167,7 @@ def test_an_error_in_the_block_comes_out_and_the_hook_goes(fake: FakeDriver) -> 
         _launch_copies(kernel)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), built_together(DEVICE):
+    with pytest.raises(ZeroDivisionError), parallel_build(DEVICE):
         launch_and_fail()
     assert knobs.runtime.jit_cache_hook is None
     _launch_copies(kernel)
@@ -176,7 +176,7 @@ def test_an_error_in_the_block_comes_out_and_the_hook_goes(fake: FakeDriver) -> 
 
 def test_other_threads_compile_as_ever(fake: FakeDriver) -> None:
     kernel = JITFunction(_copy)
-    with built_together(DEVICE):
+    with parallel_build(DEVICE):
         other = threading.Thread(target=_launch_copies, args=(kernel,))
         other.start()
         other.join()
@@ -191,7 +191,7 @@ def test_the_hook_of_someone_else_stays(fake: FakeDriver, monkeypatch: pytest.Mo
         return False
 
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", hook)
-    with built_together(DEVICE):
+    with parallel_build(DEVICE):
         _launch_copies(JITFunction(_copy))
         assert fake.launched == ["_copy"] * 5
     assert len(seen) == 3
@@ -205,12 +205,12 @@ def test_another_process_compiles(
     with compilers() as others:
         assert current_compilers() is others
         others.start()
-        with built_together(DEVICE) as built:
+        with parallel_build(DEVICE) as built:
             _launch_copies(kernel)
         # Each once: this process found what the other made.
         assert built.num_compiled == 3
         assert fake.loaded == ["second"] * 3
-        with built_together(DEVICE) as built:
+        with parallel_build(DEVICE) as built:
             _launch_copies(JITFunction(_copy))  # which no other process finds by its name
         assert built.num_compiled == 3
         others.ask(kernel, "no form")
@@ -229,7 +229,7 @@ def test_without_the_other_process_this_one_compiles(
         others.start()
         assert others._process is not None
         others._process.kill()
-        with built_together(DEVICE) as built:
+        with parallel_build(DEVICE) as built:
             _launch_copies(kernel)
         assert others._process is None
     assert built.num_compiled == 3
@@ -243,7 +243,7 @@ def test_names_of_kernels_do_not_hang_on_their_order(
     for number, order in enumerate((["first", "second"], ["second", "first"], ["second"])):
         module = _imported(f"kernels_in_order_{number}", tmp_path, monkeypatch)
         for name in order:
-            settle_key(getattr(module, name))
+            precompute_cache_key(getattr(module, name))
         assert {name for name, _ in module.second.used_global_vals} == {"FACTOR"}
         keys.append(module.second.cache_key)
     assert len(set(keys)) == 1
@@ -253,8 +253,8 @@ def test_triton_keeps_kernels_where_it_would(monkeypatch: pytest.MonkeyPatch) ->
     """Inductor takes another folder only if the environment names none."""
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     own = knobs.cache.dir
-    settle_cache_folder()
+    pin_triton_cache_dir()
     assert os.environ["TRITON_CACHE_DIR"] == own == knobs.cache.dir
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
-    settle_cache_folder()
+    pin_triton_cache_dir()
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"

@@ -13,19 +13,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagespec.kernels.linear.matmul_sm90 import early_kernel
+from pagespec.kernels.linear.matmul_sm90 import prefetch_matmul_kernel
 from pagespec.kernels.linear.matmul_sm90_launch import plan_launch
 from pagespec.kernels.linear.norm_matmul_sm90 import constants_of, normed_kernel
-from pagespec.kernels.linear.tuned_tiles import EarlyTile
+from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 
 _POINTERS = ("x", "residual", "norm_weight", "hidden", "out")
 
 
 def ptx_of(
-    num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: EarlyTile, has_norm: bool
+    num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: PrefetchTile, has_norm: bool
 ) -> str:
     launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap=True)
-    kernel = normed_kernel if has_norm else early_kernel
+    kernel = normed_kernel if has_norm else prefetch_matmul_kernel
     constants = (
         constants_of(launch.constants, num_rows, "rounded") if has_norm else launch.constants
     )
@@ -64,5 +64,5 @@ def events(ptx: str) -> str:
 if __name__ == "__main__":
     answer = []
     for has_norm, rows, outs, k_size, has_gate, *tile in json.loads(sys.argv[1]):
-        answer.append(events(ptx_of(rows, outs, k_size, has_gate, EarlyTile(*tile), has_norm)))
+        answer.append(events(ptx_of(rows, outs, k_size, has_gate, PrefetchTile(*tile), has_norm)))
     print(json.dumps(answer))

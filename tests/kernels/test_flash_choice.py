@@ -13,7 +13,7 @@ import torch
 
 from pagespec.errors import InvalidInputError
 from pagespec.kernels.attention import backend, flash, reference
-from pagespec.kernels.attention.backend import Choice, Merit, choose_attention, has_merit
+from pagespec.kernels.attention.backend import AttentionBackend, Merit, has_merit, select_backend
 from pagespec.kernels.attention.spec import AttentionSpec
 from tests.kernels.test_flash import fake_2, fake_4, install
 
@@ -22,10 +22,12 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Choice]:
-    """:func:`choose_attention` on an H100, bf16, blocks of 16, unless said otherwise."""
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AttentionBackend]:
+    """:func:`select_backend` on an H100, bf16, blocks of 16, unless said otherwise."""
 
-    def run(requested: str, capability: tuple[int, int] = (9, 0), **changes: Any) -> Choice:
+    def run(
+        requested: str, capability: tuple[int, int] = (9, 0), **changes: Any
+    ) -> AttentionBackend:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
         arguments = {
             "device": CUDA,
@@ -34,12 +36,12 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Choice]:
             "block_size": 16,
             "transparent": True,
         }
-        return choose_attention(requested, **arguments | changes)
+        return select_backend(requested, **arguments | changes)
 
     return run
 
 
-def test_auto(choose: Callable[..., Choice]) -> None:
+def test_auto(choose: Callable[..., AttentionBackend]) -> None:
     assert choose("auto").name == "triton"
     assert choose("auto", transparent=False).name == "triton"
     on_cpu = choose("auto", device=torch.device("cpu"))
@@ -51,7 +53,7 @@ def test_auto(choose: Callable[..., Choice]) -> None:
     assert "512" in unsupported.reason
 
 
-def test_forced(choose: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced(choose: Callable[..., AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("triton").capturable
     assert choose("reference").name == "reference"
     install(monkeypatch, two=fake_2, four=fake_4)
@@ -77,7 +79,7 @@ def test_forced(choose: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_triton_is_refused(
-    choose: Callable[..., Choice], changes: dict[str, Any], words: str
+    choose: Callable[..., AttentionBackend], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=words) as caught:
         choose("triton", **changes)
@@ -107,7 +109,7 @@ def test_triton_is_refused(
     ],
 )  # fmt: skip
 def test_flash_is_refused(
-    choose: Callable[..., Choice],
+    choose: Callable[..., AttentionBackend],
     changes: dict[str, Any],
     words: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -120,7 +122,7 @@ def test_flash_is_refused(
 
 
 def test_flash_is_refused_where_it_is_not_installed(
-    choose: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
+    choose: Callable[..., AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -128,13 +130,13 @@ def test_flash_is_refused_where_it_is_not_installed(
         choose("flash", block_size=256)
 
 
-def test_an_unknown_name_is_refused(choose: Callable[..., Choice]) -> None:
+def test_an_unknown_name_is_refused(choose: Callable[..., AttentionBackend]) -> None:
     with pytest.raises(InvalidInputError, match="must be one of auto, triton, flash, reference"):
         choose("sdpa")
 
 
 def test_auto_takes_flash_where_it_was_measured_faster_and_bits_may_change(
-    choose: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
+    choose: Callable[..., AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, two=fake_2, four=fake_4)
     merits = (Merit("flash-attn-4", 9, "one", 110, 100), Merit("flash-attn-4", 9, "two", 96, 100))
@@ -158,7 +160,7 @@ def test_merit() -> None:
 
 @pytest.mark.parametrize("name", ["triton", "flash", "reference"])
 def test_functions_take_what_the_ops_take(
-    name: str, choose: Callable[..., Choice], monkeypatch: pytest.MonkeyPatch
+    name: str, choose: Callable[..., AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, two=fake_2, four=fake_4)
     chosen = choose(name)

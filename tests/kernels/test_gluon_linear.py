@@ -40,46 +40,46 @@ WITH_NORM = {
 
 
 def test_a_tile_takes_what_shared_memory_holds() -> None:
-    from pagespec.kernels.device import Card
-    from pagespec.kernels.linear.tiles import choose_early_tile, rows_worth_it
-    from pagespec.kernels.linear.tuned_tiles import TUNED_EARLY, EarlyTile
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.linear.tiles import choose_prefetch_tile, fastest_custom_rows
+    from pagespec.kernels.linear.tuned_tiles import TUNED_PREFETCH, PrefetchTile
 
-    card = Card(132, 227 << 10, has_early=True)
+    card = Gpu(132, 227 << 10, has_prefetch=True)
     for shape, tile in MEASURED.items():
-        assert choose_early_tile(16, *shape, card) == EarlyTile(*tile), shape
-        assert choose_early_tile(1, *shape, Card(132, 227 << 10)) is None
-    for (n, k), tiles in TUNED_EARLY.items():
+        assert choose_prefetch_tile(16, *shape, card) == PrefetchTile(*tile), shape
+        assert choose_prefetch_tile(1, *shape, Gpu(132, 227 << 10)) is None
+    for (n, k), tiles in TUNED_PREFETCH.items():
         has_gate = n in (3072, 12288)
         assert all(tile.fits(n, k, has_gate) for tile in tiles.values()), (n, k)
-        chosen = [choose_early_tile(rows, n, k, has_gate, card) for rows in (17, 33, 65, 129)]
+        chosen = [choose_prefetch_tile(rows, n, k, has_gate, card) for rows in (17, 33, 65, 129)]
         assert chosen == [tiles.get(bucket) for bucket in (32, 64, 128, 256)]
-        assert rows_worth_it(n * (1 + has_gate), k, card) >= max(tiles)
-        assert choose_early_tile(257, n, k, has_gate, card) is None
+        assert fastest_custom_rows(n * (1 + has_gate), k, card) >= max(tiles)
+        assert choose_prefetch_tile(257, n, k, has_gate, card) is None
     # Other short weights: enough programs, at most 64 rows.
-    assert choose_early_tile(20, 2048, 1024, False, card) == EarlyTile(64, 4, 4, 32)
-    assert choose_early_tile(20, 1024, 1024, False, card) == EarlyTile(32, 4, 4, 32)
-    assert choose_early_tile(64, 1536, 576, True, card) == EarlyTile(32, 1, 4, 32)
-    assert choose_early_tile(65, 2048, 1024, False, card) is None
-    assert choose_early_tile(20, 8192, 8192, False, card) is None
+    assert choose_prefetch_tile(20, 2048, 1024, False, card) == PrefetchTile(64, 4, 4, 32)
+    assert choose_prefetch_tile(20, 1024, 1024, False, card) == PrefetchTile(32, 4, 4, 32)
+    assert choose_prefetch_tile(64, 1536, 576, True, card) == PrefetchTile(32, 1, 4, 32)
+    assert choose_prefetch_tile(65, 2048, 1024, False, card) is None
+    assert choose_prefetch_tile(20, 8192, 8192, False, card) is None
     for n, k, has_gate in ((2048, 1024, False), (2560, 960, False), (1536, 576, True)):
-        chosen = choose_early_tile(1, n, k, has_gate, card)
+        chosen = choose_prefetch_tile(1, n, k, has_gate, card)
         assert chosen is not None
         assert chosen.stages * chosen.atoms * 64 == k
         rows = chosen.part * (1 + has_gate)
         assert (rows + 16) * k * 2 + 1024 <= 227 << 10
-    assert choose_early_tile(1, 151936, 1024, False, card) is None  # too many programs
-    assert choose_early_tile(1, 1024, 1000, False, card) is None  # no whole atoms
-    assert choose_early_tile(1, 512, 16384, False, card) is None  # too few
-    assert not EarlyTile(128, 1, 4).fits(4096, 1024, has_gate=True)  # 256 rows
-    assert not EarlyTile(32, 4, 4).fits(4090, 1024, has_gate=False)
-    assert not EarlyTile(32, 4, 8).fits(4096, 1024, has_gate=False)  # more stages than steps
-    assert not EarlyTile(48, 4, 4).fits(4800, 1024, has_gate=False)  # no power of two
-    assert not EarlyTile(32, 3, 3).fits(4096, 576, has_gate=False)
+    assert choose_prefetch_tile(1, 151936, 1024, False, card) is None  # too many programs
+    assert choose_prefetch_tile(1, 1024, 1000, False, card) is None  # no whole atoms
+    assert choose_prefetch_tile(1, 512, 16384, False, card) is None  # too few
+    assert not PrefetchTile(128, 1, 4).fits(4096, 1024, has_gate=True)  # 256 rows
+    assert not PrefetchTile(32, 4, 4).fits(4090, 1024, has_gate=False)
+    assert not PrefetchTile(32, 4, 8).fits(4096, 1024, has_gate=False)  # more stages than steps
+    assert not PrefetchTile(48, 4, 4).fits(4800, 1024, has_gate=False)  # no power of two
+    assert not PrefetchTile(32, 3, 3).fits(4096, 576, has_gate=False)
 
 
 def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
     from pagespec.kernels.device import is_gluon_known
-    from pagespec.kernels.linear.tuned_tiles import TUNED_EARLY
+    from pagespec.kernels.linear.tuned_tiles import TUNED_PREFETCH
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
@@ -87,7 +87,7 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
         (False, rows, *shape, *tile, 16) for shape, tile in MEASURED.items() for rows in (2, 16)
     ]
     for n, k in ((1024, 2048), (3072, 1024)):
-        for rows, tile in TUNED_EARLY[n, k].items():
+        for rows, tile in TUNED_PREFETCH[n, k].items():
             cases.append((False, rows, n, k, n == 3072, *astuple(tile)))
     cases += [(True, rows, *shape, *WITH_NORM[shape], 16) for shape in WITH_NORM for rows in (2, 4)]
     script = Path(__file__).with_name("compile_gluon.py")
@@ -120,22 +120,22 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
 
 
 def test_rows_of_four_warps_may_have_their_norm_joined() -> None:
-    from pagespec.kernels.device import Card, is_gluon_known
-    from pagespec.kernels.linear.tiles import choose_early_tile
-    from pagespec.kernels.linear.tuned_tiles import EarlyTile
+    from pagespec.kernels.device import Gpu, is_gluon_known
+    from pagespec.kernels.linear.tiles import choose_prefetch_tile
+    from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
     from pagespec.kernels.linear.norm_matmul_sm90 import fits
 
-    card = Card(132, 227 << 10, has_early=True)
+    card = Gpu(132, 227 << 10, has_prefetch=True)
     for shape, tile in WITH_NORM.items():
-        chosen = choose_early_tile(1, *shape, card)
-        assert chosen == EarlyTile(*tile), shape
+        chosen = choose_prefetch_tile(1, *shape, card)
+        assert chosen == PrefetchTile(*tile), shape
         assert fits(shape[1], chosen, shape[2])
     for n, k, has_gate in ((1024, 512, False), (4096, 2048, False), (6144, 4096, False)):
-        chosen = choose_early_tile(1, n, k, has_gate, card)
+        chosen = choose_prefetch_tile(1, n, k, has_gate, card)
         assert chosen is not None
         assert not fits(k, chosen, has_gate)
-    assert not fits(1024, EarlyTile(64, 4, 3), has_gate=False)  # stages are used again
-    assert not fits(1024, EarlyTile(64, 4, 4), has_gate=True)  # two warpgroups
+    assert not fits(1024, PrefetchTile(64, 4, 3), has_gate=False)  # stages are used again
+    assert not fits(1024, PrefetchTile(64, 4, 4), has_gate=True)  # two warpgroups

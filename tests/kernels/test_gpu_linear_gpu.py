@@ -133,13 +133,13 @@ def test_other_rows_keep_their_bits_with_the_chosen_tile(
     from pagespec.kernels.linear import dispatch as gpu_linear
 
     x, weight, bias = operands(520, n, k, dtype, has_gate)
-    few_rows = gpu_linear.choose_plan(weight, bias).few_rows
+    max_custom_rows = gpu_linear.choose_plan(weight, bias).max_custom_rows
     call = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
-    whole = call(x, weight, bias, few_rows)
+    whole = call(x, weight, bias, max_custom_rows)
     assert whole.isfinite().all()
     for rows in (*range(1, 35), 63, 64, 65, 128, 129, 256, 257, 512):
-        assert torch.equal(call(x[:rows], weight, bias, few_rows), whole[:rows]), rows
-    moved = call(x.roll(5, 0), weight, bias, few_rows)
+        assert torch.equal(call(x[:rows], weight, bias, max_custom_rows), whole[:rows]), rows
+    moved = call(x.roll(5, 0), weight, bias, max_custom_rows)
     assert torch.equal(moved.roll(-5, 0), whole)
 
 
@@ -209,22 +209,23 @@ def test_a_captured_chain_gives_the_bits_of_single_launches(
 PINNED = """
 import json, torch
 from pagespec.kernels.linear.dispatch import SWEEP_ROWS, choose_plan, linear, sweep
-from pagespec.kernels.linear.cublas import pinned_algorithms
+from pagespec.kernels.linear.cublas import without_split_k
 
 found = []
-with pinned_algorithms():
+with without_split_k():
     for n, k, has_bias in ((1024, 3072, 0), (1024, 2048, 0), (1152, 896, 1), (4096, 4096, 0)):
         torch.manual_seed(0)
         weight = torch.randn(n, k, device="cuda").bfloat16()
         bias = torch.randn(n, device="cuda").bfloat16() if has_bias else None
         report, plan = sweep(weight, bias), choose_plan(weight, bias)
         x = torch.randn(1, 1024, k, device="cuda").bfloat16()
-        whole = linear(x, weight, bias, few_rows=plan.few_rows)
+        whole = linear(x, weight, bias, max_custom_rows=plan.max_custom_rows)
         changed = [
             m for m in SWEEP_ROWS
-            if not torch.equal(linear(x[:, :m], weight, bias, few_rows=plan.few_rows), whole[:, :m])
+            if not torch.equal(linear(x[:, :m], weight, bias, plan.max_custom_rows), whole[:, :m])
         ]
-        found.append({"shape": [n, k], "has_bias": has_bias, "few_rows": plan.few_rows,
+        found.append({"shape": [n, k], "has_bias": has_bias,
+                      "max_custom_rows": plan.max_custom_rows,
                       "changed": changed, "cublas": report.cublas_differs,
                       "ours": report.ours_differs})
 print(json.dumps(found))
@@ -242,7 +243,7 @@ def test_rows_keep_their_bits_under_a_plan() -> None:
     assert [f["changed"] for f in found] == [[], [], [], []], found
     if torch.cuda.get_device_capability() == (9, 0):
         # Measured on an H100: our order is the one cuBLAS keeps to, so speed alone decides.
-        assert [f["few_rows"] for f in found if not f["has_bias"]] == [256, 256, 64], found
+        assert [f["max_custom_rows"] for f in found if not f["has_bias"]] == [256, 256, 64], found
         assert [f["ours"] for f in found if not f["has_bias"]] == [[]] * 3, found
 
 
@@ -273,9 +274,9 @@ def test_bits_of_the_product_in_gluon(
     n: int, k: int, has_gate: bool, early: tuple[int, ...]
 ) -> None:
     from pagespec.kernels.linear import matmul_sm90
-    from pagespec.kernels.linear.tuned_tiles import EarlyTile
+    from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 
-    tile = EarlyTile(*early)
+    tile = PrefetchTile(*early)
     last = 3 * tile.x_rows + 5 if tile.x_rows > 16 else 16
     x, weight, _ = operands(last, n, k, torch.bfloat16, has_gate)
     expected = product(TILES[0], x, weight, has_gate=has_gate)
@@ -369,7 +370,7 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
     """The bits of two launches, for both results, and a row's own whatever stands beside it."""
     from pagespec.kernels.linear import dispatch as gpu_linear
     from pagespec.kernels.linear import norm_matmul_sm90
-    from pagespec.kernels.linear.tuned_tiles import EarlyTile
+    from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 
     weight = normal(n * (1 + has_gate), k, seed=1) / k**0.5
     norm_weight = 1 + normal(k, seed=2) / 4
@@ -396,4 +397,4 @@ def test_a_product_and_the_norm_before_it_in_one_launch(
             assert torch.equal(found[0], hidden[rows]), (rows, "sum")
     assert set(calls) == set(range(1, norm_matmul_sm90.MAX_ROWS + 1))
     with pytest.raises(ValueError, match="rows"):
-        matmul(x, residual, norm_weight, 1e-6, form, weight, tile=EarlyTile(64, 4, 4))
+        matmul(x, residual, norm_weight, 1e-6, form, weight, tile=PrefetchTile(64, 4, 4))

@@ -42,14 +42,14 @@ def test_equals_linear(num_rows: int, bias: bool) -> None:
     )
 
 
-def products(shape: tuple[int, int], dtype: torch.dtype) -> list[cpu_invariant.Product]:
+def products(shape: tuple[int, int], dtype: torch.dtype) -> list[cpu_invariant.MatmulRecipe]:
     """What is chosen for a weight, the fallback, and oneDNN where large weights get it."""
     chosen = [
-        cpu_invariant.choose_product(*shape, dtype, may_pack=may_pack) for may_pack in (False, True)
+        cpu_invariant.choose_recipe(*shape, dtype, may_pack=may_pack) for may_pack in (False, True)
     ]
     found = [*chosen, cpu_invariant.FALLBACK]
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        found.append(cpu_invariant.Product("onednn", 2))
+        found.append(cpu_invariant.MatmulRecipe("onednn", 2))
     return found
 
 
@@ -79,7 +79,10 @@ def test_a_row_has_the_same_bits_among_any_others(
 def test_no_rows_at_all_are_multiplied(leading: tuple[int, ...], dtype: torch.dtype) -> None:
     """An expert may get no token."""
     x, weight = torch.randn(*leading, 48).to(dtype), torch.randn(320, 48).to(dtype)
-    for product in [*products((320, 48), dtype), cpu_invariant.Product("mkl", 4, is_even=True)]:
+    for product in [
+        *products((320, 48), dtype),
+        cpu_invariant.MatmulRecipe("mkl", 4, is_even=True),
+    ]:
         given = cpu_invariant.pack(weight) if product.is_packed else weight
         for bias in (None, torch.randn(320).to(dtype)):
             assert cpu_invariant.linear(x, given, bias, product).shape == (*leading, 320), product
@@ -102,26 +105,26 @@ def test_no_elements_at_all_are_no_error(name: str, shape: tuple[int, ...]) -> N
 @pytest.mark.parametrize("shape", [(320, 48), (576, 1536)], ids=str)
 def test_a_packed_weight_is_chosen_only_where_allowed(shape: tuple[int, int]) -> None:
     if not torch.backends.mkldnn.is_available():
-        assert not cpu_invariant.choose_product(*shape, torch.float32, may_pack=True).is_packed
+        assert not cpu_invariant.choose_recipe(*shape, torch.float32, may_pack=True).is_packed
         return
-    assert cpu_invariant.choose_product(*shape, torch.float32, may_pack=True).is_packed
-    assert not cpu_invariant.choose_product(*shape, torch.float32).is_packed
-    assert not cpu_invariant.choose_product(*shape, torch.bfloat16, may_pack=True).is_packed
+    assert cpu_invariant.choose_recipe(*shape, torch.float32, may_pack=True).is_packed
+    assert not cpu_invariant.choose_recipe(*shape, torch.float32).is_packed
+    assert not cpu_invariant.choose_recipe(*shape, torch.bfloat16, may_pack=True).is_packed
     strided = {"is_contiguous": False, "may_pack": True}
-    assert not cpu_invariant.choose_product(*shape, torch.float32, **strided).is_packed
+    assert not cpu_invariant.choose_recipe(*shape, torch.float32, **strided).is_packed
 
 
 def test_a_trial_refuses_what_depends_on_the_number_of_rows() -> None:
     """MKL without filling up: one row goes another way than many."""
     torch.manual_seed(0)
     weight, rows = torch.randn(576, 576), torch.randn(129, 576)
-    assert not cpu_invariant.is_row_invariant(cpu_invariant.Product("mkl", 1), rows, weight)
+    assert not cpu_invariant.is_row_invariant(cpu_invariant.MatmulRecipe("mkl", 1), rows, weight)
 
 
 def test_an_expert_does_not_see_the_rows_of_others() -> None:
     torch.manual_seed(0)
     rows, weight = torch.randn(41, 48), torch.randn(3, 48, 64)
-    product = cpu_invariant.choose_product(64, 48, torch.float32, is_contiguous=False)
+    product = cpu_invariant.choose_recipe(64, 48, torch.float32, is_contiguous=False)
     whole = cpu_invariant.grouped_mm(rows, weight, torch.tensor([9, 9, 38]), product)
     assert (whole[38:] == 0).all()
     torch.testing.assert_close(whole[9:38], rows[9:38] @ weight[2], rtol=1e-5, atol=1e-4)

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pagespec import kernels
-from pagespec.kernels.device import Card
+from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.linear import dispatch as gpu_linear
 
@@ -44,8 +44,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return product(x, weight, bias, -1)
 
     monkeypatch.setattr(gpu_linear, "_ours", ours)  # there is no Gluon on a CPU
-    card = Card(132, 227 << 10, has_early=True)
-    monkeypatch.setattr(gpu_linear.Card, "of", lambda device: card)
+    card = Gpu(132, 227 << 10, has_prefetch=True)
+    monkeypatch.setattr(gpu_linear.Gpu, "of", lambda device: card)
     return shapes
 
 
@@ -53,10 +53,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check(x: Tensor, residual: Tensor, weight: Tensor, few_rows: int, has_gate: bool) -> None:
+def check(
+    x: Tensor, residual: Tensor, weight: Tensor, max_custom_rows: int, has_gate: bool
+) -> None:
     """Against the two calls that are joined."""
     norm = (normal(x.shape[-1], seed=2).to(x.dtype), 1e-6, "rounded")
-    out, found = gpu_linear.norm_linear(x, residual, *norm, weight, few_rows, has_gate)
+    out, found = gpu_linear.norm_linear(x, residual, *norm, weight, max_custom_rows, has_gate)
     normed, hidden = fused.add_rms_norm(x, residual, *norm)
     product = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
     assert torch.equal(out, product(normed, weight, None, 0))
@@ -80,13 +82,13 @@ def test_all_else_are_two(launched: list[tuple[int, ...]]) -> None:
     x, residual = normal(1, 4, K), normal(1, 4, K, seed=3)
     every_other = normal(1, 8, K, seed=4)[:, ::2]
     for a, b in ((every_other, residual), (x, every_other)):
-        check(a, b, weight, few_rows=4, has_gate=False)
-    check(x, residual, weight, few_rows=3, has_gate=False)  # by the plan, cuBLAS
+        check(a, b, weight, max_custom_rows=4, has_gate=False)
+    check(x, residual, weight, max_custom_rows=3, has_gate=False)  # by the plan, cuBLAS
     five = normal(1, 5, K)
-    check(five, five, weight, few_rows=5, has_gate=False)
-    check(x[:, :0], residual[:, :0], weight, few_rows=16, has_gate=False)
+    check(five, five, weight, max_custom_rows=5, has_gate=False)
+    check(x[:, :0], residual[:, :0], weight, max_custom_rows=16, has_gate=False)
     half = weight.half()
-    check(x.half(), residual.half(), half, few_rows=3, has_gate=True)
+    check(x.half(), residual.half(), half, max_custom_rows=3, has_gate=True)
     narrow = normal(N, 512, seed=1)
     for other in (half, narrow, weight.float()):
         assert not gpu_linear.has_joined_norm(other, False)

@@ -24,7 +24,7 @@ from benchmarks import attention as benchmark
 from pagespec.kernels import device
 from pagespec.kernels.attention import launch, reference
 from pagespec.kernels.attention.tiling import Tiling
-from pagespec.kernels.attention.triton_backend import CountedAttention
+from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused import kv_store
 from tests.paged import (
     Batch,
@@ -154,7 +154,7 @@ def test_matches_float64(shape: Shape, rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("shape", ONE_HEAD, ids=str)
-def test_spreading_pieces_over_programs_changes_no_bit(shape: Shape) -> None:
+def test_spreading_segments_over_programs_changes_no_bit(shape: Shape) -> None:
     for rows in ([(10, 1), (90, 1)], [(3, 2), (64, 1)]):
         batch = stored(rows, shape)
         outputs = {name: attend(batch.attend, **spread) for name, spread in SPREADS.items()}
@@ -168,7 +168,7 @@ def test_spreading_pieces_over_programs_changes_no_bit(shape: Shape) -> None:
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
 def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[str, int]) -> None:
     """Contexts of one piece and of many, beside empty rows, padding and rows of several queries."""
-    arrived = torch.zeros(16, dtype=torch.int32)
+    arrival_counters = torch.zeros(16, dtype=torch.int32)
     shape = Shape(hq=6, hkv=2, dk=16, dv=24, window=70, has_sinks=True)
     for rows in ([(10, 1), (100, 1), (0, 0)], [(3, 2), (100, 1), (0, 0)]):
         batch = stored(rows, shape)
@@ -176,13 +176,15 @@ def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[s
         tiling = replace(SMALL, **spread)
         for seed in range(2):
             with shuffled(seed):
-                out = launch.paged_attention(*batch.attend, tiling=tiling, arrived=arrived)
+                out = launch.paged_attention(
+                    *batch.attend, tiling=tiling, arrival_counters=arrival_counters
+                )
             assert torch.equal(out, expected), seed
-            assert not arrived.any(), seed
+            assert not arrival_counters.any(), seed
 
 
 def test_counters_are_shared_by_calls_of_all_sizes() -> None:
-    attention = CountedAttention()
+    attention = TritonBackend()
     small, large = (stored([(140, 1), (5, 1)] * n, Shape(dk=16, dv=16)) for n in (1, 2))
     expected = [launch.paged_attention(*batch.attend) for batch in (small, large)]
     for _ in range(2):
@@ -192,11 +194,11 @@ def test_counters_are_shared_by_calls_of_all_sizes() -> None:
 
 def test_counters_that_are_too_few_are_refused() -> None:
     batch = stored([(90, 1), (3, 1)], Shape(dk=16, dv=16), num_padding=0)
-    arrived = torch.zeros(3, dtype=torch.int32)
+    arrival_counters = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match="3 counters of arrival where 4 are needed"):
-        launch.paged_attention(*batch.attend, tiling=SMALL, arrived=arrived)
+        launch.paged_attention(*batch.attend, tiling=SMALL, arrival_counters=arrival_counters)
     whole = replace(SMALL, whole_from=4)  # then none are needed
-    out = launch.paged_attention(*batch.attend, tiling=whole, arrived=arrived[:0])
+    out = launch.paged_attention(*batch.attend, tiling=whole, arrival_counters=arrival_counters[:0])
     assert torch.equal(out, attend(batch.attend))
 
 
@@ -256,10 +258,10 @@ def test_store_takes_strided_views_and_writes_exactly_its_slots() -> None:
 def test_strides_are_multiples_of_16_whatever_the_number_of_tokens() -> None:
     for num_tokens in range(1, 40):
         even, odd = torch.zeros(3, num_tokens, 16), torch.zeros(3, num_tokens, 24)
-        assert device.steps(even.transpose(0, 1))[1:] == (num_tokens, 16)
-        assert device.steps(odd.transpose(0, 1))[1:] == (num_tokens * 24, 1)
+        assert device.vector_strides(even.transpose(0, 1))[1:] == (num_tokens, 16)
+        assert device.vector_strides(odd.transpose(0, 1))[1:] == (num_tokens * 24, 1)
         merged = torch.zeros(num_tokens, 64)[:, 16:48].view(num_tokens, 2, 16)
-        assert device.steps(merged) == (4 if num_tokens > 1 else 0, 1, 16)
+        assert device.vector_strides(merged) == (4 if num_tokens > 1 else 0, 1, 16)
 
 
 def test_attention_takes_strided_queries() -> None:

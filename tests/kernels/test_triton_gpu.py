@@ -20,8 +20,8 @@ from pagespec.kernels.attention import launch as triton_attention
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.prefill import prefill_kernel
-from pagespec.kernels.attention.triton_backend import CountedAttention
-from pagespec.kernels.device import Card
+from pagespec.kernels.attention.triton_backend import TritonBackend
+from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import kv_store
 from tests.paged import (
     Batch,
@@ -187,7 +187,7 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
 
 
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and Card.of(torch.device("cuda")).has_early),
+    not (torch.cuda.is_available() and Gpu.of(torch.device("cuda")).has_prefetch),
     reason="for Hopper, in the Gluon of some Tritons",
 )
 @pytest.mark.parametrize(
@@ -238,10 +238,10 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
         "many": decode * 5,  # the first piece reaches to the knee
         "mixed": [*decode[:5], (600, 640), *decode[5:]],
     }
-    arrived = torch.zeros(1024, dtype=torch.int32, device="cuda")
+    arrival_counters = torch.zeros(1024, dtype=torch.int32, device="cuda")
 
     def run(arguments: tuple) -> Tensor:
-        return triton_attention.paged_attention(*arguments, arrived=arrived)
+        return triton_attention.paged_attention(*arguments, arrival_counters=arrival_counters)
 
     calls = {name: rescheduled(batch, ranges) for name, ranges in schedules.items()}
     for arguments in calls.values():
@@ -258,13 +258,13 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
     }
     wrong = [name for name, out in outputs if not torch.equal(out, expected[name])]
     assert wrong == []
-    assert not arrived.any()
+    assert not arrival_counters.any()
 
 
 def test_counters_are_not_made_while_capturing() -> None:
     """They would be zeros only once that graph has been replayed."""
     batch = stored(ROWS["ragged decode"], SHAPES[0])
-    attention = CountedAttention()
+    attention = TritonBackend()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         batch.attend[0].add_(0)
         with pytest.raises(RuntimeError, match="once before"):

@@ -118,17 +118,19 @@ def test_refuses_what_does_not_fit() -> None:
         product(block, x, weight, integers(8))
 
 
-@pytest.mark.parametrize("few_rows", [0, 3, 100])
+@pytest.mark.parametrize("max_custom_rows", [0, 3, 100])
 @pytest.mark.parametrize("lead", [(3,), (1, 3), (1, 4), (2, 2)])
-def test_functions_keep_leading_dims_on_both_ways(few_rows: int, lead: tuple[int, ...]) -> None:
+def test_functions_keep_leading_dims_on_both_ways(
+    max_custom_rows: int, lead: tuple[int, ...]
+) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
 
     x, weight, bias = normal(*lead, 32), normal(24, 32, seed=1), normal(24, seed=2)
     close = {"rtol": 1e-5, "atol": 1e-5}
     plain = F.linear(x, weight, bias)
-    torch.testing.assert_close(gpu_linear.linear(x, weight, bias, few_rows), plain, **close)
+    torch.testing.assert_close(gpu_linear.linear(x, weight, bias, max_custom_rows), plain, **close)
     gate, up = plain.chunk(2, -1)
-    out = gpu_linear.linear_silu_mul(x, weight, bias, few_rows)
+    out = gpu_linear.linear_silu_mul(x, weight, bias, max_custom_rows)
     torch.testing.assert_close(out, F.silu(gate) * up, **close)
 
 
@@ -144,18 +146,18 @@ def test_few_rows_decides_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(F, "linear", counted)
     for num_rows in (4, 5):
-        gpu_linear.linear(integers(1, num_rows, 8), integers(4, 8), few_rows=4)
-        gpu_linear.linear_silu_mul(integers(1, num_rows, 8), integers(4, 8), few_rows=4)
+        gpu_linear.linear(integers(1, num_rows, 8), integers(4, 8), max_custom_rows=4)
+        gpu_linear.linear_silu_mul(integers(1, num_rows, 8), integers(4, 8), max_custom_rows=4)
     assert rows == [5, 5]
 
 
 @pytest.mark.parametrize("num_shared_bytes", [227 << 10, 163 << 10])
 def test_tiles_follow_the_bucket_and_fit(num_shared_bytes: int) -> None:
-    from pagespec.kernels.device import Card
+    from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.tiles import choose_tile
     from pagespec.kernels.linear.tuned_tiles import TUNED
 
-    card = Card(132, num_shared_bytes)
+    card = Gpu(132, num_shared_bytes)
     gated = [(n, k, 2, True) for n, k in ((3072, 1024), (12288, 4096), (80, 512))]
     plain = [(n, k, 2, False) for n, k in TUNED if (n, k, 2, True) not in gated]
     plain += [(1000, 512, 2, False), (50, 24, 2, False), (50, 25, 2, False), (64, 64, 4, False)]
@@ -177,10 +179,10 @@ def test_tiles_follow_the_bucket_and_fit(num_shared_bytes: int) -> None:
 def test_one_tile_for_all_rows_where_tiles_were_not_compared(
     k: int, itemsize: int, is_one: bool
 ) -> None:
-    from pagespec.kernels.device import Card
+    from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.tiles import choose_tile
 
-    card = Card(132, 227 << 10)
+    card = Gpu(132, 227 << 10)
     rows = (1, 16, 17, 64, 65, 129, 257, 4096)
     tiles = {choose_tile(r, 4096, k, itemsize, False, card) for r in rows}
     assert (len(tiles) == 1) == is_one
@@ -188,12 +190,12 @@ def test_one_tile_for_all_rows_where_tiles_were_not_compared(
 
 def test_a_plan_trusts_only_what_was_compared() -> None:
     from pagespec.kernels.linear.dispatch import ALL_ROWS
-    from pagespec.kernels.linear.plan import Plan, SweepReport, plan_from
+    from pagespec.kernels.linear.plan import MatmulPlan, SweepReport, plan_from
 
     counts = (1, 2, 8, 15, 16, 17, 31, 32, 64, 65, 512)
 
     def few(cublas: tuple[int, ...], ours: tuple[int, ...] = (), worth_it: int = 16) -> int:
-        return plan_from(SweepReport(counts, cublas, ours), 10, 20, worth_it).few_rows
+        return plan_from(SweepReport(counts, cublas, ours), 10, 20, worth_it).max_custom_rows
 
     assert few(()) == 16
     assert few((1, 2, 8)) == 16
@@ -206,7 +208,7 @@ def test_a_plan_trusts_only_what_was_compared() -> None:
     assert few((17,), (17,)) == ALL_ROWS
     assert few((), worth_it=64) == 64
     assert few((65,), worth_it=256) == 511  # 66 to 511 were not compared
-    assert plan_from(SweepReport(counts, (17,), ()), 10, 20, 16) == Plan(10, 20, 30)
+    assert plan_from(SweepReport(counts, (17,), ()), 10, 20, 16) == MatmulPlan(10, 20, 30)
 
 
 def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +248,7 @@ def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.Monkey
         return ours(x, *args, **options) + (len(x) in bad)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gpu_linear, "matmul", watched)
-    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 8, 64)
+    assert gpu_linear.choose_plan(weight) == gpu_linear.MatmulPlan(8, 8, 64)
     assert tried == {1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64}
     monkeypatch.setattr(F, "linear", library)
     bad.add(1024)  # cuBLAS differs at 65, so our kernel is to compute all rows
@@ -266,7 +268,7 @@ def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(F, "linear", lambda *args: plain(*args) + 1)  # one class, but not ours
     monkeypatch.setattr(gpu_linear, "matmul", watched)
-    assert gpu_linear.choose_plan(weight) == gpu_linear.Plan(8, 8, gpu_linear.ALL_ROWS)
+    assert gpu_linear.choose_plan(weight) == gpu_linear.MatmulPlan(8, 8, gpu_linear.ALL_ROWS)
     bad.add(65)  # beyond what is compared with the library
     with pytest.raises(UnsupportedModelError, match=r"at \[65\]"):
         gpu_linear.choose_plan(weight)
@@ -285,17 +287,17 @@ def test_where_there_is_one_tile_the_library_is_not_asked(
 
     monkeypatch.setattr(F, "linear", library)
     plan = gpu_linear.choose_plan(normal(*shape, dtype=dtype))
-    assert plan == gpu_linear.Plan(*shape, gpu_linear.ALL_ROWS)
+    assert plan == gpu_linear.MatmulPlan(*shape, gpu_linear.ALL_ROWS)
 
 
 def test_pinning_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagespec.kernels.linear.cublas import pinned_algorithms
+    from pagespec.kernels.linear.cublas import without_split_k
 
     flags = torch.backends.cuda.matmul
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
     monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
     before = flags.allow_bf16_reduced_precision_reduction
-    with pinned_algorithms():
+    with without_split_k():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
         assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"
         assert not flags.allow_bf16_reduced_precision_reduction

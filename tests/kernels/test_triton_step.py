@@ -13,8 +13,8 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner import unpack_kernels
-from pagespec.runner.block_tables import TableStore
-from pagespec.runner.cpu_pack import BatchPacker
+from pagespec.runner.block_tables import BlockTableStore
+from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.device_buffers import StepBuffers
 from pagespec.runner.gpu_pack import RowParams
 
@@ -36,7 +36,7 @@ def buffers(max_num_tokens: int = 40, max_num_rows: int = 8) -> StepBuffers:
         staging_elements=1000,
         device=torch.device("cpu"),
     )
-    for tensor in (made.input_ids, made.position_ids, made.slot_mapping, made.kept_tokens):
+    for tensor in (made.input_ids, made.position_ids, made.slot_mapping, made.logit_rows):
         tensor.fill_(-77)
     made.block_tables.fill_(-77)
     return made
@@ -73,7 +73,7 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
         token_ids=tuple(ids),
         tables={row: tuple(table) for row, table in enumerate(tables)},
     )
-    packer = BatchPacker(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
+    packer = CpuStepPacker(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
     expected = packer.pack(plan).inputs
 
     b = buffers()
@@ -162,7 +162,7 @@ def decode_plan(requests: list[Request], **told: Any) -> StepPlan:
 
 def test_the_table_store_sends_what_the_plan_says() -> None:
     a, b = request("a", 8), request("b", 4)
-    store = TableStore(3, WIDTH)
+    store = BlockTableStore(3, WIDTH)
     plan = decode_plan([a, b], tables={0: (1, 2), 1: (5,)})
     store.place(plan)
     first, second = (row * WIDTH for row in store.rows)
@@ -186,7 +186,7 @@ def test_the_table_store_sends_what_the_plan_says() -> None:
 
 
 def test_rows_of_requests_that_are_gone_are_free_again() -> None:
-    store = TableStore(2, WIDTH)
+    store = BlockTableStore(2, WIDTH)
     gone: tuple[str, ...] = ()
     for step in range(6):
         pair = [request(f"{step}.{i}", 4) for i in range(2)]

@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from pagespec.kernels.attention import decode_prologue, triton_backend
 from pagespec.kernels.attention.tiling import choose_tiling
-from pagespec.kernels.attention.triton_backend import CountedAttention
+from pagespec.kernels.attention.triton_backend import TritonBackend
 from tests.kernels.apart import run_apart
 from tests.kernels.test_triton import SMALL, _dot, shuffled
 from tests.kernels.test_triton import SPREADS as OF_PAGED
@@ -120,7 +120,7 @@ def test_an_engine_joins_small_decode_steps(
     num_rows: int, dtype: torch.dtype, num_launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    for name in ("norm_rope_store", "paged_attention", "turned_attention"):
+    for name in ("norm_rope_store", "paged_attention", "fused_rope_attention"):
         original = getattr(triton_backend, name)
 
         def counted(*args: object, name: str = name, original=original, **options: object):  # type: ignore[no-untyped-def]
@@ -130,12 +130,12 @@ def test_an_engine_joins_small_decode_steps(
         monkeypatch.setattr(triton_backend, name, counted)
     shape = Shape(hq=2, hkv=1, dk=32, dv=32, dtype=dtype)
     case = Case(shape, [(3, 1)] * num_rows, num_padding=0, form="")
-    case.check(call=CountedAttention().attend_turned)
+    case.check(call=TritonBackend().fused_rope_attention)
     assert len(calls) == num_launches
     # Rows of several tokens, or fewer tokens than rows: the shapes of a mixed step.
     calls.clear()
     mixed = Case(shape, [(3, 2), (0, 0), (5, 1), (0, 0)], num_padding=0, form="")
-    mixed.check(call=CountedAttention().attend_turned)
+    mixed.check(call=TritonBackend().fused_rope_attention)
     assert calls == ["norm_rope_store", "paged_attention"]
 
 

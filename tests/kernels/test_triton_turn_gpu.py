@@ -9,7 +9,7 @@ import torch
 
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.decode_prologue import fits
-from pagespec.kernels.attention.triton_backend import CountedAttention
+from pagespec.kernels.attention.triton_backend import TritonBackend
 from tests.kernels.turned import Case, same_bits
 from tests.paged import Rows, Shape, poisoned_memory
 
@@ -52,20 +52,22 @@ def test_forms(form: str) -> None:
 
 def test_float32_stays_two_launches() -> None:
     shape = Shape(hq=16, hkv=8, dk=128, dv=128)
-    Case(shape, DECODE, num_padding=1, device="cuda").check(call=CountedAttention().attend_turned)
+    Case(shape, DECODE, num_padding=1, device="cuda").check(
+        call=TritonBackend().fused_rope_attention
+    )
 
 
 def test_replays_with_other_contents() -> None:
     """A CUDA graph serves all batches of its shapes, and leaves its counters as zeros."""
-    counted = CountedAttention()
+    counted = TritonBackend()
     for rows in (DECODE[-2:], DECODE, DECODE * 4):
         case = Case(SHAPES[0], rows, num_padding=1, device="cuda")
         k_cache, v_cache = (cache.nan_to_num() for cache in (case.k_cache, case.v_cache))
         arguments = (*case.before_caches, k_cache, v_cache, case.slots, *case.layout)
-        counted.attend_turned(*arguments)
+        counted.fused_rope_attention(*arguments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = counted.attend_turned(*arguments)
+            out = counted.fused_rope_attention(*arguments)
         for _ in range(3):
             out.fill_(float("nan"))
             case.before_caches[0].normal_()

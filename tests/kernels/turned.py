@@ -73,7 +73,7 @@ class Case:
     def one(self, call: Callable[..., Tensor] | None = None, **options: Any) -> Results:
         """By one, or by ``call`` with the same arguments."""
         k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
-        call = call or launch.turned_attention
+        call = call or launch.fused_rope_attention
         rope = (*self.before_caches, k_cache, v_cache, self.slots)
         return call(*rope, *self.layout, **options), k_cache, v_cache
 

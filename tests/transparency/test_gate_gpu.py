@@ -48,7 +48,7 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
 
     def make_llm(**arguments: Any) -> LLM:
         llm = LLM(model, dtype=name, device="cuda", check_invariants=True, **arguments)
-        has_joined = llm._runner.captured.rewrites["join_norm"] > 0
+        has_joined = llm._runner.captured.rewrites["fuse_norm_linear"] > 0
         assert has_joined == (dtype == torch.bfloat16 and arch != "qwen3_moe")
         return llm
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagespec import SamplingParams
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
-from pagespec.engine.generation import Serving
+from pagespec.engine.generation import GenerationLoop
 from pagespec.engine.inputs import PromptInput
 from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.engine.request_factory import RequestFactory
@@ -46,7 +46,7 @@ class ScriptRunner:
         return handle
 
 
-def serving_of(tokenizer: Any, script: Sequence[int]) -> Serving:
+def serving_of(tokenizer: Any, script: Sequence[int]) -> GenerationLoop:
     scheduler = Scheduler(
         BlockManager(64, 16), max_num_seqs=2, max_num_batched_tokens=64, pipeline_depth=0
     )
@@ -57,7 +57,7 @@ def serving_of(tokenizer: Any, script: Sequence[int]) -> Serving:
         max_model_len=512,
         seed=0,
     )
-    return Serving(Engine(scheduler, ScriptRunner(script)), factory)
+    return GenerationLoop(Engine(scheduler, ScriptRunner(script)), factory)
 
 
 def answers(

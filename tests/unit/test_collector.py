@@ -6,21 +6,21 @@ import gc
 
 import pytest
 
-from pagespec.startup import collector_paused
+from pagespec.startup import gc_paused
 
 
 def test_it_is_off_in_the_block_only() -> None:
     assert gc.isenabled()
-    with collector_paused():
+    with gc_paused():
         assert not gc.isenabled()
-        with collector_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_it_comes_back_after_an_error() -> None:
-    with pytest.raises(KeyError), collector_paused():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled()
 
@@ -28,7 +28,7 @@ def test_it_comes_back_after_an_error() -> None:
 def test_who_has_it_off_keeps_it_off() -> None:
     gc.disable()
     try:
-        with collector_paused():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:

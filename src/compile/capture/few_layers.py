@@ -32,7 +32,7 @@ from ..model.load import LoadedModel
 from ..step_inputs import BoundGraph, KVCaches, StepInputs
 from .dynamo import Traced, forward, trace
 from .graph_key import named_tensors
-from .repeat_layers import NotAlike, repeat_layers
+from .repeat_layers import LayersDiffer, repeat_layers
 
 logger = logging.getLogger("pagespec")
 
@@ -69,7 +69,7 @@ def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced 
         chosen = [*range(begin + num_first), len(layers) - 1]
         try:
             return _trace_some(loaded, specs, name, chosen)
-        except NotAlike as error:
+        except LayersDiffer as error:
             logger.info("%s, layers %s: not alike: %s", loaded.architecture, chosen, error)
         except UnsupportedModelError as error:  # the whole may do where a part does not
             logger.info("%s, layers %s: %s", loaded.architecture, chosen, error)
@@ -86,7 +86,7 @@ def _trace_some(
         traced = trace(loaded, specs)
     repeat_layers(traced, tensors, f"{name}.", chosen)
     if not _computes_the_same(traced, loaded, specs):
-        raise NotAlike("the graph computes other bits than the module")
+        raise LayersDiffer("the graph computes other bits than the module")
     return traced
 
 

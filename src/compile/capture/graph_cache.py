@@ -20,7 +20,7 @@ from ...kernels.attention.spec import AttentionSpec
 from ..model.load import LoadedModel
 from .dynamo import Traced, trace
 from .few_layers import trace_layers
-from .graph_json import NotKeepable, decode, encode
+from .graph_json import NotSerializable, decode, encode
 from .graph_key import graph_key, named_tensors
 
 logger = logging.getLogger("pagespec")
@@ -79,7 +79,7 @@ class GraphCache:
             names.setdefault(id(tensor), name)
         try:
             body = json.dumps(encode(traced, names), separators=(",", ":")).encode()
-        except NotKeepable as error:
+        except NotSerializable as error:
             logger.info("the graph of %s is not kept: %s", loaded.architecture, error)
             return
         digest = hashlib.sha256(key.encode() + body).hexdigest().encode()

@@ -2,7 +2,7 @@
 
 Kept are the nodes, what Dynamo recorded about each result (shape, strides, dtype, device, which
 results share memory), the symbols of the sizes, and where each input comes from. The names of the
-model's parameters and buffers stand for them. Whatever does not fit raises :class:`NotKeepable`:
+model's parameters and buffers stand for them. What does not fit raises :class:`NotSerializable`:
 modules and constants inside the graph, sizes that depend on data, values of unknown types.
 """
 
@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..fx.nodes import example
 from .dynamo import Traced
-from .meta_json import PLAIN, NotKeepable, ResultDecoder, ResultEncoder
+from .meta_json import PLAIN, NotSerializable, ResultDecoder, ResultEncoder
 
 # Modules whose functions a graph may call by name.
 _ROOTS = frozenset({"_operator", "math", "operator", "torch", "transformers"})
@@ -29,7 +29,7 @@ def encode(traced: Traced, names: dict[int, str]) -> dict[str, Any]:
     """JSON data of ``traced``, before any pass; ``names`` are of the constants, by their id.
 
     Raises:
-        NotKeepable: something in the graph has no form in a file.
+        NotSerializable: something in the graph has no form in a file.
     """
     encoder = ResultEncoder()
     numbers: dict[Node, int] = {}
@@ -42,7 +42,7 @@ def encode(traced: Traced, names: dict[int, str]) -> dict[str, Any]:
                 name = names.get(id(traced.constants[node.name]))
                 entry += [node.target, ["constant", name]]
                 if name is None:
-                    raise NotKeepable(f"{node.name} is no parameter or buffer")
+                    raise NotSerializable(f"{node.name} is no parameter or buffer")
                 encoder.constant(example(node), name)
             else:
                 entry += [node.target, list(traced.sources[node.name])]
@@ -53,7 +53,7 @@ def encode(traced: Traced, names: dict[int, str]) -> dict[str, Any]:
                 _argument_data(node.kwargs, numbers),
             ]
         else:
-            raise NotKeepable(f"{node.op} {node.target}")
+            raise NotSerializable(f"{node.op} {node.target}")
         has_value = "example_value" in node.meta
         nodes.append([*entry, encoder.value(example(node)) if has_value else None])
     return {"symbols": encoder.symbols(), "nodes": nodes}
@@ -115,7 +115,7 @@ def _argument_data(value: Any, numbers: dict[Node, int]) -> Any:
         return ["device", str(value)]
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return ["torch", str(value).removeprefix("torch.")]
-    raise NotKeepable(f"argument {value!r}")
+    raise NotSerializable(f"argument {value!r}")
 
 
 def _argument(value: Any, nodes: Sequence[Node]) -> Any:
@@ -146,13 +146,13 @@ def _target_name(target: Any) -> list[str]:
         try:
             name = ["name", torch.fx.node._get_qualified_name(target)]
         except RuntimeError as error:
-            raise NotKeepable(f"call of {target}") from error
+            raise NotSerializable(f"call of {target}") from error
     try:
         is_found = _target(name) is target
     except (AttributeError, ImportError, KeyError) as error:
-        raise NotKeepable(f"call of {target}") from error
+        raise NotSerializable(f"call of {target}") from error
     if not is_found:
-        raise NotKeepable(f"call of {target}")
+        raise NotSerializable(f"call of {target}")
     return name
 
 

@@ -28,7 +28,7 @@ _SYMPY = {name: getattr(sympy, name) for name in ("Add", "Mul", "Pow")} | {
 }
 
 
-class NotKeepable(Exception):
+class NotSerializable(Exception):
     """The graph holds something that has no form in a file."""
 
 
@@ -71,23 +71,23 @@ class ResultEncoder:
             return [("list", "tuple")[isinstance(value, tuple)], *map(self.value, value)]
         if type(value) in PLAIN:
             return ["plain", value]
-        raise NotKeepable(f"result {value!r}")
+        raise NotSerializable(f"result {value!r}")
 
     def _tensor(self, fake: FakeTensor) -> Any:
         if id(fake) in self._tensors:
             return ["same", self._tensors[id(fake)]]
         number = self._tensors[id(fake)] = len(self._tensors)
         if fake.layout != torch.strided or fake.is_conj() or fake.is_neg() or fake.is_inference():
-            raise NotKeepable(f"result {fake!r}")
+            raise NotSerializable(f"result {fake!r}")
         storage = fake.untyped_storage()._cdata
         base, base_dtype = self._storages.setdefault(storage, (number, fake.dtype))
         if base_dtype != fake.dtype:
-            raise NotKeepable(f"one memory read as two dtypes: {fake!r}")
+            raise NotSerializable(f"one memory read as two dtypes: {fake!r}")
         if id(fake) in self._constants:
             return ["constant", self._constants[id(fake)]]
         offset = self._size(fake.storage_offset())
         if base == number and offset != 0:
-            raise NotKeepable(f"a part of a tensor that is not there: {fake!r}")
+            raise NotSerializable(f"a part of a tensor that is not there: {fake!r}")
         shape = [self._size(size) for size in fake.shape]
         strides: list[Any] | None = [self._size(step) for step in fake.stride()]
         if base == number and _expressions(fake.stride()) == _contiguous(fake.shape):
@@ -110,7 +110,7 @@ class ResultEncoder:
             return value.name
         name = type(value).__name__
         if _SYMPY.get(name) is not type(value):
-            raise NotKeepable(f"size {value}")
+            raise NotSerializable(f"size {value}")
         return [name, *map(self._expression, value.args)]
 
     def symbols(self) -> list[Any]:
@@ -121,12 +121,12 @@ class ResultEncoder:
         for symbol, sources in self._shape_env.var_to_sources.items():
             bounds = self._shape_env.var_to_range[symbol]
             if symbol not in self._hints or not sources:
-                raise NotKeepable(f"size {symbol}")
+                raise NotSerializable(f"size {symbol}")
             upper = None if bounds.upper is int_oo else int(bounds.upper)
             hint = self._hints.pop(symbol)
             found.append([symbol.name, sources[0].name, hint, int(bounds.lower), upper])
         if self._hints:
-            raise NotKeepable(f"sizes {self._hints}")
+            raise NotSerializable(f"sizes {self._hints}")
         return found
 
 

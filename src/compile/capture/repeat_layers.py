@@ -28,7 +28,7 @@ Key = tuple[str, int]
 """A parameter within its layer, by name and 0, or ``("", 0)`` and ``("", 1)`` for its caches."""
 
 
-class NotAlike(Exception):
+class LayersDiffer(Exception):
     """The pieces differ in more than their layers, or the graph has another form."""
 
 
@@ -44,7 +44,7 @@ def repeat_layers(
         layers: those in the graph: two or more from 0 on, and the last of the model.
 
     Raises:
-        NotAlike: see there. The graph may have been changed then.
+        LayersDiffer: see there. The graph may have been changed then.
     """
     # What Dynamo records are normal tensors even when it traces in inference mode.
     with torch.inference_mode(False), torch.no_grad():
@@ -73,12 +73,12 @@ class _Repetition:
         nodes = list(self.graph.nodes)
         cuts = [i for i, node in enumerate(nodes) if _is_attention(node)]
         if len(cuts) != len(layers):
-            raise NotAlike(f"{len(cuts)} attention calls")
+            raise LayersDiffer(f"{len(cuts)} attention calls")
         *_, one, two, three = cuts
         self.pieces = nodes[one + 1 : two + 1], nodes[two + 1 : three + 1]
         self.rest = nodes[three + 1 :]
         if any(node.op == "placeholder" for node in nodes[cuts[0] :]):
-            raise NotAlike("an input behind a layer")
+            raise LayersDiffer("an input behind a layer")
         # Of what is in a piece: which one, and the place there.
         self.places = {
             node: (number, at)
@@ -113,27 +113,27 @@ class _Repetition:
                 found[node] = call, ("", which)
         keys = [{key for number, key in found.values() if number == i} for i in self.layers]
         if not keys[0] == keys[1] == keys[2] or not keys[0]:
-            raise NotAlike("layers with other parameters")
+            raise LayersDiffer("layers with other parameters")
         return found
 
     # Comparison -------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Raises NotAlike unless the second piece is as the first, a layer further."""
+        """Raises LayersDiffer unless the second piece is as the first, a layer further."""
         if len(self.pieces[0]) != len(self.pieces[1]):
-            raise NotAlike("pieces of other lengths")
+            raise LayersDiffer("pieces of other lengths")
         for one, two in zip(*self.pieces, strict=True):
             if (one.op, one.target) != (two.op, two.target):
-                raise NotAlike(f"{one.format_node()} and {two.format_node()}")
+                raise LayersDiffer(f"{one.format_node()} and {two.format_node()}")
             parts = [_parts((n.args, n.kwargs, n.meta.get("example_value"))) for n in (one, two)]
             if not all(self._are_alike(*pair) for pair in zip_longest(*parts)):
-                raise NotAlike(f"{one.format_node()} and {two.format_node()}")
+                raise LayersDiffer(f"{one.format_node()} and {two.format_node()}")
         for node in self.rest:
             fakes = [fake for fake in _leaves(node) if isinstance(fake, FakeTensor)]
             for read in (*node.all_input_nodes, *(self._owner(fake)[0] for fake in fakes)):
                 piece, layer = self.places.get(read, (1,))[0], self.inputs.get(read)
                 if piece == 0 or (layer is not None and layer[0] != self.layers[2]):
-                    raise NotAlike(f"{node.format_node()} reads a layer before the last")
+                    raise LayersDiffer(f"{node.format_node()} reads a layer before the last")
 
     def _are_alike(self, one: Any, two: Any) -> bool:
         if isinstance(one, Node) and isinstance(two, Node):

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...disk_cache import cache_root, work_folder
 from ...errors import InvalidInputError, UnsupportedModelError
-from .refusal import cause, refusing
+from .refusal import as_input_error, cause
 
 _MAGIC = b"GGUF"
 _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words
@@ -120,7 +120,7 @@ def _convert(path: Path, folder: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise InvalidInputError("model", str(path), "must be a GGUF file")
-    with refusing(str(path), "must be a GGUF file that can be read"):
+    with as_input_error(str(path), "must be a GGUF file that can be read"):
         try:
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
             module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

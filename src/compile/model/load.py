@@ -20,7 +20,7 @@ from transformers import (
 from ...engine.validation import path_of
 from ...errors import InvalidInputError, UnsupportedModelError
 from .gguf import converted_folder
-from .refusal import cause, refusing
+from .refusal import as_input_error, cause
 
 _DTYPES = {
     "float32": torch.float32,
@@ -102,7 +102,7 @@ def load_model(
     if name is None:
         raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
     source = _resolved_source(name, cache_dir)
-    with refusing(name, "must have a readable config.json"):
+    with as_input_error(name, "must have a readable config.json"):
         try:
             config = AutoConfig.from_pretrained(source)
         except (ValueError, KeyError) as error:
@@ -165,7 +165,7 @@ def _built(
 ) -> PreTrainedModel:
     is_dummy = load_format == "dummy"
     limit = "must have a config.json" if is_dummy else "must have weights"
-    with refusing(name, f"{limit} that a model can be built from"):
+    with as_input_error(name, f"{limit} that a model can be built from"):
         try:
             if is_dummy:
                 return _dummy(config, dtype, device)
@@ -222,7 +222,7 @@ def _tokenizer(source: str, name: str) -> Any | None:
     is_local = folder.is_dir()
     if is_local and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         return None
-    with refusing(name, "must have a tokenizer that can be read, or none"):
+    with as_input_error(name, "must have a tokenizer that can be read, or none"):
         try:
             # Without clean-up decoding is lossless, and text can be cut and joined anywhere.
             return AutoTokenizer.from_pretrained(source, clean_up_tokenization_spaces=False)

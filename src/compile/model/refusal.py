@@ -16,7 +16,7 @@ _MAX_CAUSE = 200  # characters
 
 
 @contextmanager
-def refusing(model: str, limit: str) -> Iterator[None]:
+def as_input_error(model: str, limit: str) -> Iterator[None]:
     """Turn what goes wrong inside into a refusal of ``model`` that names the cause.
 
     Parsers of configs, weights and tokenizers raise what they like over a damaged file: KeyError,

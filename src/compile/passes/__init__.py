@@ -42,20 +42,20 @@ def gpu_passes() -> dict[str, GraphPass]:
     # Triton, which they need, is only there on machines with a GPU.
     from .fuse_activation import fuse_activation
     from .fuse_norm import fuse_norm
-    from .fuse_norm_linear import join_norm
-    from .fuse_rope_attention import join_attention
+    from .fuse_norm_linear import fuse_norm_linear
+    from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_table
     from .fuse_rope_store import fuse_rope_store
     from .lower_gpu import call_gpu_kernels
 
     return {
         "fuse_rope_store": fuse_rope_store,
-        "join_attention": join_attention,
+        "fuse_rope_attention": fuse_rope_attention,
         "fuse_norm": fuse_norm,
         "fuse_activation": fuse_activation,
         "fuse_rope_table": fuse_rope_table,
         "gpu_kernels": call_gpu_kernels,
-        "join_norm": join_norm,
+        "fuse_norm_linear": fuse_norm_linear,
     }
 
 

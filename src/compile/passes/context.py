@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ...kernels.attention.backend import Choice
+from ...kernels.attention.backend import AttentionBackend
 
 
 @dataclass(slots=True)
@@ -21,16 +21,16 @@ class PassContext:
             placeholder for a constant enters it here.
         transparent: whether a row's bits must not depend on the rest of the batch.
         packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
-        plan_folder: where plans of products are kept (:mod:`.plan_cache`).
+        matmul_plan_dir: where plans of products are kept (:mod:`.plan_cache`).
         attention: the implementation to call in place of the ops; None keeps the ops.
     """
 
     module: nn.Module
     constants: dict[str, Tensor]
     transparent: bool = True
-    attention: Choice | None = None
+    attention: AttentionBackend | None = None
     packing_bytes: int = 0
-    plan_folder: Path | None = None
+    matmul_plan_dir: Path | None = None
 
     def constant(self, node: object) -> Tensor | None:
         """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""

@@ -23,7 +23,7 @@ from .context import PassContext
 _HAS_GATE: dict[Any, bool] = {gpu_linear.linear: False, gpu_linear.linear_silu_mul: True}
 
 
-def join_norm(gm: GraphModule, context: PassContext) -> int:
+def fuse_norm_linear(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of norms joined. Results are unchanged, as
     :func:`.dispatch.norm_linear` promises."""
     graph, count = gm.graph, 0
@@ -36,12 +36,12 @@ def join_norm(gm: GraphModule, context: PassContext) -> int:
         product = _only_product(results.get(0), context) if is_constant else None
         if product is None:
             continue
-        _, weight, _, few_rows = product.args
+        _, weight, _, max_custom_rows = product.args
         has_gate = _HAS_GATE[product.target]
         # There, where the sum is: others may read it before the product. The weight is an input.
         with graph.inserting_before(norm):
             joined = graph.call_function(
-                gpu_linear.norm_linear, (*norm.args, weight, few_rows, has_gate)
+                gpu_linear.norm_linear, (*norm.args, weight, max_custom_rows, has_gate)
             )
             out = graph.call_function(operator.getitem, (joined, 0))
         out.meta["example_value"] = example(product)

@@ -22,11 +22,11 @@ from .context import PassContext
 _CACHES = slice(10, 12)  # of the arguments of norm_rope_store
 
 
-def join_attention(gm: GraphModule, context: PassContext) -> int:
+def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of attentions joined; 0 if what the context chose has no
     such call. Results and caches are unchanged, as that call promises."""
     attention = context.attention
-    if attention is None or attention.attend_turned is None:
+    if attention is None or attention.fused_rope_attention is None:
         return 0
     graph = gm.graph
     op = torch.ops.pagespec.paged_attention
@@ -52,7 +52,9 @@ def join_attention(gm: GraphModule, context: PassContext) -> int:
         if not written.isdisjoint(operands):
             continue
         with graph.inserting_before(node):
-            joined = graph.call_function(attention.attend_turned, (*rope.args, *node.args[3:]))
+            joined = graph.call_function(
+                attention.fused_rope_attention, (*rope.args, *node.args[3:])
+            )
         joined.meta["example_value"] = example(node)
         node.replace_all_uses_with(joined)
         graph.erase_node(node)

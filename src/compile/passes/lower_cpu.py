@@ -124,7 +124,7 @@ class _RowwiseCalls:
         self._context = context
         self._room = context.packing_bytes
         self._packed: dict[Node, Node] = {}
-        self._products: dict[tuple[object, ...], invariant_linear.Product] = {}
+        self._products: dict[tuple[object, ...], invariant_linear.MatmulRecipe] = {}
 
     def __call__(self, node: Node) -> _Call | None:
         if is_linear(node):
@@ -172,7 +172,7 @@ class _RowwiseCalls:
 
     def _product(
         self, weight: Node, dims: tuple[int, int], *, may_pack: bool = False
-    ) -> invariant_linear.Product:
+    ) -> invariant_linear.MatmulRecipe:
         """For the weight whose outputs and inputs lie at ``dims``."""
         value: Any = example(weight)
         num_outputs, num_inputs = (int(value.shape[dim]) for dim in dims)
@@ -181,7 +181,7 @@ class _RowwiseCalls:
             is_contiguous = value.stride(1) == 1
         key = (num_outputs, num_inputs, value.dtype, is_contiguous, may_pack)
         if key not in self._products:
-            self._products[key] = invariant_linear.choose_product(
+            self._products[key] = invariant_linear.choose_recipe(
                 num_outputs,
                 num_inputs,
                 value.dtype,

@@ -27,7 +27,7 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
     ops = torch.ops.pagespec
-    plans = LinearPlans(context.transparent, context.plan_folder)
+    plans = LinearPlans(context.transparent, context.matmul_plan_dir)
     products = {node: _product(node, context) for node in filter(is_linear, graph.nodes)}
     plans.prepare([product for product in products.values() if product is not None])
     for node in list(graph.nodes):
@@ -47,15 +47,17 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
             node.target, node.args, node.kwargs = grouped_mm.grouped_mm, operands, {}
         elif (product := products.get(node)) is not None:
             source, weight, bias = linear_operands(node)
-            few_rows = plans.few_rows(*product)
+            max_custom_rows = plans.max_custom_rows(*product)
             gated = _only_gate(node)
             with graph.inserting_before(node):
                 if gated is not None:
                     call = graph.call_function(
-                        gpu_linear.linear_silu_mul, (source, weight, bias, few_rows)
+                        gpu_linear.linear_silu_mul, (source, weight, bias, max_custom_rows)
                     )
                 else:
-                    call = graph.call_function(gpu_linear.linear, (source, weight, bias, few_rows))
+                    call = graph.call_function(
+                        gpu_linear.linear, (source, weight, bias, max_custom_rows)
+                    )
             replaced = gated or node
             call.meta["example_value"] = example(replaced)
             replaced.replace_all_uses_with(call)

@@ -24,7 +24,7 @@ Attend = Callable[
 """The signature of ``pagespec::paged_attention``, all arguments by position."""
 Store = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """The signature of ``pagespec::kv_store``, all arguments by position."""
-AttendTurned = Callable[..., Tensor]
+FusedRopeAttention = Callable[..., Tensor]
 """Arguments of :func:`.dispatch.norm_rope_store`, then those of an attention over the
 same caches behind its caches, all by position."""
 
@@ -35,7 +35,7 @@ _WIDEST_HEAD = 256  # a tile of keys and values of this size still fits shared m
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AttentionBackend:
     """An implementation.
 
     Attributes:
@@ -43,15 +43,15 @@ class Choice:
         reason: one sentence for the log.
         attend, store: functions with the positional signature of the ops. One choice serves one
             engine: the calls of ``attend`` have to follow one another on one stream.
-        attend_turned: norm, rotation, store and attention as one call, with the bits of two; None
-            where there is none.
+        fused_rope_attention: norm, rotation, store and attention as one call, with the bits of
+            two; None where there is none.
     """
 
     name: str
     reason: str
     attend: Attend
     store: Store
-    attend_turned: AttendTurned | None = None
+    fused_rope_attention: FusedRopeAttention | None = None
 
     @property
     def capturable(self) -> bool:
@@ -118,7 +118,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def choose_attention(
+def select_backend(
     requested: str,
     *,
     device: torch.device,
@@ -126,7 +126,7 @@ def choose_attention(
     specs: Sequence[AttentionShape],
     block_size: int,
     transparent: bool,
-) -> Choice:
+) -> AttentionBackend:
     """Choose for a model whose attention calls are ``specs``.
 
     "auto" takes the reference on a CPU, and on a GPU Triton where it can serve all calls, else the
@@ -164,26 +164,28 @@ def choose_attention(
         major, _ = torch.cuda.get_device_capability(device)
         worthy = [name for name in flash.LIBRARIES if has_merit(MERITS, name, major)]
         chosen = _flash(worthy, device, dtype, specs, block_size)
-        if isinstance(chosen, Choice):
+        if isinstance(chosen, AttentionBackend):
             return chosen
     if limit is not None:
         return _reference(limit)
     return _triton("they serve all attention calls of the model")
 
 
-def _reference(why: str) -> Choice:
+def _reference(why: str) -> AttentionBackend:
     reason = f"attention by the reference in plain torch: {why}."
-    return Choice("reference", reason, reference.paged_attention, reference.kv_store)
+    return AttentionBackend("reference", reason, reference.paged_attention, reference.kv_store)
 
 
-def _triton(why: str) -> Choice:
+def _triton(why: str) -> AttentionBackend:
     # Triton is only there on machines with a GPU, and compiles nothing before the first call.
     from ..fused import kv_store
     from . import triton_backend
 
     reason = f"attention by the Triton kernels: {why}."
-    counted = triton_backend.CountedAttention()
-    return Choice("triton", reason, counted.attend, kv_store.kv_store, counted.attend_turned)
+    counted = triton_backend.TritonBackend()
+    return AttentionBackend(
+        "triton", reason, counted.attend, kv_store.kv_store, counted.fused_rope_attention
+    )
 
 
 def _flash(
@@ -192,7 +194,7 @@ def _flash(
     dtype: torch.dtype,
     specs: Sequence[AttentionShape],
     block_size: int,
-) -> Choice | str:
+) -> AttentionBackend | str:
     """The first of ``libraries`` that can serve, or why none can."""
     if device.type != "cuda":
         return f'FlashAttention needs an NVIDIA GPU, not device "{device}"'
@@ -207,5 +209,5 @@ def _flash(
         reason = f"attention by {library}; its bits may change with the schedule."
         has_triton = importlib.util.find_spec("triton") is not None
         store = _triton("").store if has_triton else reference.kv_store
-        return Choice("flash", reason, attend, store)
+        return AttentionBackend("flash", reason, attend, store)
     return "; ".join(limits)

@@ -14,14 +14,14 @@ from .online_softmax import finish, fold
 
 
 @triton.jit
-def _fold_pieces(  # type: ignore[no-untyped-def]
+def _fold_segments(  # type: ignore[no-untyped-def]
     partial,
     stats,
     index,
     first,
-    num_pieces,
-    total_peak,
-    total_mass,
+    num_segments,
+    total_row_max,
+    total_row_sum,
     total_acc,
     factor,
     DV: tl.constexpr,
@@ -35,9 +35,9 @@ def _fold_pieces(  # type: ignore[no-untyped-def]
     """
     dims = tl.arange(0, DV_PAD)
     for i in tl.static_range(CHUNK):
-        piece = tl.zeros((GROUP,), tl.int32) + (first + i)
-        here = index + piece
-        some = piece < num_pieces
+        segment = tl.zeros((GROUP,), tl.int32) + (first + i)
+        here = index + segment
+        some = segment < num_segments
         # From L2, where other programs put them.
         acc = tl.load(
             partial + here[:, None] * DV + dims[None, :],
@@ -45,12 +45,12 @@ def _fold_pieces(  # type: ignore[no-untyped-def]
             other=0.0,
             cache_modifier=".cg",
         )
-        peak = tl.load(stats + here * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
-        mass = tl.load(stats + here * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
-        total_peak, total_mass, total_acc = fold(
-            total_peak, total_mass, total_acc, peak, mass[:, None], acc, factor
+        row_max = tl.load(stats + here * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
+        row_sum = tl.load(stats + here * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
+        total_row_max, total_row_sum, total_acc = fold(
+            total_row_max, total_row_sum, total_acc, row_max, row_sum[:, None], acc, factor
         )
-    return total_peak, total_mass, total_acc
+    return total_row_max, total_row_sum, total_acc
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def merge(  # type: ignore[no-untyped-def]
     unit,
     token,
     head,
-    num_pieces,
-    max_pieces,
+    num_segments,
+    max_segments,
     factor,
     HQ: tl.constexpr,
     G: tl.constexpr,
@@ -86,33 +86,57 @@ def merge(  # type: ignore[no-untyped-def]
     # Beyond the group its last head again, whose mass is not 0.
     heads = head * G + tl.minimum(in_group, G - 1)
     dims = tl.arange(0, DV_PAD)
-    index = (unit.to(tl.int64) * HQ + heads) * max_pieces
-    peak = tl.full((GROUP,), float("-inf"), tl.float32)
-    mass = tl.zeros((GROUP, 1), tl.float32)
+    index = (unit.to(tl.int64) * HQ + heads) * max_segments
+    row_max = tl.full((GROUP,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((GROUP, 1), tl.float32)
     acc = tl.zeros((GROUP, DV_PAD), tl.float32)
     MORE: tl.constexpr = min(2 * FEW, CHUNK)
-    if num_pieces <= FEW:
-        peak, mass, acc = _fold_pieces(
-            partial, stats, index, 0, num_pieces, peak, mass, acc, factor, DV, DV_PAD, GROUP, FEW
+    if num_segments <= FEW:
+        row_max, row_sum, acc = _fold_segments(
+            partial,
+            stats,
+            index,
+            0,
+            num_segments,
+            row_max,
+            row_sum,
+            acc,
+            factor,
+            DV,
+            DV_PAD,
+            GROUP,
+            FEW,
         )
-    elif num_pieces <= MORE:
-        peak, mass, acc = _fold_pieces(
-            partial, stats, index, 0, num_pieces, peak, mass, acc, factor, DV, DV_PAD, GROUP, MORE
+    elif num_segments <= MORE:
+        row_max, row_sum, acc = _fold_segments(
+            partial,
+            stats,
+            index,
+            0,
+            num_segments,
+            row_max,
+            row_sum,
+            acc,
+            factor,
+            DV,
+            DV_PAD,
+            GROUP,
+            MORE,
         )
     else:
-        for first in range(0, num_pieces, CHUNK):
-            peak, mass, acc = _fold_pieces(
-                partial, stats, index, first, num_pieces, peak, mass, acc, factor, DV, DV_PAD,
-                GROUP, CHUNK,
+        for first in range(0, num_segments, CHUNK):
+            row_max, row_sum, acc = _fold_segments(
+                partial, stats, index, first, num_segments, row_max, row_sum, acc, factor,
+                DV, DV_PAD, GROUP, CHUNK,
             )  # fmt: skip
-    result = finish(peak, mass, acc, sinks, heads, is_head, factor, HAS_SINKS)
+    result = finish(row_max, row_sum, acc, sinks, heads, is_head, factor, HAS_SINKS)
     target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
     mask = is_head[:, None] & (dims < DV)[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def arrives_last(counter, expected):  # type: ignore[no-untyped-def]
+def is_last_arrival(counter, expected):  # type: ignore[no-untyped-def]
     """Whether this program is the last of ``expected`` to call this; the counter is 0 again then.
 
     What the others stored before can be loaded from L2 after it (``cache_modifier=".cg"``): the

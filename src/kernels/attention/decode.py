@@ -1,19 +1,19 @@
 """Attention of single queries over pages: split-KV decode that merges its splits in one launch.
 
-A program serves one token, one KV head with its G query heads, and some of the *pieces* of the
-context. The first piece is the first splits, folded by the program; each later split is a piece.
-How many splits are first follows the size of the batch (``FIRST``), and a context's own length:
-one below ``WHOLE`` is a single piece, in one of ``FAR`` positions or more they reach to the knee.
-Programs beside each other take pieces ``lane``, ``lane + num_lanes``, ... from the last one back
-(the first ones are short: what starts last should not take longest); if a context has more than
-one, their states go to ``partial`` and ``stats``, and the program that arrives last folds them in
-order (:mod:`.combine`). All choices of pieces and lanes, and all orders of
-arrival, give the same bits (:mod:`.online_softmax`), so the choices may follow the
-size of the batch.
+A program serves one token, one KV head with its G query heads, and some of the *segments* of the
+context. The first segment is the first splits, folded by the program; each later split is a
+segment. How many splits are first follows the size of the batch (``FIRST_SPLITS``), and a context's
+own length: one below ``UNSPLIT_BELOW`` is a single segment, in one of ``LONG_CONTEXT`` positions or
+more they reach to ``SPLIT_CHANGE``. Programs beside each other, the *workers* of a context, take
+segments ``worker``, ``worker + num_workers``, ... from the last one back (the first ones are short:
+what starts last should not take longest). If a context has more than one worker, their states go to
+``partial`` and ``stats``, and the program that arrives last combines them in order
+(:mod:`.combine`). All choices of segments and workers, and all orders of arrival, give the same
+bits (:mod:`.online_softmax`), so the choices may follow the size of the batch.
 
-With ``TURN`` the queries, and the keys and values of the step, come as a product leaves them, and
-the programs normalise, rotate and store first (:mod:`.decode_prologue`). With ``LATE``
-the next kernel starts behind that (:func:`.kv_store.starts_next_late`).
+With ``FUSE_ROPE`` the queries, and the keys and values of the step, come as a matmul leaves them,
+and the programs normalise, rotate and store first (:mod:`.decode_prologue`). With ``LATE_TRIGGER``
+the next kernel starts behind that (:func:`.device.triggers_dependents_late`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import triton
 import triton.language as tl
 
 from ..fused.norm_rope_store import partners_of, turned
-from .combine import arrives_last, merge
+from .combine import is_last_arrival, merge
 from .decode_prologue import KEYS, ask, load_angles, load_weights, store_new
 from .online_softmax import (
+    attend_tiles,
     block_ids,
     count_at_most,
     finish,
     fold,
-    piece_begin,
-    pieces_of,
+    segment_begin,
+    segments_of,
     split_begin,
-    walk,
 )
 from .tiling import ALL_SPLITS
 
@@ -66,18 +66,20 @@ def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type
 @triton.jit
 def _splits_in_first(  # type: ignore[no-untyped-def]
     position,
-    SHORT: tl.constexpr,
-    KNEE: tl.constexpr,
-    FIRST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FAR: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr,
+    SPLIT_CHANGE: tl.constexpr,
+    FIRST_SPLITS: tl.constexpr,
+    UNSPLIT_BELOW: tl.constexpr,
+    LONG_CONTEXT: tl.constexpr,
 ):
     """Splits in the first piece of a context that ends at ``position``."""
-    num_first = tl.full((), FIRST, tl.int32)
-    if WHOLE > 0:
-        num_first = tl.where(position < WHOLE, ALL_SPLITS, num_first)
-    if FAR > 0:
-        num_first = tl.where(position >= FAR - 1, max(FIRST, KNEE // SHORT), num_first)
+    num_first = tl.full((), FIRST_SPLITS, tl.int32)
+    if UNSPLIT_BELOW > 0:
+        num_first = tl.where(position < UNSPLIT_BELOW, ALL_SPLITS, num_first)
+    if LONG_CONTEXT > 0:
+        num_first = tl.where(
+            position >= LONG_CONTEXT - 1, max(FIRST_SPLITS, SPLIT_CHANGE // NEAR_SPLIT), num_first
+        )
     return num_first
 
 
@@ -97,7 +99,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     out,
     partial,  # float32 [units, HQ, max_pieces, DV]
     stats,  # float32 [units, HQ, max_pieces, 2]: peak and mass
-    arrived,  # int32 [units * HKV], zeros, and zeros again at the end
+    arrival_counters,  # int32 [units * HKV], zeros, and zeros again at the end
     starts,
     contexts,
     tables,
@@ -110,8 +112,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     q_head_stride,
     table_stride,
     num_rows,
-    num_lanes,
-    max_pieces,
+    num_workers,
+    max_segments,
     # With TURN, else None; norms None without FORM.
     key, value, cos, sin, q_weight, k_weight, slot_mapping, eps,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of K_STEP and V_STEP
@@ -120,8 +122,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr,
-    FIRST: tl.constexpr, WHOLE: tl.constexpr, FAR: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
+    FIRST_SPLITS: tl.constexpr, UNSPLIT_BELOW: tl.constexpr, LONG_CONTEXT: tl.constexpr,
     PAGE: tl.constexpr, ONES: tl.constexpr,
     GROUP: tl.constexpr,  # G, padded to a power of two
     CHUNK: tl.constexpr,
@@ -132,33 +134,41 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     BY_TOKEN: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
-    TURN: tl.constexpr,
+    FUSE_ROPE: tl.constexpr,
     EMULATE: tl.constexpr,
-    LATE: tl.constexpr,
+    LATE_TRIGGER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     DTYPE: tl.constexpr = out.dtype.element_ty
-    FOLD: tl.constexpr = FIRST > 1 or WHOLE > 0 or FAR > 0  # a piece may hold several splits
+    FOLD: tl.constexpr = (
+        FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
+    )  # a piece may hold several splits
     unit = tl.program_id(1)
     head = tl.program_id(0) % HKV
-    lane = tl.program_id(0) // HKV
+    worker = tl.program_id(0) // HKV
     # The batch's own tensors are written by the first kernel of a step, which lets none start
     # before it has ended, and weights never. So both are read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
-    num_first = _splits_in_first(seen, SHORT, KNEE, FIRST, WHOLE, FAR)
-    low, first_piece, last_piece = pieces_of(seen, window, num_first, SHORT, LONG, KNEE, HAS_WINDOW)
-    if lane > last_piece - first_piece:
+    num_first = _splits_in_first(
+        seen, NEAR_SPLIT, SPLIT_CHANGE, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT
+    )
+    low, first_segment, last_segment = segments_of(
+        seen, window, num_first, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, HAS_WINDOW
+    )
+    if worker > last_segment - first_segment:
         return  # before it waits: its place is free for the next kernel. Lane 0 goes on and waits
     some_row = tl.minimum(row, num_rows - 1)
     table = tables + some_row.to(tl.int64) * table_stride
-    begin = piece_begin(last_piece - lane, low, num_first, SHORT, LONG, KNEE, BLOCK_N)
+    begin = segment_begin(
+        last_segment - worker, low, num_first, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, BLOCK_N
+    )
     blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
     k_dims = tl.arange(0, DK_PAD)
-    if TURN:
+    if FUSE_ROPE:
         first_new = tl.where(position < 0, token, tl.load(starts + some_row))
-        stores = (first_new < token) | (lane == 0)
+        stores = (first_new < token) | (worker == 0)
         partners = partners_of(k_dims, R)
         q_own, q_others = load_weights(q_weight, k_dims, partners, DK, BLOCK_M, DTYPE, FORM)
         k_size = tl.where(stores, DK, 0)
@@ -169,7 +179,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 ask(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not LATE:
+        if not LATE_TRIGGER:
             # Not sooner: programs of the next kernel would take places where this one has none yet,
             # and some multiprocessors would end up with three programs of a launch, others none.
             tl.extra.cuda.gdc_launch_dependents()
@@ -180,7 +190,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     is_head = in_group < G
     mask = is_head[:, None] & (dims < DV)[None, :]
     target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
-    if not TURN:  # noqa: SIM102 (one is known when compiling, the other is not)
+    if not FUSE_ROPE:  # noqa: SIM102 (one is known when compiling, the other is not)
         if position < 0:
             if BY_TOKEN:  # padding
                 tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
@@ -193,7 +203,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     )
     q_mask = is_head[:, None] & (k_dims < DK)[None, :]
     q = tl.load(q_rows + k_dims[None, :], mask=q_mask, other=0.0)
-    if TURN:
+    if FUSE_ROPE:
         # Asked for before the keys, used after them: both are under way together.
         y = tl.load(q_rows + partners[None, :], mask=q_mask, other=0.0)
         q_tokens = tl.zeros((BLOCK_M,), tl.int64) + token
@@ -202,12 +212,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         end_new = tl.where(stores, token + 1, first_new)
         store_new(
             key, value, cos, sin, k_own, k_others, k_cache, v_cache, slot_mapping, eps,
-            first_new, end_new, token, seen, num_first, last_piece, lane, num_lanes, head, k_dims,
-            partners,
+            first_new, end_new, token, seen, num_first, last_segment, worker, num_workers, head,
+            k_dims, partners,
             k_token_stride, k_head_stride, v_token_stride, v_head_stride,
             cos_stride, cos_step, sin_stride, sin_step,
-            HKV, DK, DV, DV_PAD, K_STEP, V_STEP, R, TABLE, ANGLES, SHORT, LONG, KNEE,
-            FORM, EMULATE,
+            HKV, DK, DV, DV_PAD, K_STEP, V_STEP, R, TABLE, ANGLES,
+            NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, FORM, EMULATE,
         )  # fmt: skip
         if position < 0:  # padding
             tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
@@ -215,46 +225,48 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         if stores:
             tl.debug_barrier()  # other threads of this program are about to load it
         q = turned(q, y, q_own, q_others, c, s, k_dims, eps, DK, R, FORM, DTYPE, EMULATE)
-    if PDL and LATE:
+    if PDL and LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
 
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
-    for behind in range(lane, last_piece - first_piece + 1, num_lanes):
-        piece = last_piece - behind
-        next_piece = tl.maximum(piece - num_lanes, 0)
-        next_begin = piece_begin(next_piece, low, num_first, SHORT, LONG, KNEE, BLOCK_N)
+    for behind in range(worker, last_segment - first_segment + 1, num_workers):
+        segment = last_segment - behind
+        next_segment = tl.maximum(segment - num_workers, 0)
+        next_begin = segment_begin(
+            next_segment, low, num_first, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, BLOCK_N
+        )
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
-        end = split_begin(piece + num_first, SHORT, LONG, KNEE)
-        total_peak, total_mass, total_acc, peak, mass, acc = walk(
+        end = split_begin(segment + num_first, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+        total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
             q, k_cache + head * DK, v_cache + head * DV, table, blocks, begin,
             tl.minimum(end, position + 1), position, positions, window, factor, cap_in, cap_out,
-            HKV, DK, DV, DK_PAD, DV_PAD, BLOCK_M, BLOCK_N, SHORT, LONG, KNEE, PAGE, ONES,
-            FOLD, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+            HKV, DK, DV, DK_PAD, DV_PAD, BLOCK_M, BLOCK_N, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE,
+            PAGE, ONES, FOLD, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
         )  # fmt: skip
         begin = next_begin
         blocks = next_blocks
         # The last split of the piece, if its end was not reached; else empty, which is harmless.
-        total_peak, total_mass, total_acc = fold(
-            total_peak, total_mass, total_acc, peak, mass, acc, factor
+        total_row_max, total_row_sum, total_acc = fold(
+            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
         )
-        if first_piece == last_piece:
+        if first_segment == last_segment:
             result = finish(
-                total_peak, total_mass, total_acc, sinks, heads, is_head, factor, HAS_SINKS
+                total_row_max, total_row_sum, total_acc, sinks, heads, is_head, factor, HAS_SINKS
             )
             tl.store(target, result.to(DTYPE), mask=mask)
         else:
-            index = (unit.to(tl.int64) * HQ + heads) * max_pieces + (piece - first_piece)
+            index = (unit.to(tl.int64) * HQ + heads) * max_segments + (segment - first_segment)
             tl.store(partial + index[:, None] * DV + dims[None, :], total_acc, mask=mask)
-            tl.store(stats + index * 2, total_peak, mask=is_head)
-            tl.store(stats + index * 2 + 1, tl.max(total_mass, 1), mask=is_head)
+            tl.store(stats + index * 2, total_row_max, mask=is_head)
+            tl.store(stats + index * 2 + 1, tl.max(total_row_sum, 1), mask=is_head)
 
-    if first_piece == last_piece:
+    if first_segment == last_segment:
         return
-    num_pieces = last_piece - first_piece + 1
-    FEW: tl.constexpr = min(KNEE // SHORT, CHUNK)
+    num_segments = last_segment - first_segment + 1
+    FEW: tl.constexpr = min(SPLIT_CHANGE // NEAR_SPLIT, CHUNK)
     # Lanes without a piece have returned above.
-    if arrives_last(arrived + unit * HKV + head, tl.minimum(num_lanes, num_pieces)):
+    if is_last_arrival(arrival_counters + unit * HKV + head, tl.minimum(num_workers, num_segments)):
         merge(
-            partial, stats, out, sinks, unit, token, head, num_pieces, max_pieces, factor,
+            partial, stats, out, sinks, unit, token, head, num_segments, max_segments, factor,
             HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW, HAS_SINKS,
         )  # fmt: skip

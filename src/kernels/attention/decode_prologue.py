@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import steps
+from ..device import vector_strides
 from ..fused import norm_rope_store
 from ..fused.norm_rope_store import turned
 from .online_softmax import split_of
@@ -121,9 +121,9 @@ def store_new(  # type: ignore[no-untyped-def]
     token,
     position,
     num_first,
-    last_piece,
-    lane,
-    num_lanes,
+    last_segment,
+    worker,
+    num_workers,
     head,
     dims,
     partners,
@@ -144,9 +144,9 @@ def store_new(  # type: ignore[no-untyped-def]
     R: tl.constexpr,
     TABLE: tl.constexpr,
     ANGLES: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    KNEE: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr,
+    FAR_SPLIT: tl.constexpr,
+    SPLIT_CHANGE: tl.constexpr,
     FORM: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -162,9 +162,11 @@ def store_new(  # type: ignore[no-untyped-def]
     v_dims = tl.arange(0, DV_PAD)
     for first in range(first_new, end_new, KEYS):
         tokens = first + tl.arange(0, KEYS)
-        piece = split_of(tl.maximum(position - (token - tokens), 0), SHORT, LONG, KNEE)
-        behind = last_piece - tl.maximum(piece - (num_first - 1), 0)
-        mine = (tokens <= token) & (behind % num_lanes == lane)
+        segment = split_of(
+            tl.maximum(position - (token - tokens), 0), NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE
+        )
+        behind = last_segment - tl.maximum(segment - (num_first - 1), 0)
+        mine = (tokens <= token) & (behind % num_workers == worker)
         wide = tokens.to(tl.int64)
         slots = tl.load(slot_mapping + wide, mask=mine, other=0)
         k_mask = mine[:, None] & (dims < DK)[None, :]
@@ -199,7 +201,7 @@ def fits(query: Tensor, key: Tensor, has_norm: bool) -> bool:
         return False
     if not has_norm:
         return True
-    if steps(query)[2] == 1 or steps(key)[2] == 1:
+    if vector_strides(query)[2] == 1 or vector_strides(key)[2] == 1:
         return False
     group = triton.next_power_of_2(num_heads // key.shape[1])
     theirs = norm_rope_store.heads_at_once(max(num_heads, key.shape[1]), padded) * padded

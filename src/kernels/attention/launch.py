@@ -5,7 +5,7 @@ captured in a CUDA graph and replayed with other contents.
 
 - At most as many tokens as rows (decode, with or without padding): one decode program (or several
   lanes of them) a token and KV head, of which the last to arrive merges what all computed. With
-  few rows it normalises, rotates and stores too (:func:`turned_attention`).
+  few rows it normalises, rotates and stores too (:func:`fused_rope_attention`).
 - More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
   the other's alone. On Hopper :mod:`.prefill_sm90` may be the latter; same bits.
 """
@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..device import has_dependent_launch, is_gluon_known, starts_next_late, steps
+from ..device import has_dependent_launch, is_gluon_known, triggers_dependents_late, vector_strides
 from .decode import decode_kernel
 from .online_softmax import LOG2E
 from .prefill import prefill_kernel
@@ -39,7 +39,7 @@ def paged_attention(
     softcap: float,
     sinks: Tensor | None,
     tiling: Tiling | None = None,
-    arrived: Tensor | None = None,
+    arrival_counters: Tensor | None = None,
 ) -> Tensor:
     """As :func:`.ops.paged_attention`, with shapes as there.
 
@@ -70,7 +70,9 @@ def paged_attention(
     metadata = (query_starts, context_lens, block_tables)
     t = tiling or choose_tiling(query.dtype, k_dim, v_dim)
     shared = _shared(query, v_cache, scale, window, softcap, sinks, t)
-    _decode(query, k_cache, v_cache, out, metadata, shared, t, arrived, by_token, _NOT_TURNED)
+    _decode(
+        query, k_cache, v_cache, out, metadata, shared, t, arrival_counters, by_token, _NOT_TURNED
+    )
     if not by_token:
         if query.is_cuda and is_gluon_known():
             from . import prefill_sm90
@@ -100,7 +102,7 @@ def paged_attention(
     return out
 
 
-def turned_attention(
+def fused_rope_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -122,7 +124,7 @@ def turned_attention(
     softcap: float,
     sinks: Tensor | None,
     tiling: Tiling | None = None,
-    arrived: Tensor | None = None,
+    arrival_counters: Tensor | None = None,
 ) -> Tensor:
     """:func:`triton_rope.norm_rope_store`, then :func:`paged_attention` of what it returns, in one
     launch; with the same bits if :func:`triton_turn.fits`. Arguments as there.
@@ -148,8 +150,8 @@ def turned_attention(
     out = query.new_empty(num_tokens, num_heads, v_dim)
     t = tiling or choose_tiling(query.dtype, dim, v_dim)
     shared = _shared(query, v_cache, scale, window, softcap, sinks, t)
-    k_token_stride, k_head_stride, k_step = steps(key)
-    v_token_stride, v_head_stride, v_step = steps(value)
+    k_token_stride, k_head_stride, k_step = vector_strides(key)
+    v_token_stride, v_head_stride, v_step = vector_strides(value)
     angles = 8 if all(x.stride(2) == 1 and x.stride(1) % 8 == 0 for x in (cos, sin)) else 1
     turn = {
         "key": key,
@@ -175,12 +177,12 @@ def turned_attention(
         "ANGLES": angles,
         "FORM": "" if q_weight is None else form,
         "TURN": True,
-        "LATE": starts_next_late(num_tokens),
+        "LATE": triggers_dependents_late(num_tokens),
         # As triton_rope is compiled. The rest of the kernel says itself where to contract.
         "enable_fp_fusion": False,
     }
     metadata = (query_starts, context_lens, block_tables)
-    _decode(query, k_cache, v_cache, out, metadata, shared, t, arrived, True, turn)
+    _decode(query, k_cache, v_cache, out, metadata, shared, t, arrival_counters, True, turn)
     return out
 
 
@@ -206,7 +208,7 @@ def _shared(
     """What the decode and the prefill kernel are given alike."""
     _, num_q_heads, k_dim = query.shape
     page, num_kv_heads, v_dim = v_cache.shape[1:]
-    token_stride, head_stride, step = steps(query)
+    token_stride, head_stride, step = vector_strides(query)
     return {
         "sinks": sinks,
         # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
@@ -244,7 +246,7 @@ def _decode(
     metadata: tuple[Tensor, Tensor, Tensor],
     shared: dict[str, Any],
     t: Tiling,
-    arrived: Tensor | None,
+    arrival_counters: Tensor | None,
     by_token: bool,
     turn: dict[str, Any],
 ) -> None:
@@ -259,39 +261,39 @@ def _decode(
     num_units = num_tokens if by_token else num_rows
     spread = choose_spread(t, num_units * num_kv_heads, table_width * page, shared["window"])
     # With one piece at most, nothing is merged: these are empty, of the dtype they always have.
-    num_merging = num_units if spread.max_pieces > 1 else 0
-    shape = (num_merging, num_heads, spread.max_pieces)
+    num_merging = num_units if spread.max_segments > 1 else 0
+    shape = (num_merging, num_heads, spread.max_segments)
     partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=query.device)
     stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
     num_counters = num_merging * num_kv_heads
-    if arrived is None:
-        arrived = torch.zeros(num_counters, dtype=torch.int32, device=query.device)
-    elif arrived.numel() < num_counters:
-        raise ValueError(f"{arrived.numel()} counters of arrival where {num_counters} are needed")
+    if arrival_counters is None:
+        arrival_counters = torch.zeros(num_counters, dtype=torch.int32, device=query.device)
+    elif arrival_counters.numel() < num_counters:
+        raise ValueError(f"arrival_counters: {arrival_counters.numel()} of {num_counters} needed")
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     overlap = has_dependent_launch(query.device)
-    decode_kernel[(num_kv_heads * spread.num_lanes, num_units)](
+    decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
         query,
         k_cache,
         v_cache,
         out,
         partial,
         stats,
-        arrived,
+        arrival_counters,
         *metadata,
         table_stride=metadata[2].stride(0),
         num_rows=num_rows,
-        num_lanes=spread.num_lanes,
-        max_pieces=spread.max_pieces,
+        num_workers=spread.num_workers,
+        max_segments=spread.max_segments,
         **shared,
         **turn,
         BLOCK_M=max(_MIN_DOT, group),
         GROUP=group,
         CHUNK=t.merge_chunk_of(group * shared["DV_PAD"]),
         BY_TOKEN=by_token,
-        FIRST=spread.splits_in_first,
-        WHOLE=spread.whole_below,
-        FAR=spread.far_from,
+        FIRST_SPLITS=spread.splits_in_first,
+        UNSPLIT_BELOW=spread.whole_below,
+        LONG_CONTEXT=spread.far_from,
         EMULATE=query.device.type == "cpu",
         PDL=overlap,
         num_warps=t.decode_warps,

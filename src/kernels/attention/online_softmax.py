@@ -5,9 +5,9 @@ splits of the keys merged at the end (Flash-Decoding, Dao et al. 2023). What mak
 a query independent of how it was scheduled (decode, extend, prefill; alone or with others):
 
 - tiles of ``BLOCK_N`` positions and splits begin at fixed positions of the sequence, wherever the
-  query's program begins and ends. Splits hold ``SHORT`` positions up to position ``KNEE``, so
-  that few short sequences still make many programs, and ``LONG`` beyond. A tile or a split in
-  which a query sees nothing leaves its state as it was, to the bit;
+  query's program begins and ends. Splits hold ``NEAR_SPLIT`` positions up to position
+  ``SPLIT_CHANGE``, so that few short sequences still make many programs, and ``FAR_SPLIT`` beyond.
+  A tile or a split in which a query sees nothing leaves its state as it was, to the bit;
 - every split has fresh accumulators, and splits are folded into the total one by one in order of
   position, whether by the program that walked them or by the last of several to arrive;
 - no sum depends on a layout: scores, weighted values and the sum of the weights (a product with
@@ -29,25 +29,37 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def split_of(position, SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr):  # type: ignore[no-untyped-def]
+def split_of(  # type: ignore[no-untyped-def]
+    position, NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr
+):
     """Number of the split that holds ``position``."""
-    return tl.where(position < KNEE, position // SHORT, KNEE // SHORT + (position - KNEE) // LONG)
+    return tl.where(
+        position < SPLIT_CHANGE,
+        position // NEAR_SPLIT,
+        SPLIT_CHANGE // NEAR_SPLIT + (position - SPLIT_CHANGE) // FAR_SPLIT,
+    )
 
 
 @triton.jit
-def split_begin(split, SHORT: tl.constexpr, LONG: tl.constexpr, KNEE: tl.constexpr):  # type: ignore[no-untyped-def]
+def split_begin(  # type: ignore[no-untyped-def]
+    split, NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr
+):
     """First position of a split."""
-    return tl.where(split < KNEE // SHORT, split * SHORT, KNEE + (split - KNEE // SHORT) * LONG)
+    return tl.where(
+        split < SPLIT_CHANGE // NEAR_SPLIT,
+        split * NEAR_SPLIT,
+        SPLIT_CHANGE + (split - SPLIT_CHANGE // NEAR_SPLIT) * FAR_SPLIT,
+    )
 
 
 @triton.jit
-def pieces_of(  # type: ignore[no-untyped-def]
+def segments_of(  # type: ignore[no-untyped-def]
     position,
     window,
     num_first,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    KNEE: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr,
+    FAR_SPLIT: tl.constexpr,
+    SPLIT_CHANGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
     """First position in view, and the first and last piece of a query at ``position``.
@@ -58,23 +70,29 @@ def pieces_of(  # type: ignore[no-untyped-def]
     low = tl.zeros_like(position)
     if HAS_WINDOW:
         low = tl.maximum(position - window + 1, 0)
-    first_piece = tl.maximum(split_of(low, SHORT, LONG, KNEE) - (num_first - 1), 0)
-    last_piece = tl.maximum(split_of(position, SHORT, LONG, KNEE) - (num_first - 1), 0)
-    return low, first_piece, last_piece
+    first_segment = tl.maximum(
+        split_of(low, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE) - (num_first - 1), 0
+    )
+    last_segment = tl.maximum(
+        split_of(position, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE) - (num_first - 1), 0
+    )
+    return low, first_segment, last_segment
 
 
 @triton.jit
-def piece_begin(  # type: ignore[no-untyped-def]
-    piece,
+def segment_begin(  # type: ignore[no-untyped-def]
+    segment,
     low,
     num_first,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    KNEE: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr,
+    FAR_SPLIT: tl.constexpr,
+    SPLIT_CHANGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """First tile in view of a piece."""
-    begin = tl.where(piece == 0, 0, split_begin(piece + (num_first - 1), SHORT, LONG, KNEE))
+    begin = tl.where(
+        segment == 0, 0, split_begin(segment + (num_first - 1), NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    )
     return tl.maximum(begin, low // BLOCK_N * BLOCK_N)
 
 
@@ -96,38 +114,38 @@ def score(q, k, cap_in, cap_out, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.conste
 
 
 @triton.jit
-def add_tile(scores, v, ones, peak, mass, acc, factor, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """The state with one more tile: ``scores [M, N]``, -inf where unseen, and ``v [N, DV]``."""
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1))
     # Rows that have seen nothing yet: without this, -inf - -inf.
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[:, None]))
-    shrink = tl.exp2((peak - base) * factor)
+    rescale = tl.exp2((row_max - base) * factor)
     weights = weights.to(v.dtype)
-    mass = tl.dot(weights, ones, mass * shrink[:, None], input_precision=PRECISION)
-    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision=PRECISION)
-    return new_peak, mass, acc
+    row_sum = tl.dot(weights, ones, row_sum * rescale[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision=PRECISION)
+    return new_row_max, row_sum, acc
 
 
 @triton.jit
-def fold(total_peak, total_mass, total_acc, peak, mass, acc, factor):  # type: ignore[no-untyped-def]
+def fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor):  # type: ignore[no-untyped-def]
     """Fold a split into the total of the splits before it."""
-    new_peak = tl.maximum(total_peak, peak)
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    a = tl.exp2((total_peak - base) * factor)[:, None]
-    b = tl.exp2((peak - base) * factor)[:, None]
-    total_mass = tl.fma(mass, b, total_mass * a)
+    new_row_max = tl.maximum(total_row_max, row_max)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    a = tl.exp2((total_row_max - base) * factor)[:, None]
+    b = tl.exp2((row_max - base) * factor)[:, None]
+    total_row_sum = tl.fma(row_sum, b, total_row_sum * a)
     total_acc = tl.fma(acc, b, total_acc * a)
-    return new_peak, total_mass, total_acc
+    return new_row_max, total_row_sum, total_acc
 
 
 @triton.jit
-def finish(peak, mass, acc, sinks, heads, mask, factor, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def finish(row_max, row_sum, acc, sinks, heads, mask, factor, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The output ``[M, DV]`` of a total; ``heads [M]`` are query heads, ``mask`` says which."""
-    weight = tl.max(mass, 1)
+    weight = tl.max(row_sum, 1)
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32)
-        weight += tl.exp2(tl.fma(-peak, factor, sink * LOG2E))
+        weight += tl.exp2(tl.fma(-row_max, factor, sink * LOG2E))
     return acc * (1.0 / weight)[:, None]
 
 
@@ -182,7 +200,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def walk(  # type: ignore[no-untyped-def]
+def attend_tiles(  # type: ignore[no-untyped-def]
     q,
     k_cache,
     v_cache,
@@ -203,9 +221,9 @@ def walk(  # type: ignore[no-untyped-def]
     DV_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    KNEE: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr,
+    FAR_SPLIT: tl.constexpr,
+    SPLIT_CHANGE: tl.constexpr,
     PAGE: tl.constexpr,
     ONES: tl.constexpr,
     FOLD: tl.constexpr,
@@ -225,10 +243,10 @@ def walk(  # type: ignore[no-untyped-def]
     """
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
-    total_peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total_mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+    total_row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total_row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
     total_acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
-    peak, mass, acc = total_peak, total_mass, total_acc
+    row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
     for start in tl.range(begin, end, BLOCK_N):
         # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
         k = load_rows(k_cache, blocks, start, last, DK, DK_PAD, HKV * DK, PAGE, BLOCK_N, False)
@@ -240,17 +258,20 @@ def walk(  # type: ignore[no-untyped-def]
             visible &= (start + offsets)[None, :] > positions[:, None] - window
         scores = score(q, k, cap_in, cap_out, HAS_SOFTCAP, PRECISION)
         scores = tl.where(visible, scores, float("-inf"))
-        peak, mass, acc = add_tile(scores, v, ones, peak, mass, acc, factor, PRECISION)
+        row_max, row_sum, acc = add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION)
         end_of_tile = start + BLOCK_N
         if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
-            if end_of_tile & (tl.where(end_of_tile <= KNEE, SHORT, LONG) - 1) == 0:
-                total_peak, total_mass, total_acc = fold(
-                    total_peak, total_mass, total_acc, peak, mass, acc, factor
+            if (
+                end_of_tile & (tl.where(end_of_tile <= SPLIT_CHANGE, NEAR_SPLIT, FAR_SPLIT) - 1)
+                == 0
+            ):
+                total_row_max, total_row_sum, total_acc = fold(
+                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
                 )
-                peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-                mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+                row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
                 acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
-    return total_peak, total_mass, total_acc, peak, mass, acc
+    return total_row_max, total_row_sum, total_acc, row_max, row_sum, acc
 
 
 @triton.jit

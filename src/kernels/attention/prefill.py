@@ -12,8 +12,8 @@ tiles should start first and idle programs last. So single queries in front, whi
 kernel's, are passed over; then come the rows in order, the rest of a prompt that an earlier step
 began before a new prompt; and of each row the last tile first, which sees the most keys.
 
-Bits are those of the decode kernel. :func:`walk_folding_first` takes the steps of its ``walk``
-(:mod:`.online_softmax`), but folds later, and says why.
+Bits are those of the decode kernel. :func:`attend_tiles_fold_late` takes the steps of its
+``attend_tiles`` (:mod:`.online_softmax`), but folds later, and says why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .online_softmax import add_tile, block_ids, count_at_most, finish, fold, lo
 
 
 @triton.jit
-def walk_folding_first(  # type: ignore[no-untyped-def]
+def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
     q,
     k_cache,
     v_cache,
@@ -46,9 +46,9 @@ def walk_folding_first(  # type: ignore[no-untyped-def]
     V_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    KNEE: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr,
+    FAR_SPLIT: tl.constexpr,
+    SPLIT_CHANGE: tl.constexpr,
     PAGE: tl.constexpr,
     ONES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -69,10 +69,10 @@ def walk_folding_first(  # type: ignore[no-untyped-def]
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
     acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
-    total_peak, total_mass, total_acc = peak, mass, acc
+    total_row_max, total_row_sum, total_acc = row_max, row_sum, acc
     blocks = block_ids(table, begin, last, PAGE, BLOCK_N)
     for start in tl.range(begin, last + 1, BLOCK_N):
         # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
@@ -81,12 +81,14 @@ def walk_folding_first(  # type: ignore[no-untyped-def]
         # One tile ahead: an address must not wait for the load of its block id.
         blocks = block_ids(table, start + BLOCK_N, last, PAGE, BLOCK_N)
         scores = score(q, k, cap_in, cap_out, HAS_SOFTCAP, PRECISION)
-        if start & (tl.where(start < KNEE, SHORT, LONG) - 1) == 0:  # the first tile of a split
-            total_peak, total_mass, total_acc = fold(
-                total_peak, total_mass, total_acc, peak, mass, acc, factor
+        if (
+            start & (tl.where(start < SPLIT_CHANGE, NEAR_SPLIT, FAR_SPLIT) - 1) == 0
+        ):  # the first tile of a split
+            total_row_max, total_row_sum, total_acc = fold(
+                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
             )
-            peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            mass = tl.zeros((BLOCK_M, ONES), tl.float32)
+            row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
             acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
             # Masks what is masked below in any case, and so keeps all this behind the scores.
             scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
@@ -98,8 +100,8 @@ def walk_folding_first(  # type: ignore[no-untyped-def]
             if HAS_WINDOW:
                 visible &= offsets[None, :] > (positions - start - window)[:, None]
             scores = tl.where(visible, scores, -inf)
-        peak, mass, acc = add_tile(scores, v, ones, peak, mass, acc, factor, PRECISION)
-    return fold(total_peak, total_mass, total_acc, peak, mass, acc, factor)
+        row_max, row_sum, acc = add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION)
+    return fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor)
 
 
 @triton.jit
@@ -153,9 +155,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     Q_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHORT: tl.constexpr,
-    LONG: tl.constexpr,
-    KNEE: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr,
+    FAR_SPLIT: tl.constexpr,
+    SPLIT_CHANGE: tl.constexpr,
     PAGE: tl.constexpr,
     ONES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -212,7 +214,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         mask=is_line[:, None] & (k_dims < DK)[None, :],
         other=0.0,
     )
-    total_peak, total_mass, total_acc = walk_folding_first(
+    total_row_max, total_row_sum, total_acc = attend_tiles_fold_late(
         q,
         k_cache + head * DK,
         v_cache + head * DV + part,
@@ -233,14 +235,16 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         HKV * DV,
         BLOCK_M,
         BLOCK_N,
-        SHORT,
-        LONG,
-        KNEE,
+        NEAR_SPLIT,
+        FAR_SPLIT,
+        SPLIT_CHANGE,
         PAGE,
         ONES,
         HAS_WINDOW,
         HAS_SOFTCAP,
         PRECISION,
     )
-    result = finish(total_peak, total_mass, total_acc, sinks, heads, is_line, factor, HAS_SINKS)
+    result = finish(
+        total_row_max, total_row_sum, total_acc, sinks, heads, is_line, factor, HAS_SINKS
+    )
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

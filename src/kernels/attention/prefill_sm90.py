@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..device import Card
+from ..device import Gpu
 from .prefill_sm90_mainloop import consume, lines_of
 from .tiling import Tiling
 
@@ -67,11 +67,11 @@ def _num_leading_singles(starts, num_rows):
 
 
 @gluon.jit
-def _ask(desc, table, tile, last, column, pieces, bar, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
+def _ask(desc, table, tile, last, column, segments, bar, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
     """Ask for a tile of keys or values: ``[panels, BLOCK_N, 64]``, in pieces of a block."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     COUNT: gl.constexpr = BLOCK_N // ROWS
-    PANELS: gl.constexpr = pieces.shape[0] // COUNT
+    PANELS: gl.constexpr = segments.shape[0] // COUNT
     for i in gl.static_range(COUNT):
         # Behind the end of the context: its last block once more.
         position = gl.minimum(tile * BLOCK_N + i * ROWS, last)
@@ -79,7 +79,7 @@ def _ask(desc, table, tile, last, column, pieces, bar, PAGE: gl.constexpr, BLOCK
         slot = block * PAGE + position % PAGE // ROWS * ROWS
         for panel in gl.static_range(PANELS):
             at = [slot, column + panel * 64]
-            tma.async_copy_global_to_shared(desc, at, bar, pieces.index(panel * COUNT + i))
+            tma.async_copy_global_to_shared(desc, at, bar, segments.index(panel * COUNT + i))
 
 
 @gluon.jit
@@ -99,31 +99,31 @@ def _produce(
 ):
     """The warp that loads: units 0 (keys alone), 1 to n - 1, and n (values alone)."""
     ROWS: gl.constexpr = k_desc.block_type.shape[0]
-    PIECES: gl.constexpr = [BLOCK_N // ROWS * (D // 64), ROWS, 64]
+    SEGMENTS: gl.constexpr = [BLOCK_N // ROWS * (D // 64), ROWS, 64]
     BYTES: gl.constexpr = BLOCK_N * D * 2
     column = head * D
     count = last // BLOCK_N + 1
     mbarrier.expect(full.index(0), BYTES)
-    pieces = ring.index(0)._reinterpret(ring.dtype, PIECES, k_desc.layout)
-    _ask(k_desc, table, 0, last, column, pieces, full.index(0), PAGE, BLOCK_N)
+    segments = ring.index(0)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
+    _ask(k_desc, table, 0, last, column, segments, full.index(0), PAGE, BLOCK_N)
     slot = 1
     phase = 1
     for unit in range(1, count):
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(bar, 2 * BYTES)
-        pieces = ring.index(2 * slot + 1)._reinterpret(ring.dtype, PIECES, v_desc.layout)
-        _ask(v_desc, table, unit - 1, last, column, pieces, bar, PAGE, BLOCK_N)
-        pieces = ring.index(2 * slot)._reinterpret(ring.dtype, PIECES, k_desc.layout)
-        _ask(k_desc, table, unit, last, column, pieces, bar, PAGE, BLOCK_N)
+        segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
+        _ask(v_desc, table, unit - 1, last, column, segments, bar, PAGE, BLOCK_N)
+        segments = ring.index(2 * slot)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
+        _ask(k_desc, table, unit, last, column, segments, bar, PAGE, BLOCK_N)
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
     mbarrier.wait(empty.index(slot), phase)
     mbarrier.expect(full.index(slot), BYTES)
-    pieces = ring.index(2 * slot + 1)._reinterpret(ring.dtype, PIECES, v_desc.layout)
-    _ask(v_desc, table, count - 1, last, column, pieces, full.index(slot), PAGE, BLOCK_N)
+    segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
+    _ask(v_desc, table, count - 1, last, column, segments, full.index(slot), PAGE, BLOCK_N)
 
 
 @gluon.jit(
@@ -157,9 +157,9 @@ def prefill_kernel(
     Q_STEP: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    SHORT: gl.constexpr,
-    LONG: gl.constexpr,
-    KNEE: gl.constexpr,
+    NEAR_SPLIT: gl.constexpr,
+    FAR_SPLIT: gl.constexpr,
+    SPLIT_CHANGE: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -213,11 +213,11 @@ def prefill_kernel(
         [
             (consume, (
                 0, q_smem.index(0), ring, bars, task, HQ, G, D, Q_STEP, BLOCK_M, BLOCK_N,
-                SHORT, LONG, KNEE, STAGES,
+                NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
             )),
             (consume, (
                 1, q_smem.index(1), ring, bars, task, HQ, G, D, Q_STEP, BLOCK_M, BLOCK_N,
-                SHORT, LONG, KNEE, STAGES,
+                NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
             )),
             (_produce, (
                 k_desc, v_desc, table, head, last, ring, full, empty, PAGE, BLOCK_N, D, STAGES,
@@ -274,7 +274,7 @@ def launch(
     Returns:
         Whether it was launched: False where it does not fit the GPU, the shapes or the model.
     """
-    if not (Card.of(query.device).has_early and fits(query, k_cache, v_cache, shared, t)):
+    if not (Gpu.of(query.device).has_prefetch and fits(query, k_cache, v_cache, shared, t)):
         return False
     (num_tokens, num_heads, dim), num_rows = query.shape, len(metadata[2])
     num_blocks, page, num_kv_heads, _ = k_cache.shape

@@ -43,14 +43,14 @@ def lines_of(
 
 
 @gluon.jit
-def _weigh(scores, peak, factor):
+def _weigh(scores, row_max, factor):
     """The first half of :func:`triton_softmax.add_tile`: peak, what shrinks sums, and weights."""
-    new_peak = gl.maximum(peak, gl.max(scores, 1))
+    new_row_max = gl.maximum(row_max, gl.max(scores, 1))
     # Rows that have seen nothing yet: without this, -inf - -inf.
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = gl.exp2(gl.fma(scores, factor, -(base * factor)[:, None]))
-    shrink = gl.exp2((peak - base) * factor)
-    return new_peak, shrink, weights
+    rescale = gl.exp2((row_max - base) * factor)
+    return new_row_max, rescale, weights
 
 
 @gluon.jit
@@ -69,20 +69,27 @@ def _fold_sums(total, sums, a, b):
 @gluon.jit
 def _fold(state, factor):
     """:func:`triton_softmax.fold`, and the state of a split that begins."""
-    peak, mass, acc, total_peak, total_mass, total_acc = state
-    new_peak = gl.maximum(total_peak, peak)
-    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
-    a = gl.exp2((total_peak - base) * factor)
-    b = gl.exp2((peak - base) * factor)
-    total_mass = _fold_sums(total_mass, mass, a, b)
+    row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
+    new_row_max = gl.maximum(total_row_max, row_max)
+    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    a = gl.exp2((total_row_max - base) * factor)
+    b = gl.exp2((row_max - base) * factor)
+    total_row_sum = _fold_sums(total_row_sum, row_sum, a, b)
     total_acc = _fold_sums(total_acc, acc, a, b)
-    peak = gl.full_like(peak, float("-inf"))
-    return peak, gl.zeros_like(mass), gl.zeros_like(acc), new_peak, total_mass, total_acc
+    row_max = gl.full_like(row_max, float("-inf"))
+    return (
+        row_max,
+        gl.zeros_like(row_sum),
+        gl.zeros_like(acc),
+        new_row_max,
+        total_row_sum,
+        total_acc,
+    )
 
 
 @gluon.jit
 def _add(
-    FIRST: gl.constexpr,
+    FIRST_SPLITS: gl.constexpr,
     tile,
     scores,
     state,
@@ -90,9 +97,9 @@ def _add(
     v,
     factor,
     BLOCK_N: gl.constexpr,
-    SHORT: gl.constexpr,
-    LONG: gl.constexpr,
-    KNEE: gl.constexpr,
+    NEAR_SPLIT: gl.constexpr,
+    FAR_SPLIT: gl.constexpr,
+    SPLIT_CHANGE: gl.constexpr,
 ):
     """:func:`triton_softmax.add_tile`, its values' sums under way.
 
@@ -100,27 +107,27 @@ def _add(
         FIRST: whether ``tile`` may begin a split.
     """
     start = tile * BLOCK_N
-    if FIRST:  # noqa: SIM102 (known when compiling, the other is not)
-        if start & (gl.where(start < KNEE, SHORT, LONG) - 1) == 0:
+    if FIRST_SPLITS:  # noqa: SIM102 (known when compiling, the other is not)
+        if start & (gl.where(start < SPLIT_CHANGE, NEAR_SPLIT, FAR_SPLIT) - 1) == 0:
             state = _fold(state, factor)
-    peak, mass, acc, total_peak, total_mass, total_acc = state
-    peak, shrink, weights = _weigh(scores, peak, factor)
+    row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
+    row_max, rescale, weights = _weigh(scores, row_max, factor)
     weights = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
     narrow = gl.convert_layout(
-        weights, gl.DotOperandLayout(0, mass.type.layout, 2), assert_trivial=True
+        weights, gl.DotOperandLayout(0, row_sum.type.layout, 2), assert_trivial=True
     )
     # Each warp's own product: a warpgroup's made prefill 4% slower on an H100 (8 x 2k: 10%).
-    mass = mma_v2(narrow, ones, _times(mass, shrink))
-    acc = warpgroup_mma(weights, v, _times(acc, shrink), is_async=True)
-    return peak, mass, acc, total_peak, total_mass, total_acc
+    row_sum = mma_v2(narrow, ones, _times(row_sum, rescale))
+    acc = warpgroup_mma(weights, v, _times(acc, rescale), is_async=True)
+    return row_max, row_sum, acc, total_row_max, total_row_sum, total_acc
 
 
 @gluon.jit
 def _wait(state):
     """The state with its sums done."""
-    peak, mass, acc, total_peak, total_mass, total_acc = state
+    row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    return peak, mass, acc, total_peak, total_mass, total_acc
+    return row_max, row_sum, acc, total_row_max, total_row_sum, total_acc
 
 
 @gluon.jit
@@ -133,7 +140,7 @@ def _masked(scores, tile, positions, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _step(
     MASKED: gl.constexpr,
-    FIRST: gl.constexpr,
+    FIRST_SPLITS: gl.constexpr,
     tile,
     scores,
     state,
@@ -145,9 +152,9 @@ def _step(
     positions,
     factor,
     BLOCK_N: gl.constexpr,
-    SHORT: gl.constexpr,
-    LONG: gl.constexpr,
-    KNEE: gl.constexpr,
+    NEAR_SPLIT: gl.constexpr,
+    FAR_SPLIT: gl.constexpr,
+    SPLIT_CHANGE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Softmax and sums of ``tile`` and, beside them, the scores of the next."""
@@ -164,7 +171,19 @@ def _step(
     mbarrier.wait(full.index(at[0]), at[1])
     if MASKED:
         scores = _masked(scores, tile, positions, BLOCK_N)
-    state = _add(FIRST, tile, scores, state, ones, v, factor, BLOCK_N, SHORT, LONG, KNEE)
+    state = _add(
+        FIRST_SPLITS,
+        tile,
+        scores,
+        state,
+        ones,
+        v,
+        factor,
+        BLOCK_N,
+        NEAR_SPLIT,
+        FAR_SPLIT,
+        SPLIT_CHANGE,
+    )
     state = _wait(state)
     scores = warpgroup_mma_wait(0, deps=(following,))
     return scores, state, at
@@ -190,9 +209,9 @@ def consume(
     Q_STEP: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    SHORT: gl.constexpr,
-    LONG: gl.constexpr,
-    KNEE: gl.constexpr,
+    NEAR_SPLIT: gl.constexpr,
+    FAR_SPLIT: gl.constexpr,
+    SPLIT_CHANGE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """A warpgroup: 64 lines from queries to outputs.
@@ -225,10 +244,10 @@ def consume(
     # The first tile that a query of this warpgroup sees only in part.
     diagonal = (start + first + WARPGROUP * 64 // G + 1) // BLOCK_N
     middle = gl.minimum(diagonal, final)
-    mass = gl.zeros([64, 8], gl.float32, MASS)
+    row_sum = gl.zeros([64, 8], gl.float32, MASS)
     acc = gl.zeros([64, D], gl.float32, A)
-    peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    state = (peak, mass, acc, peak, mass, acc)
+    row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    state = (row_max, row_sum, acc, row_max, row_sum, acc)
 
     mbarrier.wait(full.index(0), 0)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, S)
@@ -242,16 +261,16 @@ def consume(
     for tile in range(0, middle, 2):  # splits begin at even tiles
         scores, state, at = _step(
             False, True, tile, scores, state, at, q_smem, ring, ones, bars, positions, factor,
-            BLOCK_N, SHORT, LONG, KNEE, STAGES,
+            BLOCK_N, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
         )  # fmt: skip
         scores, state, at = _step(
             False, False, tile + 1, scores, state, at, q_smem, ring, ones, bars, positions, factor,
-            BLOCK_N, SHORT, LONG, KNEE, STAGES,
+            BLOCK_N, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
         )  # fmt: skip
     for tile in range(middle, final):
         scores, state, at = _step(
             True, True, tile, scores, state, at, q_smem, ring, ones, bars, positions, factor,
-            BLOCK_N, SHORT, LONG, KNEE, STAGES,
+            BLOCK_N, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
         )  # fmt: skip
 
     v = ring.index(2 * at[0] + 1)
@@ -261,7 +280,9 @@ def consume(
     v.store(gl.where(exists[:, None], values, gl.zeros_like(values)))
     fence_async_shared()
     scores = _masked(scores, final, positions, BLOCK_N)
-    state = _add(True, final, scores, state, ones, v, factor, BLOCK_N, SHORT, LONG, KNEE)
+    state = _add(
+        True, final, scores, state, ones, v, factor, BLOCK_N, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE
+    )
     state = _fold(_wait(state), factor)
     weight = gl.max(state[4], 1)
     result = _times(state[5], 1.0 / weight)

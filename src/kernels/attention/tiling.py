@@ -60,7 +60,7 @@ class Tiling:
     whole_below: int = 2048
     knee_from: int = 64
     far_from: int = 4096
-    lanes: int = 16
+    workers: int = 16
     few_programs: int = 136
     max_programs: int = 4096
 
@@ -121,8 +121,8 @@ class Spread:
     splits_in_first: int
     whole_below: int
     far_from: int
-    max_pieces: int
-    num_lanes: int
+    max_segments: int
+    num_workers: int
 
 
 def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spread:
@@ -135,9 +135,11 @@ def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spr
         whole_below = t.whole_below if num_programs >= t.some_whole_from else 0
     else:
         splits_in_first, far_from = 1, t.far_from
-    max_pieces = max(1, t.num_splits(length) - splits_in_first + 1)
+    max_segments = max(1, t.num_splits(length) - splits_in_first + 1)
     if window:
-        max_pieces = min(max_pieces, (window - 2) // t.short_split + 2)
-    num_lanes = min(t.max_programs // num_programs, max(t.lanes, t.few_programs // num_programs))
-    num_lanes = min(max_pieces, max(1, num_lanes))
-    return Spread(splits_in_first, whole_below, far_from, max_pieces, num_lanes)
+        max_segments = min(max_segments, (window - 2) // t.short_split + 2)
+    num_workers = min(
+        t.max_programs // num_programs, max(t.workers, t.few_programs // num_programs)
+    )
+    num_workers = min(max_segments, max(1, num_workers))
+    return Spread(splits_in_first, whole_below, far_from, max_segments, num_workers)

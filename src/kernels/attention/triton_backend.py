@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ..fused.norm_rope_store import norm_rope_store
 from .decode_prologue import fits
-from .launch import paged_attention, turned_attention
+from .launch import fused_rope_attention, paged_attention
 from .tiling import WHOLE_FROM
 
 _MAX_TURNED = 64  # rows; with more, what each lane does again costs more than a launch
 
 
-class CountedAttention:
+class TritonBackend:
     """:func:`paged_attention` with counters of its own, on the device of the first call.
 
     An engine makes one, whose counters the calls of all layers, steps and CUDA graphs share: on one
@@ -41,11 +41,13 @@ class CountedAttention:
         Raises:
             RuntimeError: the first call is being captured in a CUDA graph.
         """
-        arrived = self._counters(query)
+        arrival_counters = self._counters(query)
         tensors = (query, k_cache, v_cache, query_starts, context_lens, block_tables)
-        return paged_attention(*tensors, scale, window, softcap, sinks, arrived=arrived)
+        return paged_attention(
+            *tensors, scale, window, softcap, sinks, arrival_counters=arrival_counters
+        )
 
-    def attend_turned(
+    def fused_rope_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -83,7 +85,7 @@ class CountedAttention:
         layout = (query_starts, context_lens, block_tables, scale, window, softcap, sinks)
         is_decode = 0 < len(query) == len(block_tables) <= _MAX_TURNED
         if is_decode and fits(query, key, q_weight is not None):
-            return turned_attention(*rope, *layout, arrived=self._counters(query))
+            return fused_rope_attention(*rope, *layout, arrival_counters=self._counters(query))
         return self.attend(norm_rope_store(*rope), k_cache, v_cache, *layout)
 
     def _counters(self, query: Tensor) -> Tensor:

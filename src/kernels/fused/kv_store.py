@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import has_dependent_launch, steps
+from ..device import has_dependent_launch, vector_strides
 
 
 @triton.jit(
@@ -67,8 +67,8 @@ def kv_store(
     if value.stride(2) != 1:
         value = value.contiguous()
     k_width, v_width = num_heads * k_dim, num_heads * v_dim
-    k_token_stride, k_head_stride, k_step = steps(key)
-    v_token_stride, v_head_stride, v_step = steps(value)
+    k_token_stride, k_head_stride, k_step = vector_strides(key)
+    v_token_stride, v_head_stride, v_step = vector_strides(value)
     _store_kernel[(num_tokens,)](
         key,
         value,

@@ -25,7 +25,7 @@ def read_triton_early() -> threading.Thread:
     return thread
 
 
-def settle_key(kernel: Any) -> None:
+def precompute_cache_key(kernel: Any) -> None:
     """Let Triton read all that ``kernel`` calls before ``kernel`` itself.
 
     Args:

@@ -28,7 +28,7 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
-from .cache_keys import settle_key
+from .cache_keys import precompute_cache_key
 from .compile_pool import COMPILED, FAILED, FOUND
 
 _POLL_S = 0.01
@@ -106,7 +106,7 @@ def _status_of(module: str, name: str, form: str) -> int:
     # Whoever launches a kernel that is not there will compile it, and say what fails.
     try:
         kernel = getattr(importlib.import_module(module), name)
-        settle_key(kernel)
+        precompute_cache_key(kernel)
         built = kernel.preload(form)
     except BaseException:
         return FAILED

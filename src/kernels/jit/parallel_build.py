@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from .cache_keys import settle_key
+from .cache_keys import precompute_cache_key
 from .compile_pool import current_compilers
 
 logger = logging.getLogger("pagespec")
@@ -53,7 +53,7 @@ class _Missing:
         return True
 
 
-def settle_cache_folder() -> None:
+def pin_triton_cache_dir() -> None:
     """Say in the environment where Triton keeps kernels, if nothing there says it: where it does.
 
     Inductor, once it compiles a kernel, names a folder of its own there for the rest of the
@@ -64,7 +64,7 @@ def settle_cache_folder() -> None:
 
 
 @dataclass
-class Built:
+class BuildReport:
     """What became of a block. ``num_compiled``: kernels that were not in Triton's cache on disk;
     known at its end."""
 
@@ -72,7 +72,7 @@ class Built:
 
 
 @contextmanager
-def built_together(device: torch.device) -> Iterator[Built]:
+def parallel_build(device: torch.device) -> Iterator[BuildReport]:
     """In this block, launches by this thread of kernels that are not there yet do nothing. At its
     end those kernels are compiled and loaded, as far as that works: the next launch tries again.
 
@@ -84,7 +84,7 @@ def built_together(device: torch.device) -> Iterator[Built]:
     Args:
         device: of the launches, a GPU.
     """
-    built = Built()
+    built = BuildReport()
     if knobs.runtime.jit_cache_hook is not None:
         yield built
         return
@@ -101,7 +101,7 @@ def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> int:
     """Returns how many were compiled; all of them, if something else listens to that already."""
     was_found: list[bool] = []
     for kernel, _ in kernels:
-        settle_key(kernel)
+        precompute_cache_key(kernel)
     others = current_compilers()
     num_compiled = others.wait() if others is not None else 0
 

@@ -14,7 +14,7 @@ row and element compared; the orders were found by emulation with fused multiply
 
 So a product is given rows of zeros, up to a multiple of 4 for MKL, of 2 for oneDNN. Which library a
 weight gets is fixed by its size and dtype, never by a timing: bits must not depend on noise. What
-was found on one machine is not trusted on another: :func:`choose_product` tries the choice out, and
+was found on one machine is not trusted on another: :func:`choose_recipe` tries the choice out, and
 falls back to calls of one fixed shape.
 
 A packed weight is a second copy, which later changes of the weight do not reach, so it is made only
@@ -61,7 +61,7 @@ _FEW_ROW_COUNTS = (2, 3, 4, 5, 8, 12, 16, 17, 33)
 _ROW_COUNTS = (*_FEW_ROW_COUNTS, 1, 6, 7, 9, 11, 13, 24, 31, 32, 48, 63, 64, 65, 100, 129)
 
 
-class Product(NamedTuple):
+class MatmulRecipe(NamedTuple):
     """How to multiply rows with one weight. A named tuple, which a graph can hold.
 
     Attributes:
@@ -79,17 +79,17 @@ class Product(NamedTuple):
     is_packed: bool = False
 
 
-FALLBACK = Product("mkl", _TILE_ROWS, _TILE_ROWS, is_even=True)
+FALLBACK = MatmulRecipe("mkl", _TILE_ROWS, _TILE_ROWS, is_even=True)
 """One shape for all calls: right wherever a row's place in a tile does not matter."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: MatmulRecipe) -> Tensor:
     """``F.linear``, each row with the same bits whatever the number of rows and its place.
 
     Args:
         x: ``[..., in]``. weight: ``[out, in]``, packed if the product says so. bias: ``[out]`` or
             None.
-        product: what :func:`choose_product` returned for this weight.
+        product: what :func:`choose_recipe` returned for this weight.
 
     Returns:
         ``[..., out]``, contiguous.
@@ -102,7 +102,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> 
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _multiply(rows: Tensor, weight: Tensor, product: Product) -> Tensor:
+def _multiply(rows: Tensor, weight: Tensor, product: MatmulRecipe) -> Tensor:
     """``rows [M, in]`` by ``weight [out, in]``; returns a fresh ``[M, out]``, contiguous."""
     num_rows = rows.shape[0]
     num_even = weight.shape[0] - weight.shape[0] % _EVEN_OUTPUTS
@@ -146,14 +146,14 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def choose_product(
+def choose_recipe(
     num_outputs: int,
     num_inputs: int,
     dtype: torch.dtype,
     *,
     is_contiguous: bool = True,
     may_pack: bool = False,
-) -> Product:
+) -> MatmulRecipe:
     """The first way to multiply with a weight of this shape that a trial finds row-invariant.
 
     Args:
@@ -170,15 +170,15 @@ def choose_product(
         weight = weight.t().contiguous().t()
     is_large = weight.numel() >= _MIN_ONEDNN_ELEMENTS
     candidates = [
-        Product("mkl", MKL_ROW_UNIT),
-        Product("mkl", MKL_ROW_UNIT, is_even=True),
+        MatmulRecipe("mkl", MKL_ROW_UNIT),
+        MatmulRecipe("mkl", MKL_ROW_UNIT, is_even=True),
     ]
     if dtype != torch.float32:
-        candidates.insert(0, Product("mkl", 1))
+        candidates.insert(0, MatmulRecipe("mkl", 1))
     if can_pack(weight) and is_large:
-        candidates.insert(0, Product("onednn", _ONEDNN_ROW_UNIT))
+        candidates.insert(0, MatmulRecipe("onednn", _ONEDNN_ROW_UNIT))
     if can_pack(weight) and may_pack:
-        packed = [Product("onednn", n, is_packed=True) for n in (1, _ONEDNN_ROW_UNIT)]
+        packed = [MatmulRecipe("onednn", n, is_packed=True) for n in (1, _ONEDNN_ROW_UNIT)]
         candidates = packed + candidates
     for product in candidates:
         if is_row_invariant(product, rows[: 48 if is_large else None], weight):
@@ -186,7 +186,7 @@ def choose_product(
     return FALLBACK
 
 
-def is_row_invariant(product: Product, rows: Tensor, weight: Tensor) -> bool:
+def is_row_invariant(product: MatmulRecipe, rows: Tensor, weight: Tensor) -> bool:
     """Do all of ``rows [M, in]``, multiplied with ``weight [out, in]`` (not packed) in groups of
     many sizes, keep their bits?"""
     counts = _ROW_COUNTS if weight.numel() < _MIN_ONEDNN_ELEMENTS else (1, *_FEW_ROW_COUNTS)
@@ -204,7 +204,7 @@ def is_row_invariant(product: Product, rows: Tensor, weight: Tensor) -> bool:
     return True
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, product: Product) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, product: MatmulRecipe) -> Tensor:
     """Each expert's rows by its weight, a row with the same bits whatever the others chose.
 
     Args:
@@ -221,7 +221,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, product: Product) -> 
     return out
 
 
-def addmm(bias: Tensor, rows: Tensor, weight: Tensor, product: Product) -> Tensor:
+def addmm(bias: Tensor, rows: Tensor, weight: Tensor, product: MatmulRecipe) -> Tensor:
     """``bias + rows @ weight``: ``rows [M, in]``, ``weight [in, out]``, ``bias [out]``."""
     out = _multiply(rows, weight.t(), product)
     out += bias

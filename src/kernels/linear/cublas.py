@@ -12,7 +12,7 @@ _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "
 
 
 @contextmanager
-def full_precision_sums() -> Iterator[None]:
+def fp32_accumulation() -> Iterator[None]:
     """Inside, products of bfloat16 and float16 keep float32 sums to the end.
 
     Sets ``allow_bf16_reduced_precision_reduction`` and ``allow_fp16_reduced_precision_reduction``
@@ -32,12 +32,12 @@ def full_precision_sums() -> Iterator[None]:
 
 
 @contextmanager
-def pinned_algorithms() -> Iterator[None]:
+def without_split_k() -> Iterator[None]:
     """Keep cuBLAS from splitting K, for this process.
 
     Sets ``CUBLAS_WORKSPACE_CONFIG=:16:8`` and ``CUBLASLT_WORKSPACE_SIZE=1`` (KiB) in the
     environment, which leaves split-K no room for its partial sums, and enters
-    :func:`full_precision_sums`. All are put back at the end.
+    :func:`fp32_accumulation`. All are put back at the end.
 
     **Enter it before the first product on the GPU.** torch and cuBLAS read the two variables once
     a process, at their first product, and keep what they read: entered later it changes nothing,
@@ -47,7 +47,7 @@ def pinned_algorithms() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     try:
-        with full_precision_sums():
+        with fp32_accumulation():
             yield
     finally:
         for name, value in before.items():

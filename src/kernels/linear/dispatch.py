@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import Card
+from ..device import Gpu
 from ..fused import dispatch as fused
-from .matmul import can_describe, matmul
-from .tiles import choose_early_tile, choose_tile
-from .tuned_tiles import EarlyTile
+from .matmul import matmul, supports_tma
+from .tiles import choose_prefetch_tile, choose_tile
+from .tuned_tiles import PrefetchTile
 
 MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried, or further
 ALL_ROWS = 1 << 30
@@ -31,7 +31,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False
     """One of our kernels; leading dims as x has them."""
     rows = x.reshape(-1, x.shape[-1])
     early = None
-    if bias is None and x.dtype == weight.dtype and can_describe(rows):
+    if bias is None and x.dtype == weight.dtype and supports_tma(rows):
         early = _early_tile(weight, len(rows), has_gate)
     if early is not None:
         # Gluon is not in every Triton; the card says whether it is.
@@ -40,7 +40,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False
         out = matmul_sm90.matmul(rows, weight, tile=early, has_gate=has_gate)
     else:
         shape = _product_shape(weight, has_gate)
-        tile = choose_tile(len(rows), *shape, x.itemsize, has_gate, Card.of(x.device))
+        tile = choose_tile(len(rows), *shape, x.itemsize, has_gate, Gpu.of(x.device))
         out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
     return out.view(*x.shape[:-1], out.shape[1])
 
@@ -50,45 +50,45 @@ def _product_shape(weight: Tensor, has_gate: bool) -> tuple[int, int]:
     return len(weight) // (2 if has_gate else 1), weight.shape[1]
 
 
-def _early_tile(weight: Tensor, num_rows: int, has_gate: bool) -> EarlyTile | None:
+def _early_tile(weight: Tensor, num_rows: int, has_gate: bool) -> PrefetchTile | None:
     """The tile for ``num_rows`` of the kernel in Gluon; None where that does not serve."""
-    if weight.dtype != torch.bfloat16 or not can_describe(weight):
+    if weight.dtype != torch.bfloat16 or not supports_tma(weight):
         return None
     shape = _product_shape(weight, has_gate)
-    return choose_early_tile(num_rows, *shape, has_gate, Card.of(weight.device))
+    return choose_prefetch_tile(num_rows, *shape, has_gate, Gpu.of(weight.device))
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, few_rows: int = MAX_FEW_ROWS
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, max_custom_rows: int = MAX_FEW_ROWS
 ) -> Tensor:
     """``F.linear(x, weight, bias)``.
 
     Args:
         x: ``[..., K]`` on a GPU. weight: ``[N, K]``, a parameter: it may be read before the
             kernels queued before have ended. bias: ``[N]`` or None.
-        few_rows: up to how many rows our kernel computes, from a :class:`Plan`.
+        max_custom_rows: up to how many rows our kernel computes, from a :class:`Plan`.
 
     Returns:
         ``[..., N]``.
     """
-    if 0 < x.numel() <= few_rows * x.shape[-1]:
+    if 0 < x.numel() <= max_custom_rows * x.shape[-1]:
         return _ours(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def linear_silu_mul(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, few_rows: int = MAX_FEW_ROWS
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, max_custom_rows: int = MAX_FEW_ROWS
 ) -> Tensor:
     """``silu(gate) * up`` of ``F.linear(x, weight, bias)``, gate and up being its halves.
 
     Args:
         x: ``[..., K]``. weight: ``[2 N, K]``, a parameter. bias: ``[2 N]`` or None.
-        few_rows: as of :func:`linear`.
+        max_custom_rows: as of :func:`linear`.
 
     Returns:
         ``[..., N]``.
     """
-    if 0 < x.numel() <= few_rows * x.shape[-1]:
+    if 0 < x.numel() <= max_custom_rows * x.shape[-1]:
         return _ours(x, weight, bias, has_gate=True)
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     return fused.act_mul(gate, up, "silu")
@@ -106,20 +106,21 @@ def norm_linear(
     eps: float,
     form: fused.NormForm,
     weight: Tensor,
-    few_rows: int,
+    max_custom_rows: int,
     has_gate: bool,
 ) -> tuple[Tensor, Tensor]:
     """The product of ``add_rms_norm``'s first result, and its second; for few rows one launch.
 
     Args:
         x, residual, norm_weight, eps, form: as of :func:`.dispatch.add_rms_norm`.
-        weight, few_rows: as of :func:`linear`, or of :func:`linear_silu_mul` if ``has_gate``.
+        weight, max_custom_rows: as of :func:`linear`; with ``has_gate`` of
+            :func:`linear_silu_mul`.
 
     Returns:
         ``[..., N]``, and ``residual + x``.
     """
     num_rows = x.numel() // x.shape[-1]
-    if 0 < num_rows <= few_rows and x.is_contiguous() and residual.is_contiguous():
+    if 0 < num_rows <= max_custom_rows and x.is_contiguous() and residual.is_contiguous():
         tile = _tile_with_norm(weight, num_rows, has_gate)
         if tile is not None:
             from . import norm_matmul_sm90
@@ -131,10 +132,10 @@ def norm_linear(
             return out.view(*x.shape[:-1], out.shape[1]), hidden.view(x.shape)
     normed, hidden = fused.add_rms_norm(x, residual, norm_weight, eps, form)
     product = linear_silu_mul if has_gate else linear
-    return product(normed, weight, None, few_rows), hidden
+    return product(normed, weight, None, max_custom_rows), hidden
 
 
-def _tile_with_norm(weight: Tensor, num_rows: int, has_gate: bool) -> EarlyTile | None:
+def _tile_with_norm(weight: Tensor, num_rows: int, has_gate: bool) -> PrefetchTile | None:
     """The tile for ``num_rows`` where one launch computes the norm, too; else None."""
     tile = _early_tile(weight, num_rows, has_gate)
     if tile is None:

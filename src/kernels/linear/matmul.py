@@ -208,7 +208,7 @@ def matmul(
         return out
     pdl = has_dependent_launch(x.device) if overlap is None else overlap
     x_tiles = weight_tiles = None
-    if can_describe(x) and can_describe(weight):
+    if supports_tma(x) and supports_tma(weight):
         x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
         weight_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
     grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outs, tile.block_n),)
@@ -239,7 +239,7 @@ def matmul(
     return out
 
 
-def can_describe(matrix: Tensor) -> bool:
+def supports_tma(matrix: Tensor) -> bool:
     """Whether a tensor descriptor can stand for it: 16-byte units, and a GPU that has them.
 
     float32 goes without: its products do not use the matrix unit.

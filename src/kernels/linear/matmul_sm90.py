@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 
 from .matmul_sm90_launch import plan_launch
-from .tuned_tiles import EarlyTile
+from .tuned_tiles import PrefetchTile
 
 
 @gluon.jit
@@ -151,7 +151,7 @@ def store_outputs(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def early_kernel(
+def prefetch_matmul_kernel(
     x_desc,  # [K / 64, M, 64], boxes [ATOMS, X_ROWS, 64]
     w_desc,  # [K / 64, HALVES, N, 64], boxes [ATOMS, HALVES, PART, 64]
     out,  # [M, N], contiguous
@@ -163,11 +163,11 @@ def early_kernel(
     X_ROWS: gl.constexpr,
     ATOMS: gl.constexpr,
     STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,  # stages of weights asked for before the wait
-    LATE: gl.constexpr,
+    PREFETCH_STAGES: gl.constexpr,  # stages of weights asked for before the wait
+    LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL and not LATE:
+    if PDL and not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     STEPS: gl.constexpr = K // (64 * ATOMS)
     W_ROWS: gl.constexpr = HALVES * PART
@@ -190,12 +190,12 @@ def early_kernel(
     begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, 0, AHEAD)
+    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if LATE:
+        if LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
-    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, AHEAD, STAGES)
+    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
     for slot in gl.static_range(STAGES):
         target = _x_stage(smem, slot, X_FROM, X_PIECES, x_desc)
         tma.async_copy_global_to_shared(
@@ -238,7 +238,7 @@ def early_kernel(
 
 
 def matmul(
-    x: Tensor, weight: Tensor, *, tile: EarlyTile, has_gate: bool = False, overlap: bool = True
+    x: Tensor, weight: Tensor, *, tile: PrefetchTile, has_gate: bool = False, overlap: bool = True
 ) -> Tensor:
     """``x @ weight.T``, rounded; one launch.
 
@@ -268,7 +268,7 @@ def matmul(
     x_desc = TensorDescriptor(
         x, [k_size // 64, num_rows, 64], [64, x.stride(0), 1], launch.x_box, launch.x_layout
     )
-    early_kernel[(launch.num_programs,)](
+    prefetch_matmul_kernel[(launch.num_programs,)](
         x_desc,
         launch.describe(weight),
         out,

@@ -8,8 +8,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..device import starts_next_late
-from .tuned_tiles import EarlyTile
+from ..device import triggers_dependents_late
+from .tuned_tiles import PrefetchTile
 
 _AHEAD_BYTES = 6 << 20
 
@@ -35,7 +35,7 @@ class Launch:
 
 
 def plan_launch(
-    num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: EarlyTile, overlap: bool
+    num_rows: int, num_outs: int, k_size: int, has_gate: bool, tile: PrefetchTile, overlap: bool
 ) -> Launch:
     """Raises ValueError if the tile does not fit the shape."""
     halves = 2 if has_gate else 1
@@ -51,7 +51,7 @@ def plan_launch(
         "ATOMS": tile.atoms,
         "STAGES": tile.stages,
         "AHEAD": _stages_ahead(num_rows, num_outs * halves, k_size, tile),
-        "LATE": starts_next_late(num_rows),
+        "LATE": triggers_dependents_late(num_rows),
         "PDL": overlap,
     }
     return Launch(
@@ -65,12 +65,12 @@ def plan_launch(
     )
 
 
-def _stages_ahead(num_rows: int, num_weight_rows: int, k_size: int, tile: EarlyTile) -> int:
+def _stages_ahead(num_rows: int, num_weight_rows: int, k_size: int, tile: PrefetchTile) -> int:
     """Stages of weights that are asked for before the wait; the others are behind it.
 
-    All of them, but of few rows (:func:`starts_next_late`) no more than 6 MiB of a weight that is
-    staged as a whole: the kernel before ends only when what is under way has come.
+    All of them, but of few rows (:func:`triggers_dependents_late`) no more than 6 MiB of a weight
+    that is staged as a whole: the kernel before ends only when what is under way has come.
     """
-    if not starts_next_late(num_rows) or tile.stages * tile.atoms * 64 < k_size:
+    if not triggers_dependents_late(num_rows) or tile.stages * tile.atoms * 64 < k_size:
         return tile.stages
     return min(tile.stages, max(1, tile.stages * _AHEAD_BYTES // (num_weight_rows * k_size * 2)))

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..fused.dispatch import NormForm
 from .matmul_sm90 import ask_for_weights, store_outputs
 from .matmul_sm90_launch import plan_launch
-from .tuned_tiles import EarlyTile
+from .tuned_tiles import PrefetchTile
 
 _BLOCK = 1024  # elements of a row, padded: 8 for each thread of four warps
 MAX_ROWS = 4  # beyond, two launches are quicker
@@ -54,11 +54,11 @@ def normed_kernel(
     STAGES: gl.constexpr,
     BLOCK: gl.constexpr,
     FORM: gl.constexpr,
-    AHEAD: gl.constexpr,  # stages of weights asked for before the wait
-    LATE: gl.constexpr,
+    PREFETCH_STAGES: gl.constexpr,  # stages of weights asked for before the wait
+    LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    if PDL and not LATE:
+    if PDL and not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     W_ROWS: gl.constexpr = HALVES * PART
     W_PIECES: gl.constexpr = ATOMS * W_ROWS // 8
@@ -74,12 +74,12 @@ def normed_kernel(
     weights = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     normed = gl.allocate_shared_memory(gl.bfloat16, [BLOCK // 8, 64], OPERAND)  # by atom, 8 rows
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, BYTES, 0, AHEAD)
+    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
     k = gl.arange(0, BLOCK, gl.SliceLayout(0, LINE))
     scale = gl.load(norm_weight + k, mask=k < K, other=0.0).to(gl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if LATE:
+        if LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
 
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LINE))
@@ -87,7 +87,7 @@ def normed_kernel(
     places = row[:, None] * K + k[None, :]
     h = gl.load(x + places, mask=mask, other=0.0)
     more = gl.load(residual + places, mask=mask, other=0.0)
-    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, BYTES, AHEAD, STAGES)
+    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
     h = h.to(gl.float32) + more.to(gl.float32)
     rounded = h.to(gl.bfloat16)
     if gl.program_id(0) == 0:
@@ -122,7 +122,7 @@ def normed_kernel(
     store_outputs(total, out, begin, 0, num_rows, N, HALVES, PART, 8)
 
 
-def fits(k_size: int, tile: EarlyTile, has_gate: bool) -> bool:
+def fits(k_size: int, tile: PrefetchTile, has_gate: bool) -> bool:
     """Whether the kernel takes rows of ``k_size``, cut like this: all of K in shared memory."""
     return (
         _BLOCK // 2 < k_size <= _BLOCK
@@ -139,7 +139,7 @@ def matmul(
     form: NormForm,
     weight: Tensor,
     *,
-    tile: EarlyTile,
+    tile: PrefetchTile,
     has_gate: bool = False,
     overlap: bool = True,
 ) -> tuple[Tensor, Tensor]:

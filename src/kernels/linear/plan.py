@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import UnsupportedModelError
-from ..device import Card
+from ..device import Gpu
 from .dispatch import ALL_ROWS, _ours
-from .tiles import has_one_tile, rows_worth_it
+from .tiles import fastest_custom_rows, has_one_tile
 
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 
@@ -42,17 +42,17 @@ class SweepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Who computes a shape. ``few_rows`` is what the functions above take.
+class MatmulPlan:
+    """Who computes a shape. ``max_custom_rows`` is what the functions above take.
 
     Attributes:
         num_outs, k_size: of the weight.
-        few_rows: up to how many rows our kernel computes; :data:`ALL_ROWS` for all.
+        max_custom_rows: up to how many rows our kernel computes; :data:`ALL_ROWS` for all.
     """
 
     num_outs: int
     k_size: int
-    few_rows: int
+    max_custom_rows: int
 
 
 def sweep(
@@ -70,7 +70,7 @@ def sweep(
 
     Returns:
         The report. It holds for this card, these libraries, and the settings in force
-        (:func:`.cublas.pinned_algorithms`).
+        (:func:`.cublas.without_split_k`).
     """
     counts = sorted(set(counts))
     x = _rows_to_try(weight, counts[-1])
@@ -110,7 +110,7 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
-def choose_plan(weight: Tensor, bias: Tensor | None = None) -> Plan:
+def choose_plan(weight: Tensor, bias: Tensor | None = None) -> MatmulPlan:
     """The plan for weights of this shape, dtype and device, by :func:`sweep`.
 
     Some milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
@@ -121,15 +121,17 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None) -> Plan:
     """
     num_outs, k_size = weight.shape
     if has_one_tile(k_size, weight.itemsize):
-        return Plan(num_outs, k_size, ALL_ROWS)
-    worth_it = few_rows = rows_worth_it(num_outs, k_size, Card.of(weight.device))
+        return MatmulPlan(num_outs, k_size, ALL_ROWS)
+    worth_it = max_custom_rows = fastest_custom_rows(num_outs, k_size, Gpu.of(weight.device))
     while True:
-        plan = plan_from(sweep(weight, bias, ours_up_to=few_rows), num_outs, k_size, worth_it)
-        if plan.few_rows == ALL_ROWS:
+        plan = plan_from(
+            sweep(weight, bias, ours_up_to=max_custom_rows), num_outs, k_size, worth_it
+        )
+        if plan.max_custom_rows == ALL_ROWS:
             _check_ours(weight, bias)
-        if plan.few_rows in (few_rows, ALL_ROWS):
+        if plan.max_custom_rows in (max_custom_rows, ALL_ROWS):
             return plan
-        few_rows = plan.few_rows  # so our kernel is to be tried further
+        max_custom_rows = plan.max_custom_rows  # so our kernel is to be tried further
 
 
 def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
@@ -145,7 +147,7 @@ def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def plan_from(report: SweepReport, num_outs: int, k_size: int, worth_it: int) -> Plan:
+def plan_from(report: SweepReport, num_outs: int, k_size: int, worth_it: int) -> MatmulPlan:
     """cuBLAS from where it is known to be of one class, and of the same class as our kernel.
 
     ``worth_it``: up to how many rows our kernel is wanted for its speed.
@@ -155,8 +157,8 @@ def plan_from(report: SweepReport, num_outs: int, k_size: int, worth_it: int) ->
     """
     last_bad = max(report.cublas_differs, default=0)
     first_good = next((c for c in report.counts if c > last_bad), ALL_ROWS)
-    few_rows = max(worth_it, first_good - 1)
-    has_two_classes = any(c <= few_rows for c in report.ours_differs)
+    max_custom_rows = max(worth_it, first_good - 1)
+    has_two_classes = any(c <= max_custom_rows for c in report.ours_differs)
     if last_bad > max(worth_it, _MAX_UNSAFE_ROWS) or has_two_classes:
-        few_rows = ALL_ROWS
-    return Plan(num_outs, k_size, few_rows)
+        max_custom_rows = ALL_ROWS
+    return MatmulPlan(num_outs, k_size, max_custom_rows)

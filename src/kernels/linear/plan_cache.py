@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ...disk_cache import write_whole
-from ..device import Card
-from ..jit.parallel_build import built_together
+from ..device import Gpu
+from ..jit.parallel_build import parallel_build
 from . import dispatch as gpu_linear
 from . import plan
-from .tiles import has_one_tile, rows_worth_it
+from .tiles import fastest_custom_rows, has_one_tile
 
 
 class LinearPlans:
@@ -36,13 +36,13 @@ class LinearPlans:
         self._few_rows: dict[str, int] = {}
         self._file: Path | None = None
 
-    def few_rows(self, weight: Tensor, bias: Tensor | None) -> int:
+    def max_custom_rows(self, weight: Tensor, bias: Tensor | None) -> int:
         """For the product with ``weight [N, K]`` and ``bias [N]`` or None."""
         if not self._transparent:
-            return rows_worth_it(weight.shape[0], weight.shape[1], Card.of(weight.device))
+            return fastest_custom_rows(weight.shape[0], weight.shape[1], Gpu.of(weight.device))
         key = _key(weight, bias)
         if key not in self._kept(weight.device):
-            self._few_rows[key] = plan.choose_plan(weight, bias).few_rows
+            self._few_rows[key] = plan.choose_plan(weight, bias).max_custom_rows
             if self._file is not None:
                 _write(self._file, self._few_rows)
         return self._few_rows[key]
@@ -60,10 +60,10 @@ class LinearPlans:
         device = next(iter(new.values()))[0].device
         for key in new.keys() & self._kept(device).keys():
             del new[key]
-        with torch.inference_mode(), built_together(device):
+        with torch.inference_mode(), parallel_build(device):
             for weight, bias in new.values():
                 num_outs, k_size = weight.shape
-                worth_it = rows_worth_it(num_outs, k_size, Card.of(weight.device))
+                worth_it = fastest_custom_rows(num_outs, k_size, Gpu.of(weight.device))
                 for count in (c for c in plan.SWEEP_ROWS if c <= worth_it):
                     x = weight.new_empty(count, k_size)
                     gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
@@ -111,6 +111,6 @@ def _read(file: Path) -> dict[str, int]:
     return {str(k): v for k, v in found.items() if isinstance(v, int) and v >= 0}
 
 
-def _write(file: Path, few_rows: dict[str, int]) -> None:
+def _write(file: Path, max_custom_rows: dict[str, int]) -> None:
     with suppress(OSError):  # a full disk costs only the cache
-        write_whole(file, json.dumps(few_rows).encode())
+        write_whole(file, json.dumps(max_custom_rows).encode())

@@ -6,9 +6,9 @@ units). Elsewhere a weight has one tile for all numbers of rows (:func:`has_one_
 
 from __future__ import annotations
 
-from ..device import Card
+from ..device import Gpu
 from .matmul import Tile
-from .tuned_tiles import TUNED, TUNED_EARLY, EarlyTile, _swapped, _tile
+from .tuned_tiles import TUNED, TUNED_PREFETCH, PrefetchTile, _swapped, _tile
 
 _SHORT_PRODUCT_BYTES = 24 << 20
 _BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
@@ -28,7 +28,7 @@ def has_one_tile(k_size: int, itemsize: int) -> bool:
 
 
 def choose_tile(
-    num_rows: int, num_outs: int, k_size: int, itemsize: int, has_gate: bool, card: Card
+    num_rows: int, num_outs: int, k_size: int, itemsize: int, has_gate: bool, card: Gpu
 ) -> Tile:
     """The tile for ``num_rows`` rows, by the bucket they fall into and the shape of the weight.
 
@@ -57,9 +57,9 @@ def choose_tile(
     return _tile(64, 64, 128, 4) if bucket == 128 else _tile(128, 64, 64, 5)
 
 
-def choose_early_tile(
-    num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Card
-) -> EarlyTile | None:
+def choose_prefetch_tile(
+    num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Gpu
+) -> PrefetchTile | None:
     """The tile for a bfloat16 product without bias, or None where :func:`choose_tile` serves it.
 
     Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
@@ -72,33 +72,33 @@ def choose_early_tile(
     """
     num_atoms, rest = divmod(k_size, 64)
     bucket = _bucket_of(num_rows)
-    if not card.has_early or bucket is None or rest:
+    if not card.has_prefetch or bucket is None or rest:
         return None
     if bucket > 16:
         return _early_for_more(bucket, num_outs, k_size, has_gate)
     atoms = next(a for a in (8 if num_atoms >= 32 else 4, 4, 2, 1) if num_atoms % a == 0)
     parts = _parts(has_gate)
     for part in parts:
-        tile = EarlyTile(part, atoms, num_atoms // atoms)
+        tile = PrefetchTile(part, atoms, num_atoms // atoms)
         if 32 <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
             return tile
     for part in (p for p in parts if p >= 32):
         for stages in range(8, 2, -1):
-            tile = EarlyTile(part, 4, stages)
+            tile = PrefetchTile(part, 4, stages)
             if 96 <= num_outs // part <= 512 and tile.fits(num_outs, k_size, has_gate):
                 return tile
     return None
 
 
-def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> EarlyTile | None:
-    tuned = TUNED_EARLY.get((num_outs, k_size))
+def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> PrefetchTile | None:
+    tuned = TUNED_PREFETCH.get((num_outs, k_size))
     if tuned is not None:
         return tuned.get(bucket)
     if bucket > 64 or num_outs * k_size * 2 >= _SHORT_PRODUCT_BYTES:
         return None
     atoms = next(a for a in (4, 2, 1) if k_size // 64 % a == 0)
     for part in _parts(has_gate)[:3]:
-        tile = EarlyTile(part, atoms, min(4, k_size // 64 // atoms), 32)
+        tile = PrefetchTile(part, atoms, min(4, k_size // 64 // atoms), 32)
         if num_outs // part * (bucket // 32) >= 32 and tile.fits(num_outs, k_size, has_gate):
             return tile
     return None
@@ -129,7 +129,7 @@ def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms
     return _tile(16, block_n, block_k, 5 if block_n == 32 else 4)
 
 
-def rows_worth_it(weight_rows: int, k_size: int, card: Card) -> int:
+def fastest_custom_rows(weight_rows: int, k_size: int, card: Gpu) -> int:
     """Up to how many rows our kernel is faster than cuBLAS, as far as was measured.
 
     Args:
@@ -139,5 +139,7 @@ def rows_worth_it(weight_rows: int, k_size: int, card: Card) -> int:
         return 16
     for shape in ((weight_rows, k_size), (weight_rows // 2, k_size)):
         if shape in TUNED:
-            return max([*TUNED[shape], *(TUNED_EARLY.get(shape, ()) if card.has_early else ())])
+            return max(
+                [*TUNED[shape], *(TUNED_PREFETCH.get(shape, ()) if card.has_prefetch else ())]
+            )
     return 64 if weight_rows * k_size * 2 < _SHORT_PRODUCT_BYTES else 16

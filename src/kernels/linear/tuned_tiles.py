@@ -65,7 +65,7 @@ TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyTile:
+class PrefetchTile:
     """How a product of few bfloat16 rows is cut whose weight is asked for early.
 
     Attributes:
@@ -96,39 +96,39 @@ class EarlyTile:
 
 
 # As TUNED, and measured like it.
-TUNED_EARLY: Mapping[tuple[int, int], Mapping[int, EarlyTile]] = MappingProxyType(
+TUNED_PREFETCH: Mapping[tuple[int, int], Mapping[int, PrefetchTile]] = MappingProxyType(
     {
         (4096, 1024): {
-            32: EarlyTile(64, 4, 4, 32),
-            64: EarlyTile(64, 4, 4, 32),
-            128: EarlyTile(64, 4, 3, 64),
-            256: EarlyTile(64, 2, 4, 128),
+            32: PrefetchTile(64, 4, 4, 32),
+            64: PrefetchTile(64, 4, 4, 32),
+            128: PrefetchTile(64, 4, 3, 64),
+            256: PrefetchTile(64, 2, 4, 128),
         },
         (1024, 2048): {
-            32: EarlyTile(16, 8, 4, 32),
-            64: EarlyTile(64, 4, 4, 32),
-            128: EarlyTile(64, 4, 4, 32),
-            256: EarlyTile(32, 4, 4, 64),
+            32: PrefetchTile(16, 8, 4, 32),
+            64: PrefetchTile(64, 4, 4, 32),
+            128: PrefetchTile(64, 4, 4, 32),
+            256: PrefetchTile(32, 4, 4, 64),
         },
         (3072, 1024): {
-            32: EarlyTile(32, 4, 4, 32),
-            64: EarlyTile(32, 2, 4, 32),
-            128: EarlyTile(64, 2, 4, 64),
-            256: EarlyTile(32, 1, 4, 64),
+            32: PrefetchTile(32, 4, 4, 32),
+            64: PrefetchTile(32, 2, 4, 32),
+            128: PrefetchTile(64, 2, 4, 64),
+            256: PrefetchTile(32, 1, 4, 64),
         },
         (1024, 3072): {
-            32: EarlyTile(16, 8, 4, 32),
-            64: EarlyTile(64, 4, 4, 32),
-            128: EarlyTile(64, 4, 4, 32),
-            256: EarlyTile(32, 4, 4, 64),
+            32: PrefetchTile(16, 8, 4, 32),
+            64: PrefetchTile(64, 4, 4, 32),
+            128: PrefetchTile(64, 4, 4, 32),
+            256: PrefetchTile(32, 4, 4, 64),
         },
-        (6144, 4096): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(128, 2, 5, 32)},
-        (4096, 4096): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(64, 4, 4, 32)},
+        (6144, 4096): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(128, 2, 5, 32)},
+        (4096, 4096): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(64, 4, 4, 32)},
         (12288, 4096): {
-            32: EarlyTile(32, 4, 4, 32),
-            64: EarlyTile(64, 2, 4, 64),
-            128: EarlyTile(64, 2, 4, 64),
+            32: PrefetchTile(32, 4, 4, 32),
+            64: PrefetchTile(64, 2, 4, 64),
+            128: PrefetchTile(64, 2, 4, 64),
         },
-        (4096, 12288): {32: EarlyTile(64, 4, 4, 32), 64: EarlyTile(64, 4, 4, 32)},
+        (4096, 12288): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(64, 4, 4, 32)},
     }
 )

@@ -56,7 +56,7 @@ def first_of_best(score, ids):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def hand_over(token, row, sampled, results, result_row, results_stride):  # type: ignore[no-untyped-def]
+def store_token(token, row, sampled, results, result_row, results_stride):  # type: ignore[no-untyped-def]
     """Store a row's token for the next step, and for the host if there are ``results``."""
     tl.store(sampled + row, token.to(tl.int64))
     if results is not None:
@@ -140,7 +140,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     score = noise_of(seed, position, ids, 0) - distance
     score = tl.where(logit > float("-inf"), score, float("-inf"))
     score = tl.where(temperature > 0.0, score, logit)
-    hand_over(first_of_best(score, ids), row, sampled, results, result_row, results_stride)
+    store_token(first_of_best(score, ids), row, sampled, results, result_row, results_stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Results:
 
 
 def places_of(results: Results | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """What :func:`hand_over` takes of them: tokens, row, and elements from step to step."""
+    """What :func:`store_token` takes of them: tokens, row, and elements from step to step."""
     if results is None:
         return None, None, 0
     return results.tokens, results.row, results.tokens.stride(0)

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gumbel import Results, first_of_best, hand_over, noise_of, places_of
+from .gumbel import Results, first_of_best, noise_of, places_of, store_token
 from .sampler import GROUP
-from .top_k_top_p_threshold import find_cut, largest_logit, mark_kept, token_keys
+from .top_k_top_p_threshold import find_threshold, keep_mask, largest_logit, token_keys
 
 # The quickest on an H100 (benchmarks/NOTES.md).
 _TILE = 4096
@@ -47,14 +47,16 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         k = tl.load(fields + num_rows + row)
         top_p = tl.load(fields + 2 * num_rows + row).to(tl.float32, bitcast=True)
         # The sign goes: -log(1) may be -0.
-        furthest = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
+        min_p_distance = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
         temperature = tl.load(temperatures + place)
         # Greedy is the first of the likeliest.
         k = tl.where(temperature > 0.0, k, 1)
         temperature = tl.where(temperature > 0.0, temperature, 1.0)
         base = logits + place.to(tl.int64) * logits_stride
         top = largest_logit(base, VOCAB, TILE)
-        limit, quota, is_tied = find_cut(base, top, temperature, k, top_p, furthest, VOCAB, TILE)
+        limit, num_at_threshold, is_tied = find_threshold(
+            base, top, temperature, k, top_p, min_p_distance, VOCAB, TILE
+        )
 
         seed = tl.load(seeds + place)
         position = tl.load(positions + place)
@@ -66,7 +68,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         num_at = groups * 0
         for first in range(0, VOCAB, TILE):
             key = token_keys(base, first + tl.arange(0, TILE), top, temperature, VOCAB)
-            is_kept, num_seen = mark_kept(key, limit, quota, is_tied, num_seen)
+            is_kept, num_seen = keep_mask(key, limit, num_at_threshold, is_tied, num_seen)
             is_tile = tiles == first // TILE
             weight = tl.where(is_kept, tl.exp(-key.to(tl.float32, bitcast=True)), 0.0)
             sums = tl.sum(tl.reshape(weight, [TILE // GROUP, GROUP]), 1)
@@ -81,11 +83,11 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         ids = group * GROUP + tl.arange(0, GROUP)
         key = token_keys(base, ids, top, temperature, VOCAB)
         num_seen = tl.sum(tl.where(groups < group, num_at, 0))
-        is_kept, num_seen = mark_kept(key, limit, quota, is_tied, num_seen)
+        is_kept, num_seen = keep_mask(key, limit, num_at_threshold, is_tied, num_seen)
         score = noise_of(seed, position, ids, 0) - key.to(tl.float32, bitcast=True)
         score = tl.where(is_kept, score, float("-inf"))
         token = first_of_best(score, ids)
-        hand_over(token, place, sampled, results, result_row, results_stride)
+        store_token(token, place, sampled, results, result_row, results_stride)
 
 
 def sample_truncated(

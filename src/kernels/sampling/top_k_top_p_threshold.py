@@ -148,12 +148,12 @@ def _key_of_weight(  # type: ignore[no-untyped-def]
         key2 = low + width // 2
         key3 = low + width // 2 + width // 4
     num_at = num_high - num_low
-    quota = num_at
+    num_at_threshold = num_at
     if num_at > 1:
         # low == high: these tokens are equal. One is kept if those before it do not reach target.
         needed = tl.ceil((target - below) / _weight(high))
-        quota = tl.minimum(tl.maximum(needed, 1.0), num_at.to(tl.float64)).to(tl.int32)
-    return high, tl.maximum(quota, 1), num_at > quota
+        num_at_threshold = tl.minimum(tl.maximum(needed, 1.0), num_at.to(tl.float64)).to(tl.int32)
+    return high, tl.maximum(num_at_threshold, 1), num_at > num_at_threshold
 
 
 @triton.jit
@@ -167,43 +167,45 @@ def largest_logit(base, VOCAB: tl.constexpr, TILE: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def find_cut(base, top, temperature, k, top_p, furthest, VOCAB: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def find_threshold(  # type: ignore[no-untyped-def]
+    base, top, temperature, k, top_p, min_p_distance, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
     """What a row keeps: (last key, how many tokens at it, whether there are more than that).
 
-    ``furthest`` is the last key that min_p keeps; k of 0 or less and top_p of 1 keep all.
+    ``min_p_distance`` is the last key that min_p keeps; k of 0 or less and top_p of 1 keep all.
     """
-    limit = tl.minimum(furthest, _LARGEST_KEY)
+    limit = tl.minimum(min_p_distance, _LARGEST_KEY)
     if (k > 0) & (k < VOCAB):
         limit = _key_of_rank(base, top, temperature, k, limit, VOCAB, TILE)
     num_below, num_limit, _, below, _, _ = _tally(
         base, top, temperature, limit - 1, limit, limit, VOCAB, TILE, True
     )
-    quota = num_limit - num_below
+    num_at_threshold = num_limit - num_below
     if k > 0:
-        quota = tl.minimum(quota, k - num_below)
-    is_tied = num_limit - num_below > quota
+        num_at_threshold = tl.minimum(num_at_threshold, k - num_below)
+    is_tied = num_limit - num_below > num_at_threshold
     if top_p < 1.0:
-        total = below + quota * _weight(limit)
+        total = below + num_at_threshold * _weight(limit)
         target = total * top_p.to(tl.float64)
         key, num_at, is_cut = _key_of_weight(
             base, top, temperature, target, limit, num_limit, VOCAB, TILE
         )
         if key < limit:
-            quota = num_at
+            num_at_threshold = num_at
             is_tied = is_cut
         else:
-            quota = tl.minimum(quota, num_at)
+            num_at_threshold = tl.minimum(num_at_threshold, num_at)
             is_tied = is_tied | is_cut
         limit = key
-    return limit, quota, is_tied
+    return limit, num_at_threshold, is_tied
 
 
 @triton.jit
-def mark_kept(key, limit, quota, is_tied, num_seen):  # type: ignore[no-untyped-def]
+def keep_mask(key, limit, num_at_threshold, is_tied, num_seen):  # type: ignore[no-untyped-def]
     """Whether tokens of a tile are kept, and ``num_seen``, the number at ``limit``, after it."""
     is_kept = key <= limit
     if is_tied:
         is_at = (key == limit).to(tl.int32)
-        is_kept = (key < limit) | (is_kept & (num_seen + tl.cumsum(is_at, 0) <= quota))
+        is_kept = (key < limit) | (is_kept & (num_seen + tl.cumsum(is_at, 0) <= num_at_threshold))
         num_seen += tl.sum(is_at, 0)
     return is_kept, num_seen
