@@ -10,8 +10,8 @@ import pytest
 from pagespec import LLM, EngineError, InvalidInputError, RequestOutput, SamplingParams
 from pagespec.engine.inputs import PromptReader
 from pagespec.engine.invariants import check_state
-from tests.models import VOCAB_SIZE, tiny_model
-from tests.unit.cli_fakes import FakeTokenizer
+from tests.support.cli_fakes import FakeTokenizer
+from tests.support.models import VOCAB_SIZE, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 

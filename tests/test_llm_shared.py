@@ -16,9 +16,9 @@ import pytest
 from pagespec import LLM, EngineError, RequestOutput, SamplingParams
 from pagespec.engine.invariants import check_state
 from pagespec.engine.plan import StepPlan
-from tests.content_llm import answer_alone, content_llm, text_alone
-from tests.content_runner import TOKEN_STRIDE
-from tests.models import tiny_model
+from tests.support.content_llm import answer_alone, content_llm, text_alone
+from tests.support.content_runner import TOKEN_STRIDE
+from tests.support.models import tiny_model
 
 PROMPT = [0, TOKEN_STRIDE, 0]
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)

@@ -13,7 +13,7 @@ import pytest
 from pagespec.cli import make_llm
 from pagespec.cli.jsonl import Line, parse_question
 from pagespec.errors import InvalidInputError
-from tests.unit.cli_fakes import Desk, FakeLLM, FakeTokenizer, call
+from tests.support.cli_fakes import Desk, FakeLLM, FakeTokenizer, call
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagespec.cli import make_llm
-from tests.unit.cli_fakes import Desk, FakeLLM
+from tests.support.cli_fakes import Desk, FakeLLM
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 from pagespec import LLM, SamplingParams
 from pagespec.engine.invariants import check_state
 from pagespec.engine.plan import StepPlan
-from tests.content_llm import answer_alone, content_llm
-from tests.content_runner import TOKEN_STRIDE
-from tests.models import tiny_model
+from tests.support.content_llm import answer_alone, content_llm
+from tests.support.content_runner import TOKEN_STRIDE
+from tests.support.models import tiny_model
 
 GREEDY = ["--temperature", "0", "--max-tokens", "30000"]
 
@@ -30,7 +30,7 @@ def test_a_ctrl_c_ends_the_command_line_with_130_and_no_traceback(
     question = ["--prompt", "abab", "--ignore-eos"]
     if form == "input":
         question = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
-    command = [sys.executable, "-m", "tests.unit.interrupted_cli", "generate", "-m", "x"]
+    command = [sys.executable, "-m", "tests.support.interrupted_cli", "generate", "-m", "x"]
     process = subprocess.Popen(
         [*command, *question, *GREEDY],
         stderr=subprocess.PIPE,

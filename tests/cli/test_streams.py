@@ -13,7 +13,7 @@ import pytest
 # The commands on a fake engine; ``main`` is what the script runs.
 PROGRAM = """
 from pagespec.cli import make_llm as start
-from tests.unit.cli_fakes import FakeLLM, FakeTokenizer
+from tests.support.cli_fakes import FakeLLM, FakeTokenizer
 
 class Talking(FakeLLM):
     def stream(self, prompt, params):
@@ -130,7 +130,7 @@ def test_an_input_that_is_no_file_is_refused(shell: Shell, source: str) -> None:
 def test_a_progress_bar_needs_no_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none under pythonw."""
     from pagespec.engine.inputs import PromptInput
-    from tests.unit.test_answer_text import FALLBACK, PROMPT, SamplingParams, serving_of
+    from tests.engine.test_generation import FALLBACK, PROMPT, SamplingParams, serving_of
 
     serving = serving_of(FALLBACK, [100])
     monkeypatch.setattr(sys, "stderr", None)

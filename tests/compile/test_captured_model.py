@@ -15,8 +15,8 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.engine.plan import StepPlan
 from pagespec.runner.cpu_runner import ModelRunner
-from tests.compile.driving import drive, hf_greedy, hf_logits, make_requests
-from tests.models import ARCHITECTURES, VOCAB_SIZE, tiny_model
+from tests.support.driving import drive, hf_greedy, hf_logits, make_requests
+from tests.support.models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 NUM_TOKENS = 14
 PROMPT_LENGTHS = (45, 1, 30, 7)

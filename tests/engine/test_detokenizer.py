@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagespec.engine.detokenizer import Detokenizer, StopStringWatcher, decode_output
-from tests.tokenizers import SPECIAL, byte_fallback, byte_level, text_of
+from tests.support.tokenizers import SPECIAL, byte_fallback, byte_level, text_of
 
 FALLBACK, LEVEL = byte_fallback(), byte_level()
 TEXT = st.text(st.sampled_from("ab é語😀\u0301\ufffd\U0001f468\u200d"), max_size=12)

@@ -18,7 +18,7 @@ from pagespec.engine.inputs import PromptInput
 from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.engine.request_factory import RequestFactory
 from pagespec.engine.scheduler import Scheduler
-from tests.tokenizers import SPECIAL, byte_fallback, byte_level, text_of
+from tests.support.tokenizers import SPECIAL, byte_fallback, byte_level, text_of
 
 FALLBACK, LEVEL = byte_fallback(), byte_level()
 EOS = SPECIAL.index("</s>")

@@ -15,7 +15,7 @@ from pagespec.engine.inputs import PromptReader, pair_params, split_prompts
 from pagespec.engine.policy import ARRIVALS_PER_PRIORITY, MAX_PRIORITY, Policy
 from pagespec.engine.request import Request
 from pagespec.engine.request_factory import RequestFactory
-from tests.unit.cli_fakes import FakeTokenizer
+from tests.support.cli_fakes import FakeTokenizer
 
 HUGE = 10**400  # too large for a float, and too long for a message
 

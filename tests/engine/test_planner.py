@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagespec.engine.request import RequestState
-from tests.unit.schedules import add, make_scheduler, rows, step
+from tests.support.schedules import add, make_scheduler, rows, step
 
 
 def test_steps_are_numbered_in_the_order_of_dispatch() -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from pagespec import LLM, EngineError, InvalidInputError, RequestOutput, SamplingParams
 from pagespec.engine.request import Request
 from tests.golden.harness import mixed_prompts
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 

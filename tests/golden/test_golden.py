@@ -15,7 +15,7 @@ from tests.golden.subjects import (
     smollm2,
     tiny,
 )
-from tests.models import ARCHITECTURES
+from tests.support.models import ARCHITECTURES
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

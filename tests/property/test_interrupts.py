@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import settings
 
-from tests.interrupts import campaign
+from tests.support.interrupts import campaign
 
 NUM_INJECTIONS = 1500
 

@@ -14,8 +14,8 @@ from pagespec.engine.plan import StepPlan
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.cpu_runner import ModelRunner
-from tests.compile.driving import drive, make_requests
-from tests.models import tiny_model
+from tests.support.driving import drive, make_requests
+from tests.support.models import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
 from pagespec.runner.step_shapes import StepShape, default_buckets, mixed_shapes
-from tests.compile.driving import hf_greedy
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.support.driving import hf_greedy
+from tests.support.models import VOCAB_SIZE, tiny_model
 
 pytest.importorskip("triton")
 gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")

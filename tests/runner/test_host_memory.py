@@ -91,7 +91,7 @@ def test_without_files_it_is_the_machines_memory(tmp_path: Path) -> None:
 def test_the_cpu_cache_is_sized_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a small container on a large machine."""
     from pagespec import LLM
-    from tests.models import tiny_model
+    from tests.support.models import tiny_model
 
     monkeypatch.setattr(build, "available_bytes", lambda: 1 << 20)
     small = LLM(tiny_model("llama"), compile="eager").num_blocks

@@ -1,4 +1,4 @@
-"""`python -m tests.bad_inputs`: every kind of bad input and the message it gets, as a table.
+"""`python -m tests.support.bad_inputs`: every kind of bad input, and its message, in a table.
 
 A good request runs beside each bad one; the table says whether it was disturbed."""
 
@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from pagespec import LLM, PagespecError, SamplingParams
 from pagespec.compile.model.gguf import embedded_model_path
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 GOOD = [5, 6, 7]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

@@ -12,7 +12,7 @@ from pagespec import llm as llm_module
 from pagespec.build import BuiltEngine
 from pagespec.engine.config import EngineConfig
 from pagespec.engine.stats import EngineStats
-from tests.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
+from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
 
 NUM_TOKENS = 3
 STOP_TOKEN = 2 * TOKEN_STRIDE

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagespec.engine.plan import StepPlan, StepResult
-from tests.tables import TablesFromPlans
+from tests.support.tables import TablesFromPlans
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1

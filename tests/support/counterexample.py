@@ -1,4 +1,4 @@
-"""`python -m tests.counterexample [mutant name]`: the shortest way to make the real code break.
+"""`python -m tests.support.counterexample [mutant name]`: the shortest way to make the code break.
 
 Breadth first through the scopes of the specification, the real objects beside it, with the
 structural properties checked on every plan and state; prints the actions that lead to the first
@@ -16,7 +16,7 @@ from pagespec.engine.invariants import InvariantError, check_plan, check_state
 from spec.scopes import CI, SEEDED
 from spec.state import Label, Scope
 from spec.trace import render
-from tests.refinement import Pair, RefinementError
+from tests.support.refinement import Pair, RefinementError
 
 NUM_STATES_MAX = 20_000
 
@@ -86,7 +86,7 @@ def _of_mutant(name: str) -> int:
     mutant = next(m for m in MUTANTS if name in m.name)
     print(f"{mutant.file}: {mutant.name}")
     with mutated_sources(mutant) as environment:
-        command = [sys.executable, "-m", "tests.counterexample"]
+        command = [sys.executable, "-m", "tests.support.counterexample"]
         return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
 
 

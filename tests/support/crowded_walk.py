@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from spec import model
 from spec.state import Abort, Add, Pause, Schedule, Scope, Template
-from tests.refinement import Packer, Pair
+from tests.support.refinement import Packer, Pair
 
 NUM_ACTIONS = 50
 

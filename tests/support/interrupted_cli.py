@@ -12,8 +12,8 @@ from pagespec import LLM
 from pagespec.cli import make_llm as start
 from pagespec.cli.main import app
 from pagespec.engine.plan import StepPlan
-from tests.content_llm import NUM_TOKENS, content_llm
-from tests.content_runner import ContentRunner
+from tests.support.content_llm import NUM_TOKENS, content_llm
+from tests.support.content_runner import ContentRunner
 
 NUM_BLOCKS, BLOCK_SIZE = 2000, 16
 

@@ -1,6 +1,6 @@
 """Exceptions raised at any line of the engine, under calls that a user makes (S37).
 
-    python -m tests.interrupts 10000 [first seed]
+    python -m tests.support.interrupts 10000 [first seed]
 
 Raises at that many places, in as many random runs, and says what became of them.
 """
@@ -26,8 +26,8 @@ from pagespec import EngineError, RequestOutput, SamplingParams
 from pagespec.engine.invariants import check_state
 from pagespec.engine.request import Request
 from spec import replay
-from tests.content_llm import answer_alone, content_llm, text_alone
-from tests.content_runner import TOKEN_STRIDE
+from tests.support.content_llm import answer_alone, content_llm, text_alone
+from tests.support.content_runner import TOKEN_STRIDE
 
 _ENGINE_FOLDER = str(Path(pagespec.engine.__file__).parent)
 _KINDS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit, MemoryError, RuntimeError)

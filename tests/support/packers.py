@@ -16,7 +16,7 @@ from pagespec.compile.step_inputs import StepInputs
 from pagespec.engine.plan import StepPlan
 from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.step_shapes import StepShape
-from tests.tables import RowSeen
+from tests.support.tables import RowSeen
 
 _MAX_SAMPLED = 1024
 

@@ -40,7 +40,7 @@ from spec.state import (
     State,
     prefixes,
 )
-from tests.tables import RowSeen, TablesFromPlans
+from tests.support.tables import RowSeen, TablesFromPlans
 
 _PARAMS = SamplingParams()
 
@@ -50,7 +50,7 @@ class RefinementError(AssertionError):
 
 
 class Packer(Protocol):
-    """What `tests/packers.py` has."""
+    """What `tests/support/packers.py` has."""
 
     def read(self, plan: StepPlan) -> list[RowSeen]: ...
 
@@ -270,7 +270,9 @@ def explore(scope: Scope, max_states: int | None = None) -> tuple[int, int, int]
     Returns:
         How many states, transitions and packed steps were covered.
     """
-    from tests.packers import CpuPacker  # it imports torch, which the mutants' kill suite does not
+    from tests.support.packers import (
+        CpuPacker,
+    )  # it imports torch, which the mutants' kill suite does not
 
     packer = CpuPacker(num_blocks=scope.num_blocks, block_size=scope.block_size)
     pair = Pair(scope, [packer])

@@ -11,7 +11,7 @@ from torch import Tensor
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.fused import norm_rope_store
-from tests.paged import Rows, Shape, make_batch
+from tests.support.paged import Rows, Shape, make_batch
 
 Results = tuple[Tensor, Tensor, Tensor]
 """Output ``[T, Hq, Dv]`` and both caches."""

@@ -9,7 +9,7 @@ import torch
 
 from pagespec import LLM, build
 from pagespec.verify import GateSize, run_gate
-from tests.models import VOCAB_SIZE, WINDOW, tiny_model
+from tests.support.models import VOCAB_SIZE, WINDOW, tiny_model
 
 SIZE = GateSize(
     max_batch=5,

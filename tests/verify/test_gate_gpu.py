@@ -16,7 +16,7 @@ import torch
 
 from pagespec import LLM
 from pagespec.verify import GateSize, run_gate
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.support.models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.gpu
 

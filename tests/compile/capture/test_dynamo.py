@@ -9,7 +9,7 @@ from pagespec.compile.capture import dynamo
 from pagespec.compile.fx.nodes import example
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt_oss"])

@@ -22,7 +22,7 @@ from pagespec.compile.captured_model import capture_model
 from pagespec.compile.model.load import LoadedModel, load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.kernels.attention.spec import AttentionSpec
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 NUM_LAYERS = 7
 

@@ -26,9 +26,9 @@ from pagespec.compile.model.load import LoadedModel, load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.runner.cpu_runner import ModelRunner
-from tests.compile.driving import drive, make_requests
-from tests.compile.test_generation import LogitRecorder, prompts
-from tests.models import ARCHITECTURES, tiny_model
+from tests.compile.test_captured_model import LogitRecorder, prompts
+from tests.support.driving import drive, make_requests
+from tests.support.models import ARCHITECTURES, tiny_model
 
 Probed = tuple[LoadedModel, list[AttentionSpec]]
 

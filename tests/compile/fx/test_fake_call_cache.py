@@ -20,7 +20,7 @@ from pagespec.compile.capture.graph_key import named_tensors
 from pagespec.compile.capture.meta_json import ResultDecoder
 from pagespec.compile.fx.fake_call_cache import Calls
 from pagespec.compile.passes import COMMON_PASSES, PassContext, run_passes
-from tests.compile.test_graph_cache import description, probed
+from tests.compile.capture.test_graph_cache import description, probed
 
 Function = Callable[..., Any]
 

@@ -22,9 +22,9 @@ from pagespec.compile.inductor.regions import compile_regions, find_regions
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
-from tests.compile.driving import drive, make_requests
-from tests.compile.test_generation import LogitRecorder, prompts
-from tests.models import ARCHITECTURES, tiny_model
+from tests.compile.test_captured_model import LogitRecorder, prompts
+from tests.support.driving import drive, make_requests
+from tests.support.models import ARCHITECTURES, tiny_model
 
 
 class AsItIs:

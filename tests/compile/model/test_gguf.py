@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from pagespec.compile.model import gguf
 from pagespec.compile.model.gguf import converted_folder
 from pagespec.compile.model.load import load_model
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 WEIGHTS = "model.safetensors"
 

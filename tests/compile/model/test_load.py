@@ -16,7 +16,7 @@ from pagespec.compile.model import load
 from pagespec.compile.model.gguf import converted_folder, embedded_model_path
 from pagespec.compile.model.load import load_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.support.models import VOCAB_SIZE, tiny_model
 
 
 @pytest.fixture

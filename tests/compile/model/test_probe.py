@@ -21,7 +21,7 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.masks import window_of_mask
 from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
-from tests.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, tiny_model
+from tests.support.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, tiny_model
 
 WINDOWS = {
     "qwen2": [0, WINDOW, WINDOW],

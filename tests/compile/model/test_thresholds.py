@@ -13,7 +13,7 @@ from pagespec.compile.model.thresholds import (
     plan_reach,
     thresholds_of,
 )
-from tests.models import ARCHITECTURES, WINDOW, tiny_model
+from tests.support.models import ARCHITECTURES, WINDOW, tiny_model
 
 
 def test_finds_integers_wherever_they_stand() -> None:

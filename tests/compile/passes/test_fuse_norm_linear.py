@@ -17,7 +17,7 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes.context import PassContext
 from pagespec.kernels.fused import dispatch as fused
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

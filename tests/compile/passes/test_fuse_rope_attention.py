@@ -16,7 +16,7 @@ from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
-from tests.compile.test_fusion import capture_plain, generate
+from tests.compile.passes.test_fusion import capture_plain, generate
 
 OPS = torch.ops.pagespec
 

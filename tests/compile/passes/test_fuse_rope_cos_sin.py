@@ -15,7 +15,7 @@ from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.fuse_rope_cos_sin import fuse_rope_table
 from pagespec.kernels.fused.dispatch import rope_table
-from tests.compile.test_fusion import capture_plain, first, generate
+from tests.compile.passes.test_fusion import capture_plain, first, generate
 
 # gemma3 has two kinds of layers with a table each; gpt_oss does not double its angles.
 EXPECTED = {"llama": 1, "gpt_neox": 1, "gemma3_text": 2, "deepseek_v3": 1, "gpt_oss": 0}

@@ -1,7 +1,7 @@
 """The fusion passes find what the structure says, change no bit, and leave all else alone.
 
 On a CPU a fused call runs the operations it replaced, so the bits must be equal. The Triton
-kernels behind the same calls are tested in tests/kernels/test_triton_fused.py.
+kernels behind the same calls are tested in tests/kernels/fused/test_dispatch.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pagespec.compile.passes.fuse_norm import fuse_norm
 from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.runner.cpu_runner import ModelRunner
-from tests.compile.driving import drive, make_requests
-from tests.models import ARCHITECTURES, tiny_model
+from tests.support.driving import drive, make_requests
+from tests.support.models import ARCHITECTURES, tiny_model
 
 PASSES = {"rope": fuse_rope_store, "norm": fuse_norm, "activation": fuse_activation}
 # (rope and store, norms, activations). A Llama layer: one, two (and one at the end), one. Gemma has

@@ -10,7 +10,7 @@ from pagespec import LLM, SamplingParams, build
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 
 def packed_names(captured: CapturedModel) -> list[str]:

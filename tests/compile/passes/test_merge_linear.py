@@ -11,8 +11,8 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_storage
 from pagespec.runner.cpu_runner import ModelRunner
-from tests.compile.driving import drive, make_requests
-from tests.models import tiny_model
+from tests.support.driving import drive, make_requests
+from tests.support.models import tiny_model
 
 # q, k, v and gate, up a layer; deepseek_v3: q_a and kv_a a layer, gate and up of its dense layer
 # and of the shared expert of its other layer.

@@ -1,6 +1,6 @@
 """Compiles decode attention for Hopper, which needs no GPU; prints what its bits hang on (JSON).
 
-A process of its own, started by ``test_triton_turn.py``: there, Triton interprets.
+A process of its own, started by ``test_decode_prologue.py``: there, Triton interprets.
 """
 
 from __future__ import annotations

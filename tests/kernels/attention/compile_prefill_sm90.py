@@ -1,6 +1,6 @@
 """Compiles Hopper's prefill, which needs no GPU, and prints what it became (JSON).
 
-A process of its own, started by ``test_gluon_prefill.py``: there, Triton interprets.
+A process of its own, started by ``test_prefill_sm90.py``: there, Triton interprets.
 """
 
 from __future__ import annotations

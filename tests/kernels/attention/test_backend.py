@@ -15,7 +15,7 @@ from pagespec.errors import InvalidInputError
 from pagespec.kernels.attention import backend, flash, reference
 from pagespec.kernels.attention.backend import AttentionBackend, Merit, has_merit, select_backend
 from pagespec.kernels.attention.spec import AttentionSpec
-from tests.kernels.test_flash import fake_2, fake_4, install
+from tests.kernels.attention.test_flash import fake_2, fake_4, install
 
 SPEC = AttentionSpec(0, 32, 8, 128, 128, 128**-0.5)
 CUDA = torch.device("cuda")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagespec.kernels import ops
 from pagespec.kernels.attention import cpu_invariant
-from tests.paged import Rows, Shape, float64_attention, make_batch
+from tests.support.paged import Rows, Shape, float64_attention, make_batch
 
 SHAPES = [
     Shape(hq=9, hkv=3, dk=64, dv=64),

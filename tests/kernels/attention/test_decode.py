@@ -1,7 +1,7 @@
 """The Triton kernels on the CPU, under Triton's interpreter, at small shapes.
 
 `tests/conftest.py` switches the interpreter on where there is no GPU. Where there is one, the
-kernels are compiled, this file is not collected, and test_triton_gpu.py tests the same and more.
+kernels are compiled, this file is not collected, and test_decode_gpu.py tests the same and more.
 No bfloat16 here: the interpreter of Triton 3.7 lacks it, and that of 3.9 multiplies its bits.
 """
 
@@ -26,7 +26,7 @@ from pagespec.kernels.attention import launch, reference
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused import kv_store
-from tests.paged import (
+from tests.support.paged import (
     Batch,
     Rows,
     Shape,

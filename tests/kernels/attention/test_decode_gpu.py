@@ -23,7 +23,7 @@ from pagespec.kernels.attention.prefill import prefill_kernel
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import kv_store
-from tests.paged import (
+from tests.support.paged import (
     Batch,
     Rows,
     Shape,

@@ -2,7 +2,7 @@
 and what that hangs on where the kernels are compiled.
 
 `tests/conftest.py` switches the interpreter on where there is no GPU; where there is one, this file
-is not collected, and test_triton_turn_gpu.py tests the same on it.
+is not collected, and test_decode_prologue_gpu.py tests the same on it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from triton.runtime.interpreter import InterpreterBuilder
 from pagespec.kernels.attention import decode_prologue, triton_backend
 from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
-from tests.kernels.apart import run_apart
-from tests.kernels.test_triton import SMALL, _dot, shuffled
-from tests.kernels.test_triton import SPREADS as OF_PAGED
-from tests.kernels.turned import Case, same_bits
-from tests.paged import Rows, Shape, poisoned_memory
+from tests.kernels.attention.test_decode import SMALL, _dot, shuffled
+from tests.kernels.attention.test_decode import SPREADS as OF_PAGED
+from tests.support.apart import run_apart
+from tests.support.paged import Rows, Shape, poisoned_memory
+from tests.support.rope_prologue import Case, same_bits
 
 SPREADS = OF_PAGED | {"three lanes": {"max_programs": 60}}
 ROWS: dict[str, Rows] = {
@@ -161,7 +161,7 @@ def test_its_bits_do_not_hang_on_the_compiler() -> None:
         {"hq": 32, "hkv": 8, "dim": 128, "window": False, "softcap": True},
         {"hq": 16, "hkv": 8, "dim": 64, "window": True, "softcap": False},
     ]
-    program = Path(__file__).with_name("compile_turn.py")
+    program = Path(__file__).with_name("compile_decode_prologue.py")
     printed = run_apart(str(program), json.dumps(cases))
     for case, built in zip(cases, json.loads(printed.splitlines()[-1]), strict=True):
         with_contraction, without = built["contracted"]

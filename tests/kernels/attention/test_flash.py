@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pagespec.kernels.attention import flash, reference
 from pagespec.kernels.attention.flash import Library
-from tests.paged import Rows, Shape, float64_attention, make_batch
+from tests.support.paged import Rows, Shape, float64_attention, make_batch
 
 MIXED: Rows = [(30, 9), (70, 1), (0, 5), (0, 0), (17, 1)]
 DECODE: Rows = [(10, 1), (100, 1), (0, 1)]

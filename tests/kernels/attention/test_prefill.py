@@ -13,14 +13,14 @@ import triton.language as tl
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.prefill import num_leading_singles
 from pagespec.kernels.attention.tiling import choose_tiling
-from tests.kernels.test_triton import (  # noqa: F401 (two are fixtures)
+from tests.kernels.attention.test_decode import (  # noqa: F401 (two are fixtures)
     TOLERANCE,
     _ordered_dot,
     _poisoned,
     attend,
     stored,
 )
-from tests.paged import Shape, float64_attention, rescheduled
+from tests.support.paged import Shape, float64_attention, rescheduled
 
 SHAPES = [
     Shape(hq=2, hkv=1),

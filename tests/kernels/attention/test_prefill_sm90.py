@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.apart import run_apart
+from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -44,7 +44,7 @@ def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know() -> None:
 
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
-    script = Path(__file__).with_name("compile_prefill.py")
+    script = Path(__file__).with_name("compile_prefill_sm90.py")
     printed = run_apart(str(script), json.dumps({"fits": TAKEN + LEFT, "build": TAKEN}))
     answer = json.loads(printed)
     # Never on a CPU.

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tests.kernels.apart import run_apart
+from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

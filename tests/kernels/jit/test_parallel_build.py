@@ -1,4 +1,4 @@
-"""Runs ``built_together_cases.py`` in a process of its own: here, Triton interprets."""
+"""Runs ``parallel_build_cases.py`` in a process of its own: here, Triton interprets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.apart import run_apart
+from tests.support.apart import run_apart
 
-CASES = Path(__file__).with_name("built_together_cases.py")
+CASES = Path(__file__).with_name("parallel_build_cases.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -1,6 +1,6 @@
 """Compiles the Gluon product for Hopper, which needs no GPU, and prints what it became (JSON).
 
-A process of its own, started by ``test_gluon_linear.py``: there, Triton interprets.
+A process of its own, started by ``test_matmul_sm90.py``: there, Triton interprets.
 """
 
 from __future__ import annotations

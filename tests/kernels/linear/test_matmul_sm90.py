@@ -1,6 +1,6 @@
 """The product in Gluon without a GPU: which shapes it takes, and that it compiles for Hopper.
 
-Triton's interpreter does not run Gluon; tests/kernels/test_gpu_linear_gpu.py runs it.
+Triton's interpreter does not run Gluon; tests/kernels/linear/test_dispatch_gpu.py runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.apart import run_apart
+from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -90,7 +90,7 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
         for rows, tile in TUNED_PREFETCH[n, k].items():
             cases.append((False, rows, n, k, n == 3072, *astuple(tile)))
     cases += [(True, rows, *shape, *WITH_NORM[shape], 16) for shape in WITH_NORM for rows in (2, 4)]
-    script = Path(__file__).with_name("compile_gluon.py")
+    script = Path(__file__).with_name("compile_matmul_sm90.py")
     printed = run_apart(str(script), json.dumps(cases))
     for case, order in zip(cases, json.loads(printed), strict=True):
         has_norm, num_rows, n, k_size, has_gate, _, atoms, stages, _ = case

@@ -1,5 +1,5 @@
 """When a norm and its product are one launch, and when two. On a GPU the bits are compared, too:
-tests/kernels/test_gpu_linear_gpu.py."""
+tests/kernels/linear/test_dispatch_gpu.py."""
 
 from __future__ import annotations
 
