@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import pagespec.engine
+import pagespec.llm
 from pagespec import EngineError, RequestOutput, SamplingParams
 from pagespec.engine.invariants import check_state
 from pagespec.engine.request import Request
@@ -29,12 +30,12 @@ from spec import replay
 from tests.support.content_llm import answer_alone, content_llm, text_alone
 from tests.support.content_runner import TOKEN_STRIDE
 
-_ENGINE_FOLDER = str(Path(pagespec.engine.__file__).parent)
+_OURS = (str(Path(pagespec.engine.__file__).parent), pagespec.llm.__file__)
 _KINDS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit, MemoryError, RuntimeError)
 
 
 class LineRaiser:
-    """While open, counts the lines executed in ``src/engine`` and raises at some of them.
+    """While open, counts the lines executed in ``src/engine`` and ``src/llm.py``, raises at some.
 
     An interrupt never comes between a ``with`` of a lock's block and its exit, so it is not raised
     there: CPython looks for signals after calls and jumps only.
@@ -61,7 +62,7 @@ class LineRaiser:
     def _on_call(self, frame: FrameType, _event: str, _argument: object) -> Any:
         code = frame.f_code
         if code not in self._is_ours:
-            self._is_ours[code] = code.co_filename.startswith(_ENGINE_FOLDER)
+            self._is_ours[code] = code.co_filename.startswith(_OURS)
         if not self._is_ours[code] or not self._places:
             return None
         locks, entered = _lines_that_lock(code.co_filename), set()
