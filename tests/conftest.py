@@ -18,15 +18,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 # Before Triton is imported, which any test that compiles may do: without a GPU its kernels are
-# interpreted. With one they are compiled, and kernels/test_triton_gpu.py tests the same on it.
+# interpreted. With one they are compiled, and test_decode_gpu.py tests the same on it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 collect_ignore = []
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
-    collect_ignore += ["kernels/test_triton.py", "kernels/test_triton_prefill.py"]
-    collect_ignore += ["kernels/test_triton_turn.py"]
+    collect_ignore += ["kernels/attention/test_decode.py", "kernels/attention/test_prefill.py"]
+    collect_ignore += ["kernels/attention/test_decode_prologue.py"]
 else:
-    from tests.interpreter import mend
+    from tests.support.interpreter import mend
 
     mend()
 

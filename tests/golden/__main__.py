@@ -18,7 +18,7 @@ from tests.golden.subjects import (
     smollm2,
     tiny,
 )
-from tests.models import ARCHITECTURES
+from tests.support.models import ARCHITECTURES
 
 
 def print_thresholds() -> None:

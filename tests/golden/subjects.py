@@ -19,7 +19,7 @@ from tests.golden.harness import (
     mixed_prompts,
     reference_of,
 )
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.support.models import VOCAB_SIZE, tiny_model
 
 TINY_PROMPT_LENGTHS = [1, 2, 17, 40, 64, 90, 33, 48, 5, 70]
 TINY_NUM_OUTPUTS = [24, 20, 24, 16, 24, 24, 12, 24, 8, 24]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.golden.harness import Condition, check
 from tests.golden.subjects import TINY_CONDITIONS, tiny
-from tests.models import ARCHITECTURES
+from tests.support.models import ARCHITECTURES
 
 CONDITIONS = [
     *(c for c in TINY_CONDITIONS if c.name in ("plain", "tiny pool+cache", "budget 16")),

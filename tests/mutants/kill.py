@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from tests.crowded_walk import walk
-from tests.refinement import RefinementError
-from tests.scenario import PropertyError, Scenario
+from tests.support.crowded_walk import walk
+from tests.support.refinement import RefinementError
+from tests.support.scenario import PropertyError, Scenario
 
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
@@ -49,7 +49,7 @@ class FirstFailure:
 
 def run_unit_tests() -> int:
     first = FirstFailure()
-    names = [f"tests/unit/test_{name}.py" for name in UNIT_TESTS]
+    names = [f"tests/engine/test_{name}.py" for name in UNIT_TESTS]
     status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *names], plugins=[first])
     if status != pytest.ExitCode.OK:
         print(f"KILLED unit: {first.name or status}")

@@ -85,7 +85,7 @@ def lay_out() -> None:
     for source, target in (("src", "pagespec"), ("tests", "tests"), ("spec", "spec")):
         shutil.copytree(ROOT / source, HOME / target, ignore=ignore)
     modules = ", ".join(f'"pagespec/engine/{name}.py"' for name in MODULES)
-    tests = ", ".join(f'"tests/unit/test_{name}.py"' for name in kill.UNIT_TESTS)
+    tests = ", ".join(f'"tests/engine/test_{name}.py"' for name in kill.UNIT_TESTS)
     (HOME / "pyproject.toml").write_text(CONFIG.format(modules=modules, tests=tests))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mutants.kill import walk
-from tests.scenario import Scenario
+from tests.support.scenario import Scenario
 
 # A mutant that never ends is stopped by the 5 s a test that `mutmut_run.py` allows; these two
 # need more than that on a busy machine.

@@ -23,7 +23,7 @@ from pagespec.engine.request import Request, RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.errors import EngineError
-from tests.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
+from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
 
 VOCAB_SIZE = 3
 STOP_TOKEN = 2 * TOKEN_STRIDE

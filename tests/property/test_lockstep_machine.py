@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from pagespec.engine.invariants import check_state
 from spec import model
 from spec.state import Abort, Add, Fail, Pause, Resume, Schedule, Scope, Template
-from tests.packers import CpuPacker
-from tests.refinement import Packer, Pair
+from tests.support.packers import CpuPacker
+from tests.support.refinement import Packer, Pair
 
 
 class LockstepMachine(RuleBasedStateMachine):

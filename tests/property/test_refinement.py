@@ -11,7 +11,7 @@ import pytest
 
 from spec.scopes import CI
 from spec.state import Scope
-from tests.refinement import explore
+from tests.support.refinement import explore
 
 NUM_STATES_IN_CI = 2500
 

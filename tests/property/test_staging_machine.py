@@ -12,10 +12,10 @@ import pytest
 from hypothesis import settings
 
 from spec.state import Scope
-from tests.crowded_walk import walk
-from tests.packers import CpuPacker, GpuStaging
 from tests.property.test_lockstep_machine import LockstepMachine
-from tests.refinement import Packer
+from tests.support.crowded_walk import walk
+from tests.support.packers import CpuPacker, GpuStaging
+from tests.support.refinement import Packer
 
 pytest.importorskip("triton")
 

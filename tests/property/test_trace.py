@@ -11,7 +11,7 @@ import pytest
 
 from pagespec.engine.core import Engine
 from spec import replay
-from tests.scenario import Scenario
+from tests.support.scenario import Scenario
 
 NUM_SCENARIOS = 60
 

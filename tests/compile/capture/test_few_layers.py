@@ -1,0 +1,152 @@
+"""The graph made from a trace of some layers is that of a trace of all, or is not used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
+
+from pagespec.compile.capture import few_layers, graph_cache
+from pagespec.compile.capture.dynamo import Traced, trace
+from pagespec.compile.capture.few_layers import trace_layers
+from pagespec.compile.capture.graph_cache import GraphCache
+from pagespec.compile.capture.graph_json import decode, encode
+from pagespec.compile.capture.graph_key import named_tensors
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.load import LoadedModel, load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.kernels.attention.spec import AttentionSpec
+from tests.support.models import tiny_model
+
+NUM_LAYERS = 7
+
+
+def probed(arch: str = "llama", **changes: Any) -> tuple[LoadedModel, list[AttentionSpec]]:
+    depth = "n_layer" if arch == "gpt2" else "num_hidden_layers"
+    loaded = load_model(tiny_model(arch, **{depth: NUM_LAYERS}, **changes))
+    return loaded, probe_model(loaded)
+
+
+def description(traced: Traced) -> list[Any]:
+    """All that a graph says but the names of nodes: where inputs come from, what is called on what,
+    and of each result its layout, memory and identity."""
+    places = {node: place for place, node in enumerate(traced.gm.graph.nodes)}
+    numbers: dict[int, int] = {}
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return type(value), str(value)
+        memory = numbers.setdefault(value.untyped_storage()._cdata, len(numbers))
+        itself = numbers.setdefault(id(value), len(numbers))
+        layout = str((value.shape, value.stride(), value.storage_offset()))
+        kind = type(value), isinstance(value, torch.nn.Parameter), value.requires_grad
+        return layout, value.dtype, value.device, kind, value.is_inference(), memory, itself
+
+    def source(node: Node) -> Any:
+        if node.name in traced.constants:
+            return id(traced.constants[node.name])
+        return traced.sources.get(node.name)
+
+    return [
+        (
+            *(node.op, source(node) if node.op == "placeholder" else node.target),
+            str(map_arg((node.args, node.kwargs), lambda n: f"node {places[n]}")),  # type: ignore[arg-type, return-value]
+            [of(leaf) for leaf in tree_leaves(node.meta.get("example_value"))],
+        )
+        for node in traced.gm.graph.nodes
+    ]
+
+
+# Of the last two, the first layers have more than the others: sizes that all need, dense products.
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_the_graph_is_that_of_all_layers(arch: str) -> None:
+    loaded, specs = probed(arch)
+    before = [name for name, _ in loaded.module.named_parameters()]
+    made = trace_layers(loaded, specs)
+    assert made is not None
+    assert [name for name, _ in loaded.module.named_parameters()] == before
+    assert description(made) == description(trace(loaded, specs))
+    names = {id(tensor): name for name, tensor in named_tensors(loaded.module)}
+    again = decode(encode(made, names), dict(named_tensors(loaded.module)))
+    assert description(again) == description(made)
+
+
+def test_an_activation_with_an_option_keeps_no_layers_apart() -> None:
+    loaded, specs = probed("gemma2", layer_types=["full_attention"] * NUM_LAYERS)
+    made = trace_layers(loaded, specs)
+    assert made is not None
+    assert description(made) == description(trace(loaded, specs))
+
+
+def test_a_capture_traces_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = []
+
+    def traced(loaded: LoadedModel, specs: Any) -> Traced:
+        depths.append(len(loaded.module.model.layers))  # type: ignore[union-attr, arg-type]
+        return trace(loaded, specs)
+
+    monkeypatch.setattr(few_layers, "trace", traced)
+    monkeypatch.setattr(graph_cache, "trace", traced)
+    begun: list[str] = []
+    cache = GraphCache(tmp_path, before_trace=lambda: begun.append(f"after {len(depths)}"))
+    assert capture_model(*probed(), graph_cache=cache).num_captures == 1
+    assert depths == [3]
+    assert capture_model(*probed(), graph_cache=cache).num_captures == 0
+    assert begun == ["after 0"]
+    # Modules that the caller holds are left as they are, and so are few layers.
+    loaded = load_model(tiny_model("llama"))
+    capture_model(loaded, probe_model(loaded), graph_cache=GraphCache(tmp_path))
+    assert depths == [3, 2]
+
+
+def _is_odd_one(self: Any) -> bool:
+    return bool(self.self_attn.layer_idx == NUM_LAYERS - 3)
+
+
+def test_a_layer_that_computes_something_else_by_its_number_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It looks like the others, and none of those that are traced does so."""
+    forward = LlamaDecoderLayer.forward
+
+    def other(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        out = forward(self, hidden_states, **kwargs)
+        return out * 1.5 if _is_odd_one(self) else out
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", other)
+    assert trace_layers(*probed()) is None
+
+
+def test_layers_with_other_numbers_in_them_are_not_repeated() -> None:
+    loaded, specs = probed()
+    layers: Any = loaded.module.model.layers  # type: ignore[union-attr]
+    layers[NUM_LAYERS - 3].input_layernorm.variance_epsilon = 1e-3
+    assert trace_layers(loaded, specs) is None
+
+
+def test_a_hook_of_a_layer_is_not_repeated() -> None:
+    loaded, specs = probed()
+    layers: Any = loaded.module.model.layers  # type: ignore[union-attr]
+    layers[NUM_LAYERS - 3].mlp.register_forward_hook(lambda *_: None)
+    assert trace_layers(loaded, specs) is None
+
+
+def test_a_model_that_needs_all_its_layers_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaModel.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.layers[NUM_LAYERS - 1]
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", counted)
+    loaded, specs = probed()
+    assert trace_layers(loaded, specs) is None
+    assert len(loaded.module.model.layers) == NUM_LAYERS  # type: ignore[union-attr, arg-type]
+    caches = [s for s in trace(loaded, specs).sources.values() if s[0] == "cache"]
+    assert len(caches) == 2 * NUM_LAYERS

@@ -1,0 +1,243 @@
+"""Regions: the right nodes, each distinct piece once, and the same result around them.
+
+In the tests of the cutting the compiler runs a region as it is; those of Inductor are the last.
+"""
+
+from __future__ import annotations
+
+import operator
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from pagespec.compile import captured_model as capture_module
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.inductor import compile_region
+from pagespec.compile.inductor.compile_region import inductor
+from pagespec.compile.inductor.regions import compile_regions, find_regions
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.runner.cpu_runner import ModelRunner
+from tests.compile.test_captured_model import LogitRecorder, prompts
+from tests.support.driving import drive, make_requests
+from tests.support.models import ARCHITECTURES, tiny_model
+
+
+class AsItIs:
+    """A compiler that only keeps the pieces, and what it was told about their inputs."""
+
+    def __init__(self) -> None:
+        self.pieces: list[GraphModule] = []
+
+    def __call__(self, gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        self.pieces.append(gm)
+        assert not any(example is None for example in examples)
+        return gm.forward
+
+
+def captured(arch: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> CapturedModel:
+    """In "inductor" mode, but for Inductor; without the calls of CPU kernels, as on a GPU."""
+    monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", {})
+    monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, AsItIs()))
+    loaded = load_model(tiny_model(arch, **changes))
+    return capture_model(loaded, probe_model(loaded), compile="inductor")
+
+
+def logits_of(captured: CapturedModel) -> dict[tuple[str, int], torch.Tensor]:
+    recorder = LogitRecorder()
+    runner = ModelRunner(captured, block_size=16, num_blocks=40, on_logits=recorder)
+    drive(runner, make_requests(prompts(), 3), block_size=16, num_blocks=40, chunk=10)
+    return recorder.logits
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_cut_graph_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"num_hidden_layers": 2} if arch != "deepseek_v3" else {}
+    cut = captured(arch, monkeypatch, **changes)
+    whole = capture_model(cut.loaded, cut.specs, compile="graph")
+    assert cut.rewrites["regions"] > 0
+    found, expected = logits_of(cut), logits_of(whole)
+    assert found.keys() == expected.keys()
+    for key, logits in expected.items():
+        assert torch.equal(found[key], logits)
+
+
+def test_layers_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = captured("qwen3", monkeypatch, num_hidden_layers=2)
+    five = captured("qwen3", monkeypatch, num_hidden_layers=5)
+    assert five.rewrites["regions"] > two.rewrites["regions"]
+    assert five.num_compiled == two.num_compiled <= 5
+
+
+def chain(*targets: Callable[..., Any] | str, device: str = "cpu") -> Graph:
+    """x, then each target (a function or a method of no arguments) applied to the result before."""
+    graph = Graph()
+    node = graph.placeholder("x")
+    node.meta["example_value"] = value = torch.ones(4, 4, device=device)
+    for target in targets:
+        if isinstance(target, str):
+            node, value = graph.call_method(target, (node,)), getattr(value, target)()
+        else:
+            node, value = graph.call_function(target, (node,)), target(value)
+        node.meta["example_value"] = value
+    graph.output(node)
+    return graph
+
+
+def weigh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, torch.ones(4, 4, device=x.device))
+
+
+weigh.__module__ = "pagespec.kernels.of_a_test"
+
+
+def test_opaque_calls_bound_a_region_and_views_alone_are_none() -> None:
+    graph = chain(torch.exp, torch.neg, weigh, "t", "t", weigh, torch.sin, torch.cos)
+    regions = find_regions(graph)
+    assert [[node.target for node in region.nodes] for region in regions] == [
+        [torch.exp, torch.neg],
+        [torch.sin, torch.cos],
+    ]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 1), ("meta", 2)])
+def test_on_a_cpu_one_operation_stays_as_it_is(device: str, expected: int) -> None:
+    graph = chain(torch.exp, torch.neg, weigh, "t", torch.sin, "t", weigh, device=device)
+    assert len(find_regions(graph)) == expected
+
+
+def test_a_copy_alone_stays_as_it_is() -> None:
+    graph = Graph()
+    values = {"ids": torch.zeros(3, dtype=torch.int64), "table": torch.ones(8, 4)}
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, value in values.items():
+        nodes[name].meta["example_value"] = value.to("meta")
+    rows = graph.call_function(torch.nn.functional.embedding, (nodes["ids"], nodes["table"]))
+    weighed = graph.call_function(weigh, (rows,))
+    some = graph.call_function(operator.getitem, (weighed, nodes["ids"]))
+    again = graph.call_function(weigh, (some,))
+    for node in (rows, weighed, some, again):
+        node.meta["example_value"] = torch.ones(3, 4, device="meta")
+    graph.output(again)
+    assert find_regions(graph) == []
+    with graph.inserting_after(rows):
+        scaled = graph.call_function(torch.mul, (rows, 2.0))
+    scaled.meta["example_value"] = rows.meta["example_value"]
+    weighed.args = (scaled,)
+    assert [region.nodes for region in find_regions(graph)] == [[rows, scaled]]
+
+
+def test_equal_pieces_with_other_numbers_are_distinct() -> None:
+    def build(power: float) -> GraphModule:
+        graph = Graph()
+        x = graph.placeholder("x")
+        x.meta["example_value"] = torch.ones(2, 4)
+        nodes = [x]
+        for exponent in (2.0, power):
+            negated = graph.call_function(torch.neg, (nodes[-1],))
+            raised = graph.call_function(torch.pow, (negated, exponent))
+            for node in (negated, raised):
+                node.meta["example_value"] = torch.ones(2, 4)
+            weighed = graph.call_function(weigh, (raised,))
+            weighed.meta["example_value"] = torch.ones(2, 4)
+            nodes.append(weighed)
+        graph.output(nodes[-1])
+        return GraphModule({}, graph)
+
+    x = torch.rand(2, 4)
+    for power, num_distinct in ((2.0, 1), (3.0, 2)):
+        gm = build(power)
+        expected = gm(x)
+        assert compile_regions(gm, AsItIs()) == (2, num_distinct)
+        assert torch.equal(gm(x), expected)
+
+
+def _computes(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.exp() + y, (x - y).sum(-1)
+
+
+def _returns_a_view_of_what_it_took(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.view(-1), x + y
+
+
+def _returns_memory_twice(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total = x + y
+    return total, total.view(-1)
+
+
+def _writes_what_it_took(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x.add_(y)
+    return (y * 2,)
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor needs a C++ compiler"
+)
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each graph that is compiled: may it be called without AOTAutograd's wrappers?"""
+    is_plain = compile_region._is_plain
+    found = []
+
+    def record(*arguments: Any) -> bool:
+        found.append(is_plain(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(compile_region, "_is_plain", record)
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("function", "is_direct"),
+    [
+        (_computes, True),
+        (_returns_a_view_of_what_it_took, False),
+        (_returns_memory_twice, False),
+        (_writes_what_it_took, False),
+    ],
+)
+def test_wrappers_go_only_where_they_do_nothing(
+    function: Callable[..., Any], is_direct: bool, verdicts: list[bool]
+) -> None:
+    with torch.inference_mode():
+        found_in, expected_in = ([torch.rand(3, 8), torch.ones(3, 8)] for _ in range(2))
+        expected_in[0].copy_(found_in[0])
+        examples = [torch.empty(3, 8), torch.empty(3, 8)]
+        compiled = inductor(torch.fx.symbolic_trace(function), examples)
+        found, expected = compiled(*found_in), function(*expected_in)
+    assert verdicts == [is_direct]
+    # A wrapper is a function of AOTAutograd's or Inductor's; ours is of this package.
+    assert compiled.__module__.startswith("pagespec") == is_direct
+    assert len(found) == len(expected)
+    for values in (zip(found, expected, strict=True), zip(found_in, expected_in, strict=True)):
+        for one, other in values:
+            torch.testing.assert_close(one, other)
+
+    def shared(results: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> list[list[int]]:
+        memories = [t.untyped_storage().data_ptr() for t in (*results, *taken)]
+        return [[i for i, m in enumerate(memories) if m == memory] for memory in memories]
+
+    assert shared(found, found_in) == shared(expected, expected_in)
+
+
+@needs_compiler
+def test_compiled_rows_are_the_same_in_any_batch(verdicts: list[bool]) -> None:
+    loaded = load_model(tiny_model("llama", num_hidden_layers=1))
+    captured = capture_model(loaded, probe_model(loaded), compile="inductor")
+    assert len(verdicts) == captured.num_compiled > 0
+    assert all(verdicts)
+    together = logits_of(captured)
+    for request in make_requests(prompts(), 3):
+        recorder = LogitRecorder()
+        runner = ModelRunner(captured, block_size=16, num_blocks=40, on_logits=recorder)
+        drive(runner, [request], block_size=16, num_blocks=40, chunk=64)
+        assert recorder.logits
+        for key, logits in recorder.logits.items():
+            assert torch.equal(logits, together[key])

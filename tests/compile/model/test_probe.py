@@ -1,0 +1,253 @@
+"""What the probe finds, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from pagespec.compile.kv_cache import kv_bytes_per_block
+from pagespec.compile.model.cheap_passes import twins
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.masks import window_of_mask
+from pagespec.compile.model.probe import probe_model
+from pagespec.errors import InvalidInputError, UnsupportedModelError
+from tests.support.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, tiny_model
+
+WINDOWS = {
+    "qwen2": [0, WINDOW, WINDOW],
+    "mistral": [WINDOW, WINDOW],
+    "gemma2": [WINDOW, 0],
+    "gemma3_text": [WINDOW, 0],
+    "gpt_oss": [WINDOW, 0],
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_finds_what_the_config_says(arch: str) -> None:
+    model = tiny_model(arch)
+    implementation = model.config._attn_implementation
+    loaded = load_model(model)
+    specs = probe_model(loaded)
+    config = model.config
+    assert [spec.window for spec in specs] == WINDOWS.get(arch, [0] * len(specs))
+    assert len(specs) == config.num_hidden_layers
+    assert all(spec.num_q_heads == config.num_attention_heads for spec in specs)
+    assert all(spec.softcap == (3.0 if arch == "gemma2" else 0.0) for spec in specs)
+    assert all(spec.has_sinks == (arch == "gpt_oss") for spec in specs)
+    if arch == "deepseek_v3":
+        assert [(spec.k_dim, spec.v_dim) for spec in specs] == [(24, 12)] * 2
+    num_elements = sum(spec.num_kv_heads * (spec.k_dim + spec.v_dim) for spec in specs)
+    assert kv_bytes_per_block(loaded, specs, 16) == num_elements * 16 * 4
+    # The caller's model is as it was.
+    assert model.config._attn_implementation == implementation
+    calls = [m.pagespec_call for m in model.modules() if hasattr(m, "pagespec_call")]
+    assert sorted(calls) == list(range(len(specs)))
+
+
+def test_windows_of_mask_closures() -> None:
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert window_of_mask(causal_mask_function, 4) == 0
+    for window in (1, 2, 24, 4096):
+        assert window_of_mask(sliding_window_causal_mask_function(window), 4) == window
+    assert window_of_mask(bidirectional_mask_function, 4) is None
+    for chunk in (7, 64, 8192):
+        assert window_of_mask(chunked_causal_mask_function(chunk, zero), 4) is None
+    # A window for one head only, and a mask that is known at the probe's own positions only.
+    assert window_of_mask(lambda b, h, q, k: (k <= q) & ((h == 0) | (k > q - 5)), 4) is None
+    packed = torch.zeros(1, 8)
+    assert window_of_mask(lambda b, h, q, k: packed[b, q] == packed[b, k], 4) is None
+
+
+class Wrapped(nn.Module):
+    """An attention module that does one thing more than it should."""
+
+    def __init__(self, inner: nn.Module, what: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.what = what
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        if self.what == "tensor argument":
+            kwargs["position_bias"] = torch.zeros(1)
+        elif self.what == "number argument":
+            kwargs["temperature"] = 2.0
+        elif self.what == "swallows arguments":
+            kwargs = {k: kwargs[k] for k in ("position_embeddings", "attention_mask")}
+        elif self.what == "own mask":
+            kwargs["attention_mask"] = kwargs["attention_mask"] + 1.0
+        out, weights = self.inner(hidden_states=hidden_states, **kwargs)
+        if self.what == "twice":
+            out, weights = self.inner(hidden_states=hidden_states + out, **kwargs)
+        elif self.what == "token shift":
+            out = out + hidden_states.roll(1, dims=1)
+        elif self.what == "longest position":
+            out = out + hidden_states * kwargs["position_ids"].max() / 50
+        elif self.what == "own positions":
+            out = out * (1 + torch.arange(out.shape[1])[None, :, None])
+        return out, weights
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("tensor argument", "tensor 'position_bias'"),
+        ("number argument", "temperature = 2.0"),
+        ("swallows arguments", "keyword arguments"),
+        ("own mask", "mask of its own"),
+        ("twice", "more than once"),
+        ("token shift", "tokens mix outside attention"),
+        ("own positions", "position_ids are not followed"),
+        ("longest position", "longest position of the batch"),
+    ],
+)
+def test_refuses_attention_it_does_not_know(what: str, reason: str) -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[1]  # type: ignore[union-attr]
+    layer.self_attn = Wrapped(layer.self_attn, what)
+    with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM: .*{reason}"):
+        probe_model(load_model(model))
+
+
+class Switching(nn.Module):
+    """An attention module that does otherwise where a pass is long, or a position far."""
+
+    def __init__(self, inner: nn.Module, what: str, threshold: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.what = what
+        self.threshold = threshold
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        positions = kwargs["position_ids"]
+        if self.what == "number of tokens":
+            hidden_states = hidden_states * (1 + (positions.shape[1] > self.threshold))
+        elif self.what == "exact number of tokens":
+            hidden_states = hidden_states * (1 + (positions.shape[1] == self.threshold))
+        elif self.what == "index in the pass":
+            index = torch.arange(positions.shape[1]) // self.threshold
+            hidden_states = hidden_states * (1 + index)[None, :, None]
+        elif self.what == "scale":
+            self.inner.scaling = 0.5 if positions.shape[1] > self.threshold else 0.25
+        elif self.what == "longest position":
+            hidden_states = hidden_states * (1 + (positions.max() >= self.threshold))
+        elif self.what == "being the longest":
+            is_longest = (positions == positions.max()) & (positions >= self.threshold)
+            hidden_states = hidden_states * (1 + is_longest)[..., None]
+        return self.inner(hidden_states=hidden_states, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["field", "nested", "hidden size"])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("number of tokens", "number of tokens in a pass"),
+        ("exact number of tokens", "number of tokens in a pass"),
+        ("index in the pass", "number of tokens in a pass"),
+        ("scale", "with .* tokens in a pass: its attention has scale = 0.5, not 0.25"),
+        ("longest position", "longest position of the batch"),
+        ("being the longest", "longest position of the batch"),
+    ],
+)
+def test_refuses_behaviour_that_begins_at_a_threshold(what: str, reason: str, where: str) -> None:
+    options: dict[str, Any] = {"max_position_embeddings": 4096}
+    threshold = 48 if where == "hidden size" else 700
+    if where == "field":
+        options["attention_chunk"] = threshold
+    elif where == "nested":
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        options["rope_parameters"] = rope | {"original_max_position_embeddings": threshold}
+    model = tiny_model("llama", **options)
+    layer = model.model.layers[1]  # type: ignore[union-attr]
+    layer.self_attn = Switching(layer.self_attn, what, threshold)
+    with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM: .*{reason}"):
+        probe_model(load_model(model))
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "reason"),
+    [
+        ("llama4_text", {}, "between 819[23] and 8 .*floor_scale"),
+        (
+            "llama4_text",
+            {"floor_scale": 100},
+            "between 10[01] and 8 .*floor_scale",
+        ),
+        ("deepseek_v4", {}, "keys for the 12[89] tokens .*compress_rates"),
+    ],
+)
+def test_refuses_models_that_change_with_length(
+    arch: str, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        probe_model(load_model(tiny_model(arch, **options)))
+
+
+def test_layers_alike_are_run_once_and_those_that_are_not_are_run() -> None:
+    model = tiny_model("llama", num_hidden_layers=8, max_position_embeddings=4096, chunk=700)
+    specs = probe_model(load_model(model))
+    assert len(specs) == 8
+    assert not any("forward" in vars(part) or part._forward_hooks for part in model.modules())
+    layer = model.model.layers[6]  # type: ignore[union-attr]
+    layer.self_attn = Switching(layer.self_attn, "number of tokens", 700)
+    with pytest.raises(UnsupportedModelError, match=r"number of tokens in a pass.*chunk = 700"):
+        probe_model(load_model(model))
+    assert not any("forward" in vars(part) or part._forward_hooks for part in model.modules())
+
+
+def test_a_layer_of_each_kind_is_run() -> None:
+    """Of gemma's as well, whose activation is a function with an option."""
+    types = ["sliding_attention", "full_attention"] * 4
+    loaded = load_model(tiny_model("gemma3_text", num_hidden_layers=8, layer_types=types))
+    specs = probe_model(loaded)
+    layers = list(loaded.module.model.layers)  # type: ignore[union-attr, arg-type]
+    found = twins(loaded.module, specs)
+    assert found == {layer: layers[i % 2] for i, layer in enumerate(layers) if i > 1}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_names_a_weight_that_is_not_finite(name: str, value: float) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_parameter(name)[3, 5] = value
+    with pytest.raises(InvalidInputError, match=f"finite weights; 1 of .* {name!r}"):
+        probe_model(load_model(model))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_refuses_rope_that_depends_on_the_batch(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope["original_max_position_embeddings"] = 64
+    model = tiny_model("llama", rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match=rope_type):
+        probe_model(load_model(model))
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("mamba", {"state_size": 4}),
+        ("bloom", {"n_layer": 2, "n_head": 4}),
+        ("llama4_text", {"attention_chunk_size": 32, "num_local_experts": 2, "head_dim": 8}),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}),
+    ],
+)
+def test_refuses_other_families(arch: str, options: dict[str, Any]) -> None:
+    common = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(arch, **common, **heads, **options)
+    with pytest.raises(UnsupportedModelError):
+        probe_model(load_model(AutoModelForCausalLM.from_config(config)))

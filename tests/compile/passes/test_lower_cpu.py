@@ -1,0 +1,51 @@
+"""Packed copies of weights: as many as there is room for, and only where nobody changes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagespec import LLM, SamplingParams, build
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from tests.support.models import tiny_model
+
+
+def packed_names(captured: CapturedModel) -> list[str]:
+    assert captured.graph is not None
+    nodes = captured.graph.graph.nodes
+    return [n.name for n in nodes if n.op == "placeholder" and n.name.startswith("packed_")]
+
+
+def test_packs_what_there_is_room_for() -> None:
+    loaded = load_model(tiny_model("llama"))
+    specs = probe_model(loaded)
+    counts = [
+        len(packed_names(capture_model(loaded, specs, packing_bytes=room)))
+        for room in (0, 60_000, 1 << 30)
+    ]
+    # Two layers of four products, and the head.
+    assert counts[0] == 0 < counts[1] < counts[2] == 9
+
+
+def test_only_weights_the_engine_loaded_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[CapturedModel] = []
+
+    def keep(*args: object, **kwargs: object) -> CapturedModel:
+        found.append(capture_model(*args, **kwargs))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(build, "capture_model", keep)
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    prompts, sampling = [[4, 8, 15], [16, 23, 42, 7]], SamplingParams(temperature=0, max_tokens=6)
+    answers = []
+    for source in (model, tmp_path):
+        llm = LLM(source, device="cpu", dtype="float32", num_blocks=16)
+        answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, sampling)])
+    assert [bool(packed_names(captured)) for captured in found] == [False, True]
+    assert answers[0] == answers[1]

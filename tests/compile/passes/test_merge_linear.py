@@ -1,0 +1,104 @@
+"""The merge pass fires, moves storage once, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagespec.compile import captured_model as capture_module
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.compile.passes.merge_linear import consecutive_views, merge_storage
+from pagespec.runner.cpu_runner import ModelRunner
+from tests.support.driving import drive, make_requests
+from tests.support.models import tiny_model
+
+# q, k, v and gate, up a layer; deepseek_v3: q_a and kv_a a layer, gate and up of its dense layer
+# and of the shared expert of its other layer.
+MERGED = {"qwen2": 9, "gpt_oss": 4, "deepseek_v3": 4}
+
+
+@pytest.mark.parametrize("arch", MERGED)
+def test_merges_and_changes_nothing(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[5, 9, 200, 31, 8, 90, 2], [77, 3]]
+    tokens, logits = {}, {}
+    for merge in (False, True):
+        loaded = load_model(tiny_model(arch))
+        before = {name: p.detach().clone() for name, p in loaded.module.named_parameters()}
+        with monkeypatch.context() as patch:
+            if not merge:
+                passes = dict(capture_module.COMMON_PASSES)
+                del passes["merge_linear"]
+                patch.setattr(capture_module, "COMMON_PASSES", passes)
+            captured = capture_model(loaded, probe_model(loaded))
+        seen: list[torch.Tensor] = []
+        runner = ModelRunner(
+            captured,
+            block_size=16,
+            num_blocks=20,
+            on_logits=lambda plan, row, seen=seen: seen.append(row.clone()),
+        )
+        requests = make_requests(prompts, 8)
+        drive(runner, requests, block_size=16, num_blocks=20, chunk=4)
+        tokens[merge] = [r.output_token_ids for r in requests]
+        logits[merge] = torch.cat(seen)
+        for name, parameter in loaded.module.named_parameters():
+            assert torch.equal(parameter, before[name])
+        assert captured.rewrites.get("merge_linear", 0) == (MERGED[arch] if merge else 0)
+    assert tokens[True] == tokens[False]
+    torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-4)
+
+
+def test_originals_are_views_and_hold_no_second_copy() -> None:
+    loaded = load_model(tiny_model("qwen2"))
+    specs = probe_model(loaded)
+    num_bytes = _storage_bytes(loaded.module)
+    captured = capture_model(loaded, specs)
+    assert _storage_bytes(loaded.module) == num_bytes
+    attention = loaded.module.model.layers[0].self_attn  # type: ignore[union-attr]
+    big = attention.q_proj.weight.untyped_storage()
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        pointer = projection.weight.data_ptr()
+        assert big.data_ptr() <= pointer < big.data_ptr() + big.nbytes()
+        assert projection.weight.requires_grad
+    # A second capture of the same model finds the weights merged and moves nothing.
+    pointer = attention.k_proj.weight.data_ptr()
+    again = capture_model(loaded, specs)
+    assert again.rewrites == captured.rewrites
+    assert attention.k_proj.weight.data_ptr() == pointer
+    # Tied embeddings stay tied.
+    head, embedding = loaded.module.lm_head, loaded.module.get_input_embeddings()
+    assert head.weight is embedding.weight  # type: ignore[union-attr]
+
+
+def test_weight_updates_reach_the_graph() -> None:
+    loaded = load_model(tiny_model("llama"))
+    captured = capture_model(loaded, probe_model(loaded))
+    results = []
+    for _ in range(2):
+        runner = ModelRunner(captured, block_size=16, num_blocks=8)
+        requests = make_requests([[4, 8, 15, 16, 23, 42]], 6)
+        drive(runner, requests, block_size=16, num_blocks=8, chunk=8)
+        results.append(requests[0].output_token_ids)
+        with torch.no_grad():
+            for layer in loaded.module.model.layers:  # type: ignore[union-attr]
+                layer.self_attn.v_proj.weight.mul_(-1.5)
+                layer.mlp.up_proj.weight.mul_(0.3)
+    assert results[0] != results[1]
+
+
+def test_merge_storage_in_inference_mode_leaves_trainable_parameters() -> None:
+    parameters = [torch.nn.Parameter(torch.randn(n, 4)) for n in (2, 3)]
+    with torch.inference_mode():
+        whole = merge_storage(parameters)
+    assert not whole.is_inference()
+    (parameters[0].sum() * 2).backward()
+    assert parameters[0].grad is not None
+    assert consecutive_views(parameters) is not None
+    assert consecutive_views(parameters[::-1]) is None
+
+
+def _storage_bytes(module: torch.nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in module.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,150 @@
+"""Compiles decode attention for Hopper, which needs no GPU; prints what its bits hang on (JSON).
+
+A process of its own, started by ``test_decode_prologue.py``: there, Triton interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from pagespec.kernels.attention.decode import decode_kernel
+from pagespec.kernels.attention.tiling import choose_tiling
+from pagespec.kernels.fused.norm_rope_store import _norm_rope_store_kernel, heads_at_once
+
+_BF16 = {"query", "key", "value", "cos", "sin", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
+_POINTERS = {
+    **dict.fromkeys(_BF16 | {"sinks"}, "*bf16"),
+    **dict.fromkeys(("starts", "contexts", "tables", "arrival_counters"), "*i32"),
+    **dict.fromkeys(("partial", "stats"), "*fp32"),
+    "slot_mapping": "*i64",
+}
+_FLOATS = ("eps", "factor", "cap_in", "cap_out")
+# The rope kernel's strides of a model's merged product; those of decode are in units of 16.
+_ALIGNED = {*_BF16, "partial", "stats", "arrival_counters"}
+_STRIDES = {f"{x}_{kind}" for x in "qkv" for kind in ("stride", "head_stride")}
+
+
+def build(kernel: Any, constants: dict[str, Any], *, contract: bool, num_stages: int = 3) -> Any:
+    names = kernel.arg_names
+    signature, attributes = {}, {}
+    for i, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = _POINTERS.get(name) or ("fp32" if name in _FLOATS else "i32")
+        if name in _ALIGNED | _STRIDES:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    values = {(names.index(name),): value for name, value in constants.items()}
+    options = {
+        "num_warps": 4,
+        "num_stages": num_stages,
+        "enable_fp_fusion": contract,
+        "launch_pdl": True,
+    }
+    source = ASTSource(kernel, signature, values, attributes)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
+    """The constants of a launch for bfloat16, every split a piece."""
+    hq, hkv, dim = case["hq"], case["hkv"], case["dim"]
+    t = choose_tiling(torch.bfloat16, dim, dim)
+    group = triton.next_power_of_2(hq // hkv)
+    constants = {
+        "HQ": hq, "HKV": hkv, "DK": dim, "DV": dim, "DK_PAD": dim, "DV_PAD": dim, "Q_STEP": 16,
+        "BLOCK_M": max(16, group), "BLOCK_N": t.block_n, "NEAR_SPLIT": t.short_split,
+        "FAR_SPLIT": t.long_split, "SPLIT_CHANGE": t.knee, "FIRST_SPLITS": 1,
+        "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.far_from,
+        "PAGE": 16, "ONES": 16, "GROUP": group,
+        "CHUNK": t.merge_chunk_of(group * dim), "BY_TOKEN": True,
+        "HAS_WINDOW": case["window"], "HAS_SOFTCAP": case["softcap"], "HAS_SINKS": False,
+        "PRECISION": "tf32", "EMULATE": False, "PDL": True, "FUSE_ROPE": turn,
+        "LATE_TRIGGER": turn, "sinks": None,
+    }  # fmt: skip
+    if turn:
+        angles = {"K_STEP": 16, "V_STEP": 16, "R": dim, "TABLE": dim, "ANGLES": 8}
+        return constants | angles | {"FORM": "rounded"}
+    unused = (
+        "key", "value", "cos", "sin", "q_weight", "k_weight", "slot_mapping", "eps",
+        "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "cos_stride",
+        "cos_step", "sin_stride", "sin_step", "K_STEP", "V_STEP", "R", "TABLE", "ANGLES", "FORM",
+    )  # fmt: skip
+    return constants | dict.fromkeys(unused)
+
+
+def rope_constants(case: dict[str, Any]) -> dict[str, Any]:
+    hq, hkv, dim = case["hq"], case["hkv"], case["dim"]
+    return {
+        "HQ": hq, "HKV": hkv, "D": dim, "DV": dim, "R": dim, "TABLE": dim,
+        "HEADS": heads_at_once(hq, dim), "V_HEADS": heads_at_once(hkv, dim),
+        "D_PAD": dim, "DV_PAD": dim, "FORM": "rounded", "EMULATE": False, "PDL": True,
+    }  # fmt: skip
+
+
+def run_tool(built: Any, name: str, flag: str) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [str(tool), flag, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def contracted(built: Any) -> int:
+    """Products and sums with one rounding; those with the addend zero are products."""
+    text = run_tool(built, "nvdisasm", "-c")
+    return len(re.findall(r"\bFFMA(?:\.\w+)* (?!.*\bRZ\b)", text))
+
+
+def spilled(built: Any) -> int:
+    """Bytes of local memory a thread."""
+    found = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", run_tool(built, "cuobjdump", "-res-usage"))
+    assert found is not None
+    return int(found[1]) + int(found[2])
+
+
+def order_of_squares(built: Any) -> list[list[int]]:
+    """Of each sum of float32: elements along a head that a thread, a warp and the warps have."""
+    text = built.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<\{.*?\}>)", text, re.MULTILINE))
+    found = set()
+    for block in re.finditer(r'"tt\.reduce"\(.*?\}\) : \((tensor<[^)]*)\)', text, re.DOTALL):
+        if "arith.addf" in block[0]:
+            name = re.search(r"tensor<[\dx]+xf32, (?:#ttg\.slice<.*parent = )?(#\w+)", block[1])
+            assert name is not None
+            sizes = re.findall(r"= \[\d+, (\d+)\]", layouts[name[1]])
+            found.add(tuple(int(size) for size in sizes[:3]))
+    return sorted(map(list, found))
+
+
+if __name__ == "__main__":
+    answer = []
+    for case in json.loads(sys.argv[1]):
+        stages = choose_tiling(torch.bfloat16, case["dim"], case["dim"]).decode_stages
+        plain = [
+            build(decode_kernel, decode_constants(case, False), contract=x, num_stages=stages)
+            for x in (True, False)
+        ]
+        turned = build(
+            decode_kernel, decode_constants(case, True), contract=False, num_stages=stages
+        )
+        rope = build(_norm_rope_store_kernel, rope_constants(case), contract=False)
+        answer.append(
+            {
+                "contracted": [contracted(built) for built in plain],
+                "squares": [order_of_squares(built) for built in (rope, turned)],
+                "spilled": [spilled(built) for built in (*plain, turned)],
+            }
+        )
+    print(json.dumps(answer))

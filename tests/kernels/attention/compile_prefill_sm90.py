@@ -1,0 +1,110 @@
+"""Compiles Hopper's prefill, which needs no GPU, and prints what it became (JSON).
+
+A process of its own, started by ``test_prefill_sm90.py``: there, Triton interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from pagespec.kernels.attention import prefill_sm90
+from pagespec.kernels.attention.launch import _shared
+from pagespec.kernels.attention.tiling import choose_tiling
+
+
+def tensors(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """A query and caches of a case."""
+    dtype = getattr(torch, case.get("dtype", "bfloat16"))
+    query = torch.empty(4, case["hq"], case["dim"], dtype=dtype)
+    k_cache = torch.empty(3, case["page"], case["hkv"], case["dim"], dtype=dtype)
+    v_cache = torch.empty(3, case["page"], case["hkv"], case.get("v_dim", case["dim"]), dtype=dtype)
+    return query, k_cache, v_cache
+
+
+def fits(case: dict[str, Any]) -> list[bool]:
+    """Whether there is a kernel, and whether it was launched, which it never is on a CPU."""
+    query, k_cache, v_cache = tensors(case)
+    if case.get("transposed"):
+        k_cache = k_cache.transpose(0, 2).contiguous().transpose(0, 2)
+    tiling = choose_tiling(query.dtype, case["dim"], v_cache.shape[3])
+    sinks = torch.zeros(case["hq"]) if case.get("sinks") else None
+    window, softcap = case.get("window", 0), case.get("softcap", 0.0)
+    shared = _shared(query, v_cache, 0.1, window, softcap, sinks, tiling)
+    attend = (query, k_cache, v_cache)
+    metadata = (torch.zeros(2), torch.zeros(1), torch.zeros(1, 1))
+    launched = prefill_sm90.launch(*attend, torch.empty(0), metadata, shared, tiling)
+    return [prefill_sm90.fits(*attend, shared, tiling), launched]
+
+
+def build(case: dict[str, Any]) -> Any:
+    kernel = prefill_sm90.prefill_kernel
+    names = kernel.arg_names
+    query, _, v_cache = tensors(case)
+    tiling = choose_tiling(query.dtype, case["dim"], case["dim"])
+    shared = _shared(query, v_cache, 0.1, 0, 0.0, None, tiling)
+    constants = prefill_sm90.constants_of(query, shared)
+    short = "fp16" if query.dtype == torch.float16 else "bf16"
+    box = [min(case["page"], tiling.block_n), 64]
+    descriptor = f"tensordesc<{short}{box},{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+    kinds = dict.fromkeys(constants, "constexpr") | {
+        **dict.fromkeys(("k_desc", "v_desc"), descriptor),
+        **dict.fromkeys(("query", "out"), f"*{short}"),
+        **dict.fromkeys(("starts", "contexts", "tables"), "*i32"),
+        "factor": "fp32",
+    }
+    source = GluonASTSource(
+        kernel,
+        {name: kinds.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in ("query", "out")},
+    )
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def assemble(ptx: str) -> str:
+    """What ptxas says of it."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(tool), "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def report(case: dict[str, Any]) -> dict[str, Any]:
+    built = build(case)
+    ptx = built.asm["ptx"]
+    said = assemble(ptx)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    assert spilled is not None
+    return {
+        "warnings": re.findall(r"^.*(?:warning|\(C\d+\)).*$", said, re.MULTILINE),
+        "spilled": int(spilled[1]),
+        "shared": built.metadata.shared,
+        "registers": sorted(set(map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)))),
+        "roundings": sorted(set(re.findall(r"\b(?:ex2|div)\.\w+(?:\.ftz)?\.f32", ptx))),
+    }
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    answer = {
+        "fits": [fits(case) for case in asked["fits"]],
+        "built": [report(case) for case in asked["build"]],
+    }
+    print(json.dumps(answer))

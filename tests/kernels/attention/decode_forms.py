@@ -1,0 +1,50 @@
+"""Run by test_decode_forms.py, in a process without Triton's interpreter: prints the forms of the
+decode kernel that batches ask for, as if on an H100. Nothing is compiled and nothing launched."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+from pagespec.kernels.attention import launch
+from pagespec.kernels.attention.decode import decode_kernel
+from tests.kernels.jit.parallel_build_cases import FakeDriver
+from tests.support.paged import Rows, Shape
+from tests.support.rope_prologue import Case
+
+SHAPE = Shape(hq=16, hkv=8, dk=128, dv=128, dtype=torch.bfloat16)
+
+
+def main() -> None:
+    found: set[str] = set()
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if fn.jit_function is decode_kernel:
+            found.add(compile["specialization_data"])
+        return True  # leaves the launch out
+
+    driver.set_active(FakeDriver())  # type: ignore[arg-type]
+    knobs.runtime.jit_cache_hook = note
+
+    def forms(is_turned: bool, num_rows: int, context: int) -> list[str]:
+        """Those of a batch of so many rows with one token each."""
+        rows: Rows = [(context, 1)] * num_rows
+        case = Case(SHAPE, rows, num_padding=0)
+        found.clear()
+        if is_turned:
+            case.one()
+        else:
+            query = case.before_caches[0]
+            launch.paged_attention(query, case.k_cache, case.v_cache, *case.layout)
+        return sorted(found)
+
+    print(json.dumps([forms(*batch) for batch in json.loads(sys.argv[1])]))
+
+
+if __name__ == "__main__":
+    main()

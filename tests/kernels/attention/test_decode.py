@@ -1,0 +1,307 @@
+"""The Triton kernels on the CPU, under Triton's interpreter, at small shapes.
+
+`tests/conftest.py` switches the interpreter on where there is no GPU. Where there is one, the
+kernels are compiled, this file is not collected, and test_decode_gpu.py tests the same and more.
+No bfloat16 here: the interpreter of Triton 3.7 lacks it, and that of 3.9 multiplies its bits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from benchmarks import attention as benchmark
+from pagespec.kernels import device
+from pagespec.kernels.attention import launch, reference
+from pagespec.kernels.attention.tiling import Tiling
+from pagespec.kernels.attention.triton_backend import TritonBackend
+from pagespec.kernels.fused import kv_store
+from tests.support.paged import (
+    Batch,
+    Rows,
+    Shape,
+    float64_attention,
+    make_batch,
+    poisoned_memory,
+    rescheduled,
+)
+
+ROWS: dict[str, Rows] = {
+    # An extend, a decode, a prefill, a row of no queries: rows of one query go to another kernel.
+    "mixed": [(30, 9), (70, 1), (0, 5), (0, 0), (17, 1)],
+    "decode": [(10, 1), (100, 1), (0, 1)],
+    # As many rows as tokens or more, yet not one query each.
+    "empty rows": [(5, 1), (0, 0), (20, 4), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0)],
+    "singles in front": [(9, 1), (70, 1), (30, 1), (5, 2), (0, 0), (44, 40), (8, 1)],
+    "singles and padding": [(9, 1), (20, 1)],
+}
+SHAPES = [
+    Shape(),
+    Shape(hq=6, hkv=2, dk=96, dv=96, window=7, softcap=3.0, has_sinks=True),
+    Shape(hq=5, hkv=1, dk=24, dv=32, block_size=32, softcap=2.0),
+    Shape(hq=2, hkv=2, dk=128, dv=128, window=40, has_sinks=True),
+    Shape(dk=16, dv=8, block_size=32, window=1, dtype=torch.float16),
+]
+# Of one KV head, for the tests that compare bits: they attend often.
+ONE_HEAD = [
+    Shape(hq=2, hkv=1),
+    Shape(hq=3, hkv=1, dk=32, dv=32, window=7, softcap=3.0, has_sinks=True),
+    Shape(hq=1, hkv=1, dk=24, dv=16, block_size=32, window=40),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+# Short splits, so that short contexts have several, and more pieces than are merged at once.
+SMALL = Tiling(
+    block_n=16,
+    short_split=16,
+    long_split=32,
+    knee=64,
+    block_m=16,
+    decode_warps=4,
+    decode_stages=2,
+    prefill_warps=4,
+    prefill_stages=2,
+    merge_chunk=3,
+)
+# How the pieces of a context are spread over programs; none of it may change a bit.
+SPREADS = {
+    "one program a context": {"whole_from": 1},
+    "first piece to the knee": {"knee_from": 1, "max_programs": 64},
+    "short contexts whole": {
+        "knee_from": 1,
+        "some_whole_from": 1,
+        "whole_below": 64,
+        "max_programs": 64,
+    },
+    "far contexts to the knee": {"max_programs": 1 << 12, "far_from": 64},
+    "a program a piece": {"max_programs": 1 << 12, "far_from": 0},
+    "one lane for all pieces": {"max_programs": 1},
+    "three lanes": {"max_programs": 6},
+}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    with poisoned_memory("cpu"):
+        yield
+
+
+def _dot(_: object, a: Any, b: Any, d: Any, *__: object) -> TensorHandle:
+    """``a @ b + d``, each element one sum in order along K, as the kernels take it of a GPU.
+
+    The interpreter's own asks BLAS, whose order of summation changes from row to row of a tile.
+    """
+    products = a.data.astype(np.float32)[:, :, None] * b.data.astype(np.float32)[None]
+    return TensorHandle(products.sum(axis=1) + d.data, d.dtype.scalar)
+
+
+@pytest.fixture(autouse=True)
+def _ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+
+
+@contextmanager
+def shuffled(seed: int) -> Iterator[None]:
+    """Runs the programs of a grid, one after another, in another order."""
+    builder = interpreter.interpreter_builder
+    original, orders = builder.set_grid_idx, {}
+
+    def permuted(*index: int) -> None:
+        grid = tuple(builder.grid_dim)
+        if grid not in orders:
+            orders[grid] = list(np.ndindex(grid))
+            random.Random(seed).shuffle(orders[grid])
+        original(*orders[grid][np.ravel_multi_index(index, grid)])
+
+    builder.set_grid_idx = permuted
+    try:
+        yield
+        assert orders  # it did go through here
+    finally:
+        del builder.set_grid_idx
+
+
+def stored(rows: Rows, shape: Shape, *, num_padding: int = 3) -> Batch:
+    batch = make_batch(rows, shape, num_padding=num_padding)
+    kv_store.kv_store(*batch.store)
+    return batch
+
+
+def attend(arguments: tuple, tiling: Tiling = SMALL, **changes: int) -> Tensor:
+    return launch.paged_attention(*arguments, tiling=replace(tiling, **changes))
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_float64(shape: Shape, rows: Rows) -> None:
+    # Tiles of one block, and tiles of several.
+    for block_n, num_padding in ((16, 3), (32, 0)):
+        batch = stored(rows, shape, num_padding=num_padding)
+        out = attend(batch.attend, block_n=block_n, short_split=32)
+        error = (out[: batch.num_tokens].double() - float64_attention(batch, rows, shape)).abs()
+        assert error.max().item() <= TOLERANCE[shape.dtype]  # false for NaN
+        assert (out[batch.num_tokens :] == 0).all()
+
+
+@pytest.mark.parametrize("shape", ONE_HEAD, ids=str)
+def test_spreading_segments_over_programs_changes_no_bit(shape: Shape) -> None:
+    for rows in ([(10, 1), (90, 1)], [(3, 2), (64, 1)]):
+        batch = stored(rows, shape)
+        outputs = {name: attend(batch.attend, **spread) for name, spread in SPREADS.items()}
+        expected = float64_attention(batch, rows, shape)
+        first = outputs["one program a context"]
+        torch.testing.assert_close(first[: len(expected)].double(), expected, rtol=1e-5, atol=1e-5)
+        for name, out in outputs.items():
+            assert torch.equal(out, first), name
+
+
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
+def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[str, int]) -> None:
+    """Contexts of one piece and of many, beside empty rows, padding and rows of several queries."""
+    arrival_counters = torch.zeros(16, dtype=torch.int32)
+    shape = Shape(hq=6, hkv=2, dk=16, dv=24, window=70, has_sinks=True)
+    for rows in ([(10, 1), (100, 1), (0, 0)], [(3, 2), (100, 1), (0, 0)]):
+        batch = stored(rows, shape)
+        expected = attend(batch.attend)
+        tiling = replace(SMALL, **spread)
+        for seed in range(2):
+            with shuffled(seed):
+                out = launch.paged_attention(
+                    *batch.attend, tiling=tiling, arrival_counters=arrival_counters
+                )
+            assert torch.equal(out, expected), seed
+            assert not arrival_counters.any(), seed
+
+
+def test_counters_are_shared_by_calls_of_all_sizes() -> None:
+    attention = TritonBackend()
+    small, large = (stored([(140, 1), (5, 1)] * n, Shape(dk=16, dv=16)) for n in (1, 2))
+    expected = [launch.paged_attention(*batch.attend) for batch in (small, large)]
+    for _ in range(2):
+        for batch, out in zip((small, large), expected, strict=True):
+            assert torch.equal(attention.attend(*batch.attend), out)
+
+
+def test_counters_that_are_too_few_are_refused() -> None:
+    batch = stored([(90, 1), (3, 1)], Shape(dk=16, dv=16), num_padding=0)
+    arrival_counters = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="3 counters of arrival where 4 are needed"):
+        launch.paged_attention(*batch.attend, tiling=SMALL, arrival_counters=arrival_counters)
+    whole = replace(SMALL, whole_from=4)  # then none are needed
+    out = launch.paged_attention(*batch.attend, tiling=whole, arrival_counters=arrival_counters[:0])
+    assert torch.equal(out, attend(batch.attend))
+
+
+@pytest.mark.parametrize("shape", ONE_HEAD, ids=str)
+def test_schedules_give_the_same_bits(shape: Shape) -> None:
+    """One prefill; chunks beside one another; decodes beside one another and alone."""
+    length = 75
+    batch = stored([(0, length)], shape, num_padding=0)
+    whole = attend(batch.attend)
+    chunks = [(0, 1), (1, 8), (8, 40), (40, 41), (41, length)]
+    assert torch.equal(attend(rescheduled(batch, chunks)), whole)
+    decodes = [(p, p + 1) for p in (0, 15, 16, 63, 64, 74)]
+    tokens = [begin for begin, _ in decodes]
+    assert torch.equal(attend(rescheduled(batch, decodes)), whole[tokens])
+    for alone in ((64, 65), (70, 75)):
+        assert torch.equal(attend(rescheduled(batch, [alone])), whole[slice(*alone)])
+
+
+def test_rows_do_not_see_their_neighbours() -> None:
+    rows = ROWS["mixed"]
+    batch = stored(rows, ONE_HEAD[0], num_padding=0)
+    together = attend(batch.attend)
+    query, k_cache, v_cache, starts, contexts, tables, *rest = batch.attend
+    for b, (_, n) in enumerate(rows):
+        begin = int(starts[b])
+        own = torch.tensor([0, n], dtype=torch.int32)
+        one = (query[begin : begin + n], k_cache, v_cache, own, contexts[b : b + 1])
+        alone = attend((*one, tables[b : b + 1], *rest))
+        assert torch.equal(alone, together[begin : begin + n]), rows[b]
+
+
+def test_default_tilings_serve_each_dtype() -> None:
+    for dtype, tolerance in TOLERANCE.items():
+        shape = Shape(dtype=dtype)
+        batch = stored(ROWS["mixed"], shape)
+        out = launch.paged_attention(*batch.attend)
+        error = (out[: batch.num_tokens] - float64_attention(batch, ROWS["mixed"], shape)).abs()
+        assert error.max().item() <= tolerance
+
+
+def test_store_takes_strided_views_and_writes_exactly_its_slots() -> None:
+    for k_dim, v_dim in ((3, 5), (16, 32)):
+        k_cache, v_cache = torch.zeros(4, 4, 2, k_dim), torch.zeros(4, 4, 2, v_dim)
+        merged = torch.randn(3, 2 * k_dim + 2 * v_dim)  # as one product for K and V leaves them
+        key = merged[:, : 2 * k_dim].view(3, 2, k_dim)
+        value = merged[:, 2 * k_dim :].view(3, 2, v_dim)
+        head_major = key.transpose(0, 1).contiguous().transpose(0, 1)
+        dim_major = value.transpose(1, 2).contiguous().transpose(1, 2)
+        kv_store.kv_store(head_major, dim_major, k_cache, v_cache, torch.tensor([5, 0, 11]))
+        assert torch.equal(k_cache.view(16, 2, k_dim)[[5, 0, 11]], key)
+        assert torch.equal(v_cache.view(16, 2, v_dim)[[5, 0, 11]], value)
+        for cache in (k_cache, v_cache):
+            written = (cache.view(16, -1) != 0).any(1).nonzero().flatten().tolist()
+            assert written == [0, 5, 11]
+
+
+def test_strides_are_multiples_of_16_whatever_the_number_of_tokens() -> None:
+    for num_tokens in range(1, 40):
+        even, odd = torch.zeros(3, num_tokens, 16), torch.zeros(3, num_tokens, 24)
+        assert device.vector_strides(even.transpose(0, 1))[1:] == (num_tokens, 16)
+        assert device.vector_strides(odd.transpose(0, 1))[1:] == (num_tokens * 24, 1)
+        merged = torch.zeros(num_tokens, 64)[:, 16:48].view(num_tokens, 2, 16)
+        assert device.vector_strides(merged) == (4 if num_tokens > 1 else 0, 1, 16)
+
+
+def test_attention_takes_strided_queries() -> None:
+    batch = stored([(20, 3), (7, 1)], Shape(dk=16, dv=16))
+    expected = attend(batch.attend)
+    query, *rest = batch.attend
+    whole = torch.randn(len(query), 2, 4, 16)
+    whole[:, 0] = query
+    head_major = query.transpose(0, 1).contiguous().transpose(0, 1)
+    dim_major = query.transpose(1, 2).contiguous().transpose(1, 2)
+    for view in (whole[:, 0], head_major, dim_major):
+        assert torch.equal(attend((view, *rest)), expected)
+
+
+def test_attention_of_no_tokens_and_of_no_rows() -> None:
+    query, k_cache, v_cache, starts, contexts, tables, *rest = stored(
+        ROWS["decode"], SHAPES[0]
+    ).attend
+    assert attend((query[:0], k_cache, v_cache, starts, contexts, tables, *rest)).shape[0] == 0
+    padding = attend((query, k_cache, v_cache, starts[:1], contexts[:0], tables[:0], *rest))
+    assert torch.equal(padding, torch.zeros(len(query), 4, 64))
+
+
+def test_refuses_a_block_size_that_is_no_power_of_two() -> None:
+    batch = make_batch(ROWS["decode"], Shape(dk=16, dv=16, block_size=12))
+    with pytest.raises(ValueError, match="power of two"):
+        launch.paged_attention(*batch.attend)
+
+
+def test_the_benchmark_counts_bytes_and_operations_of_inputs_that_work() -> None:
+    case = benchmark.Case("tiny", 3, 20, 4, 2, spread=0.5, head_dim=16, is_prefill=True)
+    lengths = case.lengths()
+    assert len(lengths) == 3
+    assert all(10 <= n <= 30 for n in lengths)
+    assert case.kv_bytes() == sum(lengths) * 2 * (16 + 16) * 2  # two heads, two bytes
+    visible = sum(position + 1 for n in lengths for position in range(n))
+    assert case.flops() == visible * 4 * (2 * 16 + 2 * 16)  # query heads, two products
+    decode = replace(case, is_prefill=False)
+    for one, num_tokens in ((case, sum(lengths)), (decode, 3)):
+        layers = benchmark.inputs(one, 16, device="cpu", num_layers=1)
+        out = reference.paged_attention(*layers[0])
+        assert out.shape == (num_tokens, 4, 16)
+        assert out.isfinite().all()

@@ -1,0 +1,173 @@
+"""Norm, rotation, store and attention in one launch: the bits of two, under Triton's interpreter,
+and what that hangs on where the kernels are compiled.
+
+`tests/conftest.py` switches the interpreter on where there is no GPU; where there is one, this file
+is not collected, and test_decode_prologue_gpu.py tests the same on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.runtime.interpreter import InterpreterBuilder
+
+from pagespec.kernels.attention import decode_prologue, triton_backend
+from pagespec.kernels.attention.tiling import choose_tiling
+from pagespec.kernels.attention.triton_backend import TritonBackend
+from tests.kernels.attention.test_decode import SMALL, _dot, shuffled
+from tests.kernels.attention.test_decode import SPREADS as OF_PAGED
+from tests.support.apart import run_apart
+from tests.support.paged import Rows, Shape, poisoned_memory
+from tests.support.rope_prologue import Case, same_bits
+
+SPREADS = OF_PAGED | {"three lanes": {"max_programs": 60}}
+ROWS: dict[str, Rows] = {
+    # The first context; the last slot and the first of a block, of splits, of the knee.
+    "decode": [(0, 1), (15, 1), (16, 1), (62, 1), (63, 1), (64, 1), (100, 1)],
+    # As many tokens as rows or fewer, yet not one a row.
+    "several a row": [(5, 1), (0, 0), (29, 7), (60, 3), (0, 1), *[(0, 0)] * 8],
+    "a prompt": [(7, 20), *[(0, 0)] * 19],
+}
+SHAPES = [
+    Shape(hq=2, hkv=2, dk=64, dv=64),
+    Shape(hq=4, hkv=2, dk=128, dv=128, block_size=64, window=40, softcap=3.0, has_sinks=True),
+    Shape(hq=4, hkv=1, dk=64, dv=64, window=7, dtype=torch.float16),
+    Shape(hq=5, hkv=1, dk=96, dv=32, softcap=2.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
+    with poisoned_memory("cpu"):
+        yield
+
+
+@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode(shape: Shape, spread: dict[str, int]) -> None:
+    Case(shape, ROWS["decode"]).check(replace(SMALL, **spread))
+
+
+@pytest.mark.parametrize("spread", ["a program a piece", "three lanes"])
+@pytest.mark.parametrize("rows", ["several a row", "a prompt"])
+def test_rows_of_several_tokens(rows: str, spread: str) -> None:
+    """Each program stores what it reads, in whatever order they run."""
+    with shuffled(0):
+        Case(SHAPES[2], ROWS[rows], num_padding=1).check(replace(SMALL, **SPREADS[spread]))
+
+
+@pytest.mark.parametrize("form", ["", "rounded", "wide", "plus_one"])
+@pytest.mark.parametrize(("rotary_dim", "half_tables"), [(0, True), (16, False)])
+def test_forms(rotary_dim: int, half_tables: bool, form: str) -> None:
+    shape = Shape(hq=4, hkv=2, dk=64, dv=64, dtype=torch.float16)
+    rows = [(0, 1), (40, 1), (80, 1)]
+    case = Case(shape, rows, rotary_dim=rotary_dim, half_tables=half_tables, form=form)
+    case.check(replace(SMALL, max_programs=30))
+
+
+def test_the_real_tiling() -> None:
+    shape = Shape(hq=4, hkv=2, dk=64, dv=64, dtype=torch.float16)
+    rows = [(63, 1), (64, 1), (128, 1), (700, 1)]
+    Case(shape, rows).check(choose_tiling(shape.dtype, 64, 64))
+
+
+def test_any_order_of_programs() -> None:
+    """Programs of other tokens and pieces may run before the one that stores, or after."""
+    case = Case(SHAPES[2], ROWS["decode"], num_padding=1)
+    for seed in range(2):
+        with shuffled(seed):
+            case.check(replace(SMALL, max_programs=64))
+
+
+def test_shared_blocks() -> None:
+    """Rows that share full blocks: nothing else of them is written, and all read the same."""
+    case = Case(SHAPES[0], [(32, 1), (40, 1), (33, 1)], num_padding=1)
+    tables = case.layout[2]
+    tables[1:, :2] = tables[0, :2]
+    for seed in range(2):
+        with shuffled(seed):
+            case.check(SMALL)
+
+
+def test_bfloat16_is_rounded_as_by_two_launches() -> None:
+    """The interpreter's product of bfloat16 is none; what is stored needs no product."""
+    shape = Shape(hq=16, hkv=2, dk=64, dv=64, dtype=torch.bfloat16)
+    for form in ("", "rounded", "plus_one"):
+        case = Case(shape, [(0, 1), (20, 1)], num_padding=0, form=form)
+        expected, found = case.two(SMALL), case.one(tiling=SMALL)
+        assert same_bits(found[1], expected[1])
+        assert same_bits(found[2], expected[2])
+
+
+def test_refuses_what_it_cannot_serve() -> None:
+    case = Case(SHAPES[0], [(0, 2), (3, 1)], num_padding=0)
+    with pytest.raises(ValueError, match="tokens of 2 rows"):
+        case.one(tiling=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "num_launches"),
+    [(3, torch.float16, 1), (3, torch.float32, 2), (64, torch.float16, 1), (65, torch.float16, 2)],
+)
+def test_an_engine_joins_small_decode_steps(
+    num_rows: int, dtype: torch.dtype, num_launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("norm_rope_store", "paged_attention", "fused_rope_attention"):
+        original = getattr(triton_backend, name)
+
+        def counted(*args: object, name: str = name, original=original, **options: object):  # type: ignore[no-untyped-def]
+            calls.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(triton_backend, name, counted)
+    shape = Shape(hq=2, hkv=1, dk=32, dv=32, dtype=dtype)
+    case = Case(shape, [(3, 1)] * num_rows, num_padding=0, form="")
+    case.check(call=TritonBackend().fused_rope_attention)
+    assert len(calls) == num_launches
+    # Rows of several tokens, or fewer tokens than rows: the shapes of a mixed step.
+    calls.clear()
+    mixed = Case(shape, [(3, 2), (0, 0), (5, 1), (0, 0)], num_padding=0, form="")
+    mixed.check(call=TritonBackend().fused_rope_attention)
+    assert calls == ["norm_rope_store", "paged_attention"]
+
+
+def test_one_launch_only_where_squares_are_added_up_alike() -> None:
+    def fits(heads: tuple[int, int], dim: int, has_norm: bool = True, width: int = 0) -> bool:
+        query, key = (torch.empty(2, n, width or dim, dtype=torch.bfloat16) for n in heads)
+        return decode_prologue.fits(query[..., :dim], key[..., :dim], has_norm)
+
+    assert fits((16, 8), 128)
+    assert fits((32, 8), 128)
+    assert fits((8, 4), 256)
+    assert fits((16, 8), 64)
+    assert not fits((4, 2), 64)  # 256 elements: fewer than 8 a thread
+    assert fits((4, 2), 64, has_norm=False)
+    assert not fits((16, 8), 128, width=132)  # strides that do not allow 16 bytes at once
+    assert not decode_prologue.fits(torch.empty(2, 16, 128), torch.empty(2, 8, 128), False)
+
+
+def test_its_bits_do_not_hang_on_the_compiler() -> None:
+    """Compiled for Hopper, which needs no GPU: contraction changes no instruction of attention, so
+    the one launch may be compiled without; and the squares of a norm are added up in one order."""
+    cases = [
+        {"hq": 32, "hkv": 8, "dim": 128, "window": False, "softcap": True},
+        {"hq": 16, "hkv": 8, "dim": 64, "window": True, "softcap": False},
+    ]
+    program = Path(__file__).with_name("compile_decode_prologue.py")
+    printed = run_apart(str(program), json.dumps(cases))
+    for case, built in zip(cases, json.loads(printed.splitlines()[-1]), strict=True):
+        with_contraction, without = built["contracted"]
+        assert with_contraction == without > 0, case
+        rope, turned = built["squares"]
+        assert rope == turned == [[8, case["dim"] // 8, 1]]
+        # Bytes a thread. Newer Tritons than those in use spill a few, outside the loops.
+        is_newer = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 7)
+        assert max(built["spilled"]) <= (16 if is_newer else 0)

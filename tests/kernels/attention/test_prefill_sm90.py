@@ -1,0 +1,59 @@
+"""Hopper's prefill without a GPU: what it takes, and that it compiles as it has to.
+
+Triton's interpreter does not run Gluon. The bits are compared on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.apart import run_apart
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+USUAL = {"hq": 32, "hkv": 8, "dim": 128, "page": 16}
+TAKEN: list[dict[str, Any]] = [
+    USUAL,
+    {"hq": 8, "hkv": 8, "dim": 128, "page": 64, "dtype": "float16"},
+    {"hq": 16, "hkv": 8, "dim": 64, "page": 256},
+    {"hq": 14, "hkv": 2, "dim": 128, "page": 32},
+]
+LEFT: list[dict[str, Any]] = [
+    USUAL | {"dtype": "float32"},
+    USUAL | {"dim": 256},
+    USUAL | {"dim": 96},
+    USUAL | {"v_dim": 64},
+    USUAL | {"page": 8},
+    USUAL | {"window": 100},
+    USUAL | {"softcap": 30.0},
+    USUAL | {"sinks": True},
+    USUAL | {"hq": 256, "hkv": 1},
+    USUAL | {"transposed": True},
+]
+
+
+def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know() -> None:
+    from pagespec.kernels.device import is_gluon_known
+
+    if not is_gluon_known():
+        pytest.skip("this Triton has another Gluon; no engine would use the kernel")
+    script = Path(__file__).with_name("compile_prefill_sm90.py")
+    printed = run_apart(str(script), json.dumps({"fits": TAKEN + LEFT, "build": TAKEN}))
+    answer = json.loads(printed)
+    # Never on a CPU.
+    assert answer["fits"] == [[True, False]] * len(TAKEN) + [[False, False]] * len(LEFT)
+    for case, built in zip(TAKEN, answer["built"], strict=True):
+        # C7510 and its like: products that wait for each other.
+        assert built["warnings"] == [], case
+        assert built["spilled"] <= 16, case  # outside of the loops
+        assert built["shared"] <= 227 << 10, case
+        # 240 for each warpgroup that multiplies, 24 for the one that loads.
+        assert {24, 240} <= set(built["registers"]), case
+        assert built["roundings"] == ["div.full.f32", "ex2.approx.ftz.f32"], case

@@ -1,0 +1,235 @@
+"""The GPU runner's packing, staging and feeding, on a CPU: its Triton kernels run under the
+interpreter, events pass at once, and a captured decode step is computed anew at each replay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from pagespec.compile.captured_model import capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.compile.step_inputs import INPUT_NAMES
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.core import Engine
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.request import Request
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.engine.scheduler import Scheduler
+from pagespec.kernels.sampling.sampler import SamplingInputs, sample
+from pagespec.runner.step_shapes import StepShape, default_buckets, mixed_shapes
+from tests.support.driving import hf_greedy
+from tests.support.models import VOCAB_SIZE, tiny_model
+
+pytest.importorskip("triton")
+gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
+
+BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
+
+
+class PassedEvent:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Recomputed:
+    """Stands for captured graphs."""
+
+    def __init__(self, run: Callable[[StepShape], torch.Tensor]) -> None:
+        self._run = run
+        self.replayed: list[StepShape] = []
+
+    def shape_of(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape | None:
+        if is_decode:
+            return next((StepShape(b, b, True) for b in (2, 4) if num_rows <= b), None)
+        fits = num_rows > 1  # both ways occur: replayed and not
+        return StepShape(24, MAX_NUM_SEQS, False) if fits else None
+
+    def replay(self, shape: StepShape) -> torch.Tensor:
+        self.replayed.append(shape)
+        return self._run(shape)
+
+
+@pytest.fixture(autouse=True)
+def events_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("num_blocks", "caching"), [(200, False), (18, True)])
+def test_tokens_are_those_of_hugging_face(overlap: bool, num_blocks: int, caching: bool) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    loaded = load_model(model)
+    captured = capture_model(loaded, probe_model(loaded))
+    runner = gpu_runner.GpuRunner(
+        captured,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_num_tokens=24,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=20,
+        overlap=overlap,
+    )
+    for caches in runner.kv_caches:
+        for cache in caches:
+            cache.fill_(float("nan"))
+    runner._graphs = graphs = Recomputed(runner.run_staged)
+    scheduler = Scheduler(
+        BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=caching),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=24,
+        pipeline_depth=runner.pipeline_depth,
+    )
+    engine = Engine(scheduler, runner, check_invariants=True)
+    rng = random.Random(4)
+    shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(12)]
+    requests = []
+    for i, length in enumerate((1, 30, 7, 18, 2, 25, 11)):
+        prompt = (shared if i % 2 else []) + [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
+        # The last one samples, with a truncation that leaves one token.
+        params = {"temperature": 1.0, "top_k": 1} if i == 6 else {"temperature": 0.0}
+        num_output_tokens = 14 + 3 * (i % 3)
+        request = Request(
+            f"r{i}",
+            prompt,
+            SamplingParams(max_tokens=num_output_tokens, **params),
+            max_num_tokens=len(prompt) + num_output_tokens,
+            seed=i,
+        )
+        requests.append(request)
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    expected = [hf_greedy(model, r.token_ids[: r.num_prompt_tokens], 20) for r in requests]
+    for request, tokens in zip(requests, expected, strict=True):
+        produced = request.token_ids[request.num_prompt_tokens :]
+        assert produced == tokens[: len(produced)]
+        assert len(produced) == request.max_num_tokens - request.num_prompt_tokens
+    assert {shape.is_decode for shape in graphs.replayed} == {True, False}
+    if num_blocks == 18:
+        assert any(r.num_preemptions for r in requests)
+        assert any(r.num_cached_tokens for r in requests)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_row_gets_the_token_the_torch_sampler_draws(overlap: bool) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    loaded = load_model(model)
+    expected: dict[str, list[int]] = {}
+
+    def see(plan: StepPlan, logits: torch.Tensor) -> None:
+        rows = [(request, start + n) for request, start, n, is_sampled in plan.rows() if is_sampled]
+        if not rows:
+            return
+        params = [request.sampling_params for request, _ in rows]
+        inputs = SamplingInputs.from_lists(
+            temperature=[p.temperature for p in params],
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            seeds=[request.seed for request, _ in rows],
+            positions=[position for _, position in rows],
+        )
+        for (request, _), token in zip(rows, sample(logits, inputs).tolist(), strict=True):
+            expected.setdefault(request.request_id, []).append(token)
+
+    runner = gpu_runner.GpuRunner(
+        capture_model(loaded, probe_model(loaded)),
+        block_size=BLOCK_SIZE,
+        num_blocks=60,
+        max_num_tokens=24,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=20,
+        overlap=overlap,
+        on_logits=see,
+    )
+    runner._graphs = graphs = Recomputed(runner.run_staged)
+    scheduler = Scheduler(
+        BlockManager(60, BLOCK_SIZE),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=24,
+        pipeline_depth=runner.pipeline_depth,
+    )
+    engine = Engine(scheduler, runner, check_invariants=True)
+    rng = random.Random(7)
+    requests = []
+    # Greedy and plain rows stand before and between those that truncate, so that places count.
+    kinds: list[dict[str, float]] = [
+        {"temperature": 0.0},
+        {"top_p": 0.7},
+        {"temperature": 0.9},
+        {"temperature": 3.0, "top_k": 5},
+        {"temperature": 2.0, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 4.0, "min_p": 0.3},
+        {"temperature": 0.0, "top_k": 3},
+    ]
+    for i, kind in enumerate(kinds):
+        prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(3 + 5 * (i % 3))]
+        params = SamplingParams(max_tokens=5 + i % 3, **kind)  # type: ignore[arg-type]
+        limit = len(prompt) + 5 + i % 3
+        requests.append(
+            Request(f"r{i}", prompt, params, max_num_tokens=limit, seed=(-1) ** i * (i << 40))
+        )
+        engine.add(requests[-1])
+    while engine.has_work:
+        engine.step()
+    produced = {r.request_id: r.token_ids[r.num_prompt_tokens :] for r in requests}
+    # A step that was planned ahead may go beyond the end of a request; what it draws is dropped.
+    for name, tokens in produced.items():
+        assert tokens == expected[name][: len(tokens)]
+    assert {shape.is_decode for shape in graphs.replayed} == {True, False}
+
+
+def test_default_buckets() -> None:
+    assert default_buckets(1) == (2,)
+    assert default_buckets(5) == (2, 4, 5)
+    assert default_buckets(256) == (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+    assert all(b <= 2 * a for a, b in pairwise(default_buckets(2048)))
+
+
+def test_mixed_shapes_reach_the_budget_and_all_rows() -> None:
+    shapes = mixed_shapes(5000, 100)
+    assert max(s.num_tokens for s in shapes) == 5000
+    assert {s.num_rows for s in shapes} == {8, 100}
+    assert mixed_shapes(1, 1) == (StepShape(2, 2, False),)
+    many = sorted(s.num_tokens for s in mixed_shapes(8192, 512) if s.num_rows == 512)
+    assert many == [64, 256, 512, 768, 1024, 1280, 1536, 2048, 4096, 8192]
+    assert sorted(s.num_tokens for s in mixed_shapes(8192, 512) if s.num_rows == 8) == [
+        *(64, 256, 512, 1024, 2048)
+    ]
+
+
+def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are being built are not launched, the one that unpacks the inputs among them."""
+    loaded = load_model(tiny_model("llama", num_hidden_layers=1))
+    runner = gpu_runner.GpuRunner(
+        capture_model(loaded, probe_model(loaded)),
+        block_size=BLOCK_SIZE,
+        num_blocks=2,
+        max_num_tokens=24,
+        max_num_rows=MAX_NUM_SEQS,
+        max_num_blocks=20,
+    )
+    seen = []
+
+    def run(shape: StepShape) -> None:
+        b = runner.buffers
+        inputs = b.decode_inputs(shape.num_rows) if shape.is_decode else b.mixed_inputs(8, 2)
+        for tensor in (getattr(inputs, name) for name in INPUT_NAMES):
+            if tensor.data_ptr() != b.all_tokens.data_ptr():
+                assert not tensor.any()
+                tensor.fill_(9)  # as of a larger step
+        seen.append(shape)
+
+    monkeypatch.setattr(runner, "run_staged", run)
+    shapes = [StepShape(8, 2, False), StepShape(4, 4, True), StepShape(8, 2, False)]
+    for shape in shapes:
+        runner._run_blank(shape)
+    assert seen == shapes

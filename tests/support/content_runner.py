@@ -1,0 +1,123 @@
+"""A runner without a model, whose tokens tell what its KV cache really held.
+
+The "KV" of a slot is a hash chained over the token written there and the KV of the slot before,
+read through the block table; the next token is a hash of every KV the row reads. An aliased block,
+a stale hit, an unwritten slot or a wrong position therefore changes the stream. Block tables and
+tokens are those that the plans add up to: it sees no live request, as a real runner does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagespec.engine.plan import StepPlan, StepResult
+from tests.support.tables import TablesFromPlans
+
+_MODULUS = (1 << 61) - 1
+_POISON = -1
+_MAX_SAMPLED = 1024  # tokens of earlier steps that are kept: more than any steps in flight sample
+
+TOKEN_STRIDE = 256
+"""Token ids are multiples of this: a key that saw only their low byte would take all for equal."""
+
+
+def kv_of(token: int, previous_kv: int, position: int) -> int:
+    return (previous_kv * 1_000_003 + token * 7_919 + position * 104_729 + 12_345) % _MODULUS
+
+
+def token_after(kvs: list[int], seed: int, vocab_size: int) -> int:
+    mixed = seed
+    for kv in kvs:
+        mixed = (mixed * 31 + kv) % _MODULUS
+    return (mixed >> 7) % vocab_size * TOKEN_STRIDE
+
+
+def stream_alone(
+    prompt: list[int],
+    max_num_tokens: int,
+    *,
+    seed: int,
+    vocab_size: int,
+    stop_token_ids: frozenset[int] = frozenset(),
+    salt: int = 0,
+) -> list[int]:
+    """The outputs of a request that no other ever met: no blocks, no schedule."""
+    tokens: list[int] = list(prompt)
+    kvs: list[int] = []
+    while len(tokens) < max_num_tokens:
+        for position in range(len(kvs), len(tokens)):
+            kvs.append(kv_of(tokens[position], kvs[-1] if kvs else salt, position))
+        tokens.append(token_after(kvs, seed, vocab_size))
+        if tokens[-1] in stop_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Step:
+    tokens: list[int]
+    num_unread: int
+
+
+class ContentRunner:
+    """Meets ``pagespec.engine.runner.Runner``. Tokens of step N are readable only by ``collect``
+    or, on the "device", by later steps; the host never sees them early."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, vocab_size: int, pipeline_depth: int = 0
+    ) -> None:
+        self.pipeline_depth = pipeline_depth
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.kv = [_POISON] * (num_blocks * block_size)
+        self.num_steps = 0
+        self.fail_at_step: int | None = None
+        self._tables = TablesFromPlans()
+        self._sampled: list[int] = []  # by the steps before, newest first
+        self._num_uncollected = 0
+
+    def reset(self) -> None:
+        """Nothing of the cache can be read after: the pool promises to have forgotten it."""
+        self.kv = [_POISON] * len(self.kv)
+        self._tables.clear()
+        self._sampled.clear()
+        self._num_uncollected = 0
+
+    def dispatch(self, plan: StepPlan) -> _Step:
+        assert self._num_uncollected <= self.pipeline_depth, "steps were forgotten without a reset"
+        if self.fail_at_step is not None and self.num_steps >= self.fail_at_step:
+            self.fail_at_step = None
+            raise RuntimeError("out of memory, says the fake")
+        self.num_steps += 1
+        writes: list[tuple[int, int]] = []
+        sampled: list[int] = []
+        self._tables.take(plan)
+        token_ids = iter([t if t >= 0 else self._sampled[-1 - t] for t in plan.token_ids])
+        for request, start, num_tokens, is_sampled in plan.rows():
+            table = self._tables[request.request_id]
+            slots = [
+                table[p // self.block_size] * self.block_size + p % self.block_size
+                for p in range(start + num_tokens)
+            ]
+            kvs = [self.kv[slot] for slot in slots[:start]]
+            for position in range(start, start + num_tokens):
+                token = next(token_ids)
+                salt = int.from_bytes(request.cache_salt, "little")
+                kvs.append(kv_of(token, kvs[-1] if kvs else salt, position))
+                writes.append((slots[position], kvs[-1]))
+            if is_sampled:
+                sampled.append(token_after(kvs, request.seed, self.vocab_size))
+        assert next(token_ids, None) is None, "more token ids than positions"
+        assert len({slot for slot, _ in writes}) == len(writes), "S15: two writes to one slot"
+        for slot, kv in writes:
+            self.kv[slot] = kv
+        self._sampled = (sampled + self._sampled)[:_MAX_SAMPLED]
+        self._num_uncollected += 1
+        return _Step(sampled, 1)
+
+    def collect(self, handle: object) -> StepResult:
+        assert isinstance(handle, _Step)
+        assert handle.num_unread == 1, "collected twice"
+        handle.num_unread = 0
+        self._num_uncollected -= 1
+        return StepResult(handle.tokens)

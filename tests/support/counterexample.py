@@ -1,0 +1,94 @@
+"""`python -m tests.support.counterexample [mutant name]`: the shortest way to make the code break.
+
+Breadth first through the scopes of the specification, the real objects beside it, with the
+structural properties checked on every plan and state; prints the actions that lead to the first
+failure. With a name it does so for that named mutant (`tests/mutants/catalog.py`) of the code.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+
+from pagespec.engine.invariants import InvariantError, check_plan, check_state
+from spec.scopes import CI, SEEDED
+from spec.state import Label, Scope
+from spec.trace import render
+from tests.support.refinement import Pair, RefinementError
+
+NUM_STATES_MAX = 20_000
+
+
+class _Watched(Pair):
+    """A pair whose real side is also checked against the properties, which say more than that
+    two texts differ."""
+
+    def _apply_to_real(self, label: Label):
+        plan = super()._apply_to_real(label)
+        check_state(self.scheduler)
+        if plan is not None:
+            check_plan(self.scheduler, plan)
+        return plan
+
+
+def search(scope: Scope) -> tuple[list[Label], Exception] | None:
+    """The shortest sequence of actions that fails, and how; None if there is none in the first
+    `NUM_STATES_MAX` states."""
+    pair = _Watched(scope)
+    seen = {pair.state}
+    queue: deque[tuple[bytes, tuple[Label, ...]]] = deque([(pair.save(), ())])
+    while queue:
+        saved, path = queue.popleft()
+        pair.load(saved)
+        for label in pair.enabled():
+            pair.load(saved)
+            try:
+                pair.apply(label)
+            except (InvariantError, RefinementError) as error:
+                return [*path, label], error
+            if pair.state not in seen and len(seen) < NUM_STATES_MAX:
+                seen.add(pair.state)
+                queue.append((pair.save(), (*path, label)))
+    return None
+
+
+def tell(scope: Scope, labels: list[Label], error: Exception) -> None:
+    """The actions as the specification takes them, the state it is then in, and what the code
+    did instead."""
+    print(
+        f"{scope.num_blocks} blocks of {scope.block_size}, budget {scope.budget}, "
+        f"at most {scope.cap} running, pipeline depth {scope.depth}"
+    )
+    print(render(labels, scope))
+    kind = "" if isinstance(error, InvariantError) else "not as specified: "
+    print(f"  => the code: {kind}{error}")
+
+
+def main() -> int:
+    if len(sys.argv) > 1:
+        return _of_mutant(" ".join(sys.argv[1:]))
+    scopes = [SEEDED._replace(depth=depth) for depth in (0, 1)] + list(CI)
+    for scope in scopes:
+        found = search(scope)
+        if found is not None:
+            tell(scope, *found)
+            return 1
+    print("no counterexample")
+    return 0
+
+
+def _of_mutant(name: str) -> int:
+    from tests.mutants.__main__ import mutated_sources
+    from tests.mutants.catalog import MUTANTS
+
+    mutant = next(m for m in MUTANTS if name in m.name)
+    print(f"{mutant.file}: {mutant.name}")
+    with mutated_sources(mutant) as environment:
+        command = [sys.executable, "-m", "tests.support.counterexample"]
+        return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Random walks of the real objects beside the specification, in worlds where blocks are short."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from spec import model
+from spec.state import Abort, Add, Pause, Schedule, Scope, Template
+from tests.support.refinement import Packer, Pair
+
+NUM_ACTIONS = 50
+
+MakePackers = Callable[[Scope], Sequence[Packer]]
+
+
+def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2) -> Pair:
+    """A random walk through a crowded world, the real objects beside the specification.
+
+    Raises:
+        RefinementError: they differ.
+    """
+    rng = random.Random(seed)
+    block_size = rng.randint(1, 2)
+    num_blocks = rng.randint(4, 8)
+    cap = rng.randint(3, 6)
+    policy = rng.choice(["fcfs", "fcfs", "priority"])
+    templates = tuple(
+        Template(
+            (0, 0, 1, 0, 1, 1, 0)[: rng.choice([1, 1, 2, 2, 3, 5, 7])],
+            rng.randint(1, 8),
+            0,
+            rng.randrange(2),
+        )
+        for _ in range(3)
+    )
+    scope = Scope(
+        "walk",
+        templates,
+        num_requests=8,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        budget=cap + rng.randint(0, 6),
+        cap=cap,
+        max_model_len=num_blocks * block_size + 1,
+        depth=min(rng.choice([0, 0, 1, 2]), max_depth),
+        outputs=(0, 1),
+        policy=policy,
+        overtaking=3 if policy == "priority" else 0,
+    )
+    pair = Pair(scope, make_packers(scope) if make_packers is not None else ())
+    for _ in range(NUM_ACTIONS):
+        labels = [label for label, _ in model.actions(pair.state, scope)]
+        if not labels:
+            break
+        weights = [
+            0.1
+            if isinstance(label, Abort)
+            else 0.3
+            if isinstance(label, Pause)
+            else 2.0
+            if isinstance(label, Add)
+            else 6.0 / sum(isinstance(other, Schedule) for other in labels)
+            if isinstance(label, Schedule)
+            else 3.0
+            for label in labels
+        ]
+        pair.apply(rng.choices(labels, weights)[0])
+    return pair

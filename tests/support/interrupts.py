@@ -1,0 +1,296 @@
+"""Exceptions raised at any line of the engine, under calls that a user makes (S37).
+
+    python -m tests.support.interrupts 10000 [first seed]
+
+Raises at that many places, in as many random runs, and says what became of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+from unittest import mock
+
+import pagespec.engine
+import pagespec.llm
+from pagespec import EngineError, RequestOutput, SamplingParams
+from pagespec.engine.invariants import check_state
+from pagespec.engine.request import Request
+from spec import replay
+from tests.support.content_llm import answer_alone, content_llm, text_alone
+from tests.support.content_runner import TOKEN_STRIDE
+
+_OURS = (str(Path(pagespec.engine.__file__).parent), pagespec.llm.__file__)
+_KINDS: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit, MemoryError, RuntimeError)
+
+
+class LineRaiser:
+    """While open, counts the lines executed in ``src/engine`` and ``src/llm.py``, raises at some.
+
+    An interrupt never comes between a ``with`` of a lock's block and its exit, so it is not raised
+    there: CPython looks for signals after calls and jumps only.
+
+    Args:
+        places: which lines raise, counted from the one that raised before (the start, at first).
+    """
+
+    def __init__(self, places: list[int], kind: type[BaseException]) -> None:
+        self._places = list(places)
+        self._kind = kind
+        self._is_ours: dict[CodeType, bool] = {}
+        self.num_lines = 0
+        self.raised_at: list[str] = []
+
+    def __enter__(self) -> LineRaiser:
+        self._before = sys.gettrace()
+        sys.settrace(self._on_call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _on_call(self, frame: FrameType, _event: str, _argument: object) -> Any:
+        code = frame.f_code
+        if code not in self._is_ours:
+            self._is_ours[code] = code.co_filename.startswith(_OURS)
+        if not self._is_ours[code] or not self._places:
+            return None
+        locks, entered = _lines_that_lock(code.co_filename), set()
+
+        def on_event(frame: FrameType, event: str, _argument: object) -> Any:
+            if event == "line" and self._places:
+                number = frame.f_lineno
+                if number not in entered:
+                    if number in locks:
+                        entered.add(number)
+                    self._on_line(frame)
+            return on_event
+
+        return on_event
+
+    def _on_line(self, frame: FrameType) -> None:
+        self.num_lines += 1
+        if self.num_lines == self._places[0]:
+            self._places.pop(0)
+            self.num_lines = 0
+            name, number = frame.f_code.co_filename, frame.f_lineno
+            line = linecache.getline(name, number).strip()
+            self.raised_at.append(f"{Path(name).name}:{number} {line}")
+            raise self._kind("injected")
+
+
+@functools.cache
+def _lines_that_lock(name: str) -> frozenset[int]:
+    lines = linecache.getlines(name)
+    return frozenset(i for i, line in enumerate(lines, 1) if line.strip().startswith("with self._"))
+
+
+class Run:
+    """One random program of calls on a fresh ``LLM``, which is the same each time it is run."""
+
+    def __init__(self, seed: int, trace: Path | None = None) -> None:
+        rng = self.rng = random.Random(seed)
+        block_size = rng.choice([1, 1, 2, 3])
+        max_num_seqs = rng.randint(1, 4)
+        self.llm = content_llm(
+            num_blocks=rng.randint(6, 10),
+            block_size=block_size,
+            pipeline_depth=rng.choice([0, 1, 2]),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + rng.randint(0, 5),
+            enable_prefix_caching=rng.random() < 0.8,
+            policy=rng.choice(["fcfs", "shortest_first", "priority"]),
+            trace=trace,
+        )
+        self.requests: list[Request] = []  # all that the scheduler ever admitted
+        scheduler = self.llm.engine.scheduler
+        add = scheduler.add
+
+        def recorded_add(request: Request) -> None:
+            try:
+                add(request)
+            finally:
+                if scheduler.requests.get(request.request_id) is request:
+                    self.requests.append(request)
+
+        scheduler.add = recorded_add  # type: ignore[method-assign]
+        self._old_prompts: list[list[int]] = []
+
+    def question(self) -> tuple[list[int], SamplingParams]:
+        rng = self.rng
+        prompt = [rng.randrange(2) * TOKEN_STRIDE for _ in range(rng.randint(1, 5))]
+        if self._old_prompts and rng.random() < 0.5:  # meet the cache
+            prompt = (rng.choice(self._old_prompts) + prompt)[: self.llm.max_model_len - 1]
+        self._old_prompts.append(prompt)
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 5), seed=rng.randrange(2), ignore_eos=rng.random() < 0.7
+        )
+        return prompt, params
+
+    def calls(self) -> None:
+        """What a user does: every kind of call, some beside another, some given up."""
+        rng, llm = self.rng, self.llm
+        if rng.random() < 0.25:
+            llm.engine.runner.fail_at_step = rng.randint(0, 4)
+        self.may_fail(self.generate)
+        questions = [self.question() for _ in range(rng.randint(1, 4))]
+        results = llm.generate_iter(questions, window=rng.randint(1, 4))
+        prompt, params = self.question()
+        pieces = llm.stream(prompt, params)
+        self.may_fail(lambda: next(pieces, None))
+        self.may_fail(lambda: next(results, None))
+        for request_id in list(llm.engine.scheduler.requests)[:2]:
+            if request_id in llm.engine.scheduler.requests:
+                llm.engine.pause(request_id)
+            self.may_fail(llm.engine.step)
+            if request_id in llm.engine.scheduler.requests:
+                llm.engine.resume(request_id)
+        if rng.random() < 0.3 and llm.engine.scheduler.requests:
+            llm.engine.abort(rng.choice(list(llm.engine.scheduler.requests)))
+        if rng.random() < 0.5:
+            results.close()
+        if rng.random() < 0.5:
+            del pieces  # closed by its finalizer
+        else:
+            self.may_fail(lambda: list(pieces))
+        self.may_fail(lambda: list(results))
+        self.may_fail(self.stream)
+
+    def may_fail(self, call: Callable[[], Any]) -> None:
+        with contextlib.suppress(EngineError):
+            call()
+
+    def generate(self) -> None:
+        questions = [self.question() for _ in range(self.rng.randint(1, 4))]
+        prompts, params = zip(*questions, strict=True)
+        outputs = self.llm.generate(list(prompts), list(params), use_tqdm=False)
+        for (prompt, one), output in zip(questions, outputs, strict=True):
+            self.check(prompt, one, output)
+
+    def check(self, prompt: list[int], params: SamplingParams, output: RequestOutput) -> None:
+        expected = answer_alone(self.llm, prompt, params)
+        assert output.outputs[0].token_ids == expected, (output, expected)
+
+    def stream(self) -> None:
+        prompt, params = self.question()
+        text = "".join(self.llm.stream(prompt, params))
+        assert text == text_alone(self.llm, prompt, params)
+
+    def iterate(self) -> None:
+        questions = [self.question() for _ in range(3)]
+        for question, output in zip(questions, self.llm.generate_iter(questions), strict=True):
+            assert isinstance(output, RequestOutput), output
+            self.check(*question, output)
+
+    def check_whole(self) -> None:
+        """Nothing is left of what was interrupted, and the next calls are served."""
+        engine = self.llm.engine
+        self.llm.engine.runner.fail_at_step = None
+        if not engine._is_changing:
+            check_state(engine.scheduler)
+        for call in self.rng.sample([self.generate, self.stream, self.iterate], 3):
+            call()
+        check_state(engine.scheduler)
+        assert not [r for r in self.requests if r.finish_reason is None]
+        assert not engine.scheduler.requests
+        assert not engine.has_work
+        assert not engine._records
+        for request in self.requests:
+            outputs = request.output_token_ids
+            alone = answer_alone(
+                self.llm,
+                request.token_ids[: request.num_prompt_tokens],
+                request.sampling_params,
+            )
+            assert outputs == alone[: len(outputs)]
+
+
+def count_lines(seed: int) -> int:
+    with LineRaiser([1 << 60], KeyboardInterrupt) as raiser:
+        Run(seed).calls()
+    return raiser.num_lines
+
+
+def interrupt(seed: int, places: list[int], kind: type[BaseException], trace: Path | None) -> str:
+    """Run the program of ``seed``, raising ``kind`` at these places, and check what is left.
+
+    Returns:
+        Where it was raised.
+    """
+    run = Run(seed, trace)
+    raiser = LineRaiser(places, kind)
+    with (
+        # An exception raised in a finalizer is not propagated, only told.
+        mock.patch.object(sys, "unraisablehook"),
+    ):
+        try:
+            with raiser:
+                run.calls()
+        except BaseException as error:
+            if not _is_injected(error):
+                raise
+        run.check_whole()
+    if trace is not None:
+        verdict = replay.check(trace.read_text().splitlines())
+        assert not verdict.property_id, verdict
+    return " then ".join(raiser.raised_at)
+
+
+def _is_injected(error: BaseException | None) -> bool:
+    while error is not None:
+        if "injected" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def campaign(num_injections: int, first_seed: int, folder: Path) -> Counter[str]:
+    """Raise at ``num_injections`` random places; half of them are followed by a second one soon
+    after, which comes in the recovery or the cleaning up.
+
+    Returns:
+        How often it was raised in each file.
+    """
+    files: Counter[str] = Counter()
+    seed = first_seed
+    while sum(files.values()) < num_injections:
+        rng = random.Random(seed)
+        num_lines = count_lines(seed)
+        for i in range(16):
+            places = [rng.randint(1, num_lines)]
+            if i % 2:
+                places.append(rng.randint(1, 80))
+            trace = folder / "trace.jsonl" if i % 4 < 2 else None
+            kind = rng.choice(_KINDS)
+            try:
+                where = interrupt(seed, places, kind, trace)
+            except BaseException as error:
+                error.add_note(f"interrupt({seed}, {places}, {kind.__name__}, {trace})")
+                raise
+            files.update(place.split(":")[0] for place in where.split(" then ") if place)
+        seed += 1
+    return files
+
+
+def main() -> None:
+    num_injections = int(sys.argv[1])
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        files = campaign(num_injections, int((sys.argv[2:] or ["0"])[0]), Path(folder))
+    for name, count in files.most_common():
+        print(f"{count:7} {name}")
+    print(f"{sum(files.values()):7} in {time.perf_counter() - begin:.0f} s: none left anything")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The real packers as their consumers see them: what the model and its kernels read of each row.
+
+`CpuPacker` is the runner's on a CPU. `GpuStaging` writes what the runner on a GPU stages and has
+its kernels unpack it: on a GPU, or under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagespec.compile.step_inputs import StepInputs
+from pagespec.engine.plan import StepPlan
+from pagespec.runner.cpu_pack import CpuStepPacker
+from pagespec.runner.step_shapes import StepShape
+from tests.support.tables import RowSeen
+
+_MAX_SAMPLED = 1024
+
+
+def rows_seen(inputs: StepInputs, num_rows: int, block_size: int) -> list[RowSeen]:
+    """What embedding and attention read, row by row, and nothing of padding."""
+    starts = inputs.query_starts.tolist()
+    lengths = inputs.context_lens.tolist()
+    flat = (inputs.input_ids.flatten(), inputs.position_ids.flatten(), inputs.slot_mapping)
+    lists = [tensor.tolist() for tensor in flat]
+    tables = inputs.block_tables.tolist()
+    return [
+        RowSeen(
+            *(values[starts[row] : starts[row + 1]] for values in lists),
+            tables[row][: -(-lengths[row] // block_size)],
+        )
+        for row in range(num_rows)
+    ]
+
+
+class CpuPacker:
+    """What the runner on a CPU packs."""
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._packer = CpuStepPacker(
+            block_size=block_size, num_blocks=num_blocks, device=torch.device("cpu")
+        )
+        self._sampled: list[int] = []
+
+    def read(self, plan: StepPlan) -> list[RowSeen]:
+        return rows_seen(self._packer.pack(plan).inputs, len(plan), self._block_size)
+
+    def sampled(self, token_ids: Sequence[int]) -> None:
+        """What the step of the plan read last sampled."""
+        self._sampled = [*token_ids, *self._sampled][:_MAX_SAMPLED]
+        self._packer.note(np.array(self._sampled, np.int64))
+
+    def reset(self) -> None:
+        """As the runner's after a failed step."""
+        self._packer.reset()
+
+
+class PassedEvent:
+    """A CUDA event where there is no GPU: whatever was queued is done."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class GpuStaging:
+    """What the runner on a GPU stages, unpacked by its kernels.
+
+    Args:
+        device: "cuda", or "cpu" under Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_tokens: int,
+        max_num_rows: int,
+        max_num_blocks: int,
+        device: str,
+    ) -> None:
+        from pagespec.runner.device_buffers import StepBuffers
+        from pagespec.runner.gpu_pack import GpuStepPacker
+
+        self._num_blocks, self._block_size = num_blocks, block_size
+        self._buffers = StepBuffers(
+            max_num_tokens=max_num_tokens + 3,
+            max_num_rows=max_num_rows + 1,
+            max_num_blocks=max_num_blocks,
+            staging_elements=StepBuffers.elements_to_stage(max_num_tokens + 3, max_num_rows + 1),
+            device=torch.device(device),
+        )
+        self._stager = GpuStepPacker(self._buffers, num_steps_in_flight=2)
+        if device == "cpu":
+            ring: Any = self._stager._ring
+            ring._events = [PassedEvent() for _ in ring._events]
+        self._num_steps = 0
+
+    def read(self, plan: StepPlan) -> list[RowSeen]:
+        from pagespec.runner.unpack_kernels import unpack_decode, unpack_mixed
+
+        b, num_rows = self._buffers, len(plan)
+        null_slot = self._num_blocks * self._block_size
+        self._num_steps += 1
+        is_padded = self._num_steps % 2 == 0
+        if plan.is_decode_only:
+            bucket = max(2, num_rows + is_padded)
+            self._stager.stage_decode(plan, bucket, 0)
+            unpack_decode(b, bucket=bucket, block_size=self._block_size, null_slot=null_slot)
+            return rows_seen(b.decode_inputs(bucket), num_rows, self._block_size)
+        shape = None
+        if is_padded:
+            shape = StepShape(max(2, plan.total_num_tokens + 3), max(2, num_rows + 1), False)
+        _, shape = self._stager.stage_mixed(plan, shape, 0)
+        unpack_mixed(
+            b,
+            num_tokens=shape.num_tokens,
+            num_rows=shape.num_rows,
+            num_kept=shape.num_rows,
+            max_num_blocks=b.width,
+            block_size=self._block_size,
+            null_slot=null_slot,
+        )
+        inputs = b.mixed_inputs(shape.num_tokens, shape.num_rows)
+        return rows_seen(inputs, num_rows, self._block_size)
+
+    def sampled(self, token_ids: Sequence[int]) -> None:
+        """What the step of the plan read last sampled: on the device, where kernels find it."""
+        if token_ids:
+            self._buffers.sampled[: len(token_ids)] = torch.tensor(token_ids)
+
+    def reset(self) -> None:
+        """As the runner's after a failed step."""
+        self._stager.forget()

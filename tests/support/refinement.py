@@ -1,0 +1,293 @@
+"""The real scheduler and block manager beside the specification, action by action.
+
+`Pair` applies each action to both and compares: the plans row by row, and after every action the
+abstraction of the real state with the specification's, field by field, the order of the free
+stack and of the LRU queue included. The runner's view of block tables (S32) is made of the real
+plans alone; real packers stand in the loop, and what they make of a plan must be the tokens, slots
+and tables that the specification has for its rows.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Protocol
+
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.invariants import RunnerView
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.policy import SENIORITY_BITS, Policy
+from pagespec.engine.request import Request as RealRequest
+from pagespec.engine.request import RequestState
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.engine.scheduler import Scheduler
+from pagespec.errors import InvalidInputError
+from spec import model
+from spec.properties import all_tokens
+from spec.state import (
+    STOP,
+    Abort,
+    Add,
+    Fail,
+    Label,
+    Pause,
+    Plan,
+    Request,
+    Row,
+    Schedule,
+    Scope,
+    Settle,
+    State,
+    prefixes,
+)
+from tests.support.tables import RowSeen, TablesFromPlans
+
+_PARAMS = SamplingParams()
+
+
+class RefinementError(AssertionError):
+    """The implementation did what the specification does not."""
+
+
+class Packer(Protocol):
+    """What `tests/support/packers.py` has."""
+
+    def read(self, plan: StepPlan) -> list[RowSeen]: ...
+
+    def sampled(self, token_ids: Sequence[int]) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+def real_scheduler(scope: Scope) -> Scheduler:
+    """The implementation, set up as ``scope`` says."""
+    return Scheduler(
+        BlockManager(scope.num_blocks, scope.block_size, enable_prefix_caching=scope.caching),
+        max_num_seqs=scope.cap,
+        max_num_batched_tokens=scope.budget,
+        pipeline_depth=scope.depth,
+        policy=Policy(
+            scope.policy,
+            scope.overtaking,
+            tokens_per_arrival=scope.cost_unit,
+            arrivals_per_priority=scope.ageing,
+        ),
+    )
+
+
+class Pair:
+    """One state of the specification and the real objects that are to be in the same."""
+
+    def __init__(self, scope: Scope, packers: Sequence[Packer] = ()) -> None:
+        self.scope = scope
+        self.state = model.initial(scope)
+        self.scheduler = real_scheduler(scope)
+        self.requests: list[RealRequest] = []
+        self.view = TablesFromPlans()
+        self.checker = RunnerView()
+        self.packers = list(packers)
+        self.num_packed_steps = 0
+        self.compare("at the start")
+
+    def enabled(self) -> list[Label]:
+        return [label for label, _ in model.actions(self.state, self.scope)]
+
+    def apply(self, label: Label) -> None:
+        """Raises RefinementError at the first difference."""
+        made = None
+        if isinstance(label, Schedule):
+            made = model.plan(self.state, self.scope)[0]
+        self.state = model.step(self.state, label, self.scope)
+        plan = self._apply_to_real(label)
+        if made is not None and plan is not None:
+            self._compare_plans(made, plan)
+            if plan.requests:
+                self.view.take(plan)
+                self.checker.check(self.scheduler, plan)
+                self._compare_packed(plan, label.tokens)
+        self.compare(label)
+
+    def _compare_packed(self, plan: StepPlan, tokens: Sequence[int]) -> None:
+        if not self.packers:
+            return
+        expected = [self._row_expected(row) for row in self.state.flight[-1]]
+        for packer in self.packers:
+            got = packer.read(plan)
+            packer.sampled(tokens)
+            for row, a, b in zip(plan.requests, expected, got, strict=True):
+                if a != b:
+                    raise RefinementError(
+                        f"{type(packer).__name__}, step {plan.step}, request {row.request_id}: "
+                        f"the specification says {a}, packed are {b}"
+                    )
+        self.num_packed_steps += 1
+
+    def _row_expected(self, row: Row) -> RowSeen:
+        size = self.scope.block_size
+        table = self.state.requests[row.request].table
+        positions = list(range(row.start, row.start + row.n))
+        ids = all_tokens(self.state, row.request)
+        return RowSeen(
+            [ids[p] for p in positions],
+            positions,
+            [table[p // size] * size + p % size for p in positions],
+            list(table[: -(-(row.start + row.n) // size)]),
+        )
+
+    def _apply_to_real(self, label: Label) -> StepPlan | None:
+        scheduler = self.scheduler
+        if isinstance(label, Add):
+            template = label.template
+            request = RealRequest(
+                str(label.request),
+                list(template.prompt),
+                _PARAMS,
+                max_num_tokens=self.scope.limit(template),
+                stop_token_ids=frozenset({STOP}),
+                priority=template.priority,
+                cache_salt=bytes([template.salt]),
+            )
+            try:
+                scheduler.add(request)
+            except InvalidInputError:
+                return None
+            self.requests.append(request)
+        elif isinstance(label, Schedule):
+            return scheduler.schedule()
+        elif isinstance(label, Settle):
+            scheduler.commit(scheduler.in_flight[0].plan, label.tokens)
+        elif isinstance(label, Abort):
+            scheduler.abort(str(label.request))
+        elif isinstance(label, Pause):
+            scheduler.pause(str(label.request))
+        elif isinstance(label, Fail):
+            scheduler.reset("error")
+            self.view.clear()
+            self.checker = RunnerView()
+            for packer in self.packers:
+                packer.reset()
+        else:
+            scheduler.resume(str(label.request))
+        return None
+
+    def _compare_plans(self, made: Plan, plan: StepPlan) -> None:
+        expected = ([tuple(row) for row in made.rows], sorted(made.preempted))
+        got = (
+            [(int(r.request_id), start, n, sampled) for r, start, n, sampled in plan.rows()],
+            sorted(int(r.request_id) for r in plan.preempted),
+        )
+        if got != expected:
+            raise RefinementError(f"plan: the specification says {expected}, the code {got}")
+
+    def compare(self, after: object) -> None:
+        expected = _comparable(self.state)
+        got = _comparable(abstraction(self.scheduler, self.requests, self.view))
+        for name, a, b in zip(State._fields, expected, got, strict=True):
+            if a != b:
+                raise RefinementError(
+                    f"{name} after {after}: the specification says {a}, the code {b}"
+                )
+
+    def save(self) -> bytes:
+        kept = (self.state, self.scheduler, self.requests, self.view, self.checker, self.packers)
+        return pickle.dumps(kept, protocol=5)
+
+    def load(self, saved: bytes) -> None:
+        kept = pickle.loads(saved)
+        self.state, self.scheduler, self.requests, self.view, self.checker, self.packers = kept
+
+
+def abstraction(scheduler: Scheduler, requests: list[RealRequest], view: TablesFromPlans) -> State:
+    """The specification's view of the real objects, but for the contents of blocks."""
+    blocks = scheduler.blocks
+    names: dict[bytes, int] = {}
+    for request in requests:
+        exact = prefixes(request.cache_salt[0], tuple(request.token_ids))
+        for i, (key, _) in enumerate(request.block_keys):
+            names[key] = exact[(i + 1) * blocks.block_size - 1]
+    return State(
+        requests=tuple(_abstract_request(r) for r in requests),
+        waiting=tuple(int(r.request_id) for r in scheduler.waiting),
+        running=tuple(int(r.request_id) for r in scheduler.running),
+        paused=tuple(int(r.request_id) for r in requests if r.state is RequestState.PAUSED),
+        flight=tuple(
+            tuple((int(r.request_id), start, n, s) for r, start, n, s in plan.rows())
+            for plan, _ in scheduler.in_flight
+        ),
+        refs=tuple(blocks.ref_counts),
+        keys=tuple(None if key is None else names[key] for key in blocks.keys),
+        index=tuple(sorted((names[key], block) for key, block in blocks.index.items())),
+        free=tuple(blocks.free_blocks),
+        lru=tuple(blocks.lru_blocks),
+        contents=(),
+        view=tuple(sorted((int(name), table) for name, table in view.items())),
+        left=tuple(sorted(map(int, scheduler.released))),
+    )
+
+
+def _abstract_request(request: RealRequest) -> Request:
+    place = request.rank >> SENIORITY_BITS
+    return Request(
+        tokens=tuple(request.token_ids),
+        num_prompt=request.num_prompt_tokens,
+        limit=request.max_num_tokens,
+        salt=request.cache_salt[0],
+        rank=(place, request.seniority),
+        reason=request.finish_reason or "",
+        computed=request.num_computed,
+        dispatched=request.num_dispatched,
+        total=request.num_total,
+        table=tuple(request.block_table),
+        published=request.num_published,
+    )
+
+
+def _comparable(state: State) -> State:
+    """Without what only the specification has (contents, tokens not yet revealed), and without
+    the counters of requests that are over and hold nothing."""
+    requests = tuple(
+        r._replace(computed=0, dispatched=0, total=0, published=0)
+        if r.reason and not r.table
+        else r._replace(published=0)
+        if r.reason
+        else r
+        for r in state.requests
+    )
+    flight = tuple(
+        tuple(
+            (row[0], row[1], row[2], row[3] if isinstance(row[3], bool) else row[3] >= 0)
+            for row in step
+        )
+        for step in state.flight
+    )
+    return state._replace(requests=requests, flight=flight, contents=())
+
+
+def explore(scope: Scope, max_states: int | None = None) -> tuple[int, int, int]:
+    """Drive the real objects, the packer of the CPU among them, through every action enabled in
+    every reachable state of ``scope``.
+
+    Returns:
+        How many states, transitions and packed steps were covered.
+    """
+    from tests.support.packers import (
+        CpuPacker,
+    )  # it imports torch, which the mutants' kill suite does not
+
+    packer = CpuPacker(num_blocks=scope.num_blocks, block_size=scope.block_size)
+    pair = Pair(scope, [packer])
+    seen = {pair.state}
+    frontier = [pair.save()]
+    num_transitions = 0
+    while frontier:
+        saved = frontier.pop()
+        pair.load(saved)
+        labels = pair.enabled()
+        for label in labels:
+            pair.load(saved)
+            pair.apply(label)
+            num_transitions += 1
+            if pair.state not in seen and (max_states is None or len(seen) < max_states):
+                seen.add(pair.state)
+                frontier.append(pair.save())
+    return len(seen), num_transitions, pair.num_packed_steps

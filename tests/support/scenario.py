@@ -1,0 +1,285 @@
+"""One random run of the real engine with the content model, every property watched.
+
+Plain and seeded where the Hypothesis machines are thorough: it is what the mutants' kill suite
+and quick checks run thousands of times. A failure is a ``PropertyError`` that names the property.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+from pagespec.engine.block_manager import BlockManager, OutOfBlocksError
+from pagespec.engine.core import Engine
+from pagespec.engine.invariants import InvariantError, RunnerView, check_plan, check_state
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.policy import Policy
+from pagespec.engine.request import Request, RequestState
+from pagespec.engine.sampling_params import SamplingParams
+from pagespec.engine.scheduler import Scheduler
+from pagespec.errors import EngineError, InvalidInputError
+from tests.support.content_runner import TOKEN_STRIDE, ContentRunner, stream_alone
+
+VOCAB_SIZE = 3
+STOP_TOKEN = 2 * TOKEN_STRIDE
+PropertyError = InvariantError
+_PARAMS = SamplingParams()
+
+
+class Scenario:
+    """Settings, requests and interventions drawn from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        # Crowded: short prompts and long outputs in a small pool, so that running requests grow
+        # into one another's blocks and preempt.
+        self.is_crowded = rng.random() < 0.5
+        self.block_size = rng.choice([1, 1, 2] if self.is_crowded else [1, 2, 2, 3, 4])
+        self.num_blocks = rng.randint(4, 8) if self.is_crowded else rng.randint(2, 9)
+        self.capacity = self.num_blocks * self.block_size + 1
+        max_num_seqs = rng.randint(3, 5) if self.is_crowded else rng.randint(1, 5)
+        depth = rng.choice([0, 0, 1, 2])
+        self.scheduler = Scheduler(
+            BlockManager(
+                self.num_blocks, self.block_size, enable_prefix_caching=rng.random() < 0.8
+            ),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + rng.randint(0, 8),
+            pipeline_depth=depth,
+            policy=Policy(rng.choice(["fcfs", "fcfs", "shortest_first", "priority"]), 3),
+        )
+        self.runner = ContentRunner(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            vocab_size=VOCAB_SIZE,
+            pipeline_depth=depth,
+        )
+        self.engine = Engine(self.scheduler, self.runner)
+        self.view = RunnerView()
+        reset = self.runner.reset
+        self.runner.reset = lambda: self._forget_view(reset)  # type: ignore[method-assign]
+        schedule = self.scheduler.schedule
+        self.scheduler.schedule = lambda: self._watched(schedule)  # type: ignore[method-assign]
+        self.requests: list[Request] = []
+        self.prompts: dict[Request, list[int]] = {}
+        self.reasons: dict[Request, str] = {}
+        self.first_served: list[Request] = []
+        self.has_intervened = False
+
+    def _forget_view(self, reset: Callable[[], None]) -> None:
+        self.view = RunnerView()
+        reset()
+
+    def run(self) -> None:
+        """Raises PropertyError, or whatever error the engine itself runs into."""
+        rng = self.rng
+        num_requests = rng.randint(1, 8)
+        if self.is_crowded:
+            for _ in range(num_requests):
+                self.add()
+        for _ in range(rng.randint(5, 60)):
+            action = rng.random()
+            if len(self.requests) < num_requests and action < 0.5:
+                self.add()
+            elif self.scheduler.requests and action < (0.2 if self.is_crowded else 0.62):
+                self.intervene(rng.choice(list(self.scheduler.requests)))
+            elif self.engine.has_work:
+                self.step()
+        self.finish()
+
+    def add(self) -> None:
+        rng = self.rng
+        length = rng.randint(1, min(3 if self.is_crowded else 14, self.capacity - 1))
+        prompt = [rng.randrange(2) * TOKEN_STRIDE for _ in range(length)]
+        if self.requests and rng.random() < 0.4:  # meet the cache, block for block
+            old = rng.choice(self.requests).token_ids
+            prompt = (old[: rng.randint(1, len(old))] + prompt)[: self.capacity - 1]
+            if rng.random() < 0.5:
+                whole = len(prompt) // self.block_size * self.block_size
+                prompt = prompt[:whole] or prompt
+        if self.prompts and rng.random() < 0.1:  # the very list object of an earlier request
+            prompt = rng.choice(list(self.prompts.values()))
+        request = Request(
+            str(len(self.requests)),
+            prompt,
+            _PARAMS,
+            max_num_tokens=min(len(prompt) + rng.randint(1, 8), self.capacity),
+            stop_token_ids=frozenset({STOP_TOKEN} if rng.random() < 0.5 else ()),
+            seed=rng.randrange(2),
+            priority=rng.randrange(2),
+            cache_salt=rng.choice([b"", b"", b"a"]),
+        )
+        self.prompts[request] = prompt
+        self.engine.add(request)
+        self.requests.append(request)
+        self._refusals_change_nothing()
+
+    def _refusals_change_nothing(self) -> None:
+        blocks = self.scheduler.blocks
+        before = copy.deepcopy((blocks.free_blocks, blocks.lru_blocks, blocks.ref_counts))
+        greedy = Request("greedy", [0], _PARAMS, max_num_tokens=2)
+        try:
+            blocks.allocate(greedy, blocks.num_available_blocks + 1)
+        except OutOfBlocksError:
+            pass
+        else:
+            raise PropertyError("S13", "more blocks were given than there are")
+        if (blocks.free_blocks, blocks.lru_blocks, blocks.ref_counts) != before:
+            raise PropertyError("S13", "a failed allocation changed the pool")
+        too_long = Request("x", [0], _PARAMS, max_num_tokens=self.capacity + 1)
+        try:
+            self.scheduler.add(too_long)
+        except InvalidInputError:
+            return
+        raise PropertyError("S30", "a request that can never fit was admitted")
+
+    def intervene(self, request_id: str) -> None:
+        self.has_intervened = True
+        action = self.rng.random()
+        if action < 0.25:
+            self.engine.abort(request_id)
+            if self.scheduler.abort(request_id) is not None:
+                raise PropertyError("S26", "a second abort did something")
+        elif action < 0.3:
+            self.runner.fail_at_step = 0
+            try:
+                while self.engine.has_work:
+                    self.step()
+            except EngineError:
+                pass
+            self.runner.fail_at_step = None
+        elif action < 0.65:
+            self.engine.pause(request_id)
+        else:
+            self.engine.resume(request_id)
+        check_state(self.scheduler)
+
+    def step(self) -> None:
+        emitted = {r: len(r.token_ids) for r in self.requests}
+        ended = {r for r in self.requests if r.finish_reason is not None}
+        self.engine.step()
+        check_state(self.scheduler)
+        for request in self.requests:
+            if request in ended and len(request.token_ids) != emitted[request]:
+                raise PropertyError("S24", f"{request} emitted after its end")
+            self._check_stream(request)
+
+    def finish(self) -> None:
+        for request_id in list(self.scheduler.requests):
+            self.engine.resume(request_id)
+        num_steps_max = 50 + 40 * sum(r.max_num_tokens for r in self.requests)
+        while self.engine.has_work:
+            num_steps_max -= 1
+            if num_steps_max < 0:
+                raise PropertyError("L1", "requests go on without end")
+            self.step()
+        for request in self.requests:
+            if request.finish_reason is None:
+                raise PropertyError("L1", f"{request} never finished")
+        check_state(self.scheduler)
+
+    def _check_stream(self, request: Request) -> None:
+        outputs = request.output_token_ids
+        if self.prompts[request] != request.token_ids[: request.num_prompt_tokens]:
+            raise PropertyError("S6", f"the prompt of {request} is shared and was changed")
+        alone = stream_alone(
+            request.token_ids[: request.num_prompt_tokens],
+            request.max_num_tokens,
+            seed=request.seed,
+            vocab_size=VOCAB_SIZE,
+            stop_token_ids=request.stop_token_ids,
+            salt=int.from_bytes(request.cache_salt, "little"),
+        )
+        if len(outputs) > len(alone):
+            raise PropertyError("S25", f"{request} went past its end")
+        if outputs != alone[: len(outputs)]:
+            raise PropertyError("T1", f"{request} differs from its run alone")
+        if request.finish_reason in ("stop", "length"):
+            if len(outputs) != len(alone):
+                raise PropertyError("S25", f"{request} ended early")
+            reason = "stop" if alone[-1] in request.stop_token_ids else "length"
+            if request.finish_reason != reason:
+                raise PropertyError("S25", f"{request} ended with the wrong reason")
+        if self.reasons.setdefault(request, request.finish_reason or "") not in (
+            "",
+            request.finish_reason,
+        ):
+            raise PropertyError("S24", f"{request} ended twice")
+        self.reasons[request] = request.finish_reason or ""
+
+    # What a single plan must be like, given the state before it ---------------------------------
+
+    def _watched(self, schedule) -> StepPlan:
+        scheduler = self.scheduler
+        twin = _twin(scheduler)
+        num_available = scheduler.blocks.num_available_blocks
+        num_waiting = len(scheduler.waiting)
+        running = list(scheduler.running)
+        tables = {r: list(r.block_table) for r in running}
+        refs = list(scheduler.blocks.ref_counts)
+        num_to_come = {r: r.num_total for r in running}
+        decodes = [
+            r
+            for r in running
+            if r.num_total - r.num_dispatched == 1 and r.num_total != r.max_num_tokens
+        ]
+        plan = schedule()
+        check_state(scheduler)
+        check_plan(scheduler, plan)
+        self.view.check(scheduler, plan)
+        if list(plan.rows()) and _shape(twin.schedule()) != _shape(plan):
+            raise PropertyError("S31", "the same state gave another plan")
+        rows = set(scheduler.in_flight[-1].requests) if plan.requests else set()
+        names = {info.request_id for info in plan.preempted}
+        preempted = [request for request in running if request.request_id in names]
+        for victim in preempted:
+            gave = any(
+                refs[block] == sum(block in tables[v] for v in preempted)
+                for block in tables[victim]
+            )
+            if not gave:
+                raise PropertyError("S21", f"{victim} was preempted for nothing")
+            if any(r.rank > victim.rank and r in preempted for r in rows):
+                raise PropertyError("L3", f"{victim} lost its blocks to a younger one")
+        if preempted and min(r.rank for r in preempted) < min(r.rank for r in rows):
+            raise PropertyError("L3", "the oldest was preempted")
+        num_wanted = sum(-(-num_to_come[r] // self.block_size) - len(tables[r]) for r in running)
+        if num_available >= num_wanted and not num_waiting:
+            for request in decodes:
+                if request.state is RequestState.RUNNING and request not in rows:
+                    raise PropertyError("L6", f"{request} got no token")
+        if scheduler.has_work and not rows and not scheduler.in_flight:
+            raise PropertyError("L2", "nothing is computed though there is work")
+        self._check_order(rows)
+        return plan
+
+    def _check_order(self, rows: set[Request]) -> None:
+        """L5: nobody is first served while more than K later arrivals were first served before,
+        as far as nobody was paused."""
+        for request in sorted(rows, key=lambda r: r.rank):
+            if request not in self.first_served:
+                self.first_served.append(request)
+        if self.has_intervened:
+            return
+        served = {r: i for i, r in enumerate(self.first_served)}
+        bound = self.scheduler.policy.max_overtakes if self.scheduler.policy.name != "fcfs" else 0
+        for request in self.requests:
+            if request.state is not RequestState.WAITING or request in served:
+                continue
+            num_overtakes = sum(r.seniority > request.seniority for r in served)
+            if num_overtakes > bound:
+                raise PropertyError("L5", f"{request} was overtaken {num_overtakes} times")
+
+
+def _twin(scheduler: Scheduler) -> Scheduler:
+    twin = copy.copy(scheduler)
+    twin.__dict__.pop("schedule", None)
+    return copy.deepcopy(twin)
+
+
+def _shape(plan: StepPlan) -> tuple[object, ...]:
+    rows = tuple((r.request_id, start, n, s) for r, start, n, s in plan.rows())
+    preempted = tuple(r.request_id for r in plan.preempted)
+    told = (plan.tables, plan.new_blocks, plan.released, tuple(plan.token_ids))
+    return rows, preempted, told

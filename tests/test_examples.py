@@ -1,0 +1,73 @@
+"""Every example runs. Those that load a model are given a tiny one, so that nothing is downloaded;
+none may be left out: the examples are read from the folder."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.models import VOCAB_SIZE, tiny_model
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+BY_HAND = "step_by_hand.py"
+WITH_MODEL = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != BY_HAND)
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model whose tokens are words, so that the examples' prompts are short."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    vocab = {"<unk>": 0} | {f"word{i}": i for i in range(1, VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", chat_template=CHAT_TEMPLATE
+    )
+    wrapped.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", WITH_MODEL)
+def test_runs_with_the_model_it_is_given(
+    name: str,
+    model_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PAGESPEC_CACHE", f"{model_folder}-cache")  # traced once
+    run(name, monkeypatch, model_folder)
+    output = capsys.readouterr().out
+    assert re.search(r"word\d", output), output
+    if name == "shared_prefix.py":
+        hits = [int(n) for n in re.findall(r"^ *(\d+) of \d+ prompt tokens cached", output, re.M)]
+        assert hits[0] == 0 < min(hits[1:])
+
+
+def test_the_steps_by_hand_show_chunks_hits_and_preemption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(BY_HAND, monkeypatch)
+    output = capsys.readouterr().out
+    assert "row b: positions 0..2\n" in output  # a chunk, which samples nothing
+    assert "row c: positions 4..4, samples\n  tables {2: (0, 5)}" in output  # block 0 is shared
+    assert "preempted ['c']" in output
+    prompts = {"a": [1, 2, 3, 4, 5], "b": list(range(10, 19)), "c": [1, 2, 3, 4, 6]}
+    answers = {}
+    for name, tokens in prompts.items():
+        for _ in range(6):
+            tokens.append(sum(tokens) % 1000)
+        answers[name] = str(tokens[-6:])
+    assert dict(re.findall(r"finished (\w): (\[.*?\])", output)) == answers

@@ -1,0 +1,105 @@
+"""The gate on tiny models, cut to a size for every commit. ``pagespec verify`` runs all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagespec import LLM, build
+from pagespec.verify import GateSize, run_gate
+from tests.support.models import VOCAB_SIZE, WINDOW, tiny_model
+
+SIZE = GateSize(
+    max_batch=5,
+    neighbour_lengths=(1, 2, 3, 65, 300),
+    cuts=(1, 2, 3, 23, 32, 50, 62, 63),
+    budgets=(2, 5, 33),
+    num_tokens=4,
+)
+
+
+@pytest.fixture
+def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing takes seconds and does not depend on the schedule: engines of one model and one
+    setting share a graph, each with caches of its own."""
+    known: dict[Any, Any] = {}
+    capture_model = build.capture_model
+
+    def capture_once(loaded: Any, specs: Any, **settings: Any) -> Any:
+        key = (loaded.module, tuple(sorted(settings.items())))
+        if key not in known:
+            known[key] = capture_model(loaded, specs, **settings)
+        return known[key]
+
+    monkeypatch.setattr(build, "capture_model", capture_once)
+
+
+@pytest.fixture
+def _packing_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the module were the engine's own; it is the test's, so that engines can share it."""
+    monkeypatch.setattr(build, "_packing_bytes", lambda *_: request.param)
+
+
+@pytest.mark.usefixtures("_one_capture", "_packing_bytes")
+@pytest.mark.parametrize(
+    ("arch", "dtype", "_packing_bytes"),
+    [
+        ("llama", torch.float32, 0),
+        ("llama", torch.float32, 1 << 30),
+        ("llama", torch.bfloat16, 0),
+        ("mistral", torch.float32, 0),
+        ("qwen3_moe", torch.float32, 1 << 30),
+    ],
+    indirect=["_packing_bytes"],
+)
+def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) -> None:
+    """Dense, sliding window (prompts of 64 tokens exceed it), mixture of experts."""
+    assert WINDOW < 64
+    model = tiny_model(arch).to(dtype)
+
+    def make_llm(**arguments: Any) -> LLM:
+        return LLM(model, device="cpu", check_invariants=True, **arguments)
+
+    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=SIZE)
+    assert [f.first_difference for f in report.families if f.num_different] == []
+    assert all(family.num_cases > 0 for family in report.families)
+    assert report.num_cases > 100
+    assert report.num_preemptions >= SIZE.num_tokens
+    assert report.num_hit_blocks > 100
+    assert report.is_transparent
+    # The gate sees differences where there are some. bfloat16 rounds most of them away.
+    assert report.has_power or dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("_one_capture")
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({}, []),
+        ({"enable_prefix_caching": False}, ["prefix hits", "paused and found in the cache"]),
+        ({"num_blocks": 200}, ["preempted for blocks"]),
+    ],
+)
+def test_families_without_hits_or_preemptions_show_nothing(
+    settings: dict[str, Any], idle: list[str]
+) -> None:
+    """Equal answers of engines that never did what the family is about are no success."""
+    model = tiny_model("llama")
+    size = GateSize(
+        max_batch=2,
+        neighbour_lengths=(1,),
+        cuts=(1,),
+        budgets=(33,),
+        num_tokens=4,
+        both_overlaps=False,
+    )
+
+    def make_llm(**arguments: Any) -> LLM:
+        return LLM(model, device="cpu", **(arguments | settings))
+
+    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, size=size, with_control=False)
+    assert report.num_different == 0
+    assert report.idle == idle
+    assert report.is_transparent == (not idle)
