@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidInputError
+from ..validation import is_list, path_of
 from .policy import Policy
 from .trace import check_trace_path
-from .validation import is_list, path_of
 
 COMPILE_MODES = ("auto", "graph", "inductor", "eager")
 ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")

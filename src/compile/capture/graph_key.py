@@ -39,6 +39,7 @@ _OWN_SOURCES = (
     "repeat_layers.py",
     "../fx/fake_tensors.py",
     "../model/attention.py",
+    "../model/layers.py",
     "../step_inputs.py",
     "../../kernels/ops.py",
 )

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
-from ..capture.few_layers import describe_layer, find_layers
 from ..fx.nodes import GROUPED_MM_NAMES
+from .layers import describe_layer, find_layers
 from .load import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost

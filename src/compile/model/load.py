@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ...engine.validation import path_of
 from ...errors import InvalidInputError, UnsupportedModelError
+from ...validation import path_of
 from .gguf import converted_folder
 from .refusal import as_input_error, cause
 
