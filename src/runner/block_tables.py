@@ -39,13 +39,13 @@ class BlockTableStore:
             self.rows = [rows_of[request.request_id] for request in plan.requests]
             self._last_requests = plan.requests
 
-    def updates(
+    def pending_writes(
         self, plan: StepPlan, new_blocks: IntArray | None = None
     ) -> tuple[list[int], list[int]]:
         """Flat store indices and block ids to send for the plan placed last.
 
         Args:
-            new_blocks: of a decode-only plan, where the block a row grew by is noted instead,
+            new_blocks: of a decode-only plan, where the block a row grew by is written instead,
                 ``[>= rows]``: its kernel stores it at the block of the row's position.
         """
         where: list[int] = []

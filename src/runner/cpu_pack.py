@@ -76,7 +76,7 @@ class CpuStepPacker:
         self._tables: dict[str, _Table] = {}
         self._sampled = np.empty(0, np.int64)
 
-    def note(self, token_ids: NDArray[np.int64]) -> None:
+    def remember(self, token_ids: NDArray[np.int64]) -> None:
         """The plan packed last sampled ``token_ids``, which the next one may feed."""
         self._sampled = token_ids
 

@@ -15,8 +15,8 @@ from ..errors import InvalidInputError
 from ..startup import gc_paused
 from .cpu_runner import OnLogits
 from .gpu_runner import GpuRunner
-from .kv_budget import blocks_in, fitting_length
-from .memory_profile import GIB, oom_as_input_error, profile_memory
+from .kv_budget import GIB, blocks_in, fitting_length
+from .memory_profile import oom_as_input_error, profile_memory
 from .step_shapes import StepShape, default_buckets, mixed_shapes
 
 logger = logging.getLogger("pagespec")

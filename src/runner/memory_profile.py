@@ -12,7 +12,6 @@ import torch
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 
-GIB = 1 << 30
 _DEFAULT_SHARE = 0.9
 # A captured graph holds its launches on the device, some hundred KB each; and allocations are
 # rounded up and fragment.

@@ -23,7 +23,7 @@ from pagespec.cli.main import app
 from pagespec.engine.inputs import PromptInput, PromptReader
 from pagespec.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagespec.errors import InvalidInputError
-from pagespec.verify import Family, GateReport
+from pagespec.verify import CaseGroup, GateReport
 
 
 class FakeTokenizer:
@@ -280,8 +280,8 @@ def test_verify_says_what_was_shown(
     verdict: str,
 ) -> None:
     loaded = SimpleNamespace(module=None, vocab_size=50, dtype="torch.float32")
-    family = Family("prefix hits", num_equal=3 - num_different, num_different=num_different)
-    report = GateReport([family], [Family("control: none", num_different=1)], idle=idle)
+    group = CaseGroup("prefix hits", num_equal=3 - num_different, num_different=num_different)
+    report = GateReport([group], [CaseGroup("control: none", num_different=1)], idle=idle)
     monkeypatch.setattr("pagespec.compile.model.load.load_model", lambda *_, **__: loaded)
     monkeypatch.setattr("pagespec.verify.run_gate", lambda *_, **__: report)
     result = call("verify", "-m", "x", "--device", "cpu")

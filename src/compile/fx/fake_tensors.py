@@ -88,6 +88,12 @@ class Layout:
         return fake
 
 
+def layout_key(fake: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that lie alike in memory; compared without adding a guard."""
+    sizes = (*fake.shape, *fake.stride(), fake.storage_offset())
+    return fake.dim(), expressions(sizes), fake.dtype, fake.device, fake.requires_grad
+
+
 def expressions(sizes: Iterable[Any]) -> tuple[Any, ...]:
     """Of sizes, to compare without adding a guard."""
     return tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes)

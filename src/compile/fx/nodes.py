@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+PLAIN = (type(None), bool, int, float, str)
+"""Types of values that are equal when their texts are."""
+
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(
     {"view", "reshape", "transpose", "squeeze", "unsqueeze", "expand", "split", "chunk", "permute"}
@@ -37,6 +40,17 @@ def calls(node: object, *names: str) -> TypeGuard[Any]:
     if node.op == "call_method":
         return node.target in names
     return node.op == "call_function" and getattr(node.target, "__name__", "") in names
+
+
+def calls_function(node: object, *functions: Any) -> TypeGuard[Any]:
+    """Does ``node`` call one of these very functions?"""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in functions
+
+
+def calls_op(node: object, name: str) -> TypeGuard[Any]:
+    """Does ``node`` call our operator of this name: ``paged_attention`` or ``kv_store``?"""
+    op = getattr(torch.ops.pagespec, name)
+    return calls_function(node, op, op.default)
 
 
 def tensor_of(node: object) -> Tensor | None:
@@ -188,7 +202,7 @@ _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
 def is_linear(node: Node) -> bool:
     """Is ``node`` a call of ``torch.nn.functional.linear``?"""
-    return node.op == "call_function" and node.target in _LINEAR
+    return calls_function(node, *_LINEAR)
 
 
 def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:

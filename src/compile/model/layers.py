@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..fx.nodes import PLAIN
+
 # With fewer there is nothing to gain.
 FEWEST_LAYERS = 6
 # A layer's number and its call's, which are what tells it from others.
 _NUMBERS = frozenset({"layer_idx", "pagespec_call"})
 _CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_PLAIN = (*PLAIN, torch.dtype, torch.device)
 _SHARED = (PreTrainedConfig, FunctionType, BuiltinFunctionType, type)
 
 

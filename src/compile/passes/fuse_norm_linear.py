@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
-from ..fx.nodes import example
+from ..fx.nodes import calls_function, example
 from .context import PassContext
 
 _HAS_GATE: dict[Any, bool] = {gpu_linear.linear: False, gpu_linear.linear_silu_mul: True}
@@ -28,7 +28,7 @@ def fuse_norm_linear(gm: GraphModule, context: PassContext) -> int:
     :func:`.dispatch.norm_linear` promises."""
     graph, count = gm.graph, 0
     for norm in list(graph.nodes):
-        if norm.op != "call_function" or norm.target is not fused.add_rms_norm:
+        if not calls_function(norm, fused.add_rms_norm):
             continue
         results: dict[Any, Node] = {user.args[1]: user for user in norm.users}
         # Both weights are read early, so nothing of a step may compute them.

@@ -23,7 +23,7 @@ from ...kernels.attention import reference
 from ...kernels.fused import cpu_activation
 from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
-from ..fx.nodes import example, grouped_operands, is_linear, linear_operands
+from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
 from .context import PassContext
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -64,11 +64,10 @@ def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
         invariant_attention.attend if context.transparent else reference.attend
     )
     rewritten = _RowwiseCalls(context) if context.transparent else _FastCalls(context)
-    ops = torch.ops.pagespec
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
-        if node.target in (ops.paged_attention, ops.paged_attention.default):
+        if calls_op(node, "paged_attention"):
             query, k_cache, v_cache, starts, lengths, tables, scale, window, softcap, sinks = (
                 node.args
             )
@@ -82,7 +81,7 @@ def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
                 replacement = graph.call_function(
                     attend, (query, k_cache, v_cache, layouts[key], scale, softcap, sinks)
                 )
-        elif node.target in (ops.kv_store, ops.kv_store.default):
+        elif calls_op(node, "kv_store"):
             node.target = reference.kv_store
             count += 1
             continue

@@ -17,7 +17,7 @@ from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
 from ...kernels.linear import grouped_mm
 from ...kernels.linear.plan_cache import LinearPlans
-from ..fx.nodes import example, grouped_operands, is_linear, linear_operands
+from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
 from .context import PassContext
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +26,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
-    ops = torch.ops.pagespec
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
     products = {node: _product(node, context) for node in filter(is_linear, graph.nodes)}
     plans.prepare([product for product in products.values() if product is not None])
@@ -34,12 +33,9 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
         if node.op != "call_function":
             continue
         attention = context.attention
-        if attention is not None and node.target in (
-            ops.paged_attention,
-            ops.paged_attention.default,
-        ):
+        if attention is not None and calls_op(node, "paged_attention"):
             node.target = attention.attend
-        elif attention is not None and node.target in (ops.kv_store, ops.kv_store.default):
+        elif attention is not None and calls_op(node, "kv_store"):
             node.target = attention.store
         elif (operands := grouped_operands(node)) is not None:
             if not _fits_our_kernel(operands):
