@@ -1,4 +1,4 @@
-"""From settings to a runner: load, probe, size the KV cache, capture."""
+"""Builds an engine's runner: loads the model, probes it, captures its graph, sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -177,14 +177,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _packing_bytes(model: object, device: torch.device) -> int:
-    """For copies of weights nobody else can change: not those of a module the caller holds."""
+    """For copies of weights that nothing else can change: not of a module the caller holds."""
     if device.type != "cpu" or isinstance(model, PreTrainedModel):
         return 0
     return available_bytes() // _PACKING_PART
 
 
 def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> GraphCache | None:
-    """For models nobody else can change: a module the caller holds may compute anything."""
+    """For models that nothing else can change: a module the caller holds may compute anything."""
     if isinstance(model, PreTrainedModel):
         return None
     return GraphCache(cache_root() / "graphs", before_trace)

@@ -1,4 +1,4 @@
-"""Settings of an engine: checked before a model is loaded."""
+"""The engine's settings, validated before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts as callers write them, made uniform and checked at the door."""
+"""Parses, tokenises and validates prompts in every form that callers write them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frozen plan of one step: what the scheduler decided, and all a runner ever learns."""
+"""The frozen plan of one step: the scheduler's decision, and all that a runner ever learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one step is decided: a single walk over running and waiting requests in rank order.
+"""Plans one step: continuous batching with chunked prefill, a single walk in rank order.
 
 The rules, with the properties of ``spec/README.md`` they serve:
 

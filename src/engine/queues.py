@@ -1,4 +1,4 @@
-"""The queues of waiting and running requests, both in rank order, and the ways in and out of them.
+"""The waiting and the running queue, both in rank order, and the ways in and out of them.
 
 A request that leaves gives its blocks back at once, or, while a step in flight still writes them,
 when that step has settled. Who is admitted and who is preempted is decided in ``planner``.

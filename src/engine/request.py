@@ -1,4 +1,4 @@
-"""A request on its way through the scheduler."""
+"""A request: its tokens, its progress counters and its block table."""
 
 from __future__ import annotations
 

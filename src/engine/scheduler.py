@@ -149,7 +149,7 @@ class Scheduler:
         publish full blocks, apply stop conditions, give blocks back.
 
         Args:
-            plan: the oldest plan that ``schedule`` returned and nobody committed.
+            plan: the oldest plan that ``schedule`` returned and that was not committed.
             token_ids: one id for each sampled row, in row order.
 
         Returns:
@@ -213,7 +213,7 @@ class Scheduler:
         """End every live request with ``reason``, forget the steps in flight, and empty the pool
         with its prefix cache: what a failed step wrote is never found again (S37).
 
-        Nothing is taken for granted of the state but that whoever has no ``finish_reason`` is in
+        Nothing is taken for granted of the state but that a request with no ``finish_reason`` is in
         ``requests``, so this is safe after an interrupt anywhere, also in ``reset``."""
         for request in (*self.requests.values(), *self.queues.draining):
             request.state = RequestState.FINISHED

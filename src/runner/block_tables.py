@@ -1,4 +1,4 @@
-"""Which row of the device's store holds which request's block table, and what to send to it.
+"""The host's view of the block tables on the device: which row is whose, and what is to be written.
 
 Block tables live on the device, a row per running request; a step sends what its plan says of them.
 """

@@ -1,4 +1,4 @@
-"""Packs a plan into the tensors of a step.
+"""Packs a plan into the input tensors of a step, without padding between requests (varlen).
 
     row 0            row 1   row 2                padding
     | t0 t1 t2 t3 | t4    | t5 t6 t7          | t8 ...      T tokens

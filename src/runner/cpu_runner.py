@@ -1,4 +1,4 @@
-"""The runner on a CPU: packs a plan, runs the graph, samples; all of it in ``dispatch``."""
+"""The model runner on a CPU: packs a plan, runs the graph and samples, all in ``dispatch``."""
 
 from __future__ import annotations
 

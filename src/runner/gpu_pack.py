@@ -1,4 +1,4 @@
-"""Writes a plan into pinned memory and sends it to the device, in the form its kernels unpack."""
+"""Packs a plan into pinned memory and copies it to the device, where kernels unpack it."""
 
 from __future__ import annotations
 

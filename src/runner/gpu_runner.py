@@ -1,4 +1,4 @@
-"""The runner on a GPU: nothing waits for the device but ``collect``.
+"""The model runner on a GPU, asynchronous: nothing but ``collect`` waits for the device.
 
 A step is one copy of staged integers to the device and the replay of a CUDA graph (the next larger
 one of those captured), whose last kernel stores the sampled tokens in the host's memory. With

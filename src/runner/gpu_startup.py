@@ -1,4 +1,4 @@
-"""From a captured model on a GPU to a runner with as many KV blocks as fit."""
+"""Makes the runner on a GPU: profiles memory, sizes the KV cache and captures graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory of a GPU is left for KV blocks: the largest step is computed to find out."""
+"""Profiles GPU memory: runs the largest step to find out how much is left for KV blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much the gate tries, and what it found."""
+"""The size of a run of the gate, and its report."""
 
 from __future__ import annotations
 

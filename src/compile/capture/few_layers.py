@@ -1,4 +1,4 @@
-"""Traces a few layers of a model instead of all, where the others are like them.
+"""Traces a few layers of a model instead of all, where the others are equal to them.
 
 Dynamo takes a quarter of a second a layer. The first layers and the last are traced as if the model
 had no others, and their graph is made that of the whole model
@@ -38,7 +38,7 @@ logger = logging.getLogger("pagespec")
 def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced | None:
     """The graph of a probed model, from a trace of some layers; None where that does not do.
 
-    While it traces, the module has no others: for modules that nobody else holds.
+    While it traces, the module has no others: for modules that nothing else holds.
     """
     found = find_layers(loaded.module, len(specs))
     if found is None:

@@ -1,4 +1,4 @@
-"""The name of a traced graph: a digest of all that tracing depends on.
+"""The cache key of a traced graph: a digest of everything that tracing depends on.
 
 That is more than versions and the config. A program may replace methods of a model's classes, or
 functions of its module, before it makes an engine, so their compiled code as it is in this process

@@ -1,4 +1,4 @@
-"""What Dynamo recorded about the results in a graph, as JSON data, and back.
+"""Serialises the fake tensors that Dynamo recorded for a graph's results, as JSON, and reads them.
 
 Kept are shape, strides, dtype and device of each fake tensor, which of them share memory or are one
 object, and the symbols that stand for sizes. Two equal records are never made one: a compiler that

@@ -1,4 +1,4 @@
-"""From the graph of a few layers of a model to the graph of all of them.
+"""Extends the graph of a few layers of a model to that of all, by repeating its last layer.
 
 Between one attention call and the next lies a *piece* of the graph: the end of one layer and the
 beginning of the next. If layers are alike, so are the pieces: each node reads nodes of its own

@@ -1,4 +1,4 @@
-"""Results of calls on fake tensors, made like those of equal calls before.
+"""Memoises calls on fake tensors: the result of an equal call before is copied, not computed.
 
 Two calls are alike if they call one function with equal arguments, on tensors that lie alike in
 memory and share memory alike. The result of the second is then as the first's, in the memory of its

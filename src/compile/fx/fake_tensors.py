@@ -1,4 +1,4 @@
-"""Fake tensors made like others, without computing with symbolic sizes again."""
+"""Layouts of fake tensors: copied and compared without guards and symbolic arithmetic."""
 
 from __future__ import annotations
 

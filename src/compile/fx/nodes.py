@@ -1,8 +1,8 @@
-"""Helpers to recognise structures in a Dynamo graph: operations, operands, shapes, users.
+"""Pattern-matching helpers for the nodes of a Dynamo graph: operations, operands, shapes, users.
 
 A match is a statement about values only: it says which nodes compute a known function of which
-sources. Whoever rewrites puts the new call behind all sources, redirects the users of the result
-and lets :func:`erase_unused` remove what nobody reads any more, so a value that is also read
+sources. A rewrite puts the new call behind all sources, redirects the users of the result
+and lets :func:`erase_unused` remove what is no longer read, so a value that is also read
 elsewhere stays.
 """
 
@@ -185,7 +185,7 @@ def positions(graph: Graph) -> dict[Node, int]:
 
 
 def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Erase those of ``nodes`` that nobody reads (any more), users before sources."""
+    """Erase those of ``nodes`` that are not read (any more), users before sources."""
     order = positions(graph)
     for node in sorted(set(nodes) & order.keys(), key=order.__getitem__, reverse=True):
         if not node.users:

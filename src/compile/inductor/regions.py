@@ -1,4 +1,4 @@
-"""Compiles a graph with Inductor piece by piece, each distinct piece once.
+"""Compiles a graph with Inductor region by region, each distinct region once.
 
 Matrix products, attention and our own kernels are calls that Inductor cannot look into. What lies
 between two of them (norms, activations, residual sums, rotary embedding) is a *region*. The layers

@@ -1,4 +1,4 @@
-"""Makes a model's passes cheap by leaving out what cannot make a token depend on another.
+"""Makes the probe's forward passes cheap, leaving out what cannot make tokens depend on others.
 
 - Of layers that are alike in classes, attributes and the shapes of their weights, and whose
   attention calls are alike, one is run: they are the same code at the same sizes.

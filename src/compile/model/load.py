@@ -1,4 +1,4 @@
-"""From a folder, a hub id, a GGUF file or a built model to a module ready for the probe."""
+"""Loads a model from a folder, a hub id, a GGUF file or memory, ready for the probe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``."""
+"""FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
+
+Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
+``merge_linear``, ``propagate``; on a CPU ``lower_cpu``; on a GPU ``rms_norm`` (recognised, not
+rewritten), the ``fuse_*`` passes and ``lower_gpu``.
+
+Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from .propagate import propagate
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
-# Valid for whoever executes the graph.
+# Valid for every way to run the graph.
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
     "merge_linear": merge_linear,

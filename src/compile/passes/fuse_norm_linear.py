@@ -1,4 +1,4 @@
-"""A norm and the product that alone reads it as one call, which may be one launch for few rows.
+"""Fuses a norm and the one matmul that reads it into a call that may be one launch for few rows.
 
 ::
 

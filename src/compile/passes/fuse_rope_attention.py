@@ -1,4 +1,4 @@
-"""Norm, rotation, store and the attention behind them as one call, where there is one for it.
+"""Fuses norm, RoPE, KV store and the attention behind them, where the backend has such a call.
 
 ::
 

@@ -1,4 +1,4 @@
-"""From the q, k, v projections to the cache: norm, rotation and KV store as one call.
+"""Fuses norm, RoPE and KV store, from the q, k, v projections to the cache, into one call.
 
 ::
 

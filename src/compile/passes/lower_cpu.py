@@ -1,4 +1,4 @@
-"""For a graph run as it is on a CPU: call our kernels directly, and share what a step shares.
+"""Lowers a graph to our CPU kernels, and computes once per step what its layers share.
 
 - ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
   not once a layer;

@@ -1,4 +1,4 @@
-"""For a graph run on a GPU: call our kernels directly, and choose who computes each product.
+"""Lowers a graph to our GPU kernels, and chooses a kernel or cuBLAS for each matmul.
 
 - ``kv_store`` and ``paged_attention`` become the functions of the attention implementation chosen
   at start-up;
