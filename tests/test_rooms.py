@@ -205,7 +205,6 @@ def test_kernels_import_downwards(imports: list[Import]) -> None:
     assert not broken, report(broken)
 
 
-@pytest.mark.xfail(strict=True, reason="fused.dispatch imports .fused, which is the folder itself")
 def test_every_import_of_ours_is_found(imports: list[Import]) -> None:
     names = {*MODULES, SPEC}
     lost = [str(e) for e in imports if e.is_ours and not _is_known(e.target, names)]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-import pagespec
-
+from .. import __version__
 from ..engine.sampling_params import SamplingParams
 from ..errors import EngineError
 from . import make_llm
@@ -136,7 +135,7 @@ def _setting(llm: LLM, engine: EngineOptions) -> dict[str, Any]:
         "dtype": engine.dtype,
         "compile": engine.compile.value,
         "device": device,
-        "pagespec": pagespec.__version__,
+        "pagespec": __version__,
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "python": platform.python_version(),

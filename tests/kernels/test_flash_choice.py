@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pagespec.errors import InvalidInputError
+from pagespec.kernels import ops  # noqa: F401 - it registers them
 from pagespec.kernels.attention import backend, flash, reference
 from pagespec.kernels.attention.backend import AttentionBackend, Merit, has_merit, select_backend
 from pagespec.kernels.attention.spec import AttentionSpec
