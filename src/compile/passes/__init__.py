@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from .cleanup import cleanup
 from .context import PassContext
-from .lower_cpu import call_cpu_kernels
+from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
 from .propagate import propagate
 
@@ -28,7 +28,7 @@ COMMON_PASSES: dict[str, GraphPass] = {
     "propagate": propagate,
 }
 # For the graph that is run as it is, on a CPU: calls that a compiler could not look into.
-CPU_GRAPH_PASSES: dict[str, GraphPass] = {"cpu_kernels": call_cpu_kernels}
+CPU_GRAPH_PASSES: dict[str, GraphPass] = {"lower_cpu": lower_cpu}
 
 __all__ = [
     "COMMON_PASSES",
@@ -53,7 +53,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_table
     from .fuse_rope_store import fuse_rope_store
-    from .lower_gpu import call_gpu_kernels
+    from .lower_gpu import lower_gpu
 
     return {
         "fuse_rope_store": fuse_rope_store,
@@ -61,7 +61,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_norm": fuse_norm,
         "fuse_activation": fuse_activation,
         "fuse_rope_table": fuse_rope_table,
-        "gpu_kernels": call_gpu_kernels,
+        "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
     }
 

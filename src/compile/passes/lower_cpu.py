@@ -42,7 +42,7 @@ def _layout_of_step(
     )
 
 
-def _aligned_layout_of_step(
+def _invariant_layout_of_step(
     _: Tensor,
     k_cache: Tensor,
     query_starts: Tensor,
@@ -55,15 +55,15 @@ def _aligned_layout_of_step(
     )
 
 
-def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
+def lower_cpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
     layouts: dict[tuple[object, ...], Node] = {}
-    build_layout = _aligned_layout_of_step if context.transparent else _layout_of_step
+    build_layout = _invariant_layout_of_step if context.transparent else _layout_of_step
     attend: Callable[..., Tensor] = (
         invariant_attention.attend if context.transparent else reference.attend
     )
-    rewritten = _RowwiseCalls(context) if context.transparent else _FastCalls(context)
+    rewritten = _InvariantCalls(context) if context.transparent else _FastCalls(context)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -115,7 +115,7 @@ class _FastCalls:
         return linear_few_rows, operands, {}
 
 
-class _RowwiseCalls:
+class _InvariantCalls:
     """Calls with the same bits for a row in any batch. A product is chosen once for all weights
     of one shape."""
 
