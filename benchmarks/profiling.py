@@ -194,5 +194,5 @@ def profile_steps(llm: Any, generate: Callable[[], object], trace: Path) -> Step
 
 
 def _is_decoding(scheduler: Any) -> bool:
-    running = scheduler.running
+    running = scheduler.queues.running
     return bool(running) and all(r.num_dispatched >= r.num_prompt_tokens for r in running)

@@ -48,8 +48,8 @@ def decodes(num_requests: int, num_steps: int = 400) -> tuple[float, float, floa
     for i in range(num_requests):
         prompt = [rng.randrange(30_000) for _ in range(rng.randint(1, 256))]
         scheduler.add(Request(str(i), prompt, PARAMS, max_num_tokens=1000))
-    while len(scheduler.running) < num_requests or any(
-        r.num_total - r.num_dispatched != 1 for r in scheduler.running
+    while len(scheduler.queues.running) < num_requests or any(
+        r.num_total - r.num_dispatched != 1 for r in scheduler.queues.running
     ):
         _timed_step(scheduler, 1)
     times = [_timed_step(scheduler, 1) for _ in range(num_steps)]

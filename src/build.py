@@ -1,4 +1,4 @@
-"""From settings to a runner: load, probe, size the KV cache, capture."""
+"""Builds an engine's runner: loads the model, probes it, captures its graph, sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -18,35 +18,28 @@ from .compile.model.load import load_model
 from .compile.model.probe import probe_model
 from .disk_cache import cache_root
 from .engine.config import EngineConfig, check_device
-from .engine.runner import Runner
 from .engine.stats import Clock, EngineStats
 from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
 from .kernels.linear.cublas import without_split_k
-from .runner.cpu_runner import OnLogits
+from .runner.cpu_runner import ModelRunner, OnLogits
 from .runner.cpu_startup import make_cpu_runner
 from .runner.host_memory import available_bytes
 from .startup import gc_paused
+
+if TYPE_CHECKING:
+    from .runner.gpu_runner import GpuRunner
 
 logger = logging.getLogger("pagespec")
 
 _PACKING_PART = 4
 
 
-class BuiltRunner(Runner, Protocol):
-    """A runner with its KV cache; pack_s and wait_s are seconds spent so far on preparing steps
-    and on waiting for their results."""
-
-    num_blocks: int
-    pack_s: float
-    wait_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in."""
 
-    runner: BuiltRunner
+    runner: ModelRunner | GpuRunner
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -165,7 +158,7 @@ def _make_gpu_runner(
     stats: EngineStats,
     clock: Clock,
     on_logits: OnLogits | None,
-) -> tuple[BuiltRunner, int]:
+) -> tuple[GpuRunner, int]:
     # Its kernels need Triton, which is not there on every machine.
     from .runner.gpu_startup import make_gpu_runner
 
@@ -184,14 +177,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _packing_bytes(model: object, device: torch.device) -> int:
-    """For copies of weights nobody else can change: not those of a module the caller holds."""
+    """For copies of weights that nothing else can change: not of a module the caller holds."""
     if device.type != "cpu" or isinstance(model, PreTrainedModel):
         return 0
     return available_bytes() // _PACKING_PART
 
 
 def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> GraphCache | None:
-    """For models nobody else can change: a module the caller holds may compute anything."""
+    """For models that nothing else can change: a module the caller holds may compute anything."""
     if isinstance(model, PreTrainedModel):
         return None
     return GraphCache(cache_root() / "graphs", before_trace)

@@ -1,4 +1,4 @@
-"""Where pagespec keeps what it would otherwise compute at every start, and how it writes there."""
+"""The on-disk cache of what every start would otherwise compute, and atomic writes to it."""
 
 from __future__ import annotations
 

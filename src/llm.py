@@ -1,4 +1,4 @@
-"""``LLM``: the class people import. Names as in vLLM where the meaning is the same."""
+"""``LLM``: offline inference, the class people import. Names as in vLLM where meanings agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a function becomes a command: option groups as dataclasses, errors as one line."""
+"""Makes a function a command: option groups from dataclasses, errors as one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two files of a batch: lines of the input, rows of the output, and where to resume."""
+"""Reads the input lines and writes the output rows of a JSONL batch, and finds where to resume."""
 
 from __future__ import annotations
 

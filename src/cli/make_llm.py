@@ -1,4 +1,4 @@
-"""Finding the model and starting the engine. All heavy imports of the command line are here."""
+"""Finds the model and makes the ``LLM``. All heavy imports of the command line are here."""
 
 from __future__ import annotations
 

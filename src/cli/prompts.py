@@ -1,4 +1,4 @@
-"""From what a user wrote to what the engine takes: raw text, or a conversation in a template."""
+"""Turns what a user wrote into a prompt: raw text, or a conversation in the chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pagespec trace check``."""
+"""``pagespec trace check``: replays a step trace against the specification."""
 
 from __future__ import annotations
 

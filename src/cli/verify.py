@@ -24,7 +24,7 @@ _MAX_VOCABULARY = 50_000
 
 
 def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool = False) -> None:
-    """Run the gate and print a verdict; exit code 1 unless every family shows transparency.
+    """Run the gate and print a verdict; exit code 1 unless every group shows transparency.
 
     On a GPU the controls run first, as this command again with ``only_control``, which prints
     JSON: in one process, what pins the library's algorithms for the gate would pin theirs.
@@ -58,7 +58,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         "vocabulary": min(loaded.vocab_size, _MAX_VOCABULARY),
         "block_size": engine.block_size,
         "size": size,
-        "note": lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
+        "on_progress": lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
     }
     if only_control:
         typer.echo(json.dumps([dataclasses.asdict(f) for f in run_controls(make_llm, **settings)]))
@@ -113,18 +113,18 @@ def _own_controls() -> list[dict[str, Any]]:
 
 
 def _table(report: GateReport) -> str:
-    families = [*report.families, *report.controls]
-    width = max(len(family.name) for family in families)
+    groups = [*report.groups, *report.controls]
+    width = max(len(group.name) for group in groups)
     lines = [f"{'schedules':<{width}}  {'cases':>6}  {'equal':>6}  {'different':>9}"]
-    for family in families:
+    for group in groups:
         lines.append(
-            f"{family.name:<{width}}  {family.num_cases:>6}  {family.num_equal:>6}  "
-            f"{family.num_different:>9}"
+            f"{group.name:<{width}}  {group.num_cases:>6}  {group.num_equal:>6}  "
+            f"{group.num_different:>9}"
         )
     lines += [
-        f"first difference in {family.name}: {family.first_difference}"
-        for family in report.families
-        if family.first_difference
+        f"first difference in {group.name}: {group.first_difference}"
+        for group in report.groups
+        if group.first_difference
     ]
     return "\n".join(lines)
 

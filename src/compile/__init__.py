@@ -1,0 +1,9 @@
+"""From a Hugging Face module to one graph that is run without guards.
+
+Read in this order: ``model`` (load it, probe what its attention needs), ``capture`` (trace it with
+Dynamo, or read the graph from the disk), ``fx`` (helpers on graphs), ``passes`` (rewrite the graph:
+merge, fuse, lower to kernels), ``inductor`` (compile what lies between kernels), and
+``captured_model``, which does all that. ``step_inputs`` and ``kv_cache`` are what a graph is given.
+
+Imports ``kernels``; knows no ``engine``. Imported by ``runner`` and ``build``.
+"""

@@ -57,7 +57,7 @@ class CapturedModel:
         self.loaded = loaded
         self.transparent = transparent
         self.attention = attention
-        self._packing_bytes, self._plan_folder = packing_bytes, matmul_plan_dir
+        self._packing_bytes, self._matmul_plan_dir = packing_bytes, matmul_plan_dir
         self._graph_cache = graph_cache
         self.specs = tuple(specs)
         self.compile = compile
@@ -100,7 +100,7 @@ class CapturedModel:
             self.transparent,
             self.attention,
             self._packing_bytes,
-            self._plan_folder,
+            self._matmul_plan_dir,
         )
         self.rewrites = run_passes(gm, context, COMMON_PASSES)
         is_cpu = self.loaded.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""The KV cache of all attention calls: its tensors, and the bytes a block takes in them."""
+"""The paged KV cache: its tensors, a pair per attention call, and the bytes of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a captured graph takes at each step, and the captured graph with the rest filled in."""
+"""The per-step inputs of a captured graph, and a graph with its constants bound."""
 
 from __future__ import annotations
 

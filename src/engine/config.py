@@ -1,4 +1,4 @@
-"""Settings of an engine: checked before a model is loaded."""
+"""The engine's settings, validated before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidInputError
+from ..validation import is_list, path_of
 from .policy import Policy
 from .trace import check_trace_path
-from .validation import is_list, path_of
 
 COMPILE_MODES = ("auto", "graph", "inductor", "eager")
 ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")

@@ -1,4 +1,4 @@
-"""Drives the engine for a caller: a list of prompts to its end, a stream of them, one as text."""
+"""The generation loop of a call: drives the engine for a list of prompts, a stream, or one text."""
 
 from __future__ import annotations
 

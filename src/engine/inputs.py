@@ -1,4 +1,4 @@
-"""Prompts as callers write them, made uniform and checked at the door."""
+"""Parses, tokenises and validates prompts in every form that callers write them in."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidInputError
+from ..validation import is_list
 from .policy import MAX_PRIORITY
 from .sampling_params import SamplingParams
-from .validation import is_list
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
 

@@ -42,7 +42,7 @@ def check_state(scheduler: Scheduler) -> None:
 
 def _check_pool(scheduler: Scheduler) -> None:
     blocks = scheduler.blocks
-    holders = {*scheduler.requests.values(), *scheduler.draining}
+    holders = {*scheduler.requests.values(), *scheduler.queues.draining}
     owners = Counter(block for request in holders for block in request.block_table)
     free, lru = Counter(blocks.free_blocks), Counter(list(blocks.lru_blocks))
     most = max((*free.values(), *lru.values()), default=1)
@@ -65,18 +65,19 @@ def _check_pool(scheduler: Scheduler) -> None:
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    by_state = {RequestState.WAITING: scheduler.waiting, RequestState.RUNNING: scheduler.running}
+    queues = scheduler.queues
+    by_state = {RequestState.WAITING: queues.waiting, RequestState.RUNNING: queues.running}
     for state, queue in by_state.items():
         _require(all(r.state is state for r in queue), "S23", f"a stranger among the {state.value}")
         _require(len({id(r) for r in queue}) == len(queue), "S23", f"twice {state.value}")
         ranks = [r.rank for r in queue]
         _require(all(a < b for a, b in pairwise(ranks)), "S27", f"{state.value} out of rank order")
-    num_running = len(scheduler.running)
+    num_running = len(queues.running)
     _require(num_running <= scheduler.max_num_seqs, "S18", f"{num_running} requests running")
-    num_queued = len(scheduler.waiting) + num_running
+    num_queued = len(queues.waiting) + num_running
     num_paused = sum(r.state is RequestState.PAUSED for r in scheduler.requests.values())
     _require(num_queued + num_paused == len(scheduler.requests), "S23", "a request is in no queue")
-    for request in (*scheduler.requests.values(), *scheduler.draining):
+    for request in (*scheduler.requests.values(), *queues.draining):
         _check_counters(scheduler, request)
 
 
@@ -115,7 +116,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     _require(len(plan) <= scheduler.max_num_seqs, "S18", f"{len(plan)} rows")
     _require(not set(plan.preempted) & set(plan.requests), "S20", "a victim stayed in the plan")
     preempted = {info.request_id for info in plan.preempted}
-    for request in scheduler.waiting:
+    for request in scheduler.queues.waiting:
         if request.request_id in preempted:
             _require(not request.block_table and not request.num_computed, "S20", f"{request}")
             preempted.discard(request.request_id)
@@ -154,7 +155,7 @@ class RunnerView:
         if not plan.requests:
             return
         self._take(plan)
-        running = {request.request_id: request for request in scheduler.running}
+        running = {request.request_id: request for request in scheduler.queues.running}
         _require(self._tables.keys() == running.keys(), "S32", "other requests than the running")
         for request_id, table in self._tables.items():
             request = running[request_id]

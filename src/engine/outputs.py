@@ -1,4 +1,4 @@
-"""What a caller gets back. Names as in vLLM."""
+"""The results of a request: outputs and metrics. Names as in vLLM."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The frozen plan of one step: what the scheduler decided, and all a runner ever learns."""
+"""The frozen plan of one step: the scheduler's decision, and all that a runner ever learns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .request import RequestInfo
+from .request import Request, RequestInfo
 
 Blocks = tuple[int, ...]
 
@@ -68,3 +69,11 @@ class StepResult:
     """What a runner returns for a plan: one token id for each sampled row, in row order."""
 
     token_ids: Sequence[int]
+
+
+class InFlightStep(NamedTuple):
+    """A dispatched plan and the live requests of its rows, which only the scheduler may touch: no
+    runner gets to see it."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]

@@ -1,4 +1,4 @@
-"""How one step is decided: a single walk over running and waiting requests in rank order.
+"""Plans one step: continuous batching with chunked prefill, a single walk in rank order.
 
 The rules, with the properties of ``spec/README.md`` they serve:
 
@@ -15,26 +15,24 @@ The rules, with the properties of ``spec/README.md`` they serve:
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-from .plan import Blocks, StepPlan
+from .plan import Blocks, InFlightStep, StepPlan
 from .preemption import choose_victims
+from .queues import Queues
 from .request import Request, RequestInfo, RequestState, by_rank
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
-
-
-class InFlightStep(NamedTuple):
-    """A plan and the live requests of its rows, which only the scheduler may touch."""
-
-    plan: StepPlan
-    requests: tuple[Request, ...]
 
 
 class Planner:
     """The draft of one step. Used once: ``plan()``.
+
+    Args:
+        queues: whose requests are served, admitted and preempted.
+        max_num_seqs: cap on the running set. max_num_batched_tokens: token budget of the step.
+        step: its number.
+        in_flight: dispatched and not settled, oldest first.
+        last_step: the newest dispatched, settled or not.
 
     Rows of one sampled token are the rule, so only the exceptions are written down a row at a
     time; ``_freeze`` fills in the rest.
@@ -44,21 +42,39 @@ class Planner:
         "_admitted_rows",
         "_blocks",
         "_held",
+        "_in_flight",
         "_is_closed",
+        "_last_step",
+        "_max_num_batched_tokens",
+        "_max_num_seqs",
         "_new_blocks",
         "_num_extra_tokens",
         "_preempted",
+        "_queues",
         "_requests",
         "_running",
-        "_scheduler",
         "_starts",
+        "_step",
         "_unusual_rows",
     )
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._blocks = scheduler.blocks
-        self._running = scheduler.running
+    def __init__(
+        self,
+        queues: Queues,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        step: int,
+        in_flight: deque[InFlightStep],
+        last_step: InFlightStep | None,
+    ) -> None:
+        self._queues = queues
+        self._blocks = queues.blocks
+        self._running = queues.running
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._step = step
+        self._in_flight = in_flight
+        self._last_step = last_step
         self._requests: list[Request] = []
         self._starts: list[int] = []
         self._unusual_rows: dict[int, tuple[int, bool]] = {}
@@ -75,7 +91,7 @@ class Planner:
     def plan(self) -> InFlightStep:
         """Walk, moving requests between the queues and blocks into tables; return the plan with
         its rows' requests."""
-        running, waiting = self._running, self._scheduler.waiting
+        running, waiting = self._running, self._queues.waiting
         position = 0
         while True:
             head = waiting[0] if waiting and self._may_admit() else None
@@ -147,8 +163,8 @@ class Planner:
     def _budget_behind(self, request: Request) -> int:
         """Tokens ``request`` may take beyond one: the rest of the budget less one token for each
         younger running request that has one token to go."""
-        budget = self._scheduler.max_num_batched_tokens
-        num_left = budget - len(self._requests) - self._num_extra_tokens
+        num_rows = len(self._requests)
+        num_left = self._max_num_batched_tokens - num_rows - self._num_extra_tokens
         if num_left <= 0:
             return 0
         begin = bisect_left(self._running, request.rank, key=by_rank)
@@ -180,11 +196,8 @@ class Planner:
     # Admission and preemption -----------------------------------------------------------------
 
     def _may_admit(self) -> bool:
-        return (
-            not self._is_closed
-            and not self._preempted
-            and len(self._running) < self._scheduler.max_num_seqs
-        )
+        is_full = len(self._running) >= self._max_num_seqs
+        return not (is_full or self._is_closed or self._preempted)
 
     def _admit(self, request: Request, position: int) -> bool:
         """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
@@ -200,7 +213,7 @@ class Planner:
             return False
         blocks.acquire(request, hits)
         self._admitted_rows.append(len(self._requests))
-        self._scheduler.enter_running(request, position)
+        self._queues.admit(request, position)
         return True
 
     def _make_room(self, request: Request, num_blocks: int, hits: Sequence[int] = ()) -> bool:
@@ -216,7 +229,7 @@ class Planner:
             self._held.update(victims)
             return False
         for victim in victims:
-            self._scheduler.preempt(victim)
+            self._queues.preempt(victim)
         self._preempted += victims
         return True
 
@@ -234,7 +247,7 @@ class Planner:
             self._new_blocks.pop(row, None)
         requests, infos, feeds_itself = self._batch()
         plan = StepPlan(
-            step=self._scheduler.num_steps,
+            step=self._step,
             requests=infos,
             starts=tuple(self._starts),
             num_tokens=tuple(num_tokens),
@@ -242,7 +255,7 @@ class Planner:
             token_ids=range(-1, -num_rows - 1, -1) if feeds_itself else self._token_ids(num_tokens),
             tables=tables,
             new_blocks=self._new_blocks,
-            released=tuple(self._scheduler.released),
+            released=tuple(self._queues.released),
             preempted=tuple(victim.info for victim in self._preempted),
             is_decode_only=num_rows > 0 and not self._unusual_rows,
         )
@@ -252,7 +265,7 @@ class Planner:
         """The rows' requests, what the plan says of them, and whether each row feeds the token
         that the same row of the step before sampled: then the batch is the one before."""
         requests = tuple(self._requests)
-        last = self._scheduler.last_step
+        last = self._last_step
         if last is not None and requests == last.requests:
             feeds_itself = last.plan.is_decode_only and not self._unusual_rows
             return requests, last.plan.requests, feeds_itself
@@ -280,7 +293,7 @@ class Planner:
         """Where the steps in flight put each request's latest token, counted from the newest."""
         places: dict[Request, int] = {}
         num_places = 0
-        for plan, requests in reversed(self._scheduler.in_flight):
+        for plan, requests in reversed(self._in_flight):
             for request, is_sampled in zip(requests, plan.sampled, strict=True):
                 if is_sampled:
                     places.setdefault(request, num_places)

@@ -1,4 +1,4 @@
-"""The order in which requests are served: a rank fixed at arrival, so that the order is static.
+"""Scheduling policies: each gives a request its rank at arrival, so that the order is static.
 
 Each policy adds a bounded delay to the arrival number ``s``: ``rank = s + min(K, delay)``. A
 request that arrives more than ``K`` later always ranks behind, so at most ``K`` later arrivals are

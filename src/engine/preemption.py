@@ -1,4 +1,4 @@
-"""Whom to preempt."""
+"""Chooses the victims of a preemption: the fewest youngest requests whose blocks suffice."""
 
 from __future__ import annotations
 

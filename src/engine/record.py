@@ -1,5 +1,4 @@
-"""What the engine keeps of a request until it is forgotten: who waits for it, its times, and why
-it failed."""
+"""The engine's record of a request until it is forgotten: its caller, its times, its failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request on its way through the scheduler."""
+"""A request: its tokens, its progress counters and its block table."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Request:
         num_slots: ``len(block_table) * block_size``.
         num_cached_tokens: prompt tokens its first admission found in the prefix cache.
         next_event: smallest ``num_computed`` at which commit must look closer (block full, length
-            reached); 0 makes every commit look closer. Derived; see ``Scheduler._arm``.
+            reached); 0 makes every commit look closer. Derived; see ``Queues.set_next_event``.
     """
 
     __slots__ = (

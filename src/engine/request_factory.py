@@ -1,4 +1,4 @@
-"""From a checked prompt to a request, and from a finished request to what the caller gets."""
+"""Makes a request from a checked prompt, and a ``RequestOutput`` from a finished request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine asks of whoever computes a step. The model runner and the tests' fake meet it."""
+"""The runner's interface: what the engine calls. Model runners and the tests' fake implement it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import InvalidInputError
-from .validation import is_list
+from ..validation import is_list
 
 MAX_STOP_STRINGS = 64
 _SEED_BITS = 64

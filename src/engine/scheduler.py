@@ -3,24 +3,24 @@
 ``schedule`` (dispatch) and ``commit`` (settle) are separate: up to ``pipeline_depth`` earlier
 steps may be unsettled when the next is scheduled. Requests have no phases; a row of a plan is a
 range of positions. All order comes from ``Request.rank``. How a step is decided is in
-``engine/planner.py``; everything irreversible (tokens, publishing, finishing, giving blocks back)
-happens in ``commit``.
+``planner``, who waits and who runs in ``queues``; everything irreversible (tokens, publishing,
+finishing, giving blocks back) happens in ``commit``.
 
 No torch here: the scheduler runs, and is checked, without a model.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
 from ..errors import InvalidInputError
 from .block_manager import BlockManager
-from .plan import StepPlan
-from .planner import InFlightStep, Planner
+from .plan import InFlightStep, StepPlan
+from .planner import Planner
 from .policy import Policy
-from .request import Request, RequestState, by_rank
+from .queues import Queues
+from .request import Request, RequestState
 
 _RUNNING = RequestState.RUNNING
 
@@ -61,21 +61,15 @@ class Scheduler:
         self.pipeline_depth = pipeline_depth
         self.policy = policy or Policy()
         self.requests: dict[str, Request] = {}  # live: waiting, running or paused
-        self.waiting: list[Request] = []  # in rank order, as is running
-        self.running: list[Request] = []
+        self.queues = Queues(blocks, self.policy)
         self.in_flight: deque[InFlightStep] = deque()
         self.last_step: InFlightStep | None = None  # the newest dispatched, settled or not
-        # Left the running ones since the last plan; the next plan tells the runner.
-        self.released: list[str] = []
-        # Finished or paused, but some step in flight still writes their blocks.
-        self.draining: set[Request] = set()
-        self.num_arrivals = 0
         self.num_steps = 0
 
     @property
     def has_work(self) -> bool:
         """Whether some request is waiting or running, or some step is in flight."""
-        return bool(self.running or self.waiting or self.in_flight)
+        return bool(self.queues.running or self.queues.waiting or self.in_flight)
 
     # The life of a request --------------------------------------------------------------------
 
@@ -103,11 +97,8 @@ class Scheduler:
                 f"needs {num_blocks} KV blocks of {self.blocks.block_size} tokens, "
                 f"the pool has num_blocks = {self.blocks.num_blocks}",
             )
-        request.seniority = self.num_arrivals
-        self.num_arrivals += 1
-        request.rank = self.policy.rank(request)
         self.requests[request.request_id] = request
-        insort(self.waiting, request, key=by_rank)
+        self.queues.arrive(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """End a request, whatever it is doing, and return it. Unknown or finished: no-op, None."""
@@ -121,14 +112,13 @@ class Scheduler:
         its blocks are given back, so that a paused request never keeps others from theirs."""
         request = self._live(request_id)
         if request.state is not RequestState.PAUSED:
-            self._withdraw(request, RequestState.PAUSED)
+            self.queues.withdraw(request, RequestState.PAUSED)
 
     def resume(self, request_id: str) -> None:
         """Put a paused request back in its place: its rank is what it was (S27)."""
         request = self._live(request_id)
         if request.state is RequestState.PAUSED:
-            request.state = RequestState.WAITING
-            insort(self.waiting, request, key=by_rank)
+            self.queues.resume(request)
 
     # Dispatch ---------------------------------------------------------------------------------
 
@@ -137,33 +127,20 @@ class Scheduler:
         is not in flight and must not be committed). Deterministic in the state (S31)."""
         if len(self.in_flight) > self.pipeline_depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit one first")
-        step = Planner(self).plan()
+        step = Planner(
+            self.queues,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.num_steps,
+            self.in_flight,
+            self.last_step,
+        ).plan()
         if step.requests:
             self.num_steps += 1
             self.in_flight.append(step)
             self.last_step = step
-            self.released.clear()
+            self.queues.released.clear()
         return step.plan
-
-    def enter_running(self, request: Request, position: int) -> None:
-        """Admit the head of the waiting ones, its prefix hits in its table, at its place in rank
-        order. For the planner."""
-        assert self.waiting[0] is request
-        self.waiting.pop(0)
-        self.running.insert(position, request)
-        request.state = _RUNNING
-        request.num_computed = request.num_dispatched = request.num_slots
-        request.num_admissions += 1
-        if request.num_admissions == 1:
-            request.num_cached_tokens = request.num_slots
-        self._arm(request)
-
-    def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; its outputs, seed and rank stay (S20). For the
-        planner, and only with nothing in flight."""
-        self._withdraw(request, RequestState.WAITING)
-        request.num_preemptions += 1
-        insort(self.waiting, request, key=by_rank)
 
     # Settle -----------------------------------------------------------------------------------
 
@@ -172,7 +149,7 @@ class Scheduler:
         publish full blocks, apply stop conditions, give blocks back.
 
         Args:
-            plan: the oldest plan that ``schedule`` returned and nobody committed.
+            plan: the oldest plan that ``schedule`` returned and that was not committed.
             token_ids: one id for each sampled row, in row order.
 
         Returns:
@@ -216,10 +193,10 @@ class Scheduler:
                 self._finish(request, reason)
                 finished.append(request)
             elif request.state is _RUNNING:
-                self._arm(request)
-        if self.draining and request in self.draining and not request.num_in_flight:
-            self.draining.discard(request)
-            self._give_back(request)
+                self.queues.set_next_event(request)
+        draining = self.queues.draining
+        if draining and request in draining:
+            self.queues.end_drain(request)
 
     @staticmethod
     def _stop_reason(request: Request, token: int) -> str | None:
@@ -236,18 +213,17 @@ class Scheduler:
         """End every live request with ``reason``, forget the steps in flight, and empty the pool
         with its prefix cache: what a failed step wrote is never found again (S37).
 
-        Nothing is taken for granted of the state but that whoever has no ``finish_reason`` is in
+        Nothing is taken for granted of the state but that a request with no ``finish_reason`` is in
         ``requests``, so this is safe after an interrupt anywhere, also in ``reset``."""
-        for request in (*self.requests.values(), *self.draining):
+        for request in (*self.requests.values(), *self.queues.draining):
             request.state = RequestState.FINISHED
             request.finish_reason = request.finish_reason or reason
             request.block_table = []
             request.num_slots = request.num_published = 0
             request.num_computed = request.num_dispatched = request.next_event = 0
         self.blocks.reset()
-        self.waiting, self.running = [], []
-        self.in_flight, self.draining = deque(), set()
-        self.last_step, self.released = None, []  # the runner forgets with us
+        self.queues.reset()
+        self.in_flight, self.last_step = deque(), None  # the runner forgets with us
         self.requests = {}
 
     # ------------------------------------------------------------------------------------------
@@ -258,36 +234,7 @@ class Scheduler:
             raise InvalidInputError("request_id", request_id, "is no live request")
         return request
 
-    def _arm(self, request: Request) -> None:
-        """Set the smallest ``num_computed`` at which commit has more to do than append."""
-        next_event = 0
-        if request.on_token is None:
-            next_event = request.max_num_tokens - 1
-            if self.blocks.enable_prefix_caching:
-                next_full = (request.num_published + 1) * self.blocks.block_size
-                next_event = min(next_event, next_full)
-        request.next_event = next_event
-
     def _finish(self, request: Request, reason: str) -> None:
-        self._withdraw(request, RequestState.FINISHED)
+        self.queues.withdraw(request, RequestState.FINISHED)
         request.finish_reason = reason
         del self.requests[request.request_id]
-
-    def _withdraw(self, request: Request, state: RequestState) -> None:
-        """Take ``request`` out of its queue into ``state``; its blocks go back now, or when the
-        last step that writes them settles (S28)."""
-        queue = {_RUNNING: self.running, RequestState.WAITING: self.waiting}.get(request.state)
-        if queue is not None:
-            del queue[bisect_left(queue, request.rank, key=by_rank)]
-        if queue is self.running:
-            self.released.append(request.request_id)
-        request.state = state
-        request.next_event = 0
-        if request.num_in_flight:
-            self.draining.add(request)
-        else:
-            self._give_back(request)
-
-    def _give_back(self, request: Request) -> None:
-        self.blocks.release(request)
-        request.num_computed = request.num_dispatched = 0

@@ -1,4 +1,4 @@
-"""What an engine can say about itself."""
+"""Statistics of an engine: counters, start-up times, memory."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
+from ..validation import path_of
 from .plan import Blocks, StepPlan
 from .request import Request
 from .scheduler import Scheduler
-from .validation import path_of
 
 TRACE_VERSION = 2
 

@@ -1,0 +1,10 @@
+"""The model runners: compute the engine's plans, on a CPU or with CUDA graphs on a GPU.
+
+Read in this order: ``cpu_runner`` and ``cpu_pack`` (the whole way of a step, in its simplest form);
+``gpu_runner``, ``gpu_pack``, ``pinned_ring``, ``block_tables`` (what is sent to the device),
+``unpack_kernels``, ``device_buffers`` (what becomes of it there), ``step_shapes``, ``cuda_graphs``;
+then ``cpu_startup``, ``gpu_startup``, ``kv_budget``, ``memory_profile``, ``host_memory`` (how large
+the KV cache is).
+
+Imports ``compile``, ``kernels`` and the plans of ``engine``. Imported by ``build``.
+"""

@@ -1,4 +1,4 @@
-"""Which row of the device's store holds which request's block table, and what to send to it.
+"""The host's view of the block tables on the device: which row is whose, and what is to be written.
 
 Block tables live on the device, a row per running request; a step sends what its plan says of them.
 """
@@ -39,13 +39,13 @@ class BlockTableStore:
             self.rows = [rows_of[request.request_id] for request in plan.requests]
             self._last_requests = plan.requests
 
-    def updates(
+    def pending_writes(
         self, plan: StepPlan, new_blocks: IntArray | None = None
     ) -> tuple[list[int], list[int]]:
         """Flat store indices and block ids to send for the plan placed last.
 
         Args:
-            new_blocks: of a decode-only plan, where the block a row grew by is noted instead,
+            new_blocks: of a decode-only plan, where the block a row grew by is written instead,
                 ``[>= rows]``: its kernel stores it at the block of the row's position.
         """
         where: list[int] = []

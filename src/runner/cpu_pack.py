@@ -1,4 +1,4 @@
-"""Packs a plan into the tensors of a step.
+"""Packs a plan into the input tensors of a step, without padding between requests (varlen).
 
     row 0            row 1   row 2                padding
     | t0 t1 t2 t3 | t4    | t5 t6 t7          | t8 ...      T tokens
@@ -76,7 +76,7 @@ class CpuStepPacker:
         self._tables: dict[str, _Table] = {}
         self._sampled = np.empty(0, np.int64)
 
-    def note(self, token_ids: NDArray[np.int64]) -> None:
+    def remember(self, token_ids: NDArray[np.int64]) -> None:
         """The plan packed last sampled ``token_ids``, which the next one may feed."""
         self._sampled = token_ids
 

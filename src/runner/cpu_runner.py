@@ -1,4 +1,4 @@
-"""The runner on a CPU: packs a plan, runs the graph, samples; all of it in ``dispatch``."""
+"""The model runner on a CPU: packs a plan, runs the graph and samples, all in ``dispatch``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepHandle:
 
 
 class ModelRunner:
-    """Meets :class:`.runner.Runner` with a captured model and its own KV caches.
+    """Meets :class:`.engine.runner.Runner` with a captured model and its own KV caches.
 
     Args:
         captured: may be shared by several runners, each with its own caches.
@@ -81,7 +81,7 @@ class ModelRunner:
                 tokens = torch.empty(0, dtype=torch.int64)
             else:
                 tokens = sample(logits, packed.sampling)
-            self._packer.note(tokens.cpu().numpy())
+            self._packer.remember(tokens.cpu().numpy())
             return StepHandle(plan.step, tokens)
 
     def collect(self, handle: object) -> StepResult:

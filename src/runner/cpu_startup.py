@@ -1,4 +1,4 @@
-"""Makes the runner on a CPU, its KV cache sized from memory."""
+"""Makes the runner on a CPU: sizes its KV cache from the memory available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps, one a bucket of sizes, in one memory pool."""
+"""CUDA graphs of steps, one per bucket of sizes, in one memory pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors a step on a GPU reads and writes, at addresses that never change.
+"""Static device buffers of a step: its input and output tensors, at addresses that never change.
 
 CUDA graphs bake addresses in, and steps run one after the other on one stream, so one set serves
 every step: a step's inputs are written only after the step before has read its own.

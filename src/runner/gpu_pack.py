@@ -1,4 +1,4 @@
-"""Writes a plan into pinned memory and sends it to the device, in the form its kernels unpack."""
+"""Packs a plan into pinned memory and copies it to the device, where kernels unpack it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class GpuStepPacker:
         self._buffers = buffers
         self._ring = PinnedRing(num_steps_in_flight + 1, len(buffers.staged), torch.int32)
         self._params: tuple[tuple[RequestInfo, ...], RowParams] | None = None
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """A step failed: nothing is known of what the device holds."""
         self._tables = BlockTableStore(len(self._buffers.table_store), self._buffers.width)
 
-    def stage_decode(self, plan: StepPlan, bucket: int, result_row: int) -> Tensor:
+    def pack_decode(self, plan: StepPlan, bucket: int, result_row: int) -> Tensor:
         """Send a decode-only plan, padded to ``bucket`` rows; its tokens are to go to
         ``result_row``.
 
         Returns:
             On the device, the fields of the rows that use top_k, top_p or min_p, int32
-            ``[TRUNCATED_FIELDS * n]``; valid until the next step is staged.
+            ``[TRUNCATED_FIELDS * n]``; valid until the next step is packed.
         """
         self._tables.place(plan)
         index, pinned, array = self._ring.take()
@@ -58,21 +58,21 @@ class GpuStepPacker:
         fields[0, :num_rows] = _as_array(plan.token_ids)
         fields[1, :num_rows] = plan.starts
         fields[2, :num_rows] = self._tables.rows
-        where, ids = self._tables.updates(plan, fields[3])
+        where, ids = self._tables.pending_writes(plan, fields[3])
         params = self._row_params(plan.requests)
         fields[4:6, :num_rows] = params.seeds
         fields[6, :num_rows] = params.temperature_bits
         array[fields.size : size] = num_rows, result_row
         return self._send(index, pinned, array, size, params.truncated, where, ids)
 
-    def stage_mixed(
+    def pack_mixed(
         self, plan: StepPlan, shape: StepShape | None, result_row: int
     ) -> tuple[Tensor, StepShape]:
         """Send any plan, padded to ``shape``, or to the smallest sizes there can be; its tokens are
         to go to ``result_row``.
 
         Returns:
-            What :meth:`stage_decode` returns, and the shape.
+            What :meth:`pack_decode` returns, and the shape.
         """
         self._tables.place(plan)
         index, pinned, array = self._ring.take()
@@ -92,7 +92,7 @@ class GpuStepPacker:
         tokens[1, :num_tokens] = np.arange(num_tokens) - np.repeat(ends - lengths - starts, lengths)
         store_rows = np.array(self._tables.rows, np.int32)
         tokens[2, :num_tokens] = np.repeat(store_rows, lengths)
-        where, ids = self._tables.updates(plan)
+        where, ids = self._tables.pending_writes(plan)
         at = 3 * padded_tokens
         array[at] = 0
         array[at + 1 : at + 1 + num_rows] = ends

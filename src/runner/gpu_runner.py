@@ -1,4 +1,4 @@
-"""The runner on a GPU: nothing waits for the device but ``collect``.
+"""The model runner on a GPU, asynchronous: nothing but ``collect`` waits for the device.
 
 A step is one copy of staged integers to the device and the replay of a CUDA graph (the next larger
 one of those captured), whose last kernel stores the sampled tokens in the host's memory. With
@@ -44,7 +44,7 @@ class GpuStepHandle:
 
 
 class GpuRunner:
-    """Meets :class:`.runner.Runner`.
+    """Meets :class:`.engine.runner.Runner`.
 
     Args:
         captured: the model.
@@ -90,7 +90,7 @@ class GpuRunner:
             device=loaded.device,
         )
         depth = self.pipeline_depth
-        self._stager = GpuStepPacker(self.buffers, depth + 1)
+        self._packer = GpuStepPacker(self.buffers, depth + 1)
         self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
         self._results = Results(self._ring.tensor, self.buffers.result_row)
         self._graphs: StepGraphs | None = None
@@ -187,9 +187,9 @@ class GpuRunner:
         if self._graphs is not None:
             shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
         if shape is not None and shape.is_decode:
-            truncated = self._stager.stage_decode(plan, shape.num_rows, index)
+            truncated = self._packer.pack_decode(plan, shape.num_rows, index)
         else:
-            truncated, staged_shape = self._stager.stage_mixed(plan, shape, index)
+            truncated, staged_shape = self._packer.pack_mixed(plan, shape, index)
         if shape is not None and self._graphs is not None:
             logits = self._graphs.replay(shape)
         else:
@@ -214,7 +214,7 @@ class GpuRunner:
         """Wait for all that is queued, and take nothing for known on the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._stager.forget()
+        self._packer.reset()
 
     def run_staged(self, shape: StepShape) -> Tensor:
         """Queue the step that is staged in this shape, zeros at first; returns its logits

@@ -1,4 +1,4 @@
-"""From a captured model on a GPU to a runner with as many KV blocks as fit."""
+"""Makes the runner on a GPU: profiles memory, sizes the KV cache and captures graphs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..errors import InvalidInputError
 from ..startup import gc_paused
 from .cpu_runner import OnLogits
 from .gpu_runner import GpuRunner
-from .kv_budget import blocks_in, fitting_length
-from .memory_profile import GIB, oom_as_input_error, profile_memory
+from .kv_budget import GIB, blocks_in, fitting_length
+from .memory_profile import oom_as_input_error, profile_memory
 from .step_shapes import StepShape, default_buckets, mixed_shapes
 
 logger = logging.getLogger("pagespec")

@@ -1,4 +1,4 @@
-"""Memory that this process may still take: what the machine and a container's limits leave.
+"""Available host memory: what the machine and a container's limits leave to this process.
 
 ``/proc/meminfo`` tells of the whole machine. A container is held to the limits of its control group
 (cgroup, versions 1 and 2) and of every group around it, and is killed where it goes beyond one.

@@ -1,4 +1,4 @@
-"""How many KV blocks fit into memory, and how long a request they hold."""
+"""Sizes the KV cache: how many blocks fit into memory, and the longest request they hold."""
 
 from __future__ import annotations
 

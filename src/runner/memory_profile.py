@@ -1,4 +1,4 @@
-"""How much memory of a GPU is left for KV blocks: the largest step is computed to find out."""
+"""Profiles GPU memory: runs the largest step to find out how much is left for KV blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 
-GIB = 1 << 30
 _DEFAULT_SHARE = 0.9
 # A captured graph holds its launches on the device, some hundred KB each; and allocations are
 # rounded up and fragment.

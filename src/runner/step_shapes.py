@@ -1,4 +1,4 @@
-"""The shapes that steps are padded to: one CUDA graph per shape."""
+"""The buckets that steps are padded to: one CUDA graph per shape."""
 
 from __future__ import annotations
 

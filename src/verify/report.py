@@ -1,4 +1,4 @@
-"""How much the gate tries, and what it found."""
+"""The size of a run of the gate, and its report."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ class GateReport:
     """What the gate found.
 
     Attributes:
-        families: of the promise.
+        groups: of the promise.
         controls: some of the cases without transparency; the last is the first that found a
             difference, if any did.
         num_preemptions: how often a request was preempted for its blocks.
         num_hit_blocks: how many blocks were found in the prefix cache.
-        idle: families that are about hits or preemptions and had none: their answers were equal
+        idle: groups that are about hits or preemptions and had none: their answers were equal
             without a trial.
     """
 
-    families: list[CaseGroup] = field(default_factory=list)
+    groups: list[CaseGroup] = field(default_factory=list)
     controls: list[CaseGroup] = field(default_factory=list)
     num_preemptions: int = 0
     num_hit_blocks: int = 0
@@ -94,16 +94,16 @@ class GateReport:
 
     @property
     def is_transparent(self) -> bool:
-        """Whether every answer was equal and every family did what it is about."""
+        """Whether every answer was equal and every group did what it is about."""
         return self.num_different == 0 and not self.idle
 
     @property
     def num_cases(self) -> int:
-        return sum(family.num_cases for family in self.families)
+        return sum(group.num_cases for group in self.groups)
 
     @property
     def num_different(self) -> int:
-        return sum(family.num_different for family in self.families)
+        return sum(group.num_different for group in self.groups)
 
     @property
     def has_power(self) -> bool:

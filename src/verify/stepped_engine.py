@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..llm import LLM
 
-MakeLLM = Callable[..., "LLM"]
+LLMFactory = Callable[..., "LLM"]
 """Builds a fresh engine. Called with arguments of ``LLM`` that override its own: on_logits,
 max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks, enable_prefix_caching,
 overlap, transparent."""
@@ -65,7 +65,7 @@ class Answer:
 class SteppedEngine:
     """One engine and what its requests got."""
 
-    def __init__(self, make_llm: MakeLLM, **overrides: Any) -> None:
+    def __init__(self, make_llm: LLMFactory, **overrides: Any) -> None:
         self.llm = make_llm(on_logits=self._record, **overrides)
         self.engine = self.llm.engine
         self.scheduler = self.engine.scheduler

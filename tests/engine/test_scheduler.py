@@ -46,7 +46,7 @@ def test_the_cap_is_on_the_running_set_not_on_a_step() -> None:
         add(scheduler, name, 1)
     assert [row[0] for row in rows(step(scheduler))] == ["a", "b"]
     assert [row[0] for row in rows(step(scheduler))] == ["a", "b"]
-    assert scheduler.waiting[0].request_id == "c"
+    assert scheduler.queues.waiting[0].request_id == "c"
 
 
 def test_the_youngest_is_preempted_and_keeps_its_outputs_and_its_place() -> None:

@@ -109,7 +109,7 @@ def watch_widths(llm: LLM) -> set[int]:
     step = llm.engine.step
 
     def watched() -> list[Request]:
-        widths.add(len(llm.engine.scheduler.running))
+        widths.add(len(llm.engine.scheduler.queues.running))
         return step()
 
     llm.engine.step = watched  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 _BLOCKS = "engine/block_manager.py"
 _PLANNER = "engine/planner.py"
 _SCHEDULER = "engine/scheduler.py"
+_QUEUES = "engine/queues.py"
 _VICTIMS = "engine/preemption.py"
 _REQUEST = "engine/request.py"
 
@@ -55,7 +56,7 @@ MUTANTS = [
     Mutant(
         5,
         "dispatched count not set to the hits",
-        _SCHEDULER,
+        _QUEUES,
         "request.num_computed = request.num_dispatched = request.num_slots",
         "request.num_computed = request.num_slots",
     ),
@@ -209,14 +210,14 @@ MUTANTS = [
     Mutant(
         26,
         "removal takes the neighbour",
-        _SCHEDULER,
+        _QUEUES,
         "del queue[bisect_left(queue, request.rank, key=by_rank)]",
         "del queue[bisect_left(queue, request.rank, key=by_rank) - 1]",
     ),
     Mutant(
         27,
         "a preempted request goes to the back of the queue",
-        _SCHEDULER,
+        _QUEUES,
         "        request.num_preemptions += 1\n        insort(self.waiting, request, key=by_rank)",
         "        request.num_preemptions += 1\n        self.waiting.append(request)",
     ),
@@ -230,7 +231,7 @@ MUTANTS = [
     Mutant(
         29,
         "blocks are freed while a step in flight writes them",
-        _SCHEDULER,
+        _QUEUES,
         "            self.draining.add(request)\n        else:\n",
         "            self.draining.add(request)\n        if True:\n",
     ),
@@ -251,7 +252,7 @@ MUTANTS = [
     Mutant(
         32,
         "a paused request keeps its blocks",
-        _SCHEDULER,
+        _QUEUES,
         "        else:\n            self._give_back(request)\n",
         "        elif state is not RequestState.PAUSED:\n            self._give_back(request)\n",
     ),
@@ -259,8 +260,8 @@ MUTANTS = [
         33,
         "admission stops one short of the cap",
         _PLANNER,
-        "len(self._running) < self._scheduler.max_num_seqs",
-        "len(self._running) < self._scheduler.max_num_seqs - 1",
+        "len(self._running) >= self._max_num_seqs",
+        "len(self._running) >= self._max_num_seqs - 1",
     ),
     Mutant(
         33,
@@ -316,8 +317,8 @@ MUTANTS = [
         40,
         "the cap limits a step and not the running set",
         _PLANNER,
-        "            and len(self._running) < self._scheduler.max_num_seqs\n",
-        "            and len(self._requests) < self._scheduler.max_num_seqs\n",
+        "len(self._running) >= self._max_num_seqs",
+        "len(self._requests) >= self._max_num_seqs",
     ),
     # Row 0: found in this project; what a plan tells the runner (S32).
     Mutant(
@@ -347,7 +348,7 @@ MUTANTS = [
     Mutant(
         0,
         "the runner is not told who was paused",
-        _SCHEDULER,
+        _QUEUES,
         "        if queue is self.running:\n",
         "        if queue is self.running and state is not RequestState.PAUSED:\n",
     ),
@@ -355,15 +356,15 @@ MUTANTS = [
         0,
         "who left is told in one plan more",
         _SCHEDULER,
-        "            self.released.clear()\n",
-        "            del self.released[:-1]\n",
+        "            self.queues.released.clear()\n",
+        "            del self.queues.released[:-1]\n",
     ),
     Mutant(
         0,
         "a token in flight is looked up in the oldest step",
         _PLANNER,
-        "in reversed(self._scheduler.in_flight):\n",
-        "in self._scheduler.in_flight:\n",
+        "in reversed(self._in_flight):\n",
+        "in self._in_flight:\n",
     ),
     Mutant(
         0,

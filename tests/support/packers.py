@@ -53,7 +53,7 @@ class CpuPacker:
     def sampled(self, token_ids: Sequence[int]) -> None:
         """What the step of the plan read last sampled."""
         self._sampled = [*token_ids, *self._sampled][:_MAX_SAMPLED]
-        self._packer.note(np.array(self._sampled, np.int64))
+        self._packer.remember(np.array(self._sampled, np.int64))
 
     def reset(self) -> None:
         """As the runner's after a failed step."""
@@ -98,9 +98,9 @@ class GpuStaging:
             staging_elements=StepBuffers.elements_to_stage(max_num_tokens + 3, max_num_rows + 1),
             device=torch.device(device),
         )
-        self._stager = GpuStepPacker(self._buffers, num_steps_in_flight=2)
+        self._packer = GpuStepPacker(self._buffers, num_steps_in_flight=2)
         if device == "cpu":
-            ring: Any = self._stager._ring
+            ring: Any = self._packer._ring
             ring._events = [PassedEvent() for _ in ring._events]
         self._num_steps = 0
 
@@ -113,13 +113,13 @@ class GpuStaging:
         is_padded = self._num_steps % 2 == 0
         if plan.is_decode_only:
             bucket = max(2, num_rows + is_padded)
-            self._stager.stage_decode(plan, bucket, 0)
+            self._packer.pack_decode(plan, bucket, 0)
             unpack_decode(b, bucket=bucket, block_size=self._block_size, null_slot=null_slot)
             return rows_seen(b.decode_inputs(bucket), num_rows, self._block_size)
         shape = None
         if is_padded:
             shape = StepShape(max(2, plan.total_num_tokens + 3), max(2, num_rows + 1), False)
-        _, shape = self._stager.stage_mixed(plan, shape, 0)
+        _, shape = self._packer.pack_mixed(plan, shape, 0)
         unpack_mixed(
             b,
             num_tokens=shape.num_tokens,
@@ -139,4 +139,4 @@ class GpuStaging:
 
     def reset(self) -> None:
         """As the runner's after a failed step."""
-        self._stager.forget()
+        self._packer.reset()

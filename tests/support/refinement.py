@@ -207,8 +207,8 @@ def abstraction(scheduler: Scheduler, requests: list[RealRequest], view: TablesF
             names[key] = exact[(i + 1) * blocks.block_size - 1]
     return State(
         requests=tuple(_abstract_request(r) for r in requests),
-        waiting=tuple(int(r.request_id) for r in scheduler.waiting),
-        running=tuple(int(r.request_id) for r in scheduler.running),
+        waiting=tuple(int(r.request_id) for r in scheduler.queues.waiting),
+        running=tuple(int(r.request_id) for r in scheduler.queues.running),
         paused=tuple(int(r.request_id) for r in requests if r.state is RequestState.PAUSED),
         flight=tuple(
             tuple((int(r.request_id), start, n, s) for r, start, n, s in plan.rows())
@@ -221,7 +221,7 @@ def abstraction(scheduler: Scheduler, requests: list[RealRequest], view: TablesF
         lru=tuple(blocks.lru_blocks),
         contents=(),
         view=tuple(sorted((int(name), table) for name, table in view.items())),
-        left=tuple(sorted(map(int, scheduler.released))),
+        left=tuple(sorted(map(int, scheduler.queues.released))),
     )
 
 

@@ -214,8 +214,8 @@ class Scenario:
         scheduler = self.scheduler
         twin = _twin(scheduler)
         num_available = scheduler.blocks.num_available_blocks
-        num_waiting = len(scheduler.waiting)
-        running = list(scheduler.running)
+        num_waiting = len(scheduler.queues.waiting)
+        running = list(scheduler.queues.running)
         tables = {r: list(r.block_table) for r in running}
         refs = list(scheduler.blocks.ref_counts)
         num_to_come = {r: r.num_total for r in running}

@@ -63,8 +63,8 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
         return LLM(model, device="cpu", check_invariants=True, **arguments)
 
     report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=SIZE)
-    assert [f.first_difference for f in report.families if f.num_different] == []
-    assert all(family.num_cases > 0 for family in report.families)
+    assert [f.first_difference for f in report.groups if f.num_different] == []
+    assert all(group.num_cases > 0 for group in report.groups)
     assert report.num_cases > 100
     assert report.num_preemptions >= SIZE.num_tokens
     assert report.num_hit_blocks > 100
@@ -85,7 +85,7 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
 def test_families_without_hits_or_preemptions_show_nothing(
     settings: dict[str, Any], idle: list[str]
 ) -> None:
-    """Equal answers of engines that never did what the family is about are no success."""
+    """Equal answers of engines that never did what the group is about are no success."""
     model = tiny_model("llama")
     size = GateSize(
         max_batch=2,

@@ -53,8 +53,8 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
         return llm
 
     report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=16, size=SIZE, with_control=False)
-    assert [f.first_difference for f in report.families if f.num_different] == []
-    assert all(family.num_cases > 0 for family in report.families)
+    assert [f.first_difference for f in report.groups if f.num_different] == []
+    assert all(group.num_cases > 0 for group in report.groups)
     assert report.num_preemptions >= SIZE.num_tokens
     assert report.num_hit_blocks > 50
 

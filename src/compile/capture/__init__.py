@@ -1,0 +1,8 @@
+"""Traces a model's ``forward`` into one FX graph, and keeps the graph on the disk.
+
+Read in this order: ``dynamo`` (the trace), ``few_layers`` and ``repeat_layers`` (trace some layers,
+repeat them to the graph of all), ``graph_cache``, ``graph_key`` (what a graph depends on),
+``graph_json`` and ``meta_json`` (a graph as JSON, with no code in it).
+
+Imports ``compile.model`` and ``compile.fx``. Imported by ``compile.captured_model`` and ``build``.
+"""

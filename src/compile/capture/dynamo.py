@@ -61,7 +61,7 @@ class Traced:
 
 
 class _Captured(BaseException):
-    """Ends the trace in the backend, before Dynamo builds guards that nobody would check.
+    """Ends the trace in the backend, before Dynamo builds guards that are never checked.
 
     No Exception: Dynamo takes those for failures of the backend.
     """

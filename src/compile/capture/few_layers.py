@@ -1,4 +1,4 @@
-"""Traces a few layers of a model instead of all, where the others are like them.
+"""Traces a few layers of a model instead of all, where the others are equal to them.
 
 Dynamo takes a quarter of a second a layer. The first layers and the last are traced as if the model
 had no others, and their graph is made that of the whole model
@@ -11,23 +11,21 @@ the whole model is traced.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter
-from transformers import PreTrainedConfig
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..kv_cache import allocate_kv_caches
 from ..model.attention import ATTENTION_NAME, attention_implementation
+from ..model.layers import FEWEST_LAYERS, describe_layer, find_layers
 from ..model.load import LoadedModel
 from ..step_inputs import BoundGraph, KVCaches, StepInputs
 from .dynamo import Traced, forward, trace
@@ -36,19 +34,11 @@ from .repeat_layers import LayersDiffer, repeat_layers
 
 logger = logging.getLogger("pagespec")
 
-# With fewer there is nothing to gain.
-FEWEST_LAYERS = 6
-# A layer's number and its call's, which are what tells it from others.
-_NUMBERS = frozenset({"layer_idx", "pagespec_call"})
-_CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-_SHARED = (PreTrainedConfig, FunctionType, BuiltinFunctionType, type)
-
 
 def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced | None:
     """The graph of a probed model, from a trace of some layers; None where that does not do.
 
-    While it traces, the module has no others: for modules that nobody else holds.
+    While it traces, the module has no others: for modules that nothing else holds.
     """
     found = find_layers(loaded.module, len(specs))
     if found is None:
@@ -88,56 +78,6 @@ def _trace_some(
     if not _computes_the_same(traced, loaded, specs):
         raise LayersDiffer("the graph computes other bits than the module")
     return traced
-
-
-def find_layers(module: nn.Module, num_calls: int) -> tuple[str, nn.ModuleList] | None:
-    """The list of layers by name: as many as there are attention calls, each with that of its
-    number; None if there is no such list, or few layers."""
-    if num_calls < FEWEST_LAYERS:
-        return None
-    for name, part in module.named_modules():
-        if isinstance(part, nn.ModuleList) and len(part) == num_calls:
-            calls = [
-                [vars(m)["pagespec_call"] for m in layer.modules() if "pagespec_call" in vars(m)]
-                for layer in part
-            ]
-            if calls == [[number] for number in range(num_calls)]:
-                return name, part
-    return None
-
-
-def describe_layer(layer: nn.Module) -> list[Any]:
-    """Equal for layers that are alike, as far as that can be seen from outside."""
-    found: list[Any] = []
-    for name, part in layer.named_modules():
-        found.append((name, type(part)))
-        for key, value in sorted(vars(part).items()):
-            if key not in _NUMBERS | _CONTAINERS:
-                found.append((key, _value(value)))
-        tensors = [
-            *part.named_parameters(recurse=False, remove_duplicate=False),
-            *part.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        for key, tensor in tensors:
-            form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-            found.append((key, *form, tensor.requires_grad, type(tensor)))
-    return found
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value), [_value(part) for part in value]
-    if isinstance(value, _PLAIN):
-        return type(value), str(value)
-    if isinstance(value, set):
-        return type(value), sorted(map(repr, value))
-    if type(value) is dict or (isinstance(value, dict) and not value):  # others hold hooks
-        return type(value), [(_value(key), _value(part)) for key, part in value.items()]
-    if type(value) is functools.partial:  # an activation with its options
-        return functools.partial, *map(_value, (value.func, value.args, value.keywords))
-    if isinstance(value, _SHARED):
-        return id(value)
-    return object()  # like no other: hooks, and what is not known here
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Traced graphs on disk, so that a model that was traced once starts without Dynamo.
+"""The on-disk cache of traced graphs: a model that was traced once starts without Dynamo.
 
 One file a graph, named by all that the graph depends on (:mod:`.graph_key`): JSON
 behind a line with its digest. It holds no code. But it says which functions are called on which
@@ -31,7 +31,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class GraphCache:
     """The graphs in ``folder``, which need not be there yet.
 
-    For models that nobody else holds: a module that was changed by its owner can compute anything.
+    For models that nothing else holds: a module that was changed by its owner can compute anything.
 
     Args:
         before_trace: called before a model is traced, which takes seconds.

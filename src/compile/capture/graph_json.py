@@ -1,4 +1,4 @@
-"""A traced graph as plain JSON data, and back, without Dynamo and without pickle.
+"""Serialises a traced graph as JSON and reads it back, without Dynamo and without pickle.
 
 Kept are the nodes, what Dynamo recorded about each result (shape, strides, dtype, device, which
 results share memory), the symbols of the sizes, and where each input comes from. The names of the

@@ -1,4 +1,4 @@
-"""The name of a traced graph: a digest of all that tracing depends on.
+"""The cache key of a traced graph: a digest of everything that tracing depends on.
 
 That is more than versions and the config. A program may replace methods of a model's classes, or
 functions of its module, before it makes an engine, so their compiled code as it is in this process
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...kernels.attention.spec import AttentionSpec
+from ..fx.nodes import PLAIN
 from ..model.load import LoadedModel
 from .dynamo import DYNAMO_SETTINGS
 
@@ -38,11 +39,12 @@ _OWN_SOURCES = (
     "meta_json.py",
     "repeat_layers.py",
     "../fx/fake_tensors.py",
+    "../fx/nodes.py",
     "../model/attention.py",
+    "../model/layers.py",
     "../step_inputs.py",
     "../../kernels/ops.py",
 )
-_PLAIN = (type(None), bool, int, float, str)
 # Where a model came from, and what is set anew for each trace.
 _NO_MATTER = frozenset({"_name_or_path", "name_or_path", "_attn_implementation_internal"})
 # They change what Dynamo traces, or whether it does.
@@ -144,7 +146,7 @@ def _config(config: PreTrainedConfig) -> object:
 def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    return isinstance(value, (*_PLAIN, torch.dtype, torch.device))
+    return isinstance(value, (*PLAIN, torch.dtype, torch.device))
 
 
 class _Code:
@@ -165,7 +167,7 @@ class _Code:
         for home in sorted({cls.__module__ for cls in classes & found}):
             for name, value in sorted(vars(sys.modules[home]).items()):
                 origin = sys.modules.get(getattr(value, "__module__", None) or "")
-                if isinstance(value, _PLAIN) and not name.startswith("__"):
+                if isinstance(value, PLAIN) and not name.startswith("__"):
                     yield name, value
                 elif isinstance(origin, ModuleType) and _is_foreign(origin.__name__):
                     yield name, list(self.of(value))
@@ -187,17 +189,17 @@ class _Code:
         elif isinstance(value, FunctionType):
             self._seen.add(id(value))
             yield value.__module__, value.__qualname__, _code(value.__code__)
-            yield [repr(v) for v in value.__defaults__ or () if isinstance(v, _PLAIN)]
+            yield [repr(v) for v in value.__defaults__ or () if isinstance(v, PLAIN)]
             for cell in value.__closure__ or ():
                 try:
                     content = cell.cell_contents
                 except ValueError:
                     continue  # not filled yet
-                if isinstance(content, _PLAIN):
+                if isinstance(content, PLAIN):
                     yield content
                 else:
                     yield from self.of(content)
-        elif isinstance(value, _PLAIN):
+        elif isinstance(value, PLAIN):
             yield value
         elif not isinstance(value, type):
             yield type(value).__qualname__

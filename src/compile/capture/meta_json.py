@@ -1,4 +1,4 @@
-"""What Dynamo recorded about the results in a graph, as JSON data, and back.
+"""Serialises the fake tensors that Dynamo recorded for a graph's results, as JSON, and reads them.
 
 Kept are shape, strides, dtype and device of each fake tensor, which of them share memory or are one
 object, and the symbols that stand for sizes. Two equal records are never made one: a compiler that
@@ -20,9 +20,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 
-from ..fx.fake_tensors import Layout
+from ..fx.fake_tensors import Layout, expressions
+from ..fx.nodes import PLAIN
 
-PLAIN = (type(None), bool, int, float, str)
 _SYMPY = {name: getattr(sympy, name) for name in ("Add", "Mul", "Pow")} | {
     name: getattr(sympy_functions, name) for name in ("FloorDiv", "Mod", "PythonMod", "CleanDiv")
 }
@@ -90,7 +90,7 @@ class ResultEncoder:
             raise NotSerializable(f"a part of a tensor that is not there: {fake!r}")
         shape = [self._size(size) for size in fake.shape]
         strides: list[Any] | None = [self._size(step) for step in fake.stride()]
-        if base == number and _expressions(fake.stride()) == _contiguous(fake.shape):
+        if base == number and expressions(fake.stride()) == _contiguous(fake.shape):
             strides = None
         dtype, device = str(fake.dtype).removeprefix("torch."), str(fake.device)
         return ["tensor", base, dtype, device, shape, strides, offset, fake.requires_grad]
@@ -181,7 +181,7 @@ class ResultDecoder:
 
     def _tensor(self, base: int, *parts: Any) -> FakeTensor:
         whole = self._tensors[base] if base < len(self._tensors) else None
-        num_bytes = [] if whole is None else _expressions([whole.untyped_storage().nbytes()])
+        num_bytes = () if whole is None else expressions([whole.untyped_storage().nbytes()])
         recipe = (None if whole is None else self._recipes[base], *num_bytes, repr(parts))
         self._recipes.append(recipe)
         layout = self._layouts.get(recipe)
@@ -190,7 +190,7 @@ class ResultDecoder:
         fake = self._first(whole, *parts)
         layout = Layout.of(fake)
         # A part that lies behind what was recorded of a whole makes it grow. Each has to.
-        if whole is None or num_bytes == _expressions([layout.num_bytes]):
+        if whole is None or num_bytes == expressions([layout.num_bytes]):
             self._layouts[recipe] = layout
         return fake
 
@@ -238,16 +238,12 @@ class ResultDecoder:
         return _SYMPY[value[0]](*map(self._expression, value[1:]))
 
 
-def _expressions(sizes: Iterable[Any]) -> list[Any]:
-    return [size.node.expr if isinstance(size, torch.SymInt) else int(size) for size in sizes]
-
-
-def _contiguous(shape: Iterable[Any]) -> list[Any]:
+def _contiguous(shape: Iterable[Any]) -> tuple[Any, ...]:
     """The strides that torch gives a new tensor of this shape."""
     strides: list[Any] = []
     step: Any = 1
-    for size in reversed(_expressions(shape)):
+    for size in reversed(expressions(shape)):
         strides.insert(0, step)
         # Compared as integers and expressions, with no guard and no torch.SymInt.
         step = step * size
-    return strides
+    return tuple(strides)

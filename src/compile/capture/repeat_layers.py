@@ -1,4 +1,4 @@
-"""From the graph of a few layers of a model to the graph of all of them.
+"""Extends the graph of a few layers of a model to that of all, by repeating its last layer.
 
 Between one attention call and the next lies a *piece* of the graph: the end of one layer and the
 beginning of the next. If layers are alike, so are the pieces: each node reads nodes of its own
@@ -20,8 +20,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..fx.fake_tensors import Layout, memory_of
-from ..fx.nodes import example
+from ..fx.fake_tensors import Layout, layout_key, memory_of
+from ..fx.nodes import calls_op, example
 from .dynamo import Traced
 
 Key = tuple[str, int]
@@ -140,7 +140,7 @@ class _Repetition:
             return self._are_linked(one, two)
         if isinstance(one, FakeTensor) and isinstance(two, FakeTensor):
             homes = [(self.homes[id(fake)], self._owner(fake)) for fake in (one, two)]
-            return _layout(one) == _layout(two) and all(
+            return _same_layout(one, two) and all(
                 place[0][1] == place[1][1] and self._are_linked(place[0][0], place[1][0])
                 for place in zip(*homes, strict=True)
             )
@@ -256,8 +256,7 @@ class _Repetition:
 
 
 def _is_attention(node: Node) -> bool:
-    op = torch.ops.pagespec.paged_attention
-    return node.target in (op, op.default)
+    return calls_op(node, "paged_attention")
 
 
 def _leaves(node: Node) -> list[Any]:
@@ -268,11 +267,8 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, torch.Size)
 
 
-def _layout(fake: FakeTensor) -> Any:
-    # As expressions: to compare symbolic sizes would add a guard.
-    sizes = [*fake.shape, *fake.stride(), fake.storage_offset()]
-    numbers = [s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes]
-    return fake.dim(), numbers, fake.dtype, fake.device, fake.requires_grad, type(fake)
+def _same_layout(one: FakeTensor, two: FakeTensor) -> bool:
+    return type(one) is type(two) and layout_key(one) == layout_key(two)
 
 
 def _parts(value: Any) -> Iterator[Any]:

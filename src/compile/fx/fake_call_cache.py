@@ -1,4 +1,4 @@
-"""Results of calls on fake tensors, made like those of equal calls before.
+"""Memoises calls on fake tensors: the result of an equal call before is copied, not computed.
 
 Two calls are alike if they call one function with equal arguments, on tensors that lie alike in
 memory and share memory alike. The result of the second is then as the first's, in the memory of its
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from .fake_tensors import Layout, expressions, memory_of
+from .fake_tensors import Layout, expressions, layout_key, memory_of
+from .nodes import PLAIN
 
-_PLAIN = (type(None), bool, int, float, complex, str, type(...), torch.dtype, torch.device)
+_PLAIN = (*PLAIN, complex, type(...), torch.dtype, torch.device)
 _PLAIN_OF_TORCH = (torch.layout, torch.memory_format)
 _Maker = Callable[[list[FakeTensor], dict[int, FakeTensor]], Any]
 
@@ -127,12 +128,10 @@ class _Arguments:
 
     def _layout(self, fake: FakeTensor) -> Hashable:
         _check(fake)
-        sizes = (*fake.shape, *fake.stride(), fake.storage_offset())
-        num_bytes = fake.untyped_storage().nbytes()
         return (
-            *(fake.dim(), fake.dtype, fake.device, fake.requires_grad, id(fake.fake_mode)),
+            *(*layout_key(fake), id(fake.fake_mode)),
             *(isinstance(fake, torch.nn.Parameter), self.storages.get(memory_of(fake))),
-            expressions((*sizes, num_bytes)),
+            expressions((fake.untyped_storage().nbytes(),)),
         )
 
 

@@ -1,4 +1,4 @@
-"""Fake tensors made like others, without computing with symbolic sizes again."""
+"""Layouts of fake tensors: copied and compared without guards and symbolic arithmetic."""
 
 from __future__ import annotations
 
@@ -86,6 +86,12 @@ class Layout:
         if self.requires_grad:
             fake.requires_grad_()
         return fake
+
+
+def layout_key(fake: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that lie alike in memory; compared without adding a guard."""
+    sizes = (*fake.shape, *fake.stride(), fake.storage_offset())
+    return fake.dim(), expressions(sizes), fake.dtype, fake.device, fake.requires_grad
 
 
 def expressions(sizes: Iterable[Any]) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""Helpers to recognise structures in a Dynamo graph: operations, operands, shapes, users.
+"""Pattern-matching helpers for the nodes of a Dynamo graph: operations, operands, shapes, users.
 
 A match is a statement about values only: it says which nodes compute a known function of which
-sources. Whoever rewrites puts the new call behind all sources, redirects the users of the result
-and lets :func:`erase_unused` remove what nobody reads any more, so a value that is also read
+sources. A rewrite puts the new call behind all sources, redirects the users of the result
+and lets :func:`erase_unused` remove what is no longer read, so a value that is also read
 elsewhere stays.
 """
 
@@ -14,6 +14,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+
+PLAIN = (type(None), bool, int, float, str)
+"""Types of values that are equal when their texts are."""
 
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(
@@ -37,6 +40,17 @@ def calls(node: object, *names: str) -> TypeGuard[Any]:
     if node.op == "call_method":
         return node.target in names
     return node.op == "call_function" and getattr(node.target, "__name__", "") in names
+
+
+def calls_function(node: object, *functions: Any) -> TypeGuard[Any]:
+    """Does ``node`` call one of these very functions?"""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in functions
+
+
+def calls_op(node: object, name: str) -> TypeGuard[Any]:
+    """Does ``node`` call our operator of this name: ``paged_attention`` or ``kv_store``?"""
+    op = getattr(torch.ops.pagespec, name)
+    return calls_function(node, op, op.default)
 
 
 def tensor_of(node: object) -> Tensor | None:
@@ -171,7 +185,7 @@ def positions(graph: Graph) -> dict[Node, int]:
 
 
 def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Erase those of ``nodes`` that nobody reads (any more), users before sources."""
+    """Erase those of ``nodes`` that are not read (any more), users before sources."""
     order = positions(graph)
     for node in sorted(set(nodes) & order.keys(), key=order.__getitem__, reverse=True):
         if not node.users:
@@ -188,7 +202,7 @@ _LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
 def is_linear(node: Node) -> bool:
     """Is ``node`` a call of ``torch.nn.functional.linear``?"""
-    return node.op == "call_function" and node.target in _LINEAR
+    return calls_function(node, *_LINEAR)
 
 
 def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:

@@ -1,4 +1,4 @@
-"""Compiles a graph with Inductor piece by piece, each distinct piece once.
+"""Compiles a graph with Inductor region by region, each distinct region once.
 
 Matrix products, attention and our own kernels are calls that Inductor cannot look into. What lies
 between two of them (norms, activations, residual sums, rotary embedding) is a *region*. The layers
@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..fx.nodes import example
 from .compile_region import Compiler, inductor, is_on_cpu
 
-_PRODUCTS = frozenset(
+_MATMULS = frozenset(
     {
         torch.nn.functional.linear,
         torch._C._nn.linear,
@@ -36,7 +36,7 @@ _PRODUCTS = frozenset(
         "bmm",
     }
 )
-_PRODUCT_NAMES = ("grouped_mm", "scaled_mm", "_grouped_linear")
+_MATMUL_NAMES = ("grouped_mm", "scaled_mm", "_grouped_linear")
 # They make no new tensor: not worth a compiled region of their own.
 _VIEWS = frozenset(
     {
@@ -51,13 +51,13 @@ _COPIES = frozenset({torch.nn.functional.embedding, operator.getitem})
 def is_opaque(node: Node) -> bool:
     """Is ``node`` a call that Inductor would only pass on (a product, or a kernel of ours)?"""
     if node.op == "call_method":
-        return node.target in _PRODUCTS
+        return node.target in _MATMULS
     if node.op != "call_function":
         return node.op in ("call_module", "get_attr")
-    if node.target in _PRODUCTS:
+    if node.target in _MATMULS:
         return True
     name = getattr(node.target, "__name__", "")
-    if any(part in name for part in _PRODUCT_NAMES):
+    if any(part in name for part in _MATMUL_NAMES):
         return True
     module = getattr(node.target, "__module__", None) or ""
     if module.startswith("pagespec"):

@@ -1,4 +1,4 @@
-"""Makes a model's passes cheap by leaving out what cannot make a token depend on another.
+"""Makes the probe's forward passes cheap, leaving out what cannot make tokens depend on others.
 
 - Of layers that are alike in classes, attributes and the shapes of their weights, and whose
   attention calls are alike, one is run: they are the same code at the same sizes.
@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
-from ..capture.few_layers import describe_layer, find_layers
 from ..fx.nodes import GROUPED_MM_NAMES
+from .layers import describe_layer, find_layers
 from .load import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost
 
 # A multiplication within a product takes this part of the time in which a number is written.
-_PRODUCTS_PER_NUMBER = 32
+_MULTIPLICATIONS_PER_NUMBER = 32
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def cheap_passes(
     with ExitStack() as stack:
         stack.enter_context(_skipped(twins(module, specs)))
         stack.enter_context(_forward_of(module.get_output_embeddings(), lambda x: x))
-        stack.enter_context(_CheapProducts())
+        stack.enter_context(_CheapMatmuls())
         try:
             with probe_pass.stand_in():
                 results = probe_pass.results(*base)
@@ -90,7 +90,7 @@ class _Counting(TorchDispatchMode):
             self.numbers += result.numel()
             factor = _first_factor(func, args)
             if factor is not None:
-                self.numbers += result.numel() * factor.shape[-1] // _PRODUCTS_PER_NUMBER
+                self.numbers += result.numel() * factor.shape[-1] // _MULTIPLICATIONS_PER_NUMBER
         return result
 
 
@@ -104,7 +104,7 @@ def _first_factor(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     return None
 
 
-class _CheapProducts(TorchFunctionMode):
+class _CheapMatmuls(TorchFunctionMode):
     """Each output of a product with a weight is a sum of few inputs of its row, with factors that
     are the weight's own, so that projections of one input differ."""
 
@@ -131,8 +131,8 @@ class _CheapProducts(TorchFunctionMode):
         num_inputs = x.shape[-1]
         key = weight.data_ptr(), num_outputs
         if key not in self._factors:
-            turn = 1.0 + 0.37 * len(self._factors)
-            factors = torch.cos(turn * torch.arange(num_outputs, device=x.device)) * 1.4
+            frequency = 1.0 + 0.37 * len(self._factors)
+            factors = torch.cos(frequency * torch.arange(num_outputs, device=x.device)) * 1.4
             self._factors[key] = factors.to(x.dtype)
         if num_outputs < num_inputs:
             num_terms = -(-num_inputs // num_outputs)

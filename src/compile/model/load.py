@@ -1,4 +1,4 @@
-"""From a folder, a hub id, a GGUF file or a built model to a module ready for the probe."""
+"""Loads a model from a folder, a hub id, a GGUF file or memory, ready for the probe."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ...engine.validation import path_of
 from ...errors import InvalidInputError, UnsupportedModelError
+from ...validation import path_of
 from .gguf import converted_folder
 from .refusal import as_input_error, cause
 

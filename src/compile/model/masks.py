@@ -1,4 +1,4 @@
-"""What attention pattern does a mask closure of transformers describe?
+"""Reads the attention pattern (causal, sliding window) off a mask closure of transformers.
 
 Mask builders hand a closure ``mask_function(batch_idx, head_idx, q_idx, kv_idx) -> bool`` to the
 mask interface. It is evaluated here at chosen index tensors and compared with the two patterns

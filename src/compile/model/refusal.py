@@ -1,4 +1,4 @@
-"""What a damaged model folder makes of transformers: whatever it raises becomes one refusal."""
+"""Turns any exception that transformers raises on a damaged model folder into InvalidInputError."""
 
 from __future__ import annotations
 

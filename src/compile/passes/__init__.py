@@ -1,4 +1,11 @@
-"""FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``."""
+"""FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
+
+Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
+``merge_linear``, ``propagate``; on a CPU ``lower_cpu``; on a GPU ``rms_norm`` (recognised, not
+rewritten), the ``fuse_*`` passes and ``lower_gpu``.
+
+Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +15,20 @@ from torch.fx import GraphModule
 
 from .cleanup import cleanup
 from .context import PassContext
-from .lower_cpu import call_cpu_kernels
+from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
 from .propagate import propagate
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
-# Valid for whoever executes the graph.
+# Valid for every way to run the graph.
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
     "merge_linear": merge_linear,
     "propagate": propagate,
 }
 # For the graph that is run as it is, on a CPU: calls that a compiler could not look into.
-CPU_GRAPH_PASSES: dict[str, GraphPass] = {"cpu_kernels": call_cpu_kernels}
+CPU_GRAPH_PASSES: dict[str, GraphPass] = {"lower_cpu": lower_cpu}
 
 __all__ = [
     "COMMON_PASSES",
@@ -46,7 +53,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_table
     from .fuse_rope_store import fuse_rope_store
-    from .lower_gpu import call_gpu_kernels
+    from .lower_gpu import lower_gpu
 
     return {
         "fuse_rope_store": fuse_rope_store,
@@ -54,7 +61,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_norm": fuse_norm,
         "fuse_activation": fuse_activation,
         "fuse_rope_table": fuse_rope_table,
-        "gpu_kernels": call_gpu_kernels,
+        "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
     }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..fx.nodes import example
+from ..fx.nodes import calls_function, example
 from .context import PassContext
 
 # Views of one tensor with equal arguments, asked for again in every layer (cos, sin).
@@ -30,7 +30,7 @@ def _is_noop_conversion(node: Node) -> bool:
 
 
 def _is_idle_dropout(node: Node) -> bool:
-    if node.op != "call_function" or node.target is not torch.nn.functional.dropout:
+    if not calls_function(node, torch.nn.functional.dropout):
         return False
     arguments: list[Any] = [*node.args, *[None] * 3]
     probability = node.kwargs.get("p", arguments[1])
@@ -39,7 +39,7 @@ def _is_idle_dropout(node: Node) -> bool:
 
 
 def _is_outer_product(node: Node) -> bool:
-    if node.op != "call_function" or node.target not in (operator.matmul, torch.matmul):
+    if not calls_function(node, operator.matmul, torch.matmul):
         return False
     left, right = (example(arg) if isinstance(arg, Node) else None for arg in node.args)
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):

@@ -1,4 +1,4 @@
-"""What a pass may know beyond the graph."""
+"""The context of a pass: constants bound to the graph, the attention backend, settings."""
 
 from __future__ import annotations
 

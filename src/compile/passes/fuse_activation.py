@@ -1,4 +1,4 @@
-"""``silu(gate) * up`` and ``gelu(gate, approximate="tanh") * up`` as one call."""
+"""Fuses ``silu(gate) * up`` and ``gelu(gate, approximate="tanh") * up`` into one call each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm as one call, together with the addition of the residual before it, if there is one."""
+"""Fuses RMSNorm into one call, with the addition of the residual before it if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norm, rotation, store and the attention behind them as one call, where there is one for it.
+"""Fuses norm, RoPE, KV store and the attention behind them, where the backend has such a call.
 
 ::
 
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ...kernels.fused import dispatch as fused
-from ..fx.nodes import example, positions, written_nodes
+from ..fx.nodes import calls_op, example, positions, written_nodes
 from .context import PassContext
 
 _CACHES = slice(10, 12)  # of the arguments of norm_rope_store
@@ -29,13 +28,12 @@ def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
     if attention is None or attention.fused_rope_attention is None:
         return 0
     graph = gm.graph
-    op = torch.ops.pagespec.paged_attention
     written = written_nodes(graph)
     order = positions(graph)
     count = 0
     node: Any
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in (op, op.default) or node.kwargs:
+        if not calls_op(node, "paged_attention") or node.kwargs:
             continue
         rope: Any = node.args[0]
         if rope.target is not fused.norm_rope_store:

@@ -1,4 +1,4 @@
-"""The cosines and sines of rotary embeddings as one call."""
+"""Fuses the cosines and sines of rotary embeddings into one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the q, k, v projections to the cache: norm, rotation and KV store as one call.
+"""Fuses norm, RoPE and KV store, from the q, k, v projections to the cache, into one call.
 
 ::
 
@@ -17,12 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
 from ..fx.nodes import (
     calls,
+    calls_op,
     dtype_of,
     erase_unused,
     example,
@@ -66,13 +66,12 @@ def fuse_rope_store(gm: GraphModule, _context: PassContext) -> int:
     """Rewrites, and returns the number of ``kv_store`` calls replaced. Results and caches are
     unchanged bit for bit on a CPU."""
     graph = gm.graph
-    store_op = torch.ops.pagespec.kv_store
     norms = {norm.output: norm for norm in rms_norms(gm)}
     written = written_nodes(graph)
     order = positions(graph)
     count = 0
     for store in list(graph.nodes):
-        if store.op != "call_function" or store.target not in (store_op, store_op.default):
+        if not calls_op(store, "kv_store"):
             continue
         attention = _attention_after(store, order)
         if attention is None:
@@ -93,14 +92,12 @@ def fuse_rope_store(gm: GraphModule, _context: PassContext) -> int:
 
 def _attention_after(store: Node, order: dict[Node, int]) -> Node | None:
     """The first attention over the caches ``store`` writes, if it comes later than the store."""
-    attention_op = torch.ops.pagespec.paged_attention
     k_cache: Any = store.args[2]
     v_cache = store.args[3]
     found = [
         node
         for node in k_cache.users
-        if node.target in (attention_op, attention_op.default)
-        and node.args[1:3] == (k_cache, v_cache)
+        if calls_op(node, "paged_attention") and node.args[1:3] == (k_cache, v_cache)
     ]
     first = min(found, key=order.__getitem__, default=None)
     return first if first is not None and order[first] > order[store] else None

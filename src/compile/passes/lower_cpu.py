@@ -1,4 +1,4 @@
-"""For a graph run as it is on a CPU: call our kernels directly, and share what a step shares.
+"""Lowers a graph to our CPU kernels, and computes once per step what its layers share.
 
 - ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
   not once a layer;
@@ -23,7 +23,7 @@ from ...kernels.attention import reference
 from ...kernels.fused import cpu_activation
 from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
-from ..fx.nodes import example, grouped_operands, is_linear, linear_operands
+from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
 from .context import PassContext
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -42,7 +42,7 @@ def _layout_of_step(
     )
 
 
-def _aligned_layout_of_step(
+def _invariant_layout_of_step(
     _: Tensor,
     k_cache: Tensor,
     query_starts: Tensor,
@@ -55,20 +55,19 @@ def _aligned_layout_of_step(
     )
 
 
-def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
+def lower_cpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
     layouts: dict[tuple[object, ...], Node] = {}
-    build_layout = _aligned_layout_of_step if context.transparent else _layout_of_step
+    build_layout = _invariant_layout_of_step if context.transparent else _layout_of_step
     attend: Callable[..., Tensor] = (
         invariant_attention.attend if context.transparent else reference.attend
     )
-    rewritten = _RowwiseCalls(context) if context.transparent else _FastCalls(context)
-    ops = torch.ops.pagespec
+    rewritten = _InvariantCalls(context) if context.transparent else _FastCalls(context)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
-        if node.target in (ops.paged_attention, ops.paged_attention.default):
+        if calls_op(node, "paged_attention"):
             query, k_cache, v_cache, starts, lengths, tables, scale, window, softcap, sinks = (
                 node.args
             )
@@ -82,7 +81,7 @@ def call_cpu_kernels(gm: GraphModule, context: PassContext) -> int:
                 replacement = graph.call_function(
                     attend, (query, k_cache, v_cache, layouts[key], scale, softcap, sinks)
                 )
-        elif node.target in (ops.kv_store, ops.kv_store.default):
+        elif calls_op(node, "kv_store"):
             node.target = reference.kv_store
             count += 1
             continue
@@ -116,7 +115,7 @@ class _FastCalls:
         return linear_few_rows, operands, {}
 
 
-class _RowwiseCalls:
+class _InvariantCalls:
     """Calls with the same bits for a row in any batch. A product is chosen once for all weights
     of one shape."""
 

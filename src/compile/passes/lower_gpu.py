@@ -1,10 +1,10 @@
-"""For a graph run on a GPU: call our kernels directly, and choose who computes each product.
+"""Lowers a graph to our GPU kernels, and chooses a kernel or cuBLAS for each matmul.
 
 - ``kv_store`` and ``paged_attention`` become the functions of the attention implementation chosen
   at start-up;
 - ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
   kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
-- a product of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`.
+- a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`.
 """
 
 from __future__ import annotations
@@ -17,37 +17,33 @@ from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
 from ...kernels.linear import grouped_mm
 from ...kernels.linear.plan_cache import LinearPlans
-from ..fx.nodes import example, grouped_operands, is_linear, linear_operands
+from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
 from .context import PassContext
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
+def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
-    ops = torch.ops.pagespec
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
-    products = {node: _product(node, context) for node in filter(is_linear, graph.nodes)}
-    plans.prepare([product for product in products.values() if product is not None])
+    matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
+    plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         attention = context.attention
-        if attention is not None and node.target in (
-            ops.paged_attention,
-            ops.paged_attention.default,
-        ):
+        if attention is not None and calls_op(node, "paged_attention"):
             node.target = attention.attend
-        elif attention is not None and node.target in (ops.kv_store, ops.kv_store.default):
+        elif attention is not None and calls_op(node, "kv_store"):
             node.target = attention.store
         elif (operands := grouped_operands(node)) is not None:
             if not _fits_our_kernel(operands):
                 continue
             node.target, node.args, node.kwargs = grouped_mm.grouped_mm, operands, {}
-        elif (product := products.get(node)) is not None:
+        elif (matmul := matmuls.get(node)) is not None:
             source, weight, bias = linear_operands(node)
-            max_custom_rows = plans.max_custom_rows(*product)
+            max_custom_rows = plans.max_custom_rows(*matmul)
             gated = _only_gate(node)
             with graph.inserting_before(node):
                 if gated is not None:
@@ -68,7 +64,7 @@ def call_gpu_kernels(gm: GraphModule, context: PassContext) -> int:
     return count
 
 
-def _product(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None] | None:
+def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a linear layer, if they are constants that our kernel can multiply."""
     _, weight, bias = linear_operands(node)
     tensor = context.constant(weight)

@@ -1,4 +1,4 @@
-"""Merges linear layers that read the same input (q, k, v; gate, up) into one product.
+"""Merges linear layers that read the same input (q, k, v; gate, up) into one matmul.
 
 The weights are concatenated in storage once, and the original parameters become views of it::
 

@@ -1,4 +1,4 @@
-"""What a value given by a caller is, for those who refuse what it should not be."""
+"""Checks of the types of values that callers give."""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""A model's decoder layers: finds the list of them, and describes each, so that equal ones are
+recognised.
+
+Layers with equal descriptions are the same code at the same sizes: one stands for the others where
+the probe runs the model and where it is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..fx.nodes import PLAIN
+
+# With fewer there is nothing to gain.
+FEWEST_LAYERS = 6
+# A layer's number and its call's, which are what tells it from others.
+_NUMBERS = frozenset({"layer_idx", "pagespec_call"})
+_CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
+_PLAIN = (*PLAIN, torch.dtype, torch.device)
+_SHARED = (PreTrainedConfig, FunctionType, BuiltinFunctionType, type)
+
+
+def find_layers(module: nn.Module, num_calls: int) -> tuple[str, nn.ModuleList] | None:
+    """The list of layers by name: as many as there are attention calls, each with that of its
+    number; None if there is no such list, or few layers."""
+    if num_calls < FEWEST_LAYERS:
+        return None
+    for name, part in module.named_modules():
+        if isinstance(part, nn.ModuleList) and len(part) == num_calls:
+            calls = [
+                [vars(m)["pagespec_call"] for m in layer.modules() if "pagespec_call" in vars(m)]
+                for layer in part
+            ]
+            if calls == [[number] for number in range(num_calls)]:
+                return name, part
+    return None
+
+
+def describe_layer(layer: nn.Module) -> list[Any]:
+    """Equal for layers that are alike, as far as that can be seen from outside."""
+    found: list[Any] = []
+    for name, part in layer.named_modules():
+        found.append((name, type(part)))
+        for key, value in sorted(vars(part).items()):
+            if key not in _NUMBERS | _CONTAINERS:
+                found.append((key, _value(value)))
+        tensors = [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for key, tensor in tensors:
+            form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            found.append((key, *form, tensor.requires_grad, type(tensor)))
+    return found
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value), [_value(part) for part in value]
+    if isinstance(value, _PLAIN):
+        return type(value), str(value)
+    if isinstance(value, set):
+        return type(value), sorted(map(repr, value))
+    if type(value) is dict or (isinstance(value, dict) and not value):  # others hold hooks
+        return type(value), [(_value(key), _value(part)) for key, part in value.items()]
+    if type(value) is functools.partial:  # an activation with its options
+        return functools.partial, *map(_value, (value.func, value.args, value.keywords))
+    if isinstance(value, _SHARED):
+        return id(value)
+    return object()  # like no other: hooks, and what is not known here

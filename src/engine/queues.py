@@ -1,0 +1,104 @@
+"""The waiting and the running queue, both in rank order, and the ways in and out of them.
+
+A request that leaves gives its blocks back at once, or, while a step in flight still writes them,
+when that step has settled. Who is admitted and who is preempted is decided in ``planner``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from .block_manager import BlockManager
+from .policy import Policy
+from .request import Request, RequestState, by_rank
+
+_RUNNING = RequestState.RUNNING
+
+
+class Queues:
+    """
+    Attributes:
+        waiting, running: in rank order, eldest first.
+        released: ids that left ``running`` since the last plan; the next plan tells the runner.
+        draining: finished or paused, but some step in flight still writes their blocks.
+    """
+
+    def __init__(self, blocks: BlockManager, policy: Policy) -> None:
+        self.blocks = blocks
+        self._policy = policy
+        self._num_arrivals = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty the queues; nobody's blocks are given back. Arrivals are counted on."""
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.released: list[str] = []
+        self.draining: set[Request] = set()
+
+    def arrive(self, request: Request) -> None:
+        """A new request, which gets its rank, waits."""
+        request.seniority = self._num_arrivals
+        self._num_arrivals += 1
+        request.rank = self._policy.rank(request)
+        insort(self.waiting, request, key=by_rank)
+
+    def admit(self, request: Request, position: int) -> None:
+        """Move the head of the waiting ones, its prefix hits in its table, to its place in rank
+        order among the running ones."""
+        assert self.waiting[0] is request
+        self.waiting.pop(0)
+        self.running.insert(position, request)
+        request.state = _RUNNING
+        request.num_computed = request.num_dispatched = request.num_slots
+        request.num_admissions += 1
+        if request.num_admissions == 1:
+            request.num_cached_tokens = request.num_slots
+        self.set_next_event(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks, with nothing of it in flight; its outputs, seed and
+        rank stay (S20)."""
+        self.withdraw(request, RequestState.WAITING)
+        request.num_preemptions += 1
+        insort(self.waiting, request, key=by_rank)
+
+    def resume(self, request: Request) -> None:
+        """A paused request waits again in its place: its rank is what it was (S27)."""
+        request.state = RequestState.WAITING
+        insort(self.waiting, request, key=by_rank)
+
+    def withdraw(self, request: Request, state: RequestState) -> None:
+        """Take ``request`` out of its queue into ``state``; its blocks go back now, or when the
+        last step that writes them settles (S28)."""
+        queue = {_RUNNING: self.running, RequestState.WAITING: self.waiting}.get(request.state)
+        if queue is not None:
+            del queue[bisect_left(queue, request.rank, key=by_rank)]
+        if queue is self.running:
+            self.released.append(request.request_id)
+        request.state = state
+        request.next_event = 0
+        if request.num_in_flight:
+            self.draining.add(request)
+        else:
+            self._give_back(request)
+
+    def end_drain(self, request: Request) -> None:
+        """A step of ``request``, which is draining, has settled."""
+        if not request.num_in_flight:
+            self.draining.discard(request)
+            self._give_back(request)
+
+    def set_next_event(self, request: Request) -> None:
+        """Set the smallest ``num_computed`` at which commit has more to do than append."""
+        next_event = 0
+        if request.on_token is None:
+            next_event = request.max_num_tokens - 1
+            if self.blocks.enable_prefix_caching:
+                next_full = (request.num_published + 1) * self.blocks.block_size
+                next_event = min(next_event, next_full)
+        request.next_event = next_event
+
+    def _give_back(self, request: Request) -> None:
+        self.blocks.release(request)
+        request.num_computed = request.num_dispatched = 0

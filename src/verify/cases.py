@@ -1,0 +1,218 @@
+"""The schedules that a request is tried under: beside neighbours, cut, hit, paused, preempted.
+
+Each method of :class:`ScheduleCases` is one kind: it drives an engine step by step and yields what
+was done, to which request, and the answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..engine.sampling_params import SamplingParams
+from .report import CUT_PROMPT, GateReport, GateSize
+from .stepped_engine import Answer, CaseRequest, LLMFactory, SteppedEngine
+
+_LONG_PROMPT = 100
+_MAX_MODEL_LEN = 512
+
+Case = tuple[str, CaseRequest, Answer]  # what was done, to whom, and what it then answered
+
+
+class ScheduleCases:
+    """
+    Args:
+        report: cache hits and preemptions are counted there.
+
+    Attributes:
+        subjects: the requests whose answers are compared, greedy and sampled ones in turn.
+    """
+
+    def __init__(
+        self,
+        make_llm: LLMFactory,
+        vocabulary: int,
+        block_size: int,
+        size: GateSize,
+        report: GateReport,
+    ) -> None:
+        self._make_llm = make_llm
+        self._size = size
+        self._rng = random.Random(0)
+        self._vocabulary = vocabulary
+        self._block_size = block_size
+        self._report = report
+        lengths = [1, 2, 5, 16, 17, 31, 40, 64]
+        self._pool = [self._request(n, i) for i, n in enumerate(lengths)]
+        self._cut = [self._request(CUT_PROMPT, i) for i in range(2)]
+        self.subjects = [*self._pool, *self._cut]
+
+    def _request(self, num_tokens: int, number: int, *, answer: int | None = None) -> CaseRequest:
+        """Greedy and sampled ones in turn."""
+        prompt = tuple(self._rng.randrange(self._vocabulary) for _ in range(num_tokens))
+        is_random = number % 2 == 1
+        params = SamplingParams(
+            temperature=0.9 if is_random else 0.0,
+            top_p=0.95 if number % 4 == 3 else 1.0,
+            max_tokens=answer or self._size.num_tokens,
+            ignore_eos=True,
+        )
+        kind = ("top-p" if number % 4 == 3 else "sampled") if is_random else "greedy"
+        return CaseRequest(f"{kind} after {num_tokens} tokens", prompt, params, seed=1000 + number)
+
+    def engine(self, **overrides: Any) -> SteppedEngine:
+        """An engine with room for the largest batch and for the longest neighbour."""
+        longest = self._cut[0].num_tokens
+        num_blocks = self._size.max_batch * self._num_blocks(longest)
+        return SteppedEngine(
+            self._make_llm,
+            **{
+                "max_num_seqs": self._size.max_batch,
+                "max_model_len": _MAX_MODEL_LEN,
+                "max_num_batched_tokens": max(1024, self._size.max_batch),
+                "block_size": self._block_size,
+                "num_blocks": max(num_blocks, 2 * self._num_blocks(_MAX_MODEL_LEN)),
+                **overrides,
+            },
+        )
+
+    def pressed_engine(self, overlap: bool) -> SteppedEngine:
+        """No prefix cache, so that all is computed again, and blocks for an elder request of
+        ``_elder_blocks`` and for one subject, no more."""
+        self._elder_blocks = self._num_blocks(self._size.num_tokens) + 2
+        num_blocks = self._elder_blocks + self._num_blocks(self._cut[0].num_tokens - 1)
+        return self.engine(
+            max_num_seqs=2,
+            max_model_len=num_blocks * self._block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=False,
+            overlap=overlap,
+        )
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    # ------------------------------------------------------------------------------------------
+
+    def batches(self, stepped: SteppedEngine, sizes: Sequence[int]) -> Iterator[Case]:
+        """All of a batch are subjects, in another order each time; one waits in the largest."""
+        for size in sizes:
+            subjects = [self._pool[i % len(self._pool)] for i in range(size)]
+            self._rng.shuffle(subjects)
+            answers = stepped.run(subjects, salt=b"batch %d" % size)
+            for subject, answer in zip(subjects, answers, strict=True):
+                yield f"batch of {size}", subject, answer
+
+    def neighbours(self, stepped: SteppedEngine) -> Iterator[Case]:
+        """A neighbour comes first, at the same time, or in the middle of the answer."""
+        for i, length in enumerate(self._size.neighbour_lengths):
+            neighbour = self._request(length, i)
+            subject = self._cut[i % 2]
+            salt = b"neighbour %d" % i
+            if i % 3 == 0:
+                stepped.add(neighbour, salt)
+            request = stepped.add(subject, salt)
+            if i % 3 == 1:
+                stepped.add(neighbour, salt)
+            stepped.step_until(request, 1)
+            if i % 3 == 2:
+                stepped.add(neighbour, salt)
+            stepped.finish()
+            yield f"neighbour of {length} tokens", subject, stepped.answer(request)
+
+    def cuts(self, stepped: SteppedEngine, count: int | None = None) -> Iterator[Case]:
+        for i, cut in enumerate(self._size.cuts[:count]):
+            subject = self._cut[i % 2]
+            request = stepped.add(subject, b"cut %d" % i)
+            stepped.step(budget=cut)
+            stepped.finish()
+            yield f"cut after {cut}", subject, stepped.answer(request)
+
+    def chunks(self, stepped: SteppedEngine) -> Iterator[Case]:
+        for i, budget in enumerate(self._size.budgets):
+            subject = self._cut[i % 2]
+            request = stepped.add(subject, b"budget %d" % i)
+            while request.num_dispatched < request.num_prompt_tokens:
+                stepped.step(budget=budget)
+            stepped.finish()
+            yield f"chunks of {budget}", subject, stepped.answer(request)
+
+    def hits(self, stepped: SteppedEngine) -> Iterator[Case]:
+        """The leading blocks come from another request's prompt, or all from the same request."""
+        size = self._block_size
+        for i, subject in enumerate(self._cut):
+            for count in range((CUT_PROMPT - 1) // size + 1):
+                salt = b"hit %d %d" % (i, count)
+                shared = subject.prompt[: count * size] or subject.prompt[:1]
+                other = (self._vocabulary - 1 - shared[-1],)
+                stepped.run([CaseRequest("donor", shared + other, subject.params, seed=1)], salt)
+                for again in ("", ", and all of itself"):
+                    request = stepped.add(subject, salt)
+                    stepped.finish()
+                    self._report.num_hit_blocks += request.num_cached_tokens // size
+                    yield f"{count} blocks hit{again}", subject, stepped.answer(request)
+
+    def pauses_over_hits(self, stepped: SteppedEngine) -> Iterator[Case]:
+        """Two of one prompt arrive together and compute blocks of their own. One is paused after
+        each number of tokens, a neighbour takes the blocks it gave back, and it goes on with those
+        of the other. A third comes when they are done and finds what they left."""
+        for count in range(self._size.num_tokens):
+            for i, subject in enumerate(self._cut):
+                salt = b"paused %d %d" % (count, i)
+                twins = [stepped.add(subject, salt), stepped.add(subject, salt)]
+                if count == 0:
+                    stepped.step()
+                stepped.step_until(twins[1], count)
+                stepped.engine.pause(twins[1].request_id)
+                stepped.step()
+                stepped.add(self._request(CUT_PROMPT, count), salt)
+                stepped.step()
+                if twins[1].finish_reason is None:  # else its last token was in flight
+                    stepped.engine.resume(twins[1].request_id)
+                stepped.finish()
+                for twin, words in zip(twins, ("beside one", "itself"), strict=True):
+                    yield f"{words} paused after {count} tokens", subject, stepped.answer(twin)
+                later = stepped.add(subject, salt)
+                stepped.finish()
+                self._report.num_hit_blocks += later.num_cached_tokens // self._block_size
+                yield f"behind one paused after {count} tokens", subject, stepped.answer(later)
+
+    def aborts(self, stepped: SteppedEngine) -> Iterator[Case]:
+        """Two neighbours, one of them long, are aborted after each number of steps."""
+        for count in range(self._size.num_tokens + 1):
+            subject = self._cut[count % 2]
+            salt = b"abort %d" % count
+            others = [stepped.add(self._request(_LONG_PROMPT, count), salt)]
+            request = stepped.add(subject, salt)
+            others.append(stepped.add(self._request(3, count), salt))
+            stepped.step(count)
+            for other in others:
+                stepped.engine.abort(other.request_id)
+            stepped.finish()
+            yield f"abort after {count} steps", subject, stepped.answer(request)
+
+    def pauses(self, stepped: SteppedEngine) -> Iterator[Case]:
+        """Its blocks are taken after each token of its answer, and once in the prompt."""
+        for count in range(self._size.num_tokens):
+            for subject in self._cut:
+                request = stepped.add(subject)
+                if count == 0:
+                    stepped.step(budget=CUT_PROMPT // 2)
+                stepped.step_until(request, count)
+                stepped.engine.pause(request.request_id)
+                stepped.engine.resume(request.request_id)
+                stepped.finish()
+                yield f"taken after {count} tokens", subject, stepped.answer(request)
+
+    def preemptions(self, stepped: SteppedEngine) -> Iterator[Case]:
+        """An elder request needs one more block after each number of steps, and none is left."""
+        size, answer = self._block_size, self._size.num_tokens
+        for steps in range(answer):
+            subject = self._cut[steps % 2]
+            elder = self._request(self._elder_blocks * size - steps, 0, answer=answer + 2)
+            stepped.add(elder)
+            request = stepped.add(subject)
+            stepped.finish()
+            self._report.num_preemptions += request.num_preemptions
+            yield f"preempted after {steps} steps", subject, stepped.answer(request)

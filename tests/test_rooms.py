@@ -1,0 +1,267 @@
+"""The rooms of the package, and who may import whom: read from the source, nothing is imported.
+
+An import counts wherever it stands: at the top of a module, in a function, under TYPE_CHECKING.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+
+# Top down: a room may import those below it, and none beside it (in the same line).
+PACKAGE = (
+    ("cli",),
+    ("verify",),
+    ("llm",),
+    ("build",),
+    ("runner",),
+    ("compile",),
+    ("kernels",),
+    ("errors", "startup", "disk_cache", "validation"),
+)
+COMPILE = (
+    ("captured_model",),
+    ("capture", "passes", "inductor"),
+    ("kv_cache",),
+    ("model",),
+    ("fx", "step_inputs"),
+)
+KERNELS = (("ops",), ("attention", "linear"), ("fused", "sampling"), ("jit", "device"))
+# The engine stands beside: these may import it, and it knows the lowest line only.
+ABOVE_ENGINE = ("cli", "verify", "llm", "build", "runner")
+NOT_FOR_ENGINE = ("torch", "triton", "transformers", "numpy")
+# The package's own `__init__` hands on public names on first use, and says its version.
+ROOT, ABOVE_ROOT = "", ("cli",)
+# What stands outside `src`: the specification travels with the package, for `pagespec trace`.
+SPEC, ABOVE_SPEC = "spec", ("cli",)
+
+
+class Import(NamedTuple):
+    """``target``: a module of ours, by its name below the package; else as it is written."""
+
+    module: str
+    target: str
+    is_ours: bool
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.module or 'pagespec'}:{self.line} imports {self.target or 'pagespec'}"
+
+
+def read_modules(src: Path) -> dict[str, bool]:
+    """Every module's name below the package, and whether it is a package itself."""
+    found = {}
+    for path in src.rglob("*.py"):
+        parts = path.relative_to(src).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        found[".".join(parts[:-1] if is_package else parts)] = is_package
+    return found
+
+
+def read_imports(text: str, module: str, modules: Mapping[str, bool]) -> list[Import]:
+    """What a module of this text imports."""
+    home = tuple(module.split(".")) if module else ()
+    home = home if modules[module] else home[:-1]
+    found = [
+        Import(module, target, is_ours, node.lineno)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for target, is_ours in _targets(node, home, modules)
+        if target != module or not is_ours
+    ]
+    return list(dict.fromkeys(found))
+
+
+def path_of(module: str, is_package: bool) -> Path:
+    folder = SRC.joinpath(*module.split(".")) if module else SRC
+    return folder / "__init__.py" if is_package else folder.with_suffix(".py")
+
+
+def _targets(
+    node: ast.Import | ast.ImportFrom, home: tuple[str, ...], modules: Mapping[str, bool]
+) -> Iterator[tuple[str, bool]]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            top, _, rest = alias.name.partition(".")
+            yield (rest, True) if top == "pagespec" else (alias.name, False)
+    else:
+        written = node.module or ""
+        if node.level:
+            base = ".".join((*home[: len(home) - node.level + 1], *filter(None, [written])))
+        elif written.partition(".")[0] == "pagespec":
+            base = written.partition(".")[2]
+        else:
+            yield written, False
+            return
+        for alias in node.names:
+            inner = f"{base}.{alias.name}".lstrip(".")
+            yield (inner if inner in modules else base), True
+
+
+def room(name: str, above: str = "") -> str:
+    """The room of a module among those of the package, or of its part ``above``."""
+    rest = name[len(above) + 1 :] if above else name
+    return rest.partition(".")[0]
+
+
+def upward(imports: list[Import], order: tuple[tuple[str, ...], ...], above: str = "") -> list[str]:
+    """The imports between the rooms of ``order`` that do not go down."""
+    place = {name: number for number, line in enumerate(order) for name in line}
+    broken = []
+    for edge in imports:
+        if above and not all(name.startswith(f"{above}.") for name in edge[:2]):
+            continue
+        here, there = room(edge.module, above), room(edge.target, above)
+        if not edge.is_ours or here == there or here not in place or there not in place:
+            continue
+        if place[here] >= place[there]:
+            broken.append(f"{edge}: {here} stands {_relation(place, here, there)} {there}")
+    return broken
+
+
+def _relation(place: Mapping[str, int], here: str, there: str) -> str:
+    return "below" if place[here] > place[there] else "beside"
+
+
+def circles(imports: list[Import]) -> list[str]:
+    """Groups of modules that reach each other, with the imports among them."""
+    graph: dict[str, set[str]] = {}
+    for edge in imports:
+        if edge.is_ours:
+            graph.setdefault(edge.module, set()).add(edge.target)
+
+    reached = {module: _reached(graph, module) for module in graph}
+    found, seen = [], set()
+    for module, others in reached.items():
+        if module in others and module not in seen:
+            group = {other for other in others if module in reached.get(other, ())}
+            seen |= group
+            edges = [str(e) for e in imports if e.is_ours and {e.module, e.target} <= group]
+            found.append("\n    ".join([f"a circle of {len(group)} modules:", *edges]))
+    return found
+
+
+def _reached(graph: Mapping[str, set[str]], module: str) -> set[str]:
+    reached: set[str] = set()
+    todo = list(graph[module])
+    while todo:
+        other = todo.pop()
+        if other not in reached:
+            reached.add(other)
+            todo += graph.get(other, ())
+    return reached
+
+
+def broken_rules(imports: list[Import]) -> list[str]:
+    """Everything but the order within kernels."""
+    broken = upward(imports, PACKAGE) + upward(imports, COMPILE, "compile") + circles(imports)
+    lowest = PACKAGE[-1]
+    for edge in imports:
+        here, there = room(edge.module), room(edge.target)
+        if not edge.is_ours:
+            if here == "engine" and there in NOT_FOR_ENGINE:
+                broken.append(f"{edge}: the engine knows no {there}")
+        elif here == "engine" and there not in ("engine", *lowest):
+            broken.append(f"{edge}: the engine knows nobody above")
+        elif there == "engine" and here not in (ROOT, "engine", *ABOVE_ENGINE):
+            broken.append(f"{edge}: {here} knows no engine")
+        elif there == ROOT and here not in ABOVE_ROOT:
+            broken.append(f"{edge}: only {ABOVE_ROOT} may")
+        elif there == SPEC and here not in ABOVE_SPEC:
+            broken.append(f"{edge}: only {ABOVE_SPEC} may")
+    return broken
+
+
+MODULES = read_modules(SRC)
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    return [
+        found
+        for module, is_package in sorted(MODULES.items())
+        for found in read_imports(path_of(module, is_package).read_text(), module, MODULES)
+    ]
+
+
+def report(broken: list[str]) -> str:
+    return "\n".join(["", *broken])
+
+
+def test_nothing_is_imported_upwards_or_in_a_circle(imports: list[Import]) -> None:
+    broken = broken_rules(imports)
+    assert not broken, report(broken)
+
+
+@pytest.mark.xfail(strict=True, reason="fused.dispatch imports attention.reference for kv_store")
+def test_kernels_import_downwards(imports: list[Import]) -> None:
+    broken = upward(imports, KERNELS, "kernels")
+    assert not broken, report(broken)
+
+
+def test_every_import_of_ours_is_found(imports: list[Import]) -> None:
+    names = {*MODULES, SPEC}
+    lost = [str(e) for e in imports if e.is_ours and not _is_known(e.target, names)]
+    assert not lost, report(lost)
+
+
+def _is_known(target: str, names: set[str]) -> bool:
+    return target in names or room(target) == SPEC
+
+
+@pytest.mark.parametrize(("above", "order"), [("compile", COMPILE), ("kernels", KERNELS)])
+def test_every_room_of_a_part_has_its_place(above: str, order: tuple[tuple[str, ...], ...]) -> None:
+    rooms = {room(name, above) for name in MODULES if name.startswith(f"{above}.")}
+    assert rooms == {name for line in order for name in line}
+
+
+def test_every_room_has_its_place() -> None:
+    rooms = {room(name) for name in MODULES}
+    assert rooms == {ROOT, "engine", *(name for line in PACKAGE for name in line)}
+
+
+# A test of the test -------------------------------------------------------------------------------
+
+PLANTED = [
+    ("runner.memory_profile", "from ..llm import LLM", "runner stands below llm"),
+    ("kernels.device", "from ..compile.fx import nodes", "kernels stands below compile"),
+    ("errors", "from .startup import gc_paused", "errors stands beside startup"),
+    ("verify.report", "def f():\n    from ..cli import main", "verify stands below cli"),
+    ("compile.model.masks", "from ..capture import dynamo", "model stands below capture"),
+    ("compile.passes.cleanup", "from ..inductor import regions", "passes stands beside induc"),
+    ("compile.fx.nodes", "from ...engine import plan", "compile knows no engine"),
+    ("kernels.jit.counters", "from ...engine import plan", "kernels knows no engine"),
+    ("engine.plan", "def f():\n    import torch.fx", "the engine knows no torch"),
+    ("engine.plan", "from ..llm import LLM", "the engine knows nobody above"),
+    ("engine.request", "from pagespec.runner import cpu_pack", "the engine knows nobody above"),
+    ("engine.request", "from . import plan", "a circle of 2 modules"),
+    (
+        "engine.policy",
+        "if TYPE_CHECKING:\n    from .scheduler import Scheduler",
+        "a circle of",
+    ),
+    ("build", "from . import __version__", "only ('cli',) may"),
+    ("llm", "from .spec.replay import replay", "only ('cli',) may"),
+]
+
+
+@pytest.mark.parametrize(("module", "text", "found"), PLANTED)
+def test_a_planted_import_is_noticed(
+    imports: list[Import], module: str, text: str, found: str
+) -> None:
+    planted = [*imports, *read_imports(text, module, MODULES)]
+    before = set(broken_rules(imports))
+    new = [line for line in broken_rules(planted) if line not in before]
+    assert any(found in line for line in new), report(new)
+
+
+def test_a_planted_import_among_kernels_is_noticed() -> None:
+    edge = Import("kernels.sampling.philox", "kernels.linear.plan", True, 1)
+    (broken,) = upward([edge], KERNELS, "kernels")
+    assert broken.endswith("imports kernels.linear.plan: sampling stands below linear")
