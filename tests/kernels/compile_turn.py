@@ -25,13 +25,13 @@ from pagespec.kernels.fused.norm_rope_store import _norm_rope_store_kernel, head
 _BF16 = {"query", "key", "value", "cos", "sin", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
 _POINTERS = {
     **dict.fromkeys(_BF16 | {"sinks"}, "*bf16"),
-    **dict.fromkeys(("starts", "contexts", "tables", "arrived"), "*i32"),
+    **dict.fromkeys(("starts", "contexts", "tables", "arrival_counters"), "*i32"),
     **dict.fromkeys(("partial", "stats"), "*fp32"),
     "slot_mapping": "*i64",
 }
 _FLOATS = ("eps", "factor", "cap_in", "cap_out")
 # The rope kernel's strides of a model's merged product; those of decode are in units of 16.
-_ALIGNED = {*_BF16, "partial", "stats", "arrived"}
+_ALIGNED = {*_BF16, "partial", "stats", "arrival_counters"}
 _STRIDES = {f"{x}_{kind}" for x in "qkv" for kind in ("stride", "head_stride")}
 
 
@@ -63,13 +63,13 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
     group = triton.next_power_of_2(hq // hkv)
     constants = {
         "HQ": hq, "HKV": hkv, "DK": dim, "DV": dim, "DK_PAD": dim, "DV_PAD": dim, "Q_STEP": 16,
-        "BLOCK_M": max(16, group), "BLOCK_N": t.block_n, "SHORT": t.short_split,
-        "LONG": t.long_split, "KNEE": t.knee, "FIRST": 1, "WHOLE": 0, "FAR": t.far_from,
+        "BLOCK_M": max(16, group), "BLOCK_N": t.block_n, "NEAR_SPLIT": t.short_split,
+        "FAR_SPLIT": t.long_split, "SPLIT_CHANGE": t.knee, "FIRST_SPLITS": 1, "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.far_from,
         "PAGE": 16, "ONES": 16, "GROUP": group,
         "CHUNK": t.merge_chunk_of(group * dim), "BY_TOKEN": True,
         "HAS_WINDOW": case["window"], "HAS_SOFTCAP": case["softcap"], "HAS_SINKS": False,
-        "PRECISION": "tf32", "EMULATE": False, "PDL": True, "TURN": turn,
-        "LATE": turn, "sinks": None,
+        "PRECISION": "tf32", "EMULATE": False, "PDL": True, "FUSE_ROPE": turn,
+        "LATE_TRIGGER": turn, "sinks": None,
     }  # fmt: skip
     if turn:
         angles = {"K_STEP": 16, "V_STEP": 16, "R": dim, "TABLE": dim, "ANGLES": 8}

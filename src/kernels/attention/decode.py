@@ -86,8 +86,8 @@ def _splits_in_first(  # type: ignore[no-untyped-def]
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=[
-        "window", "q_token_stride", "q_head_stride", "table_stride", "num_rows", "num_lanes",
-        "max_pieces", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride",
+        "window", "q_token_stride", "q_head_stride", "table_stride", "num_rows", "num_workers",
+        "max_segments", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride",
         "cos_stride", "cos_step", "sin_stride", "sin_step",
     ],
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "slot_mapping"],

@@ -49,7 +49,7 @@ def paged_attention(
 
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
-        arrived: int32 zeros, left as zeros, for calls that follow one another on one stream. One
+        arrival_counters: int32 zeros, left as zeros, for calls that follow one another on one stream. One
             for each unit and KV head, if those are fewer than ``tiling.whole_from``, else none.
             None makes some for the call, which costs one more launch.
 
@@ -176,8 +176,8 @@ def fused_rope_attention(
         "TABLE": cos.shape[2],
         "ANGLES": angles,
         "FORM": "" if q_weight is None else form,
-        "TURN": True,
-        "LATE": triggers_dependents_late(num_tokens),
+        "FUSE_ROPE": True,
+        "LATE_TRIGGER": triggers_dependents_late(num_tokens),
         # As triton_rope is compiled. The rest of the kernel says itself where to contract.
         "enable_fp_fusion": False,
     }
@@ -191,8 +191,8 @@ _NOT_TURNED: dict[str, Any] = {
     **dict.fromkeys(("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
     **dict.fromkeys(("cos_stride", "cos_step", "sin_stride", "sin_step")),
     **dict.fromkeys(("K_STEP", "V_STEP", "R", "TABLE", "ANGLES", "FORM")),
-    "TURN": False,
-    "LATE": False,
+    "FUSE_ROPE": False,
+    "LATE_TRIGGER": False,
 }
 
 
@@ -225,9 +225,9 @@ def _shared(
         "DK_PAD": max(_MIN_DOT, triton.next_power_of_2(k_dim)),
         "DV_PAD": max(_MIN_DOT, triton.next_power_of_2(v_dim)),
         "BLOCK_N": t.block_n,
-        "SHORT": t.short_split,
-        "LONG": t.long_split,
-        "KNEE": t.knee,
+        "NEAR_SPLIT": t.short_split,
+        "FAR_SPLIT": t.long_split,
+        "SPLIT_CHANGE": t.knee,
         "PAGE": page,
         "ONES": _MIN_DOT,
         "Q_STEP": step,

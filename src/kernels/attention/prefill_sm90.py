@@ -249,7 +249,7 @@ def fits(
 
 def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
     """The kernel's constants."""
-    names = ("HQ", "HKV", "Q_STEP", "BLOCK_N", "SHORT", "LONG", "KNEE", "PAGE")
+    names = ("HQ", "HKV", "Q_STEP", "BLOCK_N", "NEAR_SPLIT", "FAR_SPLIT", "SPLIT_CHANGE", "PAGE")
     dim = query.shape[2]
     chosen = {"D": dim, "BLOCK_M": 128, "STAGES": _STAGES[dim]}
     return {name: shared[name] for name in names} | chosen

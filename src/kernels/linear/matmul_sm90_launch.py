@@ -50,8 +50,8 @@ def plan_launch(
         "X_ROWS": x_rows,
         "ATOMS": tile.atoms,
         "STAGES": tile.stages,
-        "AHEAD": _stages_ahead(num_rows, num_outs * halves, k_size, tile),
-        "LATE": triggers_dependents_late(num_rows),
+        "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs * halves, k_size, tile),
+        "LATE_TRIGGER": triggers_dependents_late(num_rows),
         "PDL": overlap,
     }
     return Launch(
