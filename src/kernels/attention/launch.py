@@ -20,11 +20,9 @@ from torch import Tensor
 
 from ..device import has_dependent_launch, is_gluon_known, triggers_dependents_late, vector_strides
 from .decode import decode_kernel
-from .online_softmax import LOG2E
+from .online_softmax import LOG2E, MIN_DOT
 from .prefill import prefill_kernel
 from .tiling import Tiling, choose_spread, choose_tiling
-
-_MIN_DOT = 16  # smallest side of a matrix instruction
 
 
 def paged_attention(
@@ -49,9 +47,9 @@ def paged_attention(
 
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
-        arrival_counters: int32 zeros, left as zeros, for calls that follow one another on one stream. One
-            for each unit and KV head, if those are fewer than ``tiling.whole_from``, else none.
-            None makes some for the call, which costs one more launch.
+        arrival_counters: int32 zeros, left as zeros, for calls that follow one another on one
+            stream. One per unit and KV head, if those are fewer than ``tiling.whole_from``, else
+            none. None makes some for the call, which costs one more launch.
 
     Raises:
         ValueError: the block size is no power of two, or there are too few counters.
@@ -222,14 +220,13 @@ def _shared(
         "HKV": num_kv_heads,
         "DK": k_dim,
         "DV": v_dim,
-        "DK_PAD": max(_MIN_DOT, triton.next_power_of_2(k_dim)),
-        "DV_PAD": max(_MIN_DOT, triton.next_power_of_2(v_dim)),
+        "DK_PAD": max(MIN_DOT, triton.next_power_of_2(k_dim)),
+        "DV_PAD": max(MIN_DOT, triton.next_power_of_2(v_dim)),
         "BLOCK_N": t.block_n,
         "NEAR_SPLIT": t.short_split,
         "FAR_SPLIT": t.long_split,
         "SPLIT_CHANGE": t.knee,
         "PAGE": page,
-        "ONES": _MIN_DOT,
         "Q_STEP": step,
         "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0,
@@ -269,7 +266,9 @@ def _decode(
     if arrival_counters is None:
         arrival_counters = torch.zeros(num_counters, dtype=torch.int32, device=query.device)
     elif arrival_counters.numel() < num_counters:
-        raise ValueError(f"arrival_counters: {arrival_counters.numel()} of {num_counters} needed")
+        raise ValueError(
+            f"{arrival_counters.numel()} counters of arrival where {num_counters} are needed"
+        )
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     overlap = has_dependent_launch(query.device)
     decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
@@ -287,7 +286,7 @@ def _decode(
         max_segments=spread.max_segments,
         **shared,
         **turn,
-        BLOCK_M=max(_MIN_DOT, group),
+        BLOCK_M=max(MIN_DOT, group),
         GROUP=group,
         CHUNK=t.merge_chunk_of(group * shared["DV_PAD"]),
         BY_TOKEN=by_token,

@@ -22,77 +22,100 @@ All float32. ``factor`` turns scores into logarithms to base 2.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+MIN_DOT = 16  # smallest side of a matrix instruction
+ONES = tl.constexpr(MIN_DOT)  # columns of the matrix of ones that sums the weights
+
+
+# Bundles of arguments between device functions: they are gone when the kernel is compiled. Kernels
+# themselves take no tuples: Triton ignores ``do_not_specialize`` for a tuple's elements, and the
+# forms of kernels that are compiled ahead (:mod:`..jit`) are JSON, which keeps no tuples.
+class Splits(NamedTuple):
+    """Where the splits of a sequence begin: constants."""
+
+    NEAR_SPLIT: Any  # positions of a split up to SPLIT_CHANGE
+    FAR_SPLIT: Any  # positions of a split beyond
+    SPLIT_CHANGE: Any
+
+
+class Scoring(NamedTuple):
+    """How scores are masked, scaled and capped; those in capitals are constants."""
+
+    window: Any
+    factor: Any  # turns scores into logarithms to base 2
+    cap_in: Any
+    cap_out: Any
+    HAS_WINDOW: Any
+    HAS_SOFTCAP: Any
+    PRECISION: Any  # of tl.dot
+
+
+class TileShape(NamedTuple):
+    """Sizes of a tile of keys and values: constants."""
+
+    DK: Any
+    DV: Any
+    DK_PAD: Any
+    DV_PAD: Any
+    K_WIDTH: Any  # elements of a slot in the cache, of all KV heads
+    V_WIDTH: Any
+    PAGE: Any
+    BLOCK_N: Any
+
+
+class HeadPages(NamedTuple):
+    """Pointers to the pages of one KV head, in the first slot, and to the row's block table."""
+
+    k_cache: Any
+    v_cache: Any
+    table: Any
 
 
 @triton.jit
-def split_of(  # type: ignore[no-untyped-def]
-    position, NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr
-):
+def split_of(position, splits):  # type: ignore[no-untyped-def]
     """Number of the split that holds ``position``."""
     return tl.where(
-        position < SPLIT_CHANGE,
-        position // NEAR_SPLIT,
-        SPLIT_CHANGE // NEAR_SPLIT + (position - SPLIT_CHANGE) // FAR_SPLIT,
+        position < splits.SPLIT_CHANGE,
+        position // splits.NEAR_SPLIT,
+        splits.SPLIT_CHANGE // splits.NEAR_SPLIT
+        + (position - splits.SPLIT_CHANGE) // splits.FAR_SPLIT,
     )
 
 
 @triton.jit
-def split_begin(  # type: ignore[no-untyped-def]
-    split, NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr
-):
+def split_begin(split, splits):  # type: ignore[no-untyped-def]
     """First position of a split."""
     return tl.where(
-        split < SPLIT_CHANGE // NEAR_SPLIT,
-        split * NEAR_SPLIT,
-        SPLIT_CHANGE + (split - SPLIT_CHANGE // NEAR_SPLIT) * FAR_SPLIT,
+        split < splits.SPLIT_CHANGE // splits.NEAR_SPLIT,
+        split * splits.NEAR_SPLIT,
+        splits.SPLIT_CHANGE + (split - splits.SPLIT_CHANGE // splits.NEAR_SPLIT) * splits.FAR_SPLIT,
     )
 
 
 @triton.jit
-def segments_of(  # type: ignore[no-untyped-def]
-    position,
-    window,
-    num_first,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """First position in view, and the first and last piece of a query at ``position``.
+def segments_of(position, window, num_first, splits, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First position in view, and the first and last segment of a query at ``position``.
 
     Args:
-        num_first: splits in the first piece.
+        num_first: splits in the first segment.
     """
     low = tl.zeros_like(position)
     if HAS_WINDOW:
         low = tl.maximum(position - window + 1, 0)
-    first_segment = tl.maximum(
-        split_of(low, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE) - (num_first - 1), 0
-    )
-    last_segment = tl.maximum(
-        split_of(position, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE) - (num_first - 1), 0
-    )
+    first_segment = tl.maximum(split_of(low, splits) - (num_first - 1), 0)
+    last_segment = tl.maximum(split_of(position, splits) - (num_first - 1), 0)
     return low, first_segment, last_segment
 
 
 @triton.jit
-def segment_begin(  # type: ignore[no-untyped-def]
-    segment,
-    low,
-    num_first,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """First tile in view of a piece."""
-    begin = tl.where(
-        segment == 0, 0, split_begin(segment + (num_first - 1), NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
-    )
+def segment_begin(segment, low, num_first, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First tile in view of a segment."""
+    begin = tl.where(segment == 0, 0, split_begin(segment + (num_first - 1), splits))
     return tl.maximum(begin, low // BLOCK_N * BLOCK_N)
 
 
@@ -105,11 +128,11 @@ def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def score(q, k, cap_in, cap_out, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def score(q, k, scoring):  # type: ignore[no-untyped-def]
     """``[M, N]``: queries ``q [M, DK]`` with the keys of a tile, ``k [N, DK]``."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if HAS_SOFTCAP:
-        scores = capped(scores, cap_in, cap_out)
+    scores = tl.dot(q, tl.trans(k), input_precision=scoring.PRECISION)
+    if scoring.HAS_SOFTCAP:
+        scores = capped(scores, scoring.cap_in, scoring.cap_out)
     return scores
 
 
@@ -200,77 +223,83 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_tile(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def]
+    """Keys ``[BLOCK_N, DK_PAD]`` and values ``[BLOCK_N, DV_PAD]`` of the tile at ``start``."""
+    # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
+    k = load_rows(
+        pages.k_cache, blocks, start, last,
+        shape.DK, shape.DK_PAD, shape.K_WIDTH, shape.PAGE, shape.BLOCK_N, False,
+    )  # fmt: skip
+    v = load_rows(
+        pages.v_cache, blocks, start, last,
+        shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.PAGE, shape.BLOCK_N, True,
+    )  # fmt: skip
+    return k, v
+
+
+@triton.jit
 def attend_tiles(  # type: ignore[no-untyped-def]
     q,
-    k_cache,
-    v_cache,
-    table,
+    pages,
     blocks,
     begin,
     end,
     last,
     positions,
-    window,
-    factor,
-    cap_in,
-    cap_out,
-    HKV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ONES: tl.constexpr,
+    scoring,
+    splits,
+    shape,
     FOLD: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """The decode kernel's way over the tiles that begin in ``[begin, end)``: the total of the
+    """The decode kernel's loop over the tiles that begin in ``[begin, end)``: the total of the
     splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
 
     Args:
-        k_cache, v_cache: pointers to the KV head in the first slot.
+        q: ``[M, DK_PAD]``. pages: :class:`HeadPages`.
         blocks: the :func:`block_ids` of ``begin``, loaded early.
         last: last position any of the queries sees.
         positions: of the queries, ``[M]``.
+        scoring, splits, shape: :class:`Scoring`, :class:`Splits`, :class:`TileShape`.
         FOLD: False if all tiles are of one split, which is then left to the caller to fold.
     """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
+    ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
     total_row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total_row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-    total_acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    total_acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
     row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
     for start in tl.range(begin, end, BLOCK_N):
-        # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
-        k = load_rows(k_cache, blocks, start, last, DK, DK_PAD, HKV * DK, PAGE, BLOCK_N, False)
-        v = load_rows(v_cache, blocks, start, last, DV, DV_PAD, HKV * DV, PAGE, BLOCK_N, True)
+        k, v = load_tile(pages, blocks, start, last, shape)
         # One tile ahead: an address must not wait for the load of its block id.
-        blocks = block_ids(table, start + BLOCK_N, last, PAGE, BLOCK_N)
+        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         visible = (start + offsets)[None, :] <= positions[:, None]
-        if HAS_WINDOW:
-            visible &= (start + offsets)[None, :] > positions[:, None] - window
-        scores = score(q, k, cap_in, cap_out, HAS_SOFTCAP, PRECISION)
+        if scoring.HAS_WINDOW:
+            visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window
+        scores = score(q, k, scoring)
         scores = tl.where(visible, scores, float("-inf"))
-        row_max, row_sum, acc = add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION)
+        row_max, row_sum, acc = add_tile(
+            scores, v, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
+        )
         end_of_tile = start + BLOCK_N
         if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
             if (
-                end_of_tile & (tl.where(end_of_tile <= SPLIT_CHANGE, NEAR_SPLIT, FAR_SPLIT) - 1)
+                end_of_tile
+                & (
+                    tl.where(
+                        end_of_tile <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT
+                    )
+                    - 1
+                )
                 == 0
             ):
                 total_row_max, total_row_sum, total_acc = fold(
-                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
                 )
                 row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
                 row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-                acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+                acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
     return total_row_max, total_row_sum, total_acc, row_max, row_sum, acc
 
 

@@ -89,7 +89,7 @@ def _fold(state, factor):
 
 @gluon.jit
 def _add(
-    FIRST_SPLITS: gl.constexpr,
+    MAY_BEGIN_SPLIT: gl.constexpr,
     tile,
     scores,
     state,
@@ -104,10 +104,10 @@ def _add(
     """:func:`triton_softmax.add_tile`, its values' sums under way.
 
     Args:
-        FIRST: whether ``tile`` may begin a split.
+        MAY_BEGIN_SPLIT: whether ``tile`` may begin a split.
     """
     start = tile * BLOCK_N
-    if FIRST_SPLITS:  # noqa: SIM102 (known when compiling, the other is not)
+    if MAY_BEGIN_SPLIT:  # noqa: SIM102 (known when compiling, the other is not)
         if start & (gl.where(start < SPLIT_CHANGE, NEAR_SPLIT, FAR_SPLIT) - 1) == 0:
             state = _fold(state, factor)
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
@@ -140,7 +140,7 @@ def _masked(scores, tile, positions, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _step(
     MASKED: gl.constexpr,
-    FIRST_SPLITS: gl.constexpr,
+    MAY_BEGIN_SPLIT: gl.constexpr,
     tile,
     scores,
     state,
@@ -172,7 +172,7 @@ def _step(
     if MASKED:
         scores = _masked(scores, tile, positions, BLOCK_N)
     state = _add(
-        FIRST_SPLITS,
+        MAY_BEGIN_SPLIT,
         tile,
         scores,
         state,

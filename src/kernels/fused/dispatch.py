@@ -173,7 +173,7 @@ def rope_table(
     """
     if positions.device.type == "cuda":
         # Triton is only there on machines with a GPU.
-        from .fused import rope_cos_sin
+        from . import rope_cos_sin
 
         return rope_cos_sin.rope_table(frequencies, positions, scaling, dtype)
     angles = (frequencies * positions.float()).transpose(1, 2)

@@ -7,6 +7,8 @@ and sums are never contracted, as in :mod:`.rms_norm`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,38 +32,48 @@ def partners_of(offsets, R: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(offsets < R, partners, offsets)
 
 
+class HeadNorm(NamedTuple):
+    """RMSNorm of heads, if the constant FORM is not "".
+
+    ``weight`` and ``partners``, those of the elements' partners, are ``[M or 1, D_PAD]``, as they
+    were loaded; of no meaning without FORM.
+    """
+
+    weight: Any
+    partners: Any
+    eps: Any
+    FORM: Any
+
+
 @triton.jit
-def turned(  # type: ignore[no-untyped-def]
+def norm_and_rotate(  # type: ignore[no-untyped-def]
     x,
     y,
-    w,
-    w_partner,
+    norm,
     c,
     s,
     offsets,
-    eps,
     D: tl.constexpr,
     R: tl.constexpr,
-    FORM: tl.constexpr,
     DTYPE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Heads ``x [M, D_PAD]``, normalised if FORM and rotated, in DTYPE.
+    """Heads ``x [M, D_PAD]``, normalised if ``norm.FORM`` and rotated, in DTYPE.
 
     The same bits in whichever kernel, if that is compiled without contraction and the sum over D is
     taken in the same order, which follows from the layout of x.
 
     Args:
-        y: the partners of x. w, w_partner: ``[M or 1, D_PAD]``, of no meaning without FORM.
-        c, s: the same shape. All as they were loaded. offsets: of a head, ``[D_PAD]``.
+        y: the partners of x. norm: :class:`HeadNorm`.
+        c, s: ``[M or 1, D_PAD]``. All as they were loaded. offsets: of a head, ``[D_PAD]``.
     """
     HALF: tl.constexpr = R // 2
     x = x.to(tl.float32)
     y = y.to(tl.float32)
-    if FORM != "":
-        r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None]
-        x = scaled(x * r, w.to(tl.float32), FORM, DTYPE, EMULATE)
-        y = scaled(y * r, w_partner.to(tl.float32), FORM, DTYPE, EMULATE)
+    if norm.FORM != "":
+        r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + norm.eps)[:, None]
+        x = scaled(x * r, norm.weight.to(tl.float32), norm.FORM, DTYPE, EMULATE)
+        y = scaled(y * r, norm.partners.to(tl.float32), norm.FORM, DTYPE, EMULATE)
     y = tl.where((offsets < HALF)[None, :], -y, y)
     result = rounded(x * c.to(tl.float32), DTYPE, EMULATE)
     result += rounded(y * s.to(tl.float32), DTYPE, EMULATE)
@@ -70,7 +82,7 @@ def turned(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn_heads(  # type: ignore[no-untyped-def]
+def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
     source,
     target,
     weight,
@@ -99,7 +111,9 @@ def _turn_heads(  # type: ignore[no-untyped-def]
         w_partner = tl.load(weight + partners, mask=offsets < D, other=0.0)[None, :]
     c = tl.load(cos, mask=offsets < R, other=0.0)[None, :]
     s = tl.load(sin, mask=offsets < R, other=0.0)[None, :]
-    result = turned(x, y, w, w_partner, c, s, offsets, eps, D, R, FORM, DTYPE, EMULATE)
+    result = norm_and_rotate(
+        x, y, HeadNorm(w, w_partner, eps, FORM), c, s, offsets, D, R, DTYPE, EMULATE
+    )
     tl.store(target + heads[:, None] * D + offsets[None, :], result, mask=mask)
 
 
@@ -173,12 +187,12 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
 
     # No variables inside the branches: Triton would want them alike in all of them.
     if tile < Q_TILES:
-        _turn_heads(
+        _norm_and_rotate_heads(
             query + token * q_stride, out + token * HQ * D, q_weight, cos, sin, eps, q_head_stride,
             offsets, tile * HEADS + lane, HQ, D, R, FORM, DTYPE, EMULATE,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
-        _turn_heads(
+        _norm_and_rotate_heads(
             key + token * k_stride, k_cache + slot * HKV * D, k_weight, cos, sin, eps,
             k_head_stride, offsets, (tile - Q_TILES) * HEADS + lane, HKV, D, R, FORM, DTYPE,
             EMULATE,

@@ -190,6 +190,16 @@ def matmul(
 
 def constants_of(product: dict[str, object], num_rows: int, form: NormForm) -> dict[str, object]:
     """The kernel's constants; ``product``: those of the product alone."""
-    names = ("N", "K", "HALVES", "PART", "ATOMS", "STAGES", "PREFETCH_STAGES", "LATE_TRIGGER", "PDL")
+    names = (
+        "N",
+        "K",
+        "HALVES",
+        "PART",
+        "ATOMS",
+        "STAGES",
+        "PREFETCH_STAGES",
+        "LATE_TRIGGER",
+        "PDL",
+    )
     chosen = {"ROWS": max(2, triton.next_power_of_2(num_rows)), "BLOCK": _BLOCK, "FORM": form}
     return {name: product[name] for name in names} | chosen
