@@ -30,6 +30,7 @@ from tests.paged import (
     Batch,
     Rows,
     Shape,
+    bundled,
     float64_attention,
     make_batch,
     poisoned_memory,
@@ -138,7 +139,7 @@ def stored(rows: Rows, shape: Shape, *, num_padding: int = 3) -> Batch:
 
 
 def attend(arguments: tuple, tiling: Tiling = SMALL, **changes: int) -> Tensor:
-    return launch.paged_attention(*arguments, tiling=replace(tiling, **changes))
+    return launch.paged_attention(*bundled(*arguments), tiling=replace(tiling, **changes))
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
@@ -177,7 +178,7 @@ def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[s
         for seed in range(2):
             with shuffled(seed):
                 out = launch.paged_attention(
-                    *batch.attend, tiling=tiling, arrival_counters=arrival_counters
+                    *bundled(*batch.attend), tiling=tiling, arrival_counters=arrival_counters
                 )
             assert torch.equal(out, expected), seed
             assert not arrival_counters.any(), seed
@@ -186,7 +187,7 @@ def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[s
 def test_counters_are_shared_by_calls_of_all_sizes() -> None:
     attention = TritonBackend()
     small, large = (stored([(140, 1), (5, 1)] * n, Shape(dk=16, dv=16)) for n in (1, 2))
-    expected = [launch.paged_attention(*batch.attend) for batch in (small, large)]
+    expected = [launch.paged_attention(*bundled(*batch.attend)) for batch in (small, large)]
     for _ in range(2):
         for batch, out in zip((small, large), expected, strict=True):
             assert torch.equal(attention.attend(*batch.attend), out)
@@ -196,9 +197,13 @@ def test_counters_that_are_too_few_are_refused() -> None:
     batch = stored([(90, 1), (3, 1)], Shape(dk=16, dv=16), num_padding=0)
     arrival_counters = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match="3 counters of arrival where 4 are needed"):
-        launch.paged_attention(*batch.attend, tiling=SMALL, arrival_counters=arrival_counters)
+        launch.paged_attention(
+            *bundled(*batch.attend), tiling=SMALL, arrival_counters=arrival_counters
+        )
     whole = replace(SMALL, whole_from=4)  # then none are needed
-    out = launch.paged_attention(*batch.attend, tiling=whole, arrival_counters=arrival_counters[:0])
+    out = launch.paged_attention(
+        *bundled(*batch.attend), tiling=whole, arrival_counters=arrival_counters[:0]
+    )
     assert torch.equal(out, attend(batch.attend))
 
 
@@ -234,7 +239,7 @@ def test_default_tilings_serve_each_dtype() -> None:
     for dtype, tolerance in TOLERANCE.items():
         shape = Shape(dtype=dtype)
         batch = stored(ROWS["mixed"], shape)
-        out = launch.paged_attention(*batch.attend)
+        out = launch.paged_attention(*bundled(*batch.attend))
         error = (out[: batch.num_tokens] - float64_attention(batch, ROWS["mixed"], shape)).abs()
         assert error.max().item() <= tolerance
 
@@ -288,7 +293,7 @@ def test_attention_of_no_tokens_and_of_no_rows() -> None:
 def test_refuses_a_block_size_that_is_no_power_of_two() -> None:
     batch = make_batch(ROWS["decode"], Shape(dk=16, dv=16, block_size=12))
     with pytest.raises(ValueError, match="power of two"):
-        launch.paged_attention(*batch.attend)
+        launch.paged_attention(*bundled(*batch.attend))
 
 
 def test_the_benchmark_counts_bytes_and_operations_of_inputs_that_work() -> None:

@@ -20,7 +20,7 @@ from tests.kernels.test_triton import (  # noqa: F401 (two are fixtures)
     attend,
     stored,
 )
-from tests.paged import Shape, float64_attention, rescheduled
+from tests.paged import Shape, bundled, float64_attention, rescheduled
 
 SHAPES = [
     Shape(hq=2, hkv=1),
@@ -72,7 +72,7 @@ def test_heads_of_256_have_their_values_shared() -> None:
     rows = [(30, 9), (70, 1), (0, 5)]
     shape = Shape(hq=2, hkv=1, dk=256, dv=256, dtype=half)
     batch = stored(rows, shape)
-    out = launch.paged_attention(*batch.attend)
+    out = launch.paged_attention(*bundled(*batch.attend))
     error = (out[: batch.num_tokens] - float64_attention(batch, rows, shape)).abs().max().item()
     assert error <= TOLERANCE[half]
 

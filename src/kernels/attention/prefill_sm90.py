@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..arguments import PagedKV
 from ..device import Gpu
 from .prefill_sm90_mainloop import consume, lines_of
 from .tiling import Tiling
@@ -257,10 +258,8 @@ def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
 
 def launch(
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     out: Tensor,
-    metadata: tuple[Tensor, Tensor, Tensor],
     shared: dict[str, Any],
     t: Tiling,
 ) -> bool:
@@ -268,12 +267,12 @@ def launch(
 
     Args:
         query: ``[T, Hq, D]`` on a GPU. out: contiguous, of its shape and dtype.
-        metadata: query_starts, context_lens, block_tables.
         shared: what the attention kernels are given alike.
 
     Returns:
         Whether it was launched: False where it does not fit the GPU, the shapes or the model.
     """
+    k_cache, v_cache, *metadata = kv
     if not (Gpu.of(query.device).has_prefetch and fits(query, k_cache, v_cache, shared, t)):
         return False
     (num_tokens, num_heads, dim), num_rows = query.shape, len(metadata[2])

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import RopeInputs
 from ..device import has_dependent_launch
 from .rounding import rounded, scaled
 
@@ -211,16 +212,7 @@ def heads_at_once(num_heads: int, d_pad: int) -> int:
 
 
 def norm_rope_store(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rotary_dim: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    form: str,
+    inputs: RopeInputs,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -229,6 +221,7 @@ def norm_rope_store(
 
     What ends up in the null block, where many tokens write, is not determined.
     """
+    query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
     num_tokens, num_heads, dim = query.shape
     num_kv_heads, v_dim = value.shape[1:]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
