@@ -11,7 +11,7 @@ its own, the last ``window`` of them if ``window > 0``. Padding tokens yield zer
 
 Called as they are, the ops run the Triton kernels for tensors on a GPU that those can serve, and
 the reference for all others. An engine replaces them in its graph by the functions of a
-:class:`.backend.Choice`.
+:class:`.attention.backend.AttentionBackend`.
 """
 
 from __future__ import annotations

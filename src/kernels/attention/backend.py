@@ -1,8 +1,8 @@
-"""Which implementation of attention and of the KV store an engine uses, chosen when it starts.
+"""The attention backend of an engine (Triton, FlashAttention or torch), selected at its start.
 
 Three stand behind the ops of :mod:`.ops`: our Triton kernels, a FlashAttention
-library, and the reference in plain torch. The runner puts the functions of a :class:`Choice` into
-the graph in place of the ops, so that a step asks nobody.
+library, and the reference in plain torch. The runner puts the functions of an
+:class:`AttentionBackend` into the graph in place of the ops, so that a step makes no choice.
 """
 
 from __future__ import annotations

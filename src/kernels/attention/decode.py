@@ -1,4 +1,7 @@
-"""Attention of single queries over pages: split-KV decode that merges its splits in one launch.
+"""Split-KV decode attention over pages, its splits combined in the same launch.
+
+PagedAttention (Kwon et al. 2023) with the splits of Flash-Decoding (Dao et al. 2023), for rows of
+one query: softmax(scale * q @ K.T) @ V.
 
 A program serves one token, one KV head with its G query heads, and some of the *segments* of the
 context. The first segment is the first splits, folded by the program; each later split is a
@@ -153,6 +156,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     LATE_TRIGGER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
+
+    Grid: ``(HKV * num_workers, units)``, a unit being a token if BY_TOKEN, else a row. Shapes:
+    query ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
+    ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``; key ``[T, HKV, DK]`` and value alike, cos and
+    sin ``[1, T, TABLE]``, slot_mapping ``[T]``.
+    """
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     SHAPE: tl.constexpr = TileShape(DK, DV, DK_PAD, DV_PAD, HKV * DK, HKV * DV, PAGE, BLOCK_N)
     G: tl.constexpr = HQ // HKV

@@ -1,16 +1,16 @@
-"""What decode attention does before it walks, where it takes q, k and v as a product leaves them.
+"""RoPE prologue of decode attention: norms, rotation and KV store inside the decode kernel.
 
-One launch then normalises, rotates and stores, as :mod:`.norm_rope_store` does, and
-attends. A decode program
+One launch then normalises, rotates and stores, as :mod:`..fused.norm_rope_store` does, and
+attends, on q, k and v as the merged matmul leaves them. A decode program
 
-- normalises and rotates its own queries, once more in every lane: a few hundred operations;
-- stores, before it walks, the new keys and values that its own pieces look at: those of its row
-  from the row's first new token up to its own. In a decode step that is one token, and lane 0,
-  which walks the last piece, has it. Where a row has several new tokens (the shapes of a step
-  cannot tell), each program stores all that it will read, so that none reads what another has yet
-  to store. Several store the same bits then, which harms nobody.
+- normalises and rotates its own queries, once more in every worker: a few hundred operations;
+- stores, before it attends, the new keys and values of its own segments: those of its row from the
+  row's first new token up to its own. In a decode step that is one token, and worker 0, which has
+  the last segment, stores it. Where a row has several new tokens (the shapes of a step cannot
+  tell), each program stores all that it will read, so that none reads what another has yet to
+  store. Several programs then store the same bits.
 
-Every token is stored by its own program at least, those of padding too (by lane 0). Blocks that
+Every token is stored by its own program at least, those of padding too (by worker 0). Blocks that
 requests share are full of settled tokens and not written to, so no program looks at a slot that
 another writes.
 """
@@ -214,12 +214,12 @@ def store_new(  # type: ignore[no-untyped-def]
 def fits(query: Tensor, key: Tensor, has_norm: bool) -> bool:
     """Whether one launch gives the bits of two: by shapes, strides and dtypes alone.
 
-    - float32 products are compiled to other instructions where contraction is off, as it is here.
+    - float32 matmuls are compiled to other instructions where contraction is off, as it is here.
     - A norm adds up its squares in an order that follows from how Triton spreads a tile over the
       threads: neighbours that one thread loads at once (16 bytes, if the strides allow it and the
-      tile has as many elements for each of its 128 threads), then lanes. The tile here has another
-      height than that of :mod:`triton_rope`; with heads of few elements or in models of few heads
-      it may not be spread alike.
+      tile has as many elements for each of its 128 threads), then lanes of a warp. The tile here
+      has another height than that of :mod:`..fused.norm_rope_store`; with heads of few elements or
+      in models of few heads it may not be spread alike.
     """
     _, num_heads, dim = query.shape
     padded = triton.next_power_of_2(dim)

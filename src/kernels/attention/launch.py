@@ -1,10 +1,10 @@
-"""``pagespec::paged_attention`` on a GPU: chooses tiles and grids, and launches the kernels.
+"""Host side of the attention kernels: tiles, grids and launches of ``paged_attention``.
 
 Everything here follows shapes and dtypes alone. Nothing waits for the device, so that calls can be
 captured in a CUDA graph and replayed with other contents.
 
 - At most as many tokens as rows (decode, with or without padding): one decode program (or several
-  lanes of them) a token and KV head, of which the last to arrive merges what all computed. With
+  workers of them) a token and KV head, of which the last to arrive merges what all computed. With
   few rows it normalises, rotates and stores too (:func:`fused_rope_attention`).
 - More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
   the other's alone. On Hopper :mod:`.prefill_sm90` may be the latter; same bits.
@@ -35,7 +35,7 @@ def paged_attention(
 ) -> Tensor:
     """As :func:`.ops.paged_attention`, with shapes as there.
 
-    ``query`` may be strided in tokens and heads. Products have operands of the query's dtype and
+    ``query`` may be strided in tokens and heads. Matmuls have operands of the query's dtype and
     float32 sums; float32 operands are multiplied as such, not as TF32. Any block size that is a
     power of two.
 
@@ -99,8 +99,8 @@ def fused_rope_attention(
     tiling: Tiling | None = None,
     arrival_counters: Tensor | None = None,
 ) -> Tensor:
-    """:func:`triton_rope.norm_rope_store`, then :func:`paged_attention` of what it returns, in one
-    launch; with the same bits if :func:`triton_turn.fits`. Arguments as there.
+    """:func:`..fused.norm_rope_store.norm_rope_store`, then :func:`paged_attention` of what it
+    returns, in one launch; with the same bits if :func:`.decode_prologue.fits`. Arguments as there.
 
     Any rows of as many tokens altogether as there are rows, or fewer; rows of several new tokens
     are stored several times.
@@ -152,7 +152,7 @@ def fused_rope_attention(
         "FORM": "" if q_weight is None else form,
         "FUSE_ROPE": True,
         "LATE_TRIGGER": triggers_dependents_late(num_tokens),
-        # As triton_rope is compiled. The rest of the kernel says itself where to contract.
+        # As norm_rope_store is compiled. The rest of the kernel says itself where to contract.
         "enable_fp_fusion": False,
     }
     _decode(query, kv, out, shared, t, arrival_counters, True, rope)
@@ -228,7 +228,7 @@ def _decode(
     num_rows, table_width = kv.block_tables.shape
     num_units = num_tokens if by_token else num_rows
     spread = choose_spread(t, num_units * num_kv_heads, table_width * page, shared["window"])
-    # With one piece at most, nothing is merged: these are empty, of the dtype they always have.
+    # With one segment at most, nothing is merged: these are empty, of the dtype they always have.
     num_merging = num_units if spread.max_segments > 1 else 0
     shape = (num_merging, num_heads, spread.max_segments)
     partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=query.device)

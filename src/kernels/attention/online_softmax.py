@@ -1,7 +1,8 @@
-"""The arithmetic that the Triton attention kernels share, so that their bits agree.
+"""Batch-invariant online softmax: device functions that all attention kernels share.
 
 Online softmax over tiles of keys (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023), with
-splits of the keys merged at the end (Flash-Decoding, Dao et al. 2023). What makes the result of
+splits of the keys combined at the end (Flash-Decoding, Dao et al. 2023). Batch invariance as in
+He 2025, "Defeating Nondeterminism in LLM Inference". What makes the result of
 a query independent of how it was scheduled (decode, extend, prefill; alone or with others):
 
 - tiles of ``BLOCK_N`` positions and splits begin at fixed positions of the sequence, wherever the
@@ -9,15 +10,15 @@ a query independent of how it was scheduled (decode, extend, prefill; alone or w
   ``SPLIT_CHANGE``, so that few short sequences still make many programs, and ``FAR_SPLIT`` beyond.
   A tile or a split in which a query sees nothing leaves its state as it was, to the bit;
 - every split has fresh accumulators, and splits are folded into the total one by one in order of
-  position, whether by the program that walked them or by the last of several to arrive;
-- no sum depends on a layout: scores, weighted values and the sum of the weights (a product with
+  position, whether by the program that read them or by the last of several to arrive;
+- no sum depends on a layout: scores, weighted values and the sum of the weights (a matmul with
   ones) come from ``tl.dot``, each output element of which is one chain over the tile in order of
   position. Maxima are exact in any order;
 - where the compiler could contract a product and a sum or not, ``tl.fma`` says which.
 
-State of a split or a total: ``peak [M]``, the largest score so far; ``mass [M, W]``, the sum of the
-weights exp(score - peak), the same in all W columns; ``acc [M, DV]``, the sum of weighted values.
-All float32. ``factor`` turns scores into logarithms to base 2.
+State of a split or a total: ``row_max [M]``, the largest score so far; ``row_sum [M, W]``, the sum
+of the weights exp(score - row_max), the same in all W columns; ``acc [M, DV]``, the sum of weighted
+values. All float32. ``factor`` turns scores into logarithms to base 2.
 """
 
 from __future__ import annotations

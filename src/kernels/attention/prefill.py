@@ -1,7 +1,7 @@
-"""Attention of rows with several queries over pages (FlashAttention-2, Dao 2023).
+"""Prefill attention over pages: rows with several queries (FlashAttention-2, Dao 2023).
 
 A program serves one KV head and a tile of ``BLOCK_M // G`` consecutive queries of one row, whose
-G query heads lie side by side along M, so that a tile of keys is read once for the group. It walks
+G query heads lie side by side along M, so that a tile of keys is read once for the group. It reads
 all splits and folds them in order, as the decode kernel does. Where the sums of all values would
 not fit its registers, ``PARTS`` programs serve the tile: each computes all scores, and has the sums
 of its part of the values' dimensions.
@@ -44,9 +44,9 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
     """The total of the tiles from ``begin``, a multiple of BLOCK_N, to that of ``last``.
 
     A split is folded not where it ends but in the next tile, behind that tile's scores. There, no
-    product with ``acc`` is under way: on Hopper such a product runs beside other instructions, and
+    matmul with ``acc`` is under way: on Hopper such a matmul runs beside other instructions, and
     one place that touches its sums before they have been waited for makes ptxas wait for every
-    product of the kernel at once (its warning C7515). Times: benchmarks/NOTES.md, "Attention".
+    matmul of the kernel at once (its warning C7515). Times: benchmarks/NOTES.md, "Attention".
 
     Args:
         positions: of the queries, ``[M]``, from ``first`` to ``last``.
@@ -155,6 +155,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,  # rows looked at together
 ):
+    """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V``, causal, for rows of several queries.
+
+    Grid: ``(tiles * HKV * PARTS,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query
+    ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
+    ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    """
     PART: tl.constexpr = DV_PAD // PARTS
     PART_USED: tl.constexpr = DV // PARTS
     G: tl.constexpr = HQ // HKV

@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels, and how the pieces of contexts are spread over programs.
+"""Tile sizes of the attention kernels, and how decode splits contexts over programs.
 
 Tile and split of the keys depend on dtype and head sizes only, never on the batch: see
 :mod:`.online_softmax` for what that buys. The spread changes no bits, and follows
@@ -32,16 +32,16 @@ class Tiling:
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
             dimensions, so that its sums fit its registers. More than 1 only if those dimensions and
             the parts are powers of two. Changes no bits.
-        merge_chunk: pieces whose loads a merging program has under way together, of groups of up
-            to 512 values; of larger ones as many fewer. Few pieces are loaded all at once.
-        whole_from: decode programs (rows x KV heads) from which each walks its whole context.
-        some_whole_from: those from which each walks a context that ends below ``whole_below``.
-        knee_from: those from which the first piece reaches to the knee.
-        far_from: with fewer, positions of a context from which its first piece reaches to the knee;
-            0 for none.
-        lanes: programs that share a context of many pieces, or more where there are few: up to
-            ``few_programs`` altogether. Those without a piece cost time, too.
-        max_programs: what contexts of many pieces are spread over at most.
+        merge_chunk: segments whose loads a merging program has under way together, of groups of up
+            to 512 values; of larger ones as many fewer. Few segments are loaded all at once.
+        whole_from: decode programs (rows x KV heads) from which each reads its whole context.
+        some_whole_from: those from which each reads a context that ends below ``whole_below``.
+        knee_from: those from which the first segment reaches to ``knee``.
+        far_from: with fewer, positions of a context from which its first segment reaches to
+            ``knee``; 0 for none.
+        workers: programs that share a context of many segments, or more where there are few: up to
+            ``few_programs`` altogether. Those without a segment cost time, too.
+        max_programs: what contexts of many segments are spread over at most.
     """
 
     block_n: int
@@ -65,7 +65,7 @@ class Tiling:
     max_programs: int = 4096
 
     def merge_chunk_of(self, num_values: int) -> int:
-        """Pieces loaded at once by groups of ``num_values``, query heads x value elements."""
+        """Segments loaded at once by groups of ``num_values``, query heads x value elements."""
         return max(1, self.merge_chunk * 512 // max(512, num_values))
 
     def num_splits(self, num_positions: int) -> int:
@@ -112,10 +112,10 @@ class Spread:
     """How a batch's contexts are spread over decode programs.
 
     Attributes:
-        splits_in_first: those that the first piece of a context holds; all of a context that ends
-            below position ``whole_below``, those up to the knee of one of ``far_from`` positions
+        splits_in_first: those that the first segment of a context holds; all of a context that ends
+            below position ``whole_below``, those up to ``knee`` of one of ``far_from`` positions
             or more. 0 for neither.
-        max_pieces: the most that a context may have. num_lanes: programs that share them.
+        max_segments: the most that a context may have. num_workers: programs that share them.
     """
 
     splits_in_first: int

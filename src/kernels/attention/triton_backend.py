@@ -1,4 +1,4 @@
-"""The Triton attention of one engine: it keeps what its launches share."""
+"""The Triton attention backend of one engine, with the arrival counters its launches share."""
 
 from __future__ import annotations
 

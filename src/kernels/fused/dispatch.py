@@ -1,4 +1,4 @@
-"""Chains of small operations as one call each: what the fusion passes put into a graph.
+"""Fused operations (RMSNorm, activation, RoPE with KV store): what fusion passes put into graphs.
 
 Plain functions. On a GPU each is one Triton kernel; elsewhere it runs the very operations it
 replaces, so a rewritten graph gives the bits of the original. The kernels round where those
@@ -46,7 +46,7 @@ def add_rms_norm(
 
 
 def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a product."""
+    """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a matmul."""
     if gate.device.type == "cuda":
         from . import activation
 

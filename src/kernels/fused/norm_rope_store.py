@@ -1,4 +1,4 @@
-"""Norm, rotation and KV store of one attention call as a Triton kernel.
+"""Head norms, RoPE and KV store of one attention call as a Triton kernel.
 
 A program serves one token and a tile of heads, all of them queries, keys or values. Everything
 that decides the order of additions (tile, warps) follows from the shapes of the model. Products
@@ -129,7 +129,7 @@ def _copy_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     # Sizes and alignments that follow the batch must not make new versions of the kernel. Strides
-    # of q, k and v are those of a merged product: fixed by the model.
+    # of q, k and v are those of a merged matmul: fixed by the model.
     do_not_specialize=["cos_stride", "cos_step", "sin_stride", "sin_step"],
     do_not_specialize_on_alignment=["cos", "sin", "slot_mapping"],
 )

@@ -1,8 +1,8 @@
-"""Products of a mixture of experts: rows sorted by expert, each group by its expert's weight.
+"""Grouped matmul of a mixture of experts: rows sorted by expert, each times its expert's weight.
 
-A program computes one tile of one expert's rows and walks K in order into one float32 accumulator,
-as :mod:`.matmul` does: a row's bits depend neither on how many rows its
-expert got nor on where among them it lies. Grids follow shapes alone, so calls can be captured.
+A program computes one tile of one expert's rows and runs over K in order into one float32
+accumulator, as :mod:`.matmul` does: a row's bits depend neither on how many rows its expert got nor
+on where among them it lies. Grids follow shapes alone, so calls can be captured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Greedy and plain random sampling as two small kernels, for use inside a CUDA graph.
+"""Greedy and temperature sampling by the Gumbel-max trick, as two kernels inside a CUDA graph.
 
 :mod:`.sampler` says how a token is chosen: first its group, then the token in the
 group. One kernel reads the logits and weighs every group, with one exponential a token and no
