@@ -64,28 +64,28 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 # Short splits, so that short contexts have several, and more pieces than are merged at once.
 SMALL = Tiling(
     block_n=16,
-    short_split=16,
-    long_split=32,
-    knee=64,
+    near_split=16,
+    far_split=32,
+    split_change=64,
     block_m=16,
     decode_warps=4,
     decode_stages=2,
     prefill_warps=4,
     prefill_stages=2,
-    merge_chunk=3,
+    combine_chunk=3,
 )
 # How the pieces of a context are spread over programs; none of it may change a bit.
 SPREADS = {
-    "one program a context": {"whole_from": 1},
-    "first piece to the knee": {"knee_from": 1, "max_programs": 64},
+    "one program a context": {"unsplit_from": 1},
+    "first segment to split_change": {"first_splits_from": 1, "max_programs": 64},
     "short contexts whole": {
-        "knee_from": 1,
-        "some_whole_from": 1,
-        "whole_below": 64,
+        "first_splits_from": 1,
+        "some_unsplit_from": 1,
+        "unsplit_below": 64,
         "max_programs": 64,
     },
-    "far contexts to the knee": {"max_programs": 1 << 12, "far_from": 64},
-    "a program a piece": {"max_programs": 1 << 12, "far_from": 0},
+    "long contexts to split_change": {"max_programs": 1 << 12, "long_context": 64},
+    "a program a piece": {"max_programs": 1 << 12, "long_context": 0},
     "one lane for all pieces": {"max_programs": 1},
     "three lanes": {"max_programs": 6},
 }
@@ -148,7 +148,7 @@ def test_matches_float64(shape: Shape, rows: Rows) -> None:
     # Tiles of one block, and tiles of several.
     for block_n, num_padding in ((16, 3), (32, 0)):
         batch = stored(rows, shape, num_padding=num_padding)
-        out = attend(batch.attend, block_n=block_n, short_split=32)
+        out = attend(batch.attend, block_n=block_n, near_split=32)
         error = (out[: batch.num_tokens].double() - float64_attention(batch, rows, shape)).abs()
         assert error.max().item() <= TOLERANCE[shape.dtype]  # false for NaN
         assert (out[batch.num_tokens :] == 0).all()
@@ -200,7 +200,7 @@ def test_counters_that_are_too_few_are_refused() -> None:
         launch.paged_attention(
             *bundled(*batch.attend), tiling=SMALL, arrival_counters=arrival_counters
         )
-    whole = replace(SMALL, whole_from=4)  # then none are needed
+    whole = replace(SMALL, unsplit_from=4)  # then none are needed
     out = launch.paged_attention(
         *bundled(*batch.attend), tiling=whole, arrival_counters=arrival_counters[:0]
     )

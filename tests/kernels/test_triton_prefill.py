@@ -43,7 +43,7 @@ TOKENS = [0, 1, 15, 16, 31, 32, 63, 64, 65, 95, 96, 127, 128, LENGTH - 1]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_are_those_of_decode(shape: Shape, block_n: int) -> None:
     batch = stored([(0, LENGTH)], shape, num_padding=0)
-    splits = {"block_n": block_n, "short_split": 32, "long_split": 64, "whole_from": 1}
+    splits = {"block_n": block_n, "near_split": 32, "far_split": 64, "unsplit_from": 1}
     whole = attend(batch.attend, **splits)
     exact = float64_attention(batch, [(0, LENGTH)], shape)
     assert (whole.double() - exact).abs().max().item() <= TOLERANCE[shape.dtype]  # false for NaN

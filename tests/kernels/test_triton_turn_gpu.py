@@ -36,7 +36,7 @@ def _poisoned() -> Iterator[None]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_launch_gives_the_bits_of_two(shape: Shape) -> None:
-    # Every split a program; the first piece to the knee; several tokens a row.
+    # Every split a program; the first segment to split_change; several tokens a row.
     for rows, num_padding in ((DECODE[-1:], 1), (DECODE, 2), (DECODE * 4, 0), (SEVERAL, 0)):
         case = Case(shape, rows, num_padding=num_padding, device="cuda")
         assert fits(case.inputs.query, case.inputs.key, has_norm=True)

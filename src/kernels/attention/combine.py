@@ -57,7 +57,7 @@ def _fold_segments(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def merge(  # type: ignore[no-untyped-def]
+def combine(  # type: ignore[no-untyped-def]
     partial,
     stats,
     out,

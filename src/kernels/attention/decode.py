@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from ..fused.norm_rope_store import HeadNorm, norm_and_rotate, partners_of
-from .combine import is_last_arrival, merge
+from .combine import combine, is_last_arrival
 from .decode_prologue import (
     KEYS,
     Angles,
@@ -302,7 +302,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr = min(SPLIT_CHANGE // NEAR_SPLIT, CHUNK)
     # Workers without a segment have returned above.
     if is_last_arrival(arrival_counters + unit * HKV + head, tl.minimum(num_workers, num_segments)):
-        merge(
+        combine(
             partial, stats, out, sinks, unit, token, head, num_segments, max_segments, factor,
             HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW, HAS_SINKS,
         )  # fmt: skip

@@ -4,7 +4,7 @@ Everything here follows shapes and dtypes alone. Nothing waits for the device, s
 captured in a CUDA graph and replayed with other contents.
 
 - At most as many tokens as rows (decode, with or without padding): one decode program (or several
-  workers of them) a token and KV head, of which the last to arrive merges what all computed. With
+  workers of them) a token and KV head, of which the last to arrive combines what all computed. With
   few rows it normalises, rotates and stores too (:func:`fused_rope_attention`).
 - More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
   the other's alone. On Hopper :mod:`.prefill_sm90` may be the latter; same bits.
@@ -42,7 +42,7 @@ def paged_attention(
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
         arrival_counters: int32 zeros, left as zeros, for calls that follow one another on one
-            stream. One per unit and KV head, if those are fewer than ``tiling.whole_from``, else
+            stream. One per unit and KV head, if those are fewer than ``tiling.unsplit_from``, else
             none. None makes some for the call, which costs one more launch.
 
     Raises:
@@ -196,9 +196,9 @@ def _shared(
         "DK_PAD": max(MIN_DOT, triton.next_power_of_2(k_dim)),
         "DV_PAD": max(MIN_DOT, triton.next_power_of_2(v_dim)),
         "BLOCK_N": t.block_n,
-        "NEAR_SPLIT": t.short_split,
-        "FAR_SPLIT": t.long_split,
-        "SPLIT_CHANGE": t.knee,
+        "NEAR_SPLIT": t.near_split,
+        "FAR_SPLIT": t.far_split,
+        "SPLIT_CHANGE": t.split_change,
         "PAGE": page,
         "Q_STEP": step,
         "HAS_WINDOW": window > 0,
@@ -259,11 +259,11 @@ def _decode(
         **rope,
         BLOCK_M=max(MIN_DOT, group),
         GROUP=group,
-        CHUNK=t.merge_chunk_of(group * shared["DV_PAD"]),
+        CHUNK=t.combine_chunk_of(group * shared["DV_PAD"]),
         BY_TOKEN=by_token,
-        FIRST_SPLITS=spread.splits_in_first,
-        UNSPLIT_BELOW=spread.whole_below,
-        LONG_CONTEXT=spread.far_from,
+        FIRST_SPLITS=spread.first_splits,
+        UNSPLIT_BELOW=spread.unsplit_below,
+        LONG_CONTEXT=spread.long_context,
         EMULATE=query.device.type == "cpu",
         PDL=overlap,
         num_warps=t.decode_warps,

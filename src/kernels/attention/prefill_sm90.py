@@ -246,7 +246,7 @@ def fits(
         and shared["PAGE"] >= 16  # smaller blocks are more messages than a warp sends in time
         and not (shared["HAS_WINDOW"] or shared["HAS_SOFTCAP"] or shared["HAS_SINKS"])
         and (t.block_m, t.block_n) == (128, 64)
-        and (t.short_split | t.long_split | t.knee) % 128 == 0  # splits begin at even tiles
+        and (t.near_split | t.far_split | t.split_change) % 128 == 0  # splits begin at even tiles
         and query.shape[1] // k_cache.shape[2] <= 128
         and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (k_cache, v_cache))
     )

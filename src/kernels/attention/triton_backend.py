@@ -9,7 +9,7 @@ from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..fused.norm_rope_store import norm_rope_store
 from .decode_prologue import fits
 from .launch import fused_rope_attention, paged_attention
-from .tiling import WHOLE_FROM
+from .tiling import UNSPLIT_FROM
 
 _MAX_FUSED = 64  # rows; with more, what each worker does again costs more than a launch
 
@@ -18,7 +18,7 @@ class TritonBackend:
     """:func:`paged_attention` with counters of its own, on the device of the first call.
 
     An engine makes one, whose counters the calls of all layers, steps and CUDA graphs share: on one
-    stream a launch waits for those before it. Larger batches need no more, they merge nothing.
+    stream a launch waits for those before it. Larger batches need no more, they combine nothing.
     """
 
     def __init__(self) -> None:
@@ -75,5 +75,5 @@ class TritonBackend:
             # The zeros would be written when that graph is replayed, and by it alone.
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("attention has to be called once before it is captured")
-            self._arrived = torch.zeros(WHOLE_FROM, dtype=torch.int32, device=query.device)
+            self._arrived = torch.zeros(UNSPLIT_FROM, dtype=torch.int32, device=query.device)
         return self._arrived
