@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from ..fused.norm_rope_store import HeadNorm, norm_and_rotate, partners_of
+from .bundles import HeadPages, Scoring, Splits, TileShape
 from .combine import combine, is_last_arrival
 from .decode_prologue import (
     KEYS,
@@ -37,10 +38,6 @@ from .decode_prologue import (
     store_new,
 )
 from .online_softmax import (
-    HeadPages,
-    Scoring,
-    Splits,
-    TileShape,
     attend_tiles,
     block_ids,
     count_at_most,

@@ -181,7 +181,7 @@ def store_new(  # type: ignore[no-untyped-def]
     Args:
         new, angles, norm, share, splits, shape: :class:`NewTokens` (the first is the first new
             token of the row), :class:`Angles`, :class:`.norm_rope_store.HeadNorm`,
-            :class:`WorkerShare`, :class:`.online_softmax.Splits` and ``TileShape``.
+            :class:`WorkerShare`, :class:`.bundles.Splits` and ``TileShape``.
         position: of ``token``, 0 for padding.
         dims, partners: of a head, ``[DK_PAD]``.
     """

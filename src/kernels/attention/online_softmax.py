@@ -23,58 +23,12 @@ values. All float32. ``factor`` turns scores into logarithms to base 2.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MIN_DOT = 16  # smallest side of a matrix instruction
 ONES = tl.constexpr(MIN_DOT)  # columns of the matrix of ones that sums the weights
-
-
-# Bundles of arguments between device functions: they are gone when the kernel is compiled. Kernels
-# themselves take no tuples: Triton ignores ``do_not_specialize`` for a tuple's elements, and the
-# forms of kernels that are compiled ahead (:mod:`..jit`) are JSON, which keeps no tuples.
-class Splits(NamedTuple):
-    """Where the splits of a sequence begin: constants."""
-
-    NEAR_SPLIT: Any  # positions of a split up to SPLIT_CHANGE
-    FAR_SPLIT: Any  # positions of a split beyond
-    SPLIT_CHANGE: Any
-
-
-class Scoring(NamedTuple):
-    """How scores are masked, scaled and capped; those in capitals are constants."""
-
-    window: Any
-    factor: Any  # turns scores into logarithms to base 2
-    cap_in: Any
-    cap_out: Any
-    HAS_WINDOW: Any
-    HAS_SOFTCAP: Any
-    PRECISION: Any  # of tl.dot
-
-
-class TileShape(NamedTuple):
-    """Sizes of a tile of keys and values: constants."""
-
-    DK: Any
-    DV: Any
-    DK_PAD: Any
-    DV_PAD: Any
-    K_WIDTH: Any  # elements of a slot in the cache, of all KV heads
-    V_WIDTH: Any
-    PAGE: Any
-    BLOCK_N: Any
-
-
-class HeadPages(NamedTuple):
-    """Pointers to the pages of one KV head, in the first slot, and to the row's block table."""
-
-    k_cache: Any
-    v_cache: Any
-    table: Any
 
 
 @triton.jit
@@ -256,11 +210,11 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
 
     Args:
-        q: ``[M, DK_PAD]``. pages: :class:`HeadPages`.
+        q: ``[M, DK_PAD]``. pages: :class:`.bundles.HeadPages`.
         blocks: the :func:`block_ids` of ``begin``, loaded early.
         last: last position any of the queries sees.
         positions: of the queries, ``[M]``.
-        scoring, splits, shape: :class:`Scoring`, :class:`Splits`, :class:`TileShape`.
+        scoring, splits, shape: the :mod:`.bundles` of that name.
         FOLD: False if all tiles are of one split, which is then left to the caller to fold.
     """
     BLOCK_M: tl.constexpr = q.shape[0]

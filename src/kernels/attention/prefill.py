@@ -21,12 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bundles import HeadPages, Scoring, Splits, TileShape
 from .online_softmax import (
     ONES,
-    HeadPages,
-    Scoring,
-    Splits,
-    TileShape,
     add_tile,
     block_ids,
     count_at_most,

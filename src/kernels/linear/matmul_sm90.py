@@ -11,9 +11,8 @@ than the kernel before**: parameters, nothing computed.
 A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It runs
 over K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by
 one or two warpgroups. Where it owns fewer rows of the weight than those take, the others of the
-operand are whatever lies behind in shared memory, and what comes of them is dropped: rows of a matmul do
-not mix. The order of summation is that of :mod:`.matmul`, and so are the
-bits.
+operand are whatever lies behind in shared memory, and what comes of them is dropped: rows of a
+matmul do not mix. The order of summation is that of :mod:`.matmul`, and so are the bits.
 
 Shared memory is one block of 1 KiB units (8 rows of 128 bytes, the unit of the 128-byte swizzle):
 the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of x, each
