@@ -46,8 +46,8 @@ from .online_softmax import (
     segment_begin,
     segments_of,
     split_begin,
+    splits_in_first,
 )
-from .tiling import ALL_SPLITS
 
 
 @triton.jit
@@ -74,27 +74,6 @@ def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type
         context = tl.load(contexts + unit)
         position = tl.where(is_single, context - 1, -1)
     return row, token, position
-
-
-@triton.jit
-def _splits_in_first(  # type: ignore[no-untyped-def]
-    position,
-    splits,
-    FIRST_SPLITS: tl.constexpr,
-    UNSPLIT_BELOW: tl.constexpr,
-    LONG_CONTEXT: tl.constexpr,
-):
-    """Splits in the first segment of a context that ends at ``position``."""
-    num_first = tl.full((), FIRST_SPLITS, tl.int32)
-    if UNSPLIT_BELOW > 0:
-        num_first = tl.where(position < UNSPLIT_BELOW, ALL_SPLITS, num_first)
-    if LONG_CONTEXT > 0:
-        num_first = tl.where(
-            position >= LONG_CONTEXT - 1,
-            max(FIRST_SPLITS, splits.SPLIT_CHANGE // splits.NEAR_SPLIT),
-            num_first,
-        )
-    return num_first
 
 
 @triton.jit(
@@ -174,7 +153,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     # before it has ended, and weights never. So both are read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
-    num_first = _splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)
+    num_first = splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)
     low, first_segment, last_segment = segments_of(seen, window, num_first, SPLITS, HAS_WINDOW)
     if worker > last_segment - first_segment:
         return  # before it waits: its place is free for the next kernel. Worker 0 goes on and waits

@@ -26,6 +26,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tiling import ALL_SPLITS
+
 LOG2E = tl.constexpr(1.4426950408889634)
 MIN_DOT = 16  # smallest side of a matrix instruction
 ONES = tl.constexpr(MIN_DOT)  # columns of the matrix of ones that sums the weights
@@ -50,6 +52,27 @@ def split_begin(split, splits):  # type: ignore[no-untyped-def]
         split * splits.NEAR_SPLIT,
         splits.SPLIT_CHANGE + (split - splits.SPLIT_CHANGE // splits.NEAR_SPLIT) * splits.FAR_SPLIT,
     )
+
+
+@triton.jit
+def splits_in_first(  # type: ignore[no-untyped-def]
+    position,
+    splits,
+    FIRST_SPLITS: tl.constexpr,
+    UNSPLIT_BELOW: tl.constexpr,
+    LONG_CONTEXT: tl.constexpr,
+):
+    """Splits in the first segment of a context that ends at ``position``."""
+    num_first = tl.full((), FIRST_SPLITS, tl.int32)
+    if UNSPLIT_BELOW > 0:
+        num_first = tl.where(position < UNSPLIT_BELOW, ALL_SPLITS, num_first)
+    if LONG_CONTEXT > 0:
+        num_first = tl.where(
+            position >= LONG_CONTEXT - 1,
+            max(FIRST_SPLITS, splits.SPLIT_CHANGE // splits.NEAR_SPLIT),
+            num_first,
+        )
+    return num_first
 
 
 @triton.jit

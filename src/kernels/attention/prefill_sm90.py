@@ -24,11 +24,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..arguments import PagedKV
@@ -133,13 +129,7 @@ def _produce(
 
 @gluon.jit(
     # What follows the batch must not make new versions of the kernel.
-    do_not_specialize=[
-        "q_token_stride",
-        "q_head_stride",
-        "table_stride",
-        "num_tokens",
-        "num_rows",
-    ],
+    do_not_specialize=["q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
 )
 def prefill_kernel(
@@ -168,6 +158,11 @@ def prefill_kernel(
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    """As :func:`.prefill.prefill_kernel`, without window, softcap or sinks.
+
+    Grid: ``(tiles * HKV,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query and out
+    ``[T, HQ, D]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    """
     G: gl.constexpr = HQ // HKV
     BLOCK_Q: gl.constexpr = BLOCK_M // G
     num_singles = _num_leading_singles(starts, num_rows)

@@ -170,6 +170,14 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``rope(norm(q))`` to ``out``, ``rope(norm(k))`` and ``v`` to their slots of the caches, with
+    ``norm(x) = x / sqrt(mean(x**2) + eps) * weight`` and
+    ``rope(x) = x * cos + rotate_half(x) * sin``.
+
+    Grid: ``(T * tiles,)``, tiles of heads of queries, keys and values. Shapes: query and out
+    ``[T, HQ, D]``, key ``[T, HKV, D]``, value ``[T, HKV, DV]``, cos and sin ``[T, TABLE]``, caches
+    ``[blocks, PAGE, HKV, D or DV]``, slot_mapping ``[T]``.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

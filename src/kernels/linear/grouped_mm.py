@@ -33,6 +33,11 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     K_IS_INNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``.
+
+    Grid: ``(tiles of rows, tiles of N)``. Shapes: x ``[rows, K]``, weight ``[E, K, N]`` with any
+    strides, offs ``[E]``, out ``[rows, N]``.
+    """
     tile = tl.program_id(0)
     # Expert e has the tiles from begin // BLOCK_M + e on: at least as many as its rows need.
     experts = tl.arange(0, E_PADDED)

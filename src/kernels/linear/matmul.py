@@ -106,6 +106,10 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``out = x @ weight.T + bias``, with a gate ``silu(gate) * up`` of its two halves.
+
+    Grid: tiles of BLOCK_M rows by BLOCK_N outputs; each sums over K in order, without split-K.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -166,6 +166,10 @@ def prefetch_matmul_kernel(
     LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``.
+
+    Grid: ``(N / PART * ceil(M / X_ROWS),)``.
+    """
     if PDL and not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     STEPS: gl.constexpr = K // (64 * ATOMS)

@@ -58,6 +58,9 @@ def normed_kernel(
     LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """``hidden = residual + x``, ``out = rms_norm(hidden, norm_weight, eps) @ weight.T``, with two
+    HALVES ``silu(gate) * up``. Grid: ``(N / PART,)``.
+    """
     if PDL and not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     W_ROWS: gl.constexpr = HALVES * PART

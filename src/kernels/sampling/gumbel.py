@@ -116,6 +116,10 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    """A token per row: the argmax of ``log p + Gumbel noise`` over groups, then within the group;
+    greedy rows without noise. Grid: ``(rows,)``. Shapes: logits ``[rows, VOCAB]``, largest and sums
+    ``[rows, num_groups]``.
+    """
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row)

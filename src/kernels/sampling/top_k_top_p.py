@@ -41,6 +41,10 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
     NUM_TILES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """A token per row from what top-k, top-p and min-p keep of it, by the Gumbel-max trick.
+
+    Grid: ``(rows,)``. Shapes: logits ``[.., VOCAB]``.
+    """
     row = tl.program_id(0)
     place = tl.load(fields + row)
     if place >= 0:
