@@ -34,7 +34,9 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     """``out = h / sqrt(mean(h**2) + eps) * weight`` with ``h = residual + x`` if HAS_RESIDUAL,
-    which goes to ``hidden``, else ``h = x``. Grid: ``(rows,)``. Shapes: ``[rows, N]``, weight ``[N]``.
+    which goes to ``hidden``, else ``h = x``.
+
+    Grid: ``(rows,)``. Shapes: ``[rows, N]``, weight ``[N]``.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
