@@ -1,0 +1,10 @@
+"""The kernels: attention, linear layers, fused operations and sampling, on GPU and CPU.
+
+Read in this order: ``ops`` (the custom ops of a captured graph, with all shapes), ``arguments``
+(what travels together), ``attention`` (paged attention and its backends), ``fused`` (norms,
+activations, RoPE with KV store), ``linear`` (matmuls with cuBLAS's bits), ``sampling``, ``jit``
+(how Triton's kernels are compiled ahead), ``device`` (facts of the GPU).
+
+All are batch-invariant: a row's bits do not depend on the rows beside it. ``compile`` and
+``runner`` may import this package; it imports neither, nor ``engine``.
+"""

@@ -96,12 +96,12 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def triggers_dependents_late(num_rows: int) -> bool:
-    """Whether attention and products of a step of ``num_rows`` let the next kernel start only
+    """Whether attention and matmuls of a step of ``num_rows`` let the next kernel start only
     behind their own wait.
 
-    A kernel that starts asks for its weights. The sooner the better, as long as those before are
+    A kernel that starts loads its weights. The sooner the better, as long as those before are
     busy with data of their own. Where they are a chain of short waits, as attention of few rows is,
-    what they wait for stands in line behind megabytes of weights that nobody needs yet, and a
+    what they wait for stands in line behind megabytes of weights that are not needed yet, and a
     kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
     four rows, early from eight on (benchmarks/NOTES.md, "Few rows").
     """

@@ -11,7 +11,7 @@ its own, the last ``window`` of them if ``window > 0``. Padding tokens yield zer
 
 Called as they are, the ops run the Triton kernels for tensors on a GPU that those can serve, and
 the reference for all others. An engine replaces them in its graph by the functions of a
-:class:`.backend.Choice`.
+:class:`.attention.backend.AttentionBackend`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .arguments import AttentionParams, PagedKV
 from .attention import reference
-from .attention.backend import Attend, triton_limit
+from .attention.backend import triton_limit
 
 # Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
 # The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us a
@@ -68,23 +69,13 @@ def _paged_attention_cuda(
     sinks: Tensor | None,
 ) -> Tensor:
     widest = max(query.shape[2], v_cache.shape[3])
-    attend: Attend = reference.paged_attention
+    kv = PagedKV(k_cache, v_cache, query_starts, context_lens, block_tables)
+    params = AttentionParams(scale, window, softcap, sinks)
     if triton_limit(query.device, query.dtype, widest, k_cache.shape[1]) is None:
         from .attention import launch
 
-        attend = launch.paged_attention
-    return attend(
-        query,
-        k_cache,
-        v_cache,
-        query_starts,
-        context_lens,
-        block_tables,
-        scale,
-        window,
-        softcap,
-        sinks,
-    )
+        return launch.paged_attention(query, kv, params)
+    return reference.paged_attention(query, *kv, *params)
 
 
 _LIBRARY.impl("kv_store", _kv_store_cuda, "CUDA")

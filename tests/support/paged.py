@@ -7,9 +7,12 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from pagespec.kernels.arguments import AttentionParams, PagedKV
 
 Rows = list[tuple[int, int]]
 """(tokens already in the cache, new tokens) of each row of a batch."""
@@ -186,3 +189,8 @@ def poisoned_memory(device: str) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def bundled(query: Tensor, *rest: Any) -> tuple[Tensor, PagedKV, AttentionParams]:
+    """Arguments of ``ops.paged_attention`` as those of ``launch.paged_attention``."""
+    return query, PagedKV(*rest[:5]), AttentionParams(*rest[5:])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagespec.kernels.arguments import AttentionParams, PagedKV, RopeInputs
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.fused import norm_rope_store
@@ -61,21 +62,25 @@ class Case:
         ]
         self.new_slots = slots[: batch.num_tokens]
         self.slots = slots
-        self.before_caches = (*qkv, cos, sin, rotary, *weights, 1e-6, form or "rounded")
+        self.inputs = RopeInputs(*qkv, cos, sin, rotary, *weights, 1e-6, form or "rounded")
 
     def two(self, tiling: Tiling | None = None) -> Results:
         """By two launches."""
         k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
-        query = norm_rope_store.norm_rope_store(*self.before_caches, k_cache, v_cache, self.slots)
-        out = launch.paged_attention(query, k_cache, v_cache, *self.layout, tiling=tiling)
+        query = norm_rope_store.norm_rope_store(self.inputs, k_cache, v_cache, self.slots)
+        out = launch.paged_attention(query, *self.attention_of(k_cache, v_cache), tiling=tiling)
         return out, k_cache, v_cache
 
     def one(self, call: Callable[..., Tensor] | None = None, **options: Any) -> Results:
         """By one, or by ``call`` with the same arguments."""
         k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
         call = call or launch.fused_rope_attention
-        rope = (*self.before_caches, k_cache, v_cache, self.slots)
-        return call(*rope, *self.layout, **options), k_cache, v_cache
+        out = call(self.inputs, self.slots, *self.attention_of(k_cache, v_cache), **options)
+        return out, k_cache, v_cache
+
+    def attention_of(self, k_cache: Tensor, v_cache: Tensor) -> tuple[PagedKV, AttentionParams]:
+        """What is attended over in these caches, and how."""
+        return PagedKV(k_cache, v_cache, *self.layout[:3]), AttentionParams(*self.layout[3:])
 
     def check(
         self, tiling: Tiling | None = None, call: Callable[..., Tensor] | None = None

@@ -14,11 +14,10 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from ...kernels.arguments import AttentionParams, PagedKV
 from ...kernels.fused import dispatch as fused
 from ..fx.nodes import calls_op, example, positions, written_nodes
 from .context import PassContext
-
-_CACHES = slice(10, 12)  # of the arguments of norm_rope_store
 
 
 def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
@@ -39,8 +38,8 @@ def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
         if rope.target is not fused.norm_rope_store:
             continue
         # What the store writes must be read by this attention first: it is written later now.
-        caches = rope.args[_CACHES]
-        if list(rope.users) != [node] or node.args[1:3] != caches:
+        inputs, *caches, slots = rope.args
+        if list(rope.users) != [node] or list(node.args[1:3]) != caches:
             continue
         between = range(order[rope] + 1, order[node])
         if any(order[user] in between for cache in caches for user in cache.users):
@@ -51,7 +50,8 @@ def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
             continue
         with graph.inserting_before(node):
             joined = graph.call_function(
-                attention.fused_rope_attention, (*rope.args, *node.args[3:])
+                attention.fused_rope_attention,
+                (inputs, slots, PagedKV(*node.args[1:6]), AttentionParams(*node.args[6:])),
             )
         joined.meta["example_value"] = example(node)
         node.replace_all_uses_with(joined)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from ...kernels.arguments import RopeInputs
 from ...kernels.fused import dispatch as fused
 from ..fx.nodes import (
     calls,
@@ -265,18 +266,21 @@ def _replace(graph: Graph, store: Node, attention: Node, query: _Heads, key: _He
             if not heads.is_token_major:
                 view = graph.call_method("transpose", (view, 0, 1))
             views.append(view)
+        inputs: list[Any] = [
+            *views,
+            value,
+            rotation.cos,
+            rotation.sin,
+            rotation.rotary_dim,
+            None if query.norm is None else query.norm.weight,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
+            "rounded" if norm is None else norm.form,
+        ]
         call = graph.call_function(
             fused.norm_rope_store,
             (
-                *views,
-                value,
-                rotation.cos,
-                rotation.sin,
-                rotation.rotary_dim,
-                None if query.norm is None else query.norm.weight,
-                None if norm is None else norm.weight,
-                0.0 if norm is None else norm.eps,
-                "rounded" if norm is None else norm.form,
+                RopeInputs(*inputs),
                 k_cache,
                 v_cache,
                 slots,

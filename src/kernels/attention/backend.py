@@ -1,8 +1,8 @@
-"""Which implementation of attention and of the KV store an engine uses, chosen when it starts.
+"""The attention backend of an engine (Triton, FlashAttention or torch), selected at its start.
 
 Three stand behind the ops of :mod:`.ops`: our Triton kernels, a FlashAttention
-library, and the reference in plain torch. The runner puts the functions of a :class:`Choice` into
-the graph in place of the ops, so that a step asks nobody.
+library, and the reference in plain torch. The runner puts the functions of an
+:class:`AttentionBackend` into the graph in place of the ops, so that a step makes no choice.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from ..arguments import AttentionParams, PagedKV, RopeInputs
 from . import flash, reference
 from .flash import AttentionShape, Library
 
@@ -24,9 +25,8 @@ Attend = Callable[
 """The signature of ``pagespec::paged_attention``, all arguments by position."""
 Store = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """The signature of ``pagespec::kv_store``, all arguments by position."""
-FusedRopeAttention = Callable[..., Tensor]
-"""Arguments of :func:`.dispatch.norm_rope_store`, then those of an attention over the
-same caches behind its caches, all by position."""
+FusedRopeAttention = Callable[[RopeInputs, Tensor, PagedKV, AttentionParams], Tensor]
+"""Norm, rotation, store to ``slot_mapping``, the second argument, and attention."""
 
 REQUESTS = ("auto", "triton", "flash", "reference")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,8 +1,11 @@
-"""The end of split-KV decode: the program that arrives last folds what all of its group stored.
+"""Combine step of split-KV decode: the last program of a group to arrive folds all segments.
+
+The last-block reduction of CUDA's threadFenceReduction sample for Flash-Decoding (Dao et al. 2023):
+an atomic counter per unit and KV head elects the program, so that no second kernel is needed.
 
 How long that takes is a matter of latency: the loads of one chunk are under way together, and the
 next chunk's wait for the folds of this one. So a chunk is as large as the registers of the decode
-kernel allow; of few pieces, a smaller one, since also pieces that do not exist are folded.
+kernel allow; of few segments, a smaller one, since also segments that do not exist are folded.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ def _fold_segments(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The total with pieces ``first`` to ``first + CHUNK``, loaded together and folded in order.
+    """The total with segments ``first`` to ``first + CHUNK``, loaded together and folded in order.
 
-    Beyond the last piece there are empty ones, which change nothing.
+    Beyond the last segment there are empty ones, which change nothing.
     """
     dims = tl.arange(0, DV_PAD)
     for i in tl.static_range(CHUNK):
@@ -54,7 +57,7 @@ def _fold_segments(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def merge(  # type: ignore[no-untyped-def]
+def combine(  # type: ignore[no-untyped-def]
     partial,
     stats,
     out,
@@ -74,16 +77,16 @@ def merge(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Fold the pieces of the query heads of one unit and KV head, and store the outputs.
+    """Fold the segments of the query heads of one unit and KV head, and store the outputs.
 
     Args:
         partial, stats, out: as of :func:`.decode.decode_kernel`.
-        CHUNK: pieces loaded at once. FEW: those loaded at once if there are no more; else twice as
-            many, if those suffice.
+        CHUNK: segments loaded at once. FEW: those loaded at once if there are no more; else twice
+            as many, if those suffice.
     """
     in_group = tl.arange(0, GROUP)
     is_head = in_group < G
-    # Beyond the group its last head again, whose mass is not 0.
+    # Beyond the group its last head again, whose row_sum is not 0.
     heads = head * G + tl.minimum(in_group, G - 1)
     dims = tl.arange(0, DV_PAD)
     index = (unit.to(tl.int64) * HQ + heads) * max_segments

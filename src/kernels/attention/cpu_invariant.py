@@ -1,13 +1,13 @@
-"""Paged attention on a CPU with the same bits however a step is cut and whoever is in it.
+"""Batch-invariant paged attention on a CPU: the same bits however steps are scheduled.
 
-The keys of a row are read in tiles of 64 positions, counted from position 0, and every product has
+The keys of a row are read in tiles of 64 positions, counted from position 0, and every matmul has
 the shape of a tile: a score is one sum over the head dimension, the values of a tile are one sum
 over its 64 positions, and tiles are added in order. The maximum has no order. What a query must
 not see (later positions, those left of a window, whole tiles that only pad a group) has
 probability 0 and adds an exact zero, so neither padding nor grouping shows in the bits, and a
 position gets the same from a long prompt as from a decode.
 
-Products are batched ones with a multiple of four rows: MKL has one order of summation for all of
+Matmuls are batched ones with a multiple of four rows: MKL has one order of summation for all of
 those (see :mod:`.cpu_invariant`), and others where a thread gets one to three.
 
 As in :mod:`.reference`, what depends on the batch alone is laid out once a step.
@@ -204,7 +204,7 @@ def _attend(
         q = F.pad(q, (0, 0, 0, missing))
     rows = q.shape[2]
 
-    # A head's products of all tiles and rows are one batch.
+    # A head's matmuls of all tiles and rows are one batch.
     scores = q.new_empty(num_kv_heads, num_tiles, num_rows, rows, _TILE)
     every = q.unsqueeze(1).expand(-1, num_tiles, -1, -1, -1)
     every = every.reshape(num_kv_heads, num_products, rows, k_dim)

@@ -1,4 +1,7 @@
-"""Attention of single queries over pages: split-KV decode that merges its splits in one launch.
+"""Split-KV decode attention over pages, its splits combined in the same launch.
+
+PagedAttention (Kwon et al. 2023) with the splits of Flash-Decoding (Dao et al. 2023), for rows of
+one query: softmax(scale * q @ K.T) @ V.
 
 A program serves one token, one KV head with its G query heads, and some of the *segments* of the
 context. The first segment is the first splits, folded by the program; each later split is a
@@ -21,9 +24,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fused.norm_rope_store import partners_of, turned
-from .combine import is_last_arrival, merge
-from .decode_prologue import KEYS, ask, load_angles, load_weights, store_new
+from ..fused.norm_rope_store import HeadNorm, norm_and_rotate, partners_of
+from .bundles import HeadPages, Scoring, Splits, TileShape
+from .combine import combine, is_last_arrival
+from .decode_prologue import (
+    KEYS,
+    Angles,
+    NewTokens,
+    WorkerShare,
+    load_angles,
+    load_weights,
+    prefetch_tile,
+    store_new,
+)
 from .online_softmax import (
     attend_tiles,
     block_ids,
@@ -33,8 +46,8 @@ from .online_softmax import (
     segment_begin,
     segments_of,
     split_begin,
+    splits_in_first,
 )
-from .tiling import ALL_SPLITS
 
 
 @triton.jit
@@ -63,26 +76,6 @@ def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type
     return row, token, position
 
 
-@triton.jit
-def _splits_in_first(  # type: ignore[no-untyped-def]
-    position,
-    NEAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    FIRST_SPLITS: tl.constexpr,
-    UNSPLIT_BELOW: tl.constexpr,
-    LONG_CONTEXT: tl.constexpr,
-):
-    """Splits in the first piece of a context that ends at ``position``."""
-    num_first = tl.full((), FIRST_SPLITS, tl.int32)
-    if UNSPLIT_BELOW > 0:
-        num_first = tl.where(position < UNSPLIT_BELOW, ALL_SPLITS, num_first)
-    if LONG_CONTEXT > 0:
-        num_first = tl.where(
-            position >= LONG_CONTEXT - 1, max(FIRST_SPLITS, SPLIT_CHANGE // NEAR_SPLIT), num_first
-        )
-    return num_first
-
-
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=[
@@ -97,8 +90,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     k_cache,
     v_cache,
     out,
-    partial,  # float32 [units, HQ, max_pieces, DV]
-    stats,  # float32 [units, HQ, max_pieces, 2]: peak and mass
+    partial,  # float32 [units, HQ, max_segments, DV]
+    stats,  # float32 [units, HQ, max_segments, 2]: row_max and row_sum
     arrival_counters,  # int32 [units * HKV], zeros, and zeros again at the end
     starts,
     contexts,
@@ -114,7 +107,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     num_workers,
     max_segments,
-    # With TURN, else None; norms None without FORM.
+    # With FUSE_ROPE, else None; norms None without FORM.
     key, value, cos, sin, q_weight, k_weight, slot_mapping, eps,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of K_STEP and V_STEP
     cos_stride, cos_step, sin_stride, sin_step,  # the first in units of ANGLES
@@ -124,7 +117,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
     FIRST_SPLITS: tl.constexpr, UNSPLIT_BELOW: tl.constexpr, LONG_CONTEXT: tl.constexpr,
-    PAGE: tl.constexpr, ONES: tl.constexpr,
+    PAGE: tl.constexpr,
     GROUP: tl.constexpr,  # G, padded to a power of two
     CHUNK: tl.constexpr,
     R: tl.constexpr,  # the first R of DK elements are rotated; TABLE angles serve them
@@ -139,11 +132,20 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     LATE_TRIGGER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
+
+    Grid: ``(HKV * num_workers, units)``, a unit being a token if BY_TOKEN, else a row. Shapes:
+    query ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
+    ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``; key ``[T, HKV, DK]`` and value alike, cos and
+    sin ``[1, T, TABLE]``, slot_mapping ``[T]``.
+    """
+    SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    SHAPE: tl.constexpr = TileShape(DK, DV, DK_PAD, DV_PAD, HKV * DK, HKV * DV, PAGE, BLOCK_N)
     G: tl.constexpr = HQ // HKV
     DTYPE: tl.constexpr = out.dtype.element_ty
     FOLD: tl.constexpr = (
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
-    )  # a piece may hold several splits
+    )  # a segment may hold several splits
     unit = tl.program_id(1)
     head = tl.program_id(0) % HKV
     worker = tl.program_id(0) // HKV
@@ -151,19 +153,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     # before it has ended, and weights never. So both are read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
-    num_first = _splits_in_first(
-        seen, NEAR_SPLIT, SPLIT_CHANGE, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT
-    )
-    low, first_segment, last_segment = segments_of(
-        seen, window, num_first, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, HAS_WINDOW
-    )
+    num_first = splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)
+    low, first_segment, last_segment = segments_of(seen, window, num_first, SPLITS, HAS_WINDOW)
     if worker > last_segment - first_segment:
-        return  # before it waits: its place is free for the next kernel. Lane 0 goes on and waits
+        return  # before it waits: its place is free for the next kernel. Worker 0 goes on and waits
     some_row = tl.minimum(row, num_rows - 1)
     table = tables + some_row.to(tl.int64) * table_stride
-    begin = segment_begin(
-        last_segment - worker, low, num_first, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, BLOCK_N
-    )
+    begin = segment_begin(last_segment - worker, low, num_first, SPLITS, BLOCK_N)
     blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
     k_dims = tl.arange(0, DK_PAD)
     if FUSE_ROPE:
@@ -175,8 +171,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, KEYS, DTYPE, FORM)
         if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
             if position >= 0:
-                ask(k_cache + head * DK, blocks, begin, HKV * DK, DK, PAGE, BLOCK_N)
-                ask(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
+                prefetch_tile(k_cache + head * DK, blocks, begin, HKV * DK, DK, PAGE, BLOCK_N)
+                prefetch_tile(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not LATE_TRIGGER:
@@ -207,24 +203,35 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         # Asked for before the keys, used after them: both are under way together.
         y = tl.load(q_rows + partners[None, :], mask=q_mask, other=0.0)
         q_tokens = tl.zeros((BLOCK_M,), tl.int64) + token
-        c = load_angles(cos, q_tokens, is_head, k_dims, cos_stride, cos_step, R, TABLE, ANGLES)
-        s = load_angles(sin, q_tokens, is_head, k_dims, sin_stride, sin_step, R, TABLE, ANGLES)
+        c, s = load_angles(
+            Angles(cos, sin, cos_stride, cos_step, sin_stride, sin_step, R, TABLE, ANGLES),
+            q_tokens,
+            is_head,
+            k_dims,
+        )
         end_new = tl.where(stores, token + 1, first_new)
         store_new(
-            key, value, cos, sin, k_own, k_others, k_cache, v_cache, slot_mapping, eps,
-            first_new, end_new, token, seen, num_first, last_segment, worker, num_workers, head,
-            k_dims, partners,
-            k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-            cos_stride, cos_step, sin_stride, sin_step,
-            HKV, DK, DV, DV_PAD, K_STEP, V_STEP, R, TABLE, ANGLES,
-            NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, FORM, EMULATE,
+            NewTokens(
+                key, value, slot_mapping, first_new, end_new,
+                k_token_stride, k_head_stride, v_token_stride, v_head_stride, K_STEP, V_STEP,
+            ),
+            Angles(
+                cos, sin, cos_stride, cos_step, sin_stride, sin_step, R, TABLE, ANGLES
+            ),
+            HeadNorm(k_own, k_others, eps, FORM),
+            k_cache, v_cache, head, HKV,
+            token, seen,
+            WorkerShare(num_first, last_segment, worker, num_workers),
+            k_dims, partners, SPLITS, SHAPE, EMULATE,
         )  # fmt: skip
         if position < 0:  # padding
             tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
             return
         if stores:
             tl.debug_barrier()  # other threads of this program are about to load it
-        q = turned(q, y, q_own, q_others, c, s, k_dims, eps, DK, R, FORM, DTYPE, EMULATE)
+        q = norm_and_rotate(
+            q, y, HeadNorm(q_own, q_others, eps, FORM), c, s, k_dims, DK, R, DTYPE, EMULATE
+        )
     if PDL and LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -232,20 +239,25 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     for behind in range(worker, last_segment - first_segment + 1, num_workers):
         segment = last_segment - behind
         next_segment = tl.maximum(segment - num_workers, 0)
-        next_begin = segment_begin(
-            next_segment, low, num_first, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, BLOCK_N
-        )
+        next_begin = segment_begin(next_segment, low, num_first, SPLITS, BLOCK_N)
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
-        end = split_begin(segment + num_first, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+        end = split_begin(segment + num_first, SPLITS)
         total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
-            q, k_cache + head * DK, v_cache + head * DV, table, blocks, begin,
-            tl.minimum(end, position + 1), position, positions, window, factor, cap_in, cap_out,
-            HKV, DK, DV, DK_PAD, DV_PAD, BLOCK_M, BLOCK_N, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE,
-            PAGE, ONES, FOLD, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
-        )  # fmt: skip
+            q,
+            HeadPages(k_cache + head * DK, v_cache + head * DV, table),
+            blocks,
+            begin,
+            tl.minimum(end, position + 1),
+            position,
+            positions,
+            Scoring(window, factor, cap_in, cap_out, HAS_WINDOW, HAS_SOFTCAP, PRECISION),
+            SPLITS,
+            SHAPE,
+            FOLD,
+        )
         begin = next_begin
         blocks = next_blocks
-        # The last split of the piece, if its end was not reached; else empty, which is harmless.
+        # The last split of the segment, if its end was not reached; else empty, which is harmless.
         total_row_max, total_row_sum, total_acc = fold(
             total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
         )
@@ -264,9 +276,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         return
     num_segments = last_segment - first_segment + 1
     FEW: tl.constexpr = min(SPLIT_CHANGE // NEAR_SPLIT, CHUNK)
-    # Lanes without a piece have returned above.
+    # Workers without a segment have returned above.
     if is_last_arrival(arrival_counters + unit * HKV + head, tl.minimum(num_workers, num_segments)):
-        merge(
+        combine(
             partial, stats, out, sinks, unit, token, head, num_segments, max_segments, factor,
             HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW, HAS_SINKS,
         )  # fmt: skip

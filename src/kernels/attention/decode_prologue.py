@@ -1,21 +1,23 @@
-"""What decode attention does before it walks, where it takes q, k and v as a product leaves them.
+"""RoPE prologue of decode attention: norms, rotation and KV store inside the decode kernel.
 
-One launch then normalises, rotates and stores, as :mod:`.norm_rope_store` does, and
-attends. A decode program
+One launch then normalises, rotates and stores, as :mod:`..fused.norm_rope_store` does, and
+attends, on q, k and v as the merged matmul leaves them. A decode program
 
-- normalises and rotates its own queries, once more in every lane: a few hundred operations;
-- stores, before it walks, the new keys and values that its own pieces look at: those of its row
-  from the row's first new token up to its own. In a decode step that is one token, and lane 0,
-  which walks the last piece, has it. Where a row has several new tokens (the shapes of a step
-  cannot tell), each program stores all that it will read, so that none reads what another has yet
-  to store. Several store the same bits then, which harms nobody.
+- normalises and rotates its own queries, once more in every worker: a few hundred operations;
+- stores, before it attends, the new keys and values of its own segments: those of its row from the
+  row's first new token up to its own. In a decode step that is one token, and worker 0, which has
+  the last segment, stores it. Where a row has several new tokens (the shapes of a step cannot
+  tell), each program stores all that it will read, so that none reads what another has yet to
+  store. Several programs then store the same bits.
 
-Every token is stored by its own program at least, those of padding too (by lane 0). Blocks that
+Every token is stored by its own program at least, those of padding too (by worker 0). Blocks that
 requests share are full of settled tokens and not written to, so no program looks at a slot that
 another writes.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from ..device import vector_strides
 from ..fused import norm_rope_store
-from ..fused.norm_rope_store import turned
+from ..fused.norm_rope_store import norm_and_rotate
 from .online_softmax import split_of
 
 _KEYS = 16  # new tokens whose keys are made at once: rows of a tile as high as that of the queries
@@ -50,19 +52,69 @@ def load_weights(  # type: ignore[no-untyped-def]
     return own, others
 
 
+class Angles(NamedTuple):
+    """Pointers to cos and sin, and strides of their rows (in units of ANGLES) and elements.
+
+    Constants: the first R elements of a head are rotated, by TABLE angles, of which ANGLES are read
+    at once.
+    """
+
+    cos: Any
+    sin: Any
+    cos_stride: Any
+    cos_step: Any
+    sin_stride: Any
+    sin_step: Any
+    R: Any
+    TABLE: Any
+    ANGLES: Any
+
+
+class NewTokens(NamedTuple):
+    """Pointers to the keys, values and slots of a step, their strides in units of K_STEP and
+    V_STEP, which are constants; tokens ``first_new`` to ``end_new`` are to be stored."""
+
+    key: Any
+    value: Any
+    slot_mapping: Any
+    first_new: Any
+    end_new: Any
+    k_token_stride: Any
+    k_head_stride: Any
+    v_token_stride: Any
+    v_head_stride: Any
+    K_STEP: Any
+    V_STEP: Any
+
+
+class WorkerShare(NamedTuple):
+    """Which segments of a context are a program's; ``num_first``: splits in the first segment."""
+
+    num_first: Any
+    last_segment: Any
+    worker: Any
+    num_workers: Any
+
+
 @triton.jit
-def load_angles(  # type: ignore[no-untyped-def]
-    table,
-    tokens,
-    mask,
-    dims,
-    stride,
-    step,
-    R: tl.constexpr,
-    TABLE: tl.constexpr,
-    ANGLES: tl.constexpr,
-):
-    """``[M, D_PAD]`` of cos or sin of ``tokens [M]``, zeros but where ``mask [M]`` and dims < R."""
+def load_angles(angles, tokens, mask, dims):  # type: ignore[no-untyped-def]
+    """cos and sin of ``tokens [M]``, each ``[M, D_PAD]``; 0 but where ``mask [M]`` and dims < R."""
+    c = _load_table(
+        angles.cos, tokens, mask, dims,
+        angles.cos_stride, angles.cos_step, angles.R, angles.TABLE, angles.ANGLES,
+    )  # fmt: skip
+    s = _load_table(
+        angles.sin, tokens, mask, dims,
+        angles.sin_stride, angles.sin_step, angles.R, angles.TABLE, angles.ANGLES,
+    )  # fmt: skip
+    return c, s
+
+
+@triton.jit
+def _load_table(  # type: ignore[no-untyped-def]
+    table, tokens, mask, dims, stride, step,
+    R: tl.constexpr, TABLE: tl.constexpr, ANGLES: tl.constexpr,
+):  # fmt: skip
     rows = table + (tokens * ANGLES)[:, None] * stride
     at = dims % TABLE
     if ANGLES > 1:
@@ -73,7 +125,7 @@ def load_angles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def ask(  # type: ignore[no-untyped-def]
+def prefetch_tile(  # type: ignore[no-untyped-def]
     cache,
     blocks,
     start,
@@ -82,9 +134,9 @@ def ask(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Ask for a tile of a cache in L2; arguments as of :func:`triton_softmax.load_rows`.
+    """Prefetch a tile of a cache into L2; arguments as of :func:`.online_softmax.load_rows`.
 
-    Reads nothing, so that what it asks for may be written later.
+    Reads nothing, so that what it prefetches may be written later.
     """
     LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
     lines = tl.arange(0, triton.next_power_of_2((D + LINE - 1) // LINE)) * LINE
@@ -106,81 +158,55 @@ def ask(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_new(  # type: ignore[no-untyped-def]
-    key,
-    value,
-    cos,
-    sin,
-    weight,
-    weight_partner,
+    new,
+    angles,
+    norm,
     k_cache,
     v_cache,
-    slot_mapping,
-    eps,
-    first_new,
-    end_new,
+    head,
+    HKV: tl.constexpr,
     token,
     position,
-    num_first,
-    last_segment,
-    worker,
-    num_workers,
-    head,
+    share,
     dims,
     partners,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    cos_stride,
-    cos_step,
-    sin_stride,
-    sin_step,
-    HKV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    K_STEP: tl.constexpr,
-    V_STEP: tl.constexpr,
-    R: tl.constexpr,
-    TABLE: tl.constexpr,
-    ANGLES: tl.constexpr,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    FORM: tl.constexpr,
+    splits,
+    shape,
     EMULATE: tl.constexpr,
 ):
-    """Store what this program's pieces hold of the tokens ``first_new`` to ``end_new``.
+    """Store what this program's segments hold of the tokens ``first_new`` to ``end_new``.
 
-    By piece, not by what the window shows: values of hidden slots are multiplied by zero.
+    By segment, not by what the window shows: values of hidden slots are multiplied by zero.
 
     Args:
-        position: of ``token``, 0 for padding. first_new: the first token of its row.
-        num_first: splits in the first piece of the row.
+        new, angles, norm, share, splits, shape: :class:`NewTokens` (the first is the first new
+            token of the row), :class:`Angles`, :class:`.norm_rope_store.HeadNorm`,
+            :class:`WorkerShare`, :class:`.bundles.Splits` and ``TileShape``.
+        position: of ``token``, 0 for padding.
+        dims, partners: of a head, ``[DK_PAD]``.
     """
     DTYPE: tl.constexpr = k_cache.dtype.element_ty
-    v_dims = tl.arange(0, DV_PAD)
-    for first in range(first_new, end_new, KEYS):
+    v_dims = tl.arange(0, shape.DV_PAD)
+    for first in range(new.first_new, new.end_new, KEYS):
         tokens = first + tl.arange(0, KEYS)
-        segment = split_of(
-            tl.maximum(position - (token - tokens), 0), NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE
-        )
-        behind = last_segment - tl.maximum(segment - (num_first - 1), 0)
-        mine = (tokens <= token) & (behind % num_workers == worker)
+        segment = split_of(tl.maximum(position - (token - tokens), 0), splits)
+        behind = share.last_segment - tl.maximum(segment - (share.num_first - 1), 0)
+        mine = (tokens <= token) & (behind % share.num_workers == share.worker)
         wide = tokens.to(tl.int64)
-        slots = tl.load(slot_mapping + wide, mask=mine, other=0)
-        k_mask = mine[:, None] & (dims < DK)[None, :]
-        k_rows = key + wide[:, None] * (k_token_stride * K_STEP) + head * (k_head_stride * K_STEP)
+        slots = tl.load(new.slot_mapping + wide, mask=mine, other=0)
+        k_mask = mine[:, None] & (dims < shape.DK)[None, :]
+        k_rows = new.key + wide[:, None] * (new.k_token_stride * new.K_STEP)
+        k_rows += head * (new.k_head_stride * new.K_STEP)
         x = tl.load(k_rows + dims[None, :], mask=k_mask, other=0.0)
         y = tl.load(k_rows + partners[None, :], mask=k_mask, other=0.0)
-        c = load_angles(cos, wide, mine, dims, cos_stride, cos_step, R, TABLE, ANGLES)
-        s = load_angles(sin, wide, mine, dims, sin_stride, sin_step, R, TABLE, ANGLES)
-        v_mask = mine[:, None] & (v_dims < DV)[None, :]
-        v_rows = value + wide[:, None] * (v_token_stride * V_STEP) + head * (v_head_stride * V_STEP)
+        c, s = load_angles(angles, wide, mine, dims)
+        v_mask = mine[:, None] & (v_dims < shape.DV)[None, :]
+        v_rows = new.value + wide[:, None] * (new.v_token_stride * new.V_STEP)
+        v_rows += head * (new.v_head_stride * new.V_STEP)
         new_value = tl.load(v_rows + v_dims[None, :], mask=v_mask, other=0.0)
-        new_key = turned(x, y, weight, weight_partner, c, s, dims, eps, DK, R, FORM, DTYPE, EMULATE)
-        k_slots = k_cache + (slots * HKV + head)[:, None] * DK
-        v_slots = v_cache + (slots * HKV + head)[:, None] * DV
+        new_key = norm_and_rotate(x, y, norm, c, s, dims, shape.DK, angles.R, DTYPE, EMULATE)
+        k_slots = k_cache + (slots * HKV + head)[:, None] * shape.DK
+        v_slots = v_cache + (slots * HKV + head)[:, None] * shape.DV
         tl.store(k_slots + dims[None, :], new_key, mask=k_mask)
         tl.store(v_slots + v_dims[None, :], new_value, mask=v_mask)
 
@@ -188,12 +214,12 @@ def store_new(  # type: ignore[no-untyped-def]
 def fits(query: Tensor, key: Tensor, has_norm: bool) -> bool:
     """Whether one launch gives the bits of two: by shapes, strides and dtypes alone.
 
-    - float32 products are compiled to other instructions where contraction is off, as it is here.
+    - float32 matmuls are compiled to other instructions where contraction is off, as it is here.
     - A norm adds up its squares in an order that follows from how Triton spreads a tile over the
       threads: neighbours that one thread loads at once (16 bytes, if the strides allow it and the
-      tile has as many elements for each of its 128 threads), then lanes. The tile here has another
-      height than that of :mod:`triton_rope`; with heads of few elements or in models of few heads
-      it may not be spread alike.
+      tile has as many elements for each of its 128 threads), then lanes of a warp. The tile here
+      has another height than that of :mod:`..fused.norm_rope_store`; with heads of few elements or
+      in models of few heads it may not be spread alike.
     """
     _, num_heads, dim = query.shape
     padded = triton.next_power_of_2(dim)

@@ -1,10 +1,10 @@
-"""``pagespec::paged_attention`` on a GPU: chooses tiles and grids, and launches the kernels.
+"""Host side of the attention kernels: tiles, grids and launches of ``paged_attention``.
 
 Everything here follows shapes and dtypes alone. Nothing waits for the device, so that calls can be
 captured in a CUDA graph and replayed with other contents.
 
 - At most as many tokens as rows (decode, with or without padding): one decode program (or several
-  lanes of them) a token and KV head, of which the last to arrive merges what all computed. With
+  workers of them) a token and KV head, of which the last to arrive combines what all computed. With
   few rows it normalises, rotates and stores too (:func:`fused_rope_attention`).
 - More: rows of one query go to the decode kernel, the others to the prefill kernel; each leaves
   the other's alone. On Hopper :mod:`.prefill_sm90` may be the latter; same bits.
@@ -18,47 +18,39 @@ import torch
 import triton
 from torch import Tensor
 
+from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import has_dependent_launch, is_gluon_known, triggers_dependents_late, vector_strides
 from .decode import decode_kernel
-from .online_softmax import LOG2E
+from .online_softmax import LOG2E, MIN_DOT
 from .prefill import prefill_kernel
 from .tiling import Tiling, choose_spread, choose_tiling
-
-_MIN_DOT = 16  # smallest side of a matrix instruction
 
 
 def paged_attention(
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
+    kv: PagedKV,
+    params: AttentionParams,
     tiling: Tiling | None = None,
     arrival_counters: Tensor | None = None,
 ) -> Tensor:
     """As :func:`.ops.paged_attention`, with shapes as there.
 
-    ``query`` may be strided in tokens and heads. Products have operands of the query's dtype and
+    ``query`` may be strided in tokens and heads. Matmuls have operands of the query's dtype and
     float32 sums; float32 operands are multiplied as such, not as TF32. Any block size that is a
     power of two.
 
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
-        arrived: int32 zeros, left as zeros, for calls that follow one another on one stream. One
-            for each unit and KV head, if those are fewer than ``tiling.whole_from``, else none.
-            None makes some for the call, which costs one more launch.
+        arrival_counters: int32 zeros, left as zeros, for calls that follow one another on one
+            stream. One per unit and KV head, if those are fewer than ``tiling.unsplit_from``, else
+            none. None makes some for the call, which costs one more launch.
 
     Raises:
         ValueError: the block size is no power of two, or there are too few counters.
     """
     num_tokens, num_q_heads, k_dim = query.shape
-    page, num_kv_heads, v_dim = v_cache.shape[1:]
-    num_rows = len(block_tables)
+    page, num_kv_heads, v_dim = kv.v_cache.shape[1:]
+    num_rows = len(kv.block_tables)
     if page & (page - 1):
         raise ValueError(f"block size {page}: the Triton kernels need a power of two")
     if query.stride(2) != 1:
@@ -67,30 +59,27 @@ def paged_attention(
     if num_tokens == 0 or num_rows == 0:
         return out.zero_()
     by_token = num_tokens <= num_rows
-    metadata = (query_starts, context_lens, block_tables)
     t = tiling or choose_tiling(query.dtype, k_dim, v_dim)
-    shared = _shared(query, v_cache, scale, window, softcap, sinks, t)
-    _decode(
-        query, k_cache, v_cache, out, metadata, shared, t, arrival_counters, by_token, _NOT_TURNED
-    )
+    shared = _shared(query, kv.v_cache, params, t)
+    _decode(query, kv, out, shared, t, arrival_counters, by_token, _WITHOUT_ROPE)
     if not by_token:
         if query.is_cuda and is_gluon_known():
             from . import prefill_sm90
 
-            if prefill_sm90.launch(query, k_cache, v_cache, out, metadata, shared, t):
+            if prefill_sm90.launch(query, kv, out, shared, t):
                 return out
         group = num_q_heads // num_kv_heads
         block_m = max(t.block_m, triton.next_power_of_2(group))
         num_tiles = num_tokens // (block_m // group) + num_rows + 1
         prefill_kernel[(num_tiles * num_kv_heads * t.prefill_parts,)](
             query,
-            k_cache,
-            v_cache,
+            kv.k_cache,
+            kv.v_cache,
             out,
-            *metadata,
+            *kv[2:],
             num_tokens=num_tokens,
             num_rows=num_rows,
-            table_stride=block_tables.stride(0),
+            table_stride=kv.block_tables.stride(0),
             **shared,
             BLOCK_M=block_m,
             PARTS=t.prefill_parts,
@@ -103,31 +92,15 @@ def paged_attention(
 
 
 def fused_rope_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rotary_dim: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    form: str,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    inputs: RopeInputs,
     slot_mapping: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
+    kv: PagedKV,
+    params: AttentionParams,
     tiling: Tiling | None = None,
     arrival_counters: Tensor | None = None,
 ) -> Tensor:
-    """:func:`triton_rope.norm_rope_store`, then :func:`paged_attention` of what it returns, in one
-    launch; with the same bits if :func:`triton_turn.fits`. Arguments as there.
+    """:func:`..fused.norm_rope_store.norm_rope_store`, then :func:`paged_attention` of what it
+    returns, in one launch; with the same bits if :func:`.decode_prologue.fits`. Arguments as there.
 
     Any rows of as many tokens altogether as there are rows, or fewer; rows of several new tokens
     are stored several times.
@@ -139,9 +112,10 @@ def fused_rope_attention(
         ValueError: no tokens or more than rows, a block size that is no power of two, or too few
             counters.
     """
+    query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
     num_tokens, num_heads, dim = query.shape
-    page, _, v_dim = v_cache.shape[1:]
-    num_rows = len(block_tables)
+    page, _, v_dim = kv.v_cache.shape[1:]
+    num_rows = len(kv.block_tables)
     if not 0 < num_tokens <= num_rows:
         raise ValueError(f"{num_tokens} tokens of {num_rows} rows: one to as many as rows needed")
     if page & (page - 1):
@@ -149,11 +123,11 @@ def fused_rope_attention(
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     out = query.new_empty(num_tokens, num_heads, v_dim)
     t = tiling or choose_tiling(query.dtype, dim, v_dim)
-    shared = _shared(query, v_cache, scale, window, softcap, sinks, t)
+    shared = _shared(query, kv.v_cache, params, t)
     k_token_stride, k_head_stride, k_step = vector_strides(key)
     v_token_stride, v_head_stride, v_step = vector_strides(value)
     angles = 8 if all(x.stride(2) == 1 and x.stride(1) % 8 == 0 for x in (cos, sin)) else 1
-    turn = {
+    rope = {
         "key": key,
         "value": value,
         "cos": cos,
@@ -178,15 +152,14 @@ def fused_rope_attention(
         "FORM": "" if q_weight is None else form,
         "FUSE_ROPE": True,
         "LATE_TRIGGER": triggers_dependents_late(num_tokens),
-        # As triton_rope is compiled. The rest of the kernel says itself where to contract.
+        # As norm_rope_store is compiled. The rest of the kernel says itself where to contract.
         "enable_fp_fusion": False,
     }
-    metadata = (query_starts, context_lens, block_tables)
-    _decode(query, k_cache, v_cache, out, metadata, shared, t, arrival_counters, True, turn)
+    _decode(query, kv, out, shared, t, arrival_counters, True, rope)
     return out
 
 
-_NOT_TURNED: dict[str, Any] = {
+_WITHOUT_ROPE: dict[str, Any] = {
     **dict.fromkeys(("key", "value", "cos", "sin", "q_weight", "k_weight", "slot_mapping", "eps")),
     **dict.fromkeys(("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
     **dict.fromkeys(("cos_stride", "cos_step", "sin_stride", "sin_step")),
@@ -199,13 +172,11 @@ _NOT_TURNED: dict[str, Any] = {
 def _shared(
     query: Tensor,
     v_cache: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
+    params: AttentionParams,
     t: Tiling,
 ) -> dict[str, Any]:
     """What the decode and the prefill kernel are given alike."""
+    scale, window, softcap, sinks = params
     _, num_q_heads, k_dim = query.shape
     page, num_kv_heads, v_dim = v_cache.shape[1:]
     token_stride, head_stride, step = vector_strides(query)
@@ -222,14 +193,13 @@ def _shared(
         "HKV": num_kv_heads,
         "DK": k_dim,
         "DV": v_dim,
-        "DK_PAD": max(_MIN_DOT, triton.next_power_of_2(k_dim)),
-        "DV_PAD": max(_MIN_DOT, triton.next_power_of_2(v_dim)),
+        "DK_PAD": max(MIN_DOT, triton.next_power_of_2(k_dim)),
+        "DV_PAD": max(MIN_DOT, triton.next_power_of_2(v_dim)),
         "BLOCK_N": t.block_n,
-        "NEAR_SPLIT": t.short_split,
-        "FAR_SPLIT": t.long_split,
-        "SPLIT_CHANGE": t.knee,
+        "NEAR_SPLIT": t.near_split,
+        "FAR_SPLIT": t.far_split,
+        "SPLIT_CHANGE": t.split_change,
         "PAGE": page,
-        "ONES": _MIN_DOT,
         "Q_STEP": step,
         "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0,
@@ -240,15 +210,13 @@ def _shared(
 
 def _decode(
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     out: Tensor,
-    metadata: tuple[Tensor, Tensor, Tensor],
     shared: dict[str, Any],
     t: Tiling,
     arrival_counters: Tensor | None,
     by_token: bool,
-    turn: dict[str, Any],
+    rope: dict[str, Any],
 ) -> None:
     """Launch the decode kernel for each token, or for each row.
 
@@ -256,11 +224,11 @@ def _decode(
         ValueError: there are too few counters.
     """
     num_tokens, num_heads, _ = query.shape
-    page, num_kv_heads, v_dim = v_cache.shape[1:]
-    num_rows, table_width = metadata[2].shape
+    page, num_kv_heads, v_dim = kv.v_cache.shape[1:]
+    num_rows, table_width = kv.block_tables.shape
     num_units = num_tokens if by_token else num_rows
     spread = choose_spread(t, num_units * num_kv_heads, table_width * page, shared["window"])
-    # With one piece at most, nothing is merged: these are empty, of the dtype they always have.
+    # With one segment at most, nothing is merged: these are empty, of the dtype they always have.
     num_merging = num_units if spread.max_segments > 1 else 0
     shape = (num_merging, num_heads, spread.max_segments)
     partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=query.device)
@@ -269,31 +237,33 @@ def _decode(
     if arrival_counters is None:
         arrival_counters = torch.zeros(num_counters, dtype=torch.int32, device=query.device)
     elif arrival_counters.numel() < num_counters:
-        raise ValueError(f"arrival_counters: {arrival_counters.numel()} of {num_counters} needed")
+        raise ValueError(
+            f"{arrival_counters.numel()} counters of arrival where {num_counters} are needed"
+        )
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     overlap = has_dependent_launch(query.device)
     decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
         query,
-        k_cache,
-        v_cache,
+        kv.k_cache,
+        kv.v_cache,
         out,
         partial,
         stats,
         arrival_counters,
-        *metadata,
-        table_stride=metadata[2].stride(0),
+        *kv[2:],
+        table_stride=kv.block_tables.stride(0),
         num_rows=num_rows,
         num_workers=spread.num_workers,
         max_segments=spread.max_segments,
         **shared,
-        **turn,
-        BLOCK_M=max(_MIN_DOT, group),
+        **rope,
+        BLOCK_M=max(MIN_DOT, group),
         GROUP=group,
-        CHUNK=t.merge_chunk_of(group * shared["DV_PAD"]),
+        CHUNK=t.combine_chunk_of(group * shared["DV_PAD"]),
         BY_TOKEN=by_token,
-        FIRST_SPLITS=spread.splits_in_first,
-        UNSPLIT_BELOW=spread.whole_below,
-        LONG_CONTEXT=spread.far_from,
+        FIRST_SPLITS=spread.first_splits,
+        UNSPLIT_BELOW=spread.unsplit_below,
+        LONG_CONTEXT=spread.long_context,
         EMULATE=query.device.type == "cpu",
         PDL=overlap,
         num_warps=t.decode_warps,

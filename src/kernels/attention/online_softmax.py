@@ -1,7 +1,8 @@
-"""The arithmetic that the Triton attention kernels share, so that their bits agree.
+"""Batch-invariant online softmax: device functions that all attention kernels share.
 
 Online softmax over tiles of keys (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023), with
-splits of the keys merged at the end (Flash-Decoding, Dao et al. 2023). What makes the result of
+splits of the keys combined at the end (Flash-Decoding, Dao et al. 2023). Batch invariance as in
+He 2025, "Defeating Nondeterminism in LLM Inference". What makes the result of
 a query independent of how it was scheduled (decode, extend, prefill; alone or with others):
 
 - tiles of ``BLOCK_N`` positions and splits begin at fixed positions of the sequence, wherever the
@@ -9,15 +10,15 @@ a query independent of how it was scheduled (decode, extend, prefill; alone or w
   ``SPLIT_CHANGE``, so that few short sequences still make many programs, and ``FAR_SPLIT`` beyond.
   A tile or a split in which a query sees nothing leaves its state as it was, to the bit;
 - every split has fresh accumulators, and splits are folded into the total one by one in order of
-  position, whether by the program that walked them or by the last of several to arrive;
-- no sum depends on a layout: scores, weighted values and the sum of the weights (a product with
+  position, whether by the program that read them or by the last of several to arrive;
+- no sum depends on a layout: scores, weighted values and the sum of the weights (a matmul with
   ones) come from ``tl.dot``, each output element of which is one chain over the tile in order of
   position. Maxima are exact in any order;
 - where the compiler could contract a product and a sum or not, ``tl.fma`` says which.
 
-State of a split or a total: ``peak [M]``, the largest score so far; ``mass [M, W]``, the sum of the
-weights exp(score - peak), the same in all W columns; ``acc [M, DV]``, the sum of weighted values.
-All float32. ``factor`` turns scores into logarithms to base 2.
+State of a split or a total: ``row_max [M]``, the largest score so far; ``row_sum [M, W]``, the sum
+of the weights exp(score - row_max), the same in all W columns; ``acc [M, DV]``, the sum of weighted
+values. All float32. ``factor`` turns scores into logarithms to base 2.
 """
 
 from __future__ import annotations
@@ -25,74 +26,74 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tiling import ALL_SPLITS
+
 LOG2E = tl.constexpr(1.4426950408889634)
+MIN_DOT = 16  # smallest side of a matrix instruction
+ONES = tl.constexpr(MIN_DOT)  # columns of the matrix of ones that sums the weights
 
 
 @triton.jit
-def split_of(  # type: ignore[no-untyped-def]
-    position, NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr
-):
+def split_of(position, splits):  # type: ignore[no-untyped-def]
     """Number of the split that holds ``position``."""
     return tl.where(
-        position < SPLIT_CHANGE,
-        position // NEAR_SPLIT,
-        SPLIT_CHANGE // NEAR_SPLIT + (position - SPLIT_CHANGE) // FAR_SPLIT,
+        position < splits.SPLIT_CHANGE,
+        position // splits.NEAR_SPLIT,
+        splits.SPLIT_CHANGE // splits.NEAR_SPLIT
+        + (position - splits.SPLIT_CHANGE) // splits.FAR_SPLIT,
     )
 
 
 @triton.jit
-def split_begin(  # type: ignore[no-untyped-def]
-    split, NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr
-):
+def split_begin(split, splits):  # type: ignore[no-untyped-def]
     """First position of a split."""
     return tl.where(
-        split < SPLIT_CHANGE // NEAR_SPLIT,
-        split * NEAR_SPLIT,
-        SPLIT_CHANGE + (split - SPLIT_CHANGE // NEAR_SPLIT) * FAR_SPLIT,
+        split < splits.SPLIT_CHANGE // splits.NEAR_SPLIT,
+        split * splits.NEAR_SPLIT,
+        splits.SPLIT_CHANGE + (split - splits.SPLIT_CHANGE // splits.NEAR_SPLIT) * splits.FAR_SPLIT,
     )
 
 
 @triton.jit
-def segments_of(  # type: ignore[no-untyped-def]
+def splits_in_first(  # type: ignore[no-untyped-def]
     position,
-    window,
-    num_first,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    splits,
+    FIRST_SPLITS: tl.constexpr,
+    UNSPLIT_BELOW: tl.constexpr,
+    LONG_CONTEXT: tl.constexpr,
 ):
-    """First position in view, and the first and last piece of a query at ``position``.
+    """Splits in the first segment of a context that ends at ``position``."""
+    num_first = tl.full((), FIRST_SPLITS, tl.int32)
+    if UNSPLIT_BELOW > 0:
+        num_first = tl.where(position < UNSPLIT_BELOW, ALL_SPLITS, num_first)
+    if LONG_CONTEXT > 0:
+        num_first = tl.where(
+            position >= LONG_CONTEXT - 1,
+            max(FIRST_SPLITS, splits.SPLIT_CHANGE // splits.NEAR_SPLIT),
+            num_first,
+        )
+    return num_first
+
+
+@triton.jit
+def segments_of(position, window, num_first, splits, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First position in view, and the first and last segment of a query at ``position``.
 
     Args:
-        num_first: splits in the first piece.
+        num_first: splits in the first segment.
     """
     low = tl.zeros_like(position)
     if HAS_WINDOW:
         low = tl.maximum(position - window + 1, 0)
-    first_segment = tl.maximum(
-        split_of(low, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE) - (num_first - 1), 0
-    )
-    last_segment = tl.maximum(
-        split_of(position, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE) - (num_first - 1), 0
-    )
+    first_segment = tl.maximum(split_of(low, splits) - (num_first - 1), 0)
+    last_segment = tl.maximum(split_of(position, splits) - (num_first - 1), 0)
     return low, first_segment, last_segment
 
 
 @triton.jit
-def segment_begin(  # type: ignore[no-untyped-def]
-    segment,
-    low,
-    num_first,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """First tile in view of a piece."""
-    begin = tl.where(
-        segment == 0, 0, split_begin(segment + (num_first - 1), NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
-    )
+def segment_begin(segment, low, num_first, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First tile in view of a segment."""
+    begin = tl.where(segment == 0, 0, split_begin(segment + (num_first - 1), splits))
     return tl.maximum(begin, low // BLOCK_N * BLOCK_N)
 
 
@@ -105,11 +106,11 @@ def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def score(q, k, cap_in, cap_out, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def score(q, k, scoring):  # type: ignore[no-untyped-def]
     """``[M, N]``: queries ``q [M, DK]`` with the keys of a tile, ``k [N, DK]``."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if HAS_SOFTCAP:
-        scores = capped(scores, cap_in, cap_out)
+    scores = tl.dot(q, tl.trans(k), input_precision=scoring.PRECISION)
+    if scoring.HAS_SOFTCAP:
+        scores = capped(scores, scoring.cap_in, scoring.cap_out)
     return scores
 
 
@@ -200,77 +201,83 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_tile(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def]
+    """Keys ``[BLOCK_N, DK_PAD]`` and values ``[BLOCK_N, DV_PAD]`` of the tile at ``start``."""
+    # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
+    k = load_rows(
+        pages.k_cache, blocks, start, last,
+        shape.DK, shape.DK_PAD, shape.K_WIDTH, shape.PAGE, shape.BLOCK_N, False,
+    )  # fmt: skip
+    v = load_rows(
+        pages.v_cache, blocks, start, last,
+        shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.PAGE, shape.BLOCK_N, True,
+    )  # fmt: skip
+    return k, v
+
+
+@triton.jit
 def attend_tiles(  # type: ignore[no-untyped-def]
     q,
-    k_cache,
-    v_cache,
-    table,
+    pages,
     blocks,
     begin,
     end,
     last,
     positions,
-    window,
-    factor,
-    cap_in,
-    cap_out,
-    HKV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ONES: tl.constexpr,
+    scoring,
+    splits,
+    shape,
     FOLD: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """The decode kernel's way over the tiles that begin in ``[begin, end)``: the total of the
+    """The decode kernel's loop over the tiles that begin in ``[begin, end)``: the total of the
     splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
 
     Args:
-        k_cache, v_cache: pointers to the KV head in the first slot.
+        q: ``[M, DK_PAD]``. pages: :class:`.bundles.HeadPages`.
         blocks: the :func:`block_ids` of ``begin``, loaded early.
         last: last position any of the queries sees.
         positions: of the queries, ``[M]``.
+        scoring, splits, shape: the :mod:`.bundles` of that name.
         FOLD: False if all tiles are of one split, which is then left to the caller to fold.
     """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
+    ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
     total_row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total_row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-    total_acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    total_acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
     row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
     for start in tl.range(begin, end, BLOCK_N):
-        # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
-        k = load_rows(k_cache, blocks, start, last, DK, DK_PAD, HKV * DK, PAGE, BLOCK_N, False)
-        v = load_rows(v_cache, blocks, start, last, DV, DV_PAD, HKV * DV, PAGE, BLOCK_N, True)
+        k, v = load_tile(pages, blocks, start, last, shape)
         # One tile ahead: an address must not wait for the load of its block id.
-        blocks = block_ids(table, start + BLOCK_N, last, PAGE, BLOCK_N)
+        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         visible = (start + offsets)[None, :] <= positions[:, None]
-        if HAS_WINDOW:
-            visible &= (start + offsets)[None, :] > positions[:, None] - window
-        scores = score(q, k, cap_in, cap_out, HAS_SOFTCAP, PRECISION)
+        if scoring.HAS_WINDOW:
+            visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window
+        scores = score(q, k, scoring)
         scores = tl.where(visible, scores, float("-inf"))
-        row_max, row_sum, acc = add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION)
+        row_max, row_sum, acc = add_tile(
+            scores, v, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
+        )
         end_of_tile = start + BLOCK_N
         if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
             if (
-                end_of_tile & (tl.where(end_of_tile <= SPLIT_CHANGE, NEAR_SPLIT, FAR_SPLIT) - 1)
+                end_of_tile
+                & (
+                    tl.where(
+                        end_of_tile <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT
+                    )
+                    - 1
+                )
                 == 0
             ):
                 total_row_max, total_row_sum, total_acc = fold(
-                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
                 )
                 row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
                 row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-                acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+                acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
     return total_row_max, total_row_sum, total_acc, row_max, row_sum, acc
 
 

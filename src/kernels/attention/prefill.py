@@ -1,7 +1,7 @@
-"""Attention of rows with several queries over pages (FlashAttention-2, Dao 2023).
+"""Prefill attention over pages: rows with several queries (FlashAttention-2, Dao 2023).
 
 A program serves one KV head and a tile of ``BLOCK_M // G`` consecutive queries of one row, whose
-G query heads lie side by side along M, so that a tile of keys is read once for the group. It walks
+G query heads lie side by side along M, so that a tile of keys is read once for the group. It reads
 all splits and folds them in order, as the decode kernel does. Where the sums of all values would
 not fit its registers, ``PARTS`` programs serve the tile: each computes all scores, and has the sums
 of its part of the values' dimensions.
@@ -21,87 +21,73 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .online_softmax import add_tile, block_ids, count_at_most, finish, fold, load_rows, score
+from .bundles import HeadPages, Scoring, Splits, TileShape
+from .online_softmax import (
+    ONES,
+    add_tile,
+    block_ids,
+    count_at_most,
+    finish,
+    fold,
+    load_tile,
+    score,
+)
 
 
 @triton.jit
 def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
-    q,
-    k_cache,
-    v_cache,
-    table,
-    begin,
-    first,
-    last,
-    positions,
-    window,
-    factor,
-    cap_in,
-    cap_out,
-    HKV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    PAGE: tl.constexpr,
-    ONES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, pages, begin, first, last, positions, scoring, splits, shape
 ):
     """The total of the tiles from ``begin``, a multiple of BLOCK_N, to that of ``last``.
 
     A split is folded not where it ends but in the next tile, behind that tile's scores. There, no
-    product with ``acc`` is under way: on Hopper such a product runs beside other instructions, and
+    matmul with ``acc`` is under way: on Hopper such a matmul runs beside other instructions, and
     one place that touches its sums before they have been waited for makes ptxas wait for every
-    product of the kernel at once (its warning C7515). Times: benchmarks/NOTES.md, "Attention".
+    matmul of the kernel at once (its warning C7515). Times: benchmarks/NOTES.md, "Attention".
 
     Args:
         positions: of the queries, ``[M]``, from ``first`` to ``last``.
     """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
     inf = float("inf")
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
+    ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-    acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+    acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
     total_row_max, total_row_sum, total_acc = row_max, row_sum, acc
-    blocks = block_ids(table, begin, last, PAGE, BLOCK_N)
+    blocks = block_ids(pages.table, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, last + 1, BLOCK_N):
-        # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
-        k = load_rows(k_cache, blocks, start, last, DK, DK_PAD, HKV * DK, PAGE, BLOCK_N, False)
-        v = load_rows(v_cache, blocks, start, last, DV, DV_PAD, V_WIDTH, PAGE, BLOCK_N, True)
+        k, v = load_tile(pages, blocks, start, last, shape)
         # One tile ahead: an address must not wait for the load of its block id.
-        blocks = block_ids(table, start + BLOCK_N, last, PAGE, BLOCK_N)
-        scores = score(q, k, cap_in, cap_out, HAS_SOFTCAP, PRECISION)
+        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
+        scores = score(q, k, scoring)
         if (
-            start & (tl.where(start < SPLIT_CHANGE, NEAR_SPLIT, FAR_SPLIT) - 1) == 0
+            start & (tl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT) - 1)
+            == 0
         ):  # the first tile of a split
             total_row_max, total_row_sum, total_acc = fold(
-                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
             )
             row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
-            acc = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
+            acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
             # Masks what is masked below in any case, and so keeps all this behind the scores.
             scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
         in_part = start >= diagonal  # queries, perhaps, see only a part of the tile
-        if HAS_WINDOW:
-            in_part |= start <= last - window
+        if scoring.HAS_WINDOW:
+            in_part |= start <= last - scoring.window
         if in_part:
             visible = offsets[None, :] <= (positions - start)[:, None]
-            if HAS_WINDOW:
-                visible &= offsets[None, :] > (positions - start - window)[:, None]
+            if scoring.HAS_WINDOW:
+                visible &= offsets[None, :] > (positions - start - scoring.window)[:, None]
             scores = tl.where(visible, scores, -inf)
-        row_max, row_sum, acc = add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION)
-    return fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor)
+        row_max, row_sum, acc = add_tile(
+            scores, v, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
+        )
+    return fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor)
 
 
 @triton.jit
@@ -159,7 +145,6 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     FAR_SPLIT: tl.constexpr,
     SPLIT_CHANGE: tl.constexpr,
     PAGE: tl.constexpr,
-    ONES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -167,6 +152,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,  # rows looked at together
 ):
+    """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V``, causal, for rows of several queries.
+
+    Grid: ``(tiles * HKV * PARTS,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query
+    ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
+    ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    """
     PART: tl.constexpr = DV_PAD // PARTS
     PART_USED: tl.constexpr = DV // PARTS
     G: tl.constexpr = HQ // HKV
@@ -216,33 +207,18 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     )
     total_row_max, total_row_sum, total_acc = attend_tiles_fold_late(
         q,
-        k_cache + head * DK,
-        v_cache + head * DV + part,
-        tables + row.to(tl.int64) * table_stride,
+        HeadPages(
+            k_cache + head * DK,
+            v_cache + head * DV + part,
+            tables + row.to(tl.int64) * table_stride,
+        ),
         low // BLOCK_N * BLOCK_N,
         start + first,
         last,
         positions,
-        window,
-        factor,
-        cap_in,
-        cap_out,
-        HKV,
-        DK,
-        PART_USED,
-        DK_PAD,
-        PART,
-        HKV * DV,
-        BLOCK_M,
-        BLOCK_N,
-        NEAR_SPLIT,
-        FAR_SPLIT,
-        SPLIT_CHANGE,
-        PAGE,
-        ONES,
-        HAS_WINDOW,
-        HAS_SOFTCAP,
-        PRECISION,
+        Scoring(window, factor, cap_in, cap_out, HAS_WINDOW, HAS_SOFTCAP, PRECISION),
+        Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE),
+        TileShape(DK, PART_USED, DK_PAD, PART, HKV * DK, HKV * DV, PAGE, BLOCK_N),
     )
     result = finish(
         total_row_max, total_row_sum, total_acc, sinks, heads, is_line, factor, HAS_SINKS

@@ -1,16 +1,16 @@
-"""Prefill attention on Hopper with warps of its own for loads (FlashAttention-3, Shah et al. 2024).
+"""Warp-specialised prefill attention for Hopper (FlashAttention-3, Shah et al. 2024).
 
 The grid and the arithmetic are those of :mod:`.prefill`, and so are the
-bits: the same tiles of ``BLOCK_N`` positions in the same order, the same products, each one chain
+bits: the same tiles of ``BLOCK_N`` positions in the same order, the same matmuls, each one chain
 over k, and the same operations a row. What differs is who does what when:
 
-- one warp loads. Keys and values come through TMA, a piece of a block (up to ``BLOCK_N`` slots by
+- one warp loads. Keys and values come through TMA, a part of a block (up to ``BLOCK_N`` slots by
   64 elements) a message, into a ring of ``STAGES`` units: unit u holds the keys of tile u and the
   values of tile u - 1, which are used together;
 - two warpgroups have 64 lines each. Beside the softmax of a tile run the scores of the next one
-  and the other warpgroup's products.
+  and the other warpgroup's matmuls.
 
-What has to be so for this kernel: see :func:`fits`. Slots nobody owns may hold NaN: scores of keys
+What has to be so for this kernel: see :func:`fits`. Unowned slots may hold NaN: scores of keys
 beyond a query are masked; of the last tile's values, those beyond ``last`` are zeroed in shared
 memory, by each warpgroup for itself, which writes what the other writes.
 """
@@ -24,13 +24,10 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..arguments import PagedKV
 from ..device import Gpu
 from .prefill_sm90_mainloop import consume, lines_of
 from .tiling import Tiling
@@ -40,7 +37,7 @@ _STAGES = {64: 8, 128: 5}  # units in the ring, by head size
 
 @gluon.jit
 def _row_of(starts, num_rows, tile, BLOCK_Q: gl.constexpr):
-    """The row of a tile, as :func:`triton_softmax.count_at_most` finds it."""
+    """The row of a tile, as :func:`.online_softmax.count_at_most` finds it."""
     # Most batches at once. As wide for all: a kernel for each width would be seconds of compiling.
     WIDTH: gl.constexpr = 1024
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -54,7 +51,7 @@ def _row_of(starts, num_rows, tile, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _num_leading_singles(starts, num_rows):
-    """As :func:`triton_prefill.num_leading_singles`."""
+    """As :func:`.prefill.num_leading_singles`."""
     WIDTH: gl.constexpr = 1024
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     num_singles = num_rows
@@ -67,8 +64,10 @@ def _num_leading_singles(starts, num_rows):
 
 
 @gluon.jit
-def _ask(desc, table, tile, last, column, segments, bar, PAGE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Ask for a tile of keys or values: ``[panels, BLOCK_N, 64]``, in pieces of a block."""
+def _load_tile_async(
+    desc, table, tile, last, column, segments, bar, PAGE: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """Start loading a tile of keys or values: ``[panels, BLOCK_N, 64]``, in parts of a block."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     COUNT: gl.constexpr = BLOCK_N // ROWS
     PANELS: gl.constexpr = segments.shape[0] // COUNT
@@ -105,7 +104,7 @@ def _produce(
     count = last // BLOCK_N + 1
     mbarrier.expect(full.index(0), BYTES)
     segments = ring.index(0)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
-    _ask(k_desc, table, 0, last, column, segments, full.index(0), PAGE, BLOCK_N)
+    _load_tile_async(k_desc, table, 0, last, column, segments, full.index(0), PAGE, BLOCK_N)
     slot = 1
     phase = 1
     for unit in range(1, count):
@@ -113,9 +112,9 @@ def _produce(
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(bar, 2 * BYTES)
         segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
-        _ask(v_desc, table, unit - 1, last, column, segments, bar, PAGE, BLOCK_N)
+        _load_tile_async(v_desc, table, unit - 1, last, column, segments, bar, PAGE, BLOCK_N)
         segments = ring.index(2 * slot)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
-        _ask(k_desc, table, unit, last, column, segments, bar, PAGE, BLOCK_N)
+        _load_tile_async(k_desc, table, unit, last, column, segments, bar, PAGE, BLOCK_N)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -123,18 +122,14 @@ def _produce(
     mbarrier.wait(empty.index(slot), phase)
     mbarrier.expect(full.index(slot), BYTES)
     segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
-    _ask(v_desc, table, count - 1, last, column, segments, full.index(slot), PAGE, BLOCK_N)
+    _load_tile_async(
+        v_desc, table, count - 1, last, column, segments, full.index(slot), PAGE, BLOCK_N
+    )
 
 
 @gluon.jit(
     # What follows the batch must not make new versions of the kernel.
-    do_not_specialize=[
-        "q_token_stride",
-        "q_head_stride",
-        "table_stride",
-        "num_tokens",
-        "num_rows",
-    ],
+    do_not_specialize=["q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
 )
 def prefill_kernel(
@@ -163,6 +158,11 @@ def prefill_kernel(
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    """As :func:`.prefill.prefill_kernel`, without window, softcap or sinks.
+
+    Grid: ``(tiles * HKV,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query and out
+    ``[T, HQ, D]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    """
     G: gl.constexpr = HQ // HKV
     BLOCK_Q: gl.constexpr = BLOCK_M // G
     num_singles = _num_leading_singles(starts, num_rows)
@@ -241,7 +241,7 @@ def fits(
         and shared["PAGE"] >= 16  # smaller blocks are more messages than a warp sends in time
         and not (shared["HAS_WINDOW"] or shared["HAS_SOFTCAP"] or shared["HAS_SINKS"])
         and (t.block_m, t.block_n) == (128, 64)
-        and (t.short_split | t.long_split | t.knee) % 128 == 0  # splits begin at even tiles
+        and (t.near_split | t.far_split | t.split_change) % 128 == 0  # splits begin at even tiles
         and query.shape[1] // k_cache.shape[2] <= 128
         and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (k_cache, v_cache))
     )
@@ -257,10 +257,8 @@ def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
 
 def launch(
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    kv: PagedKV,
     out: Tensor,
-    metadata: tuple[Tensor, Tensor, Tensor],
     shared: dict[str, Any],
     t: Tiling,
 ) -> bool:
@@ -268,12 +266,12 @@ def launch(
 
     Args:
         query: ``[T, Hq, D]`` on a GPU. out: contiguous, of its shape and dtype.
-        metadata: query_starts, context_lens, block_tables.
         shared: what the attention kernels are given alike.
 
     Returns:
         Whether it was launched: False where it does not fit the GPU, the shapes or the model.
     """
+    k_cache, v_cache, *metadata = kv
     if not (Gpu.of(query.device).has_prefetch and fits(query, k_cache, v_cache, shared, t)):
         return False
     (num_tokens, num_heads, dim), num_rows = query.shape, len(metadata[2])

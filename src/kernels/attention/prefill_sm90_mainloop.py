@@ -1,11 +1,11 @@
-"""The warpgroups of Hopper's prefill: from scores to outputs. See :mod:`.gluon_prefill`.
+"""Main loop of Hopper's prefill attention: the consumer warpgroups, from scores to outputs.
 
 The arithmetic is that of :mod:`.online_softmax`, operation by operation; its bits
-hang on that. A state is ``(peak, mass, acc, total_peak, total_mass, total_acc)``, of the split that
-is walked and of those before it, for the 64 lines of a warpgroup.
+depend on that. A state is ``(row_max, row_sum, acc, total_row_max, total_row_sum, total_acc)``, of
+the current split and of those before it, for the 64 lines of a warpgroup. See :mod:`.prefill_sm90`.
 
-Products run beside other instructions. ptxas allows that only while nothing but they touches their
-sums (else its warning C7515, and all wait for all): so sums are shrunk, and splits folded, where
+Matmuls run beside other instructions. ptxas allows that only while nothing but they touches their
+sums (else its warning C7515, and all wait for all): so sums are rescaled, and splits folded, where
 none of theirs is under way. Masks stay away from the loop over tiles that all queries see.
 """
 
@@ -44,7 +44,7 @@ def lines_of(
 
 @gluon.jit
 def _weigh(scores, row_max, factor):
-    """The first half of :func:`triton_softmax.add_tile`: peak, what shrinks sums, and weights."""
+    """The first half of :func:`.online_softmax.add_tile`: row_max, rescale and weights."""
     new_row_max = gl.maximum(row_max, gl.max(scores, 1))
     # Rows that have seen nothing yet: without this, -inf - -inf.
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
@@ -68,7 +68,7 @@ def _fold_sums(total, sums, a, b):
 
 @gluon.jit
 def _fold(state, factor):
-    """:func:`triton_softmax.fold`, and the state of a split that begins."""
+    """:func:`.online_softmax.fold`, and the state of a split that begins."""
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
     new_row_max = gl.maximum(total_row_max, row_max)
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
@@ -89,7 +89,7 @@ def _fold(state, factor):
 
 @gluon.jit
 def _add(
-    FIRST_SPLITS: gl.constexpr,
+    MAY_BEGIN_SPLIT: gl.constexpr,
     tile,
     scores,
     state,
@@ -101,13 +101,13 @@ def _add(
     FAR_SPLIT: gl.constexpr,
     SPLIT_CHANGE: gl.constexpr,
 ):
-    """:func:`triton_softmax.add_tile`, its values' sums under way.
+    """:func:`.online_softmax.add_tile`, its values' sums under way.
 
     Args:
-        FIRST: whether ``tile`` may begin a split.
+        MAY_BEGIN_SPLIT: whether ``tile`` may begin a split.
     """
     start = tile * BLOCK_N
-    if FIRST_SPLITS:  # noqa: SIM102 (known when compiling, the other is not)
+    if MAY_BEGIN_SPLIT:  # noqa: SIM102 (known when compiling, the other is not)
         if start & (gl.where(start < SPLIT_CHANGE, NEAR_SPLIT, FAR_SPLIT) - 1) == 0:
             state = _fold(state, factor)
     row_max, row_sum, acc, total_row_max, total_row_sum, total_acc = state
@@ -116,7 +116,7 @@ def _add(
     narrow = gl.convert_layout(
         weights, gl.DotOperandLayout(0, row_sum.type.layout, 2), assert_trivial=True
     )
-    # Each warp's own product: a warpgroup's made prefill 4% slower on an H100 (8 x 2k: 10%).
+    # Each warp's own matmul: a warpgroup's made prefill 4% slower on an H100 (8 x 2k: 10%).
     row_sum = mma_v2(narrow, ones, _times(row_sum, rescale))
     acc = warpgroup_mma(weights, v, _times(acc, rescale), is_async=True)
     return row_max, row_sum, acc, total_row_max, total_row_sum, total_acc
@@ -140,7 +140,7 @@ def _masked(scores, tile, positions, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _step(
     MASKED: gl.constexpr,
-    FIRST_SPLITS: gl.constexpr,
+    MAY_BEGIN_SPLIT: gl.constexpr,
     tile,
     scores,
     state,
@@ -172,7 +172,7 @@ def _step(
     if MASKED:
         scores = _masked(scores, tile, positions, BLOCK_N)
     state = _add(
-        FIRST_SPLITS,
+        MAY_BEGIN_SPLIT,
         tile,
         scores,
         state,
@@ -274,7 +274,7 @@ def consume(
         )  # fmt: skip
 
     v = ring.index(2 * at[0] + 1)
-    # Values of slots that nobody owns have to be numbers.
+    # Values of unowned slots have to be numbers.
     exists = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LINE)) <= last - final * BLOCK_N
     values = v.load(LINE)
     v.store(gl.where(exists[:, None], values, gl.zeros_like(values)))

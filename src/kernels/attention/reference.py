@@ -1,4 +1,4 @@
-"""Paged attention and the KV store in plain torch: the CPU product, and the reference for tests.
+"""Paged attention and the KV store in plain torch: what a CPU runs, and the reference for tests.
 
 The work of a step splits in two. What depends on the batch alone (which cache slots every row
 reads, and under which mask) is an :class:`AttentionLayout`, the same for every layer of equal

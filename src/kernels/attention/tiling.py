@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels, and how the pieces of contexts are spread over programs.
+"""Tile sizes of the attention kernels, and how decode splits contexts over programs.
 
 Tile and split of the keys depend on dtype and head sizes only, never on the batch: see
 :mod:`.online_softmax` for what that buys. The spread changes no bits, and follows
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 ALL_SPLITS = tl.constexpr(1 << 20)  # more than any context has
-WHOLE_FROM = 1024  # decode programs; with as many or more there is nothing to merge
+UNSPLIT_FROM = 1024  # decode programs; with as many or more there is nothing to combine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,24 +24,24 @@ class Tiling:
     """Tile sizes of one dtype and head size; measured in benchmarks/NOTES.md, "Attention".
 
     Attributes:
-        block_n: keys a tile. short_split: keys a split up to position ``knee``, long_split: beyond;
-            multiples of it. These four decide the bits.
+        block_n: keys per tile. near_split: keys per split up to position ``split_change``,
+            far_split: beyond; multiples of block_n. These four decide the bits.
         decode_warps, decode_stages: of the decode kernel.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
             dimensions, so that its sums fit its registers. More than 1 only if those dimensions and
             the parts are powers of two. Changes no bits.
-        merge_chunk: pieces whose loads a merging program has under way together, of groups of up
-            to 512 values; of larger ones as many fewer. Few pieces are loaded all at once.
-        whole_from: decode programs (rows x KV heads) from which each walks its whole context.
-        some_whole_from: those from which each walks a context that ends below ``whole_below``.
-        knee_from: those from which the first piece reaches to the knee.
-        far_from: with fewer, positions of a context from which its first piece reaches to the knee;
-            0 for none.
-        lanes: programs that share a context of many pieces, or more where there are few: up to
-            ``few_programs`` altogether. Those without a piece cost time, too.
-        max_programs: what contexts of many pieces are spread over at most.
+        combine_chunk: segments whose loads a combining program has under way together, of groups of
+            up to 512 values; of larger ones as many fewer. Few segments are loaded all at once.
+        unsplit_from: decode programs (rows x KV heads) from which each reads its whole context.
+        some_unsplit_from: those from which each reads a context that ends below ``unsplit_below``.
+        first_splits_from: those from which the first segment reaches to ``split_change``.
+        long_context: with fewer, positions of a context from which its first segment reaches to
+            ``split_change``; 0 for none.
+        workers: programs that share a context of many segments, or more where there are few: up to
+            ``few_programs`` altogether. Those without a segment cost time, too.
+        max_programs: what contexts of many segments are spread over at most.
     """
 
     block_n: int
@@ -51,27 +51,27 @@ class Tiling:
     prefill_warps: int
     prefill_stages: int
     prefill_parts: int = 1
-    short_split: int = 128
-    long_split: int = 512
-    knee: int = 512
-    merge_chunk: int = 16
-    whole_from: int = WHOLE_FROM
-    some_whole_from: int = 512
-    whole_below: int = 2048
-    knee_from: int = 64
-    far_from: int = 4096
+    near_split: int = 128
+    far_split: int = 512
+    split_change: int = 512
+    combine_chunk: int = 16
+    unsplit_from: int = UNSPLIT_FROM
+    some_unsplit_from: int = 512
+    unsplit_below: int = 2048
+    first_splits_from: int = 64
+    long_context: int = 4096
     workers: int = 16
     few_programs: int = 136
     max_programs: int = 4096
 
-    def merge_chunk_of(self, num_values: int) -> int:
-        """Pieces loaded at once by groups of ``num_values``, query heads x value elements."""
-        return max(1, self.merge_chunk * 512 // max(512, num_values))
+    def combine_chunk_of(self, num_values: int) -> int:
+        """Segments loaded at once by groups of ``num_values``, query heads x value elements."""
+        return max(1, self.combine_chunk * 512 // max(512, num_values))
 
     def num_splits(self, num_positions: int) -> int:
         """Splits that begin below ``num_positions``."""
-        short = math.ceil(min(num_positions, self.knee) / self.short_split)
-        return short + math.ceil(max(num_positions - self.knee, 0) / self.long_split)
+        short = math.ceil(min(num_positions, self.split_change) / self.near_split)
+        return short + math.ceil(max(num_positions - self.split_change, 0) / self.far_split)
 
 
 @cache
@@ -112,34 +112,34 @@ class Spread:
     """How a batch's contexts are spread over decode programs.
 
     Attributes:
-        splits_in_first: those that the first piece of a context holds; all of a context that ends
-            below position ``whole_below``, those up to the knee of one of ``far_from`` positions
-            or more. 0 for neither.
-        max_pieces: the most that a context may have. num_lanes: programs that share them.
+        first_splits: those that the first segment of a context holds; all of a context that ends
+            below position ``unsplit_below``, those up to ``Tiling.split_change`` of one of
+            ``long_context`` positions or more. 0 for neither.
+        max_segments: the most that a context may have. num_workers: programs that share them.
     """
 
-    splits_in_first: int
-    whole_below: int
-    far_from: int
+    first_splits: int
+    unsplit_below: int
+    long_context: int
     max_segments: int
     num_workers: int
 
 
 def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spread:
     """The spread for ``num_programs``, units x KV heads, of contexts of up to ``length``."""
-    whole_below = far_from = 0
-    if num_programs >= t.whole_from:
-        splits_in_first = ALL_SPLITS.value
-    elif num_programs >= t.knee_from:
-        splits_in_first = t.num_splits(t.knee)
-        whole_below = t.whole_below if num_programs >= t.some_whole_from else 0
+    unsplit_below = long_context = 0
+    if num_programs >= t.unsplit_from:
+        first_splits = ALL_SPLITS.value
+    elif num_programs >= t.first_splits_from:
+        first_splits = t.num_splits(t.split_change)
+        unsplit_below = t.unsplit_below if num_programs >= t.some_unsplit_from else 0
     else:
-        splits_in_first, far_from = 1, t.far_from
-    max_segments = max(1, t.num_splits(length) - splits_in_first + 1)
+        first_splits, long_context = 1, t.long_context
+    max_segments = max(1, t.num_splits(length) - first_splits + 1)
     if window:
-        max_segments = min(max_segments, (window - 2) // t.short_split + 2)
+        max_segments = min(max_segments, (window - 2) // t.near_split + 2)
     num_workers = min(
         t.max_programs // num_programs, max(t.workers, t.few_programs // num_programs)
     )
     num_workers = min(max_segments, max(1, num_workers))
-    return Spread(splits_in_first, whole_below, far_from, max_segments, num_workers)
+    return Spread(first_splits, unsplit_below, long_context, max_segments, num_workers)

@@ -1,23 +1,24 @@
-"""The Triton attention of one engine: it keeps what its launches share."""
+"""The Triton attention backend of one engine, with the arrival counters its launches share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..fused.norm_rope_store import norm_rope_store
 from .decode_prologue import fits
 from .launch import fused_rope_attention, paged_attention
-from .tiling import WHOLE_FROM
+from .tiling import UNSPLIT_FROM
 
-_MAX_TURNED = 64  # rows; with more, what each lane does again costs more than a launch
+_MAX_FUSED = 64  # rows; with more, what each worker does again costs more than a launch
 
 
 class TritonBackend:
     """:func:`paged_attention` with counters of its own, on the device of the first call.
 
     An engine makes one, whose counters the calls of all layers, steps and CUDA graphs share: on one
-    stream a launch waits for those before it. Larger batches need no more, they merge nothing.
+    stream a launch waits for those before it. Larger batches need no more, they combine nothing.
     """
 
     def __init__(self) -> None:
@@ -41,34 +42,15 @@ class TritonBackend:
         Raises:
             RuntimeError: the first call is being captured in a CUDA graph.
         """
-        arrival_counters = self._counters(query)
-        tensors = (query, k_cache, v_cache, query_starts, context_lens, block_tables)
-        return paged_attention(
-            *tensors, scale, window, softcap, sinks, arrival_counters=arrival_counters
-        )
+        kv = PagedKV(k_cache, v_cache, query_starts, context_lens, block_tables)
+        params = AttentionParams(scale, window, softcap, sinks)
+        return self._attend(query, kv, params)
+
+    def _attend(self, query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
+        return paged_attention(query, kv, params, arrival_counters=self._counters(query))
 
     def fused_rope_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rotary_dim: int,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        form: str,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
+        self, inputs: RopeInputs, slot_mapping: Tensor, kv: PagedKV, params: AttentionParams
     ) -> Tensor:
         """:func:`fused.norm_rope_store`, then :func:`paged_attention` of the queries it returns.
 
@@ -78,15 +60,14 @@ class TritonBackend:
         Raises:
             RuntimeError: as :meth:`attend`.
         """
-        rope = (
-            *(query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form),
-            *(k_cache, v_cache, slot_mapping),
-        )
-        layout = (query_starts, context_lens, block_tables, scale, window, softcap, sinks)
-        is_decode = 0 < len(query) == len(block_tables) <= _MAX_TURNED
-        if is_decode and fits(query, key, q_weight is not None):
-            return fused_rope_attention(*rope, *layout, arrival_counters=self._counters(query))
-        return self.attend(norm_rope_store(*rope), k_cache, v_cache, *layout)
+        query, key = inputs.query, inputs.key
+        is_decode = 0 < len(query) == len(kv.block_tables) <= _MAX_FUSED
+        if is_decode and fits(query, key, inputs.q_weight is not None):
+            return fused_rope_attention(
+                inputs, slot_mapping, kv, params, arrival_counters=self._counters(query)
+            )
+        query = norm_rope_store(inputs, kv.k_cache, kv.v_cache, slot_mapping)
+        return self._attend(query, kv, params)
 
     def _counters(self, query: Tensor) -> Tensor:
         """Made at the first call, on the device of ``query``."""
@@ -94,5 +75,5 @@ class TritonBackend:
             # The zeros would be written when that graph is replayed, and by it alone.
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("attention has to be called once before it is captured")
-            self._arrived = torch.zeros(WHOLE_FROM, dtype=torch.int32, device=query.device)
+            self._arrived = torch.zeros(UNSPLIT_FROM, dtype=torch.int32, device=query.device)
         return self._arrived

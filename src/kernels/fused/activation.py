@@ -38,6 +38,7 @@ def _act_mul_kernel(  # type: ignore[no-untyped-def]
     EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``out = activation(gate) * up``, ``[rows, N]``. Grid: ``(rows * ceil(N / BLOCK),)``."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,4 +1,4 @@
-"""Chains of small operations as one call each: what the fusion passes put into a graph.
+"""Fused operations (RMSNorm, activation, RoPE with KV store): what fusion passes put into graphs.
 
 Plain functions. On a GPU each is one Triton kernel; elsewhere it runs the very operations it
 replaces, so a rewritten graph gives the bits of the original. The kernels round where those
@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..arguments import RopeInputs
 from ..attention import reference
 
 NormForm = Literal["rounded", "wide", "plus_one"]
@@ -45,7 +46,7 @@ def add_rms_norm(
 
 
 def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a product."""
+    """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a matmul."""
     if gate.device.type == "cuda":
         from . import activation
 
@@ -54,16 +55,7 @@ def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
 
 
 def norm_rope_store(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rotary_dim: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    form: NormForm,
+    inputs: RopeInputs,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -71,11 +63,7 @@ def norm_rope_store(
     """Normalise (given weights) and rotate queries and keys; store keys and values.
 
     Args:
-        query: ``[T, Hq, D]``. key: ``[T, Hkv, D]``. value: ``[T, Hkv, Dv]``; strided in tokens and
-            heads, as slices of one merged product are.
-        cos: ``[1, T, R]`` or ``[1, T, R / 2]`` (then it serves both halves). sin: alike.
-        rotary_dim: R, even; the first R of D are rotated, in halves: i with i + R / 2.
-        q_weight: ``[D]``, for an RMSNorm over D before the rotation. k_weight: alike; both or none.
+        inputs: :class:`.arguments.RopeInputs`.
         k_cache: ``[num_blocks + 1, block_size, Hkv, D]``. v_cache: the same with Dv.
         slot_mapping: int64 ``[T]``; tokens of padding point into the null block.
 
@@ -83,25 +71,11 @@ def norm_rope_store(
         The rotated queries ``[T, Hq, D]``.
     """
     function = norm_rope_store_reference
-    if query.device.type == "cuda":
+    if inputs.query.device.type == "cuda":
         from . import norm_rope_store
 
         function = norm_rope_store.norm_rope_store
-    return function(
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        rotary_dim,
-        q_weight,
-        k_weight,
-        eps,
-        form,
-        k_cache,
-        v_cache,
-        slot_mapping,
-    )
+    return function(inputs, k_cache, v_cache, slot_mapping)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
@@ -135,21 +109,13 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Te
 
 
 def norm_rope_store_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rotary_dim: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    form: NormForm,
+    inputs: RopeInputs,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
     """:func:`norm_rope_store` in torch's operations."""
+    query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
     if q_weight is not None and k_weight is not None:
         query = rms_norm_reference(query, q_weight, eps, form)
         key = rms_norm_reference(key, k_weight, eps, form)

@@ -35,6 +35,11 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     V_STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``k_cache[slot_mapping[t]] = key[t]``, values alike. Grid: ``(T,)``.
+
+    Shapes: key ``[T, HKV, K_DIM]``, value ``[T, HKV, V_DIM]``, caches ``[slots, WIDTH]``,
+    slot_mapping ``[T]``.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)

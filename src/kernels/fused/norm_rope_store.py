@@ -1,4 +1,4 @@
-"""Norm, rotation and KV store of one attention call as a Triton kernel.
+"""Head norms, RoPE and KV store of one attention call as a Triton kernel.
 
 A program serves one token and a tile of heads, all of them queries, keys or values. Everything
 that decides the order of additions (tile, warps) follows from the shapes of the model. Products
@@ -7,11 +7,14 @@ and sums are never contracted, as in :mod:`.rms_norm`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import RopeInputs
 from ..device import has_dependent_launch
 from .rounding import rounded, scaled
 
@@ -30,38 +33,48 @@ def partners_of(offsets, R: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(offsets < R, partners, offsets)
 
 
+class HeadNorm(NamedTuple):
+    """RMSNorm of heads, if the constant FORM is not "".
+
+    ``weight`` and ``partners``, those of the elements' partners, are ``[M or 1, D_PAD]``, as they
+    were loaded; of no meaning without FORM.
+    """
+
+    weight: Any
+    partners: Any
+    eps: Any
+    FORM: Any
+
+
 @triton.jit
-def turned(  # type: ignore[no-untyped-def]
+def norm_and_rotate(  # type: ignore[no-untyped-def]
     x,
     y,
-    w,
-    w_partner,
+    norm,
     c,
     s,
     offsets,
-    eps,
     D: tl.constexpr,
     R: tl.constexpr,
-    FORM: tl.constexpr,
     DTYPE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Heads ``x [M, D_PAD]``, normalised if FORM and rotated, in DTYPE.
+    """Heads ``x [M, D_PAD]``, normalised if ``norm.FORM`` and rotated, in DTYPE.
 
     The same bits in whichever kernel, if that is compiled without contraction and the sum over D is
     taken in the same order, which follows from the layout of x.
 
     Args:
-        y: the partners of x. w, w_partner: ``[M or 1, D_PAD]``, of no meaning without FORM.
-        c, s: the same shape. All as they were loaded. offsets: of a head, ``[D_PAD]``.
+        y: the partners of x. norm: :class:`HeadNorm`.
+        c, s: ``[M or 1, D_PAD]``. All as they were loaded. offsets: of a head, ``[D_PAD]``.
     """
     HALF: tl.constexpr = R // 2
     x = x.to(tl.float32)
     y = y.to(tl.float32)
-    if FORM != "":
-        r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None]
-        x = scaled(x * r, w.to(tl.float32), FORM, DTYPE, EMULATE)
-        y = scaled(y * r, w_partner.to(tl.float32), FORM, DTYPE, EMULATE)
+    if norm.FORM != "":
+        r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + norm.eps)[:, None]
+        x = scaled(x * r, norm.weight.to(tl.float32), norm.FORM, DTYPE, EMULATE)
+        y = scaled(y * r, norm.partners.to(tl.float32), norm.FORM, DTYPE, EMULATE)
     y = tl.where((offsets < HALF)[None, :], -y, y)
     result = rounded(x * c.to(tl.float32), DTYPE, EMULATE)
     result += rounded(y * s.to(tl.float32), DTYPE, EMULATE)
@@ -70,7 +83,7 @@ def turned(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn_heads(  # type: ignore[no-untyped-def]
+def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
     source,
     target,
     weight,
@@ -99,7 +112,9 @@ def _turn_heads(  # type: ignore[no-untyped-def]
         w_partner = tl.load(weight + partners, mask=offsets < D, other=0.0)[None, :]
     c = tl.load(cos, mask=offsets < R, other=0.0)[None, :]
     s = tl.load(sin, mask=offsets < R, other=0.0)[None, :]
-    result = turned(x, y, w, w_partner, c, s, offsets, eps, D, R, FORM, DTYPE, EMULATE)
+    result = norm_and_rotate(
+        x, y, HeadNorm(w, w_partner, eps, FORM), c, s, offsets, D, R, DTYPE, EMULATE
+    )
     tl.store(target + heads[:, None] * D + offsets[None, :], result, mask=mask)
 
 
@@ -114,7 +129,7 @@ def _copy_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     # Sizes and alignments that follow the batch must not make new versions of the kernel. Strides
-    # of q, k and v are those of a merged product: fixed by the model.
+    # of q, k and v are those of a merged matmul: fixed by the model.
     do_not_specialize=["cos_stride", "cos_step", "sin_stride", "sin_step"],
     do_not_specialize_on_alignment=["cos", "sin", "slot_mapping"],
 )
@@ -155,6 +170,14 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``rope(norm(q))`` to ``out``, ``rope(norm(k))`` and ``v`` to their slots of the caches, with
+    ``norm(x) = x / sqrt(mean(x**2) + eps) * weight`` and
+    ``rope(x) = x * cos + rotate_half(x) * sin``.
+
+    Grid: ``(T * tiles,)``, tiles of heads of queries, keys and values. Shapes: query and out
+    ``[T, HQ, D]``, key ``[T, HKV, D]``, value ``[T, HKV, DV]``, cos and sin ``[T, TABLE]``, caches
+    ``[blocks, PAGE, HKV, D or DV]``, slot_mapping ``[T]``.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -173,12 +196,12 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
 
     # No variables inside the branches: Triton would want them alike in all of them.
     if tile < Q_TILES:
-        _turn_heads(
+        _norm_and_rotate_heads(
             query + token * q_stride, out + token * HQ * D, q_weight, cos, sin, eps, q_head_stride,
             offsets, tile * HEADS + lane, HQ, D, R, FORM, DTYPE, EMULATE,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
-        _turn_heads(
+        _norm_and_rotate_heads(
             key + token * k_stride, k_cache + slot * HKV * D, k_weight, cos, sin, eps,
             k_head_stride, offsets, (tile - Q_TILES) * HEADS + lane, HKV, D, R, FORM, DTYPE,
             EMULATE,
@@ -197,16 +220,7 @@ def heads_at_once(num_heads: int, d_pad: int) -> int:
 
 
 def norm_rope_store(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rotary_dim: int,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    form: str,
+    inputs: RopeInputs,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -215,6 +229,7 @@ def norm_rope_store(
 
     What ends up in the null block, where many tokens write, is not determined.
     """
+    query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
     num_tokens, num_heads, dim = query.shape
     num_kv_heads, v_dim = value.shape[1:]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

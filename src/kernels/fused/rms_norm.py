@@ -33,6 +33,11 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``out = h / sqrt(mean(h**2) + eps) * weight`` with ``h = residual + x`` if HAS_RESIDUAL,
+    which goes to ``hidden``, else ``h = x``.
+
+    Grid: ``(rows,)``. Shapes: ``[rows, N]``, weight ``[N]``.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

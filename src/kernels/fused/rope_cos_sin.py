@@ -26,6 +26,7 @@ def _rope_table_kernel(  # type: ignore[no-untyped-def]
     EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``cos(position * frequency) * scaling``, twice side by side; sin alike. Grid: ``(T,)``."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,4 +1,4 @@
-"""Names of kernels in Triton's cache that do not hang on what was compiled before them.
+"""Makes Triton's cache keys independent of compile order (works around a bug of Triton <= 3.6).
 
 A kernel's name is a digest of its source, of the functions it calls, and of the constants that all
 of them read. Triton up to 3.6 looks for a function's constants before it has read the function: so
@@ -19,7 +19,7 @@ from triton.runtime.jit import JITCallable
 
 def read_triton_early() -> threading.Thread:
     """Have Triton read itself in a thread: all names hold a digest of its files, of which one has
-    400 MB, half a second or more. Whoever joins the thread finds it done."""
+    400 MB, half a second or more. It is done once the thread is joined."""
     thread = threading.Thread(target=triton_key, daemon=True)
     thread.start()
     return thread

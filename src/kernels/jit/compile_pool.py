@@ -1,4 +1,4 @@
-"""Compiles Triton kernels in other processes.
+"""Client of the compile worker: compiles Triton kernels in another process.
 
 A fifth of a compilation holds Python's lock, so threads do not get far beyond five kernels at a
 time, and not even there while the main thread has work of its own. A process costs imports, which
@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 logger = logging.getLogger("pagespec")
 
-# A kernel takes seconds; whoever is silent for so long has failed.
+# A kernel takes seconds; a worker silent for so long has failed.
 _PATIENCE_S = 120.0
 COMPILED, FOUND, FAILED = 0, 1, 2  # what became of a kernel that was asked for
 

@@ -1,4 +1,4 @@
-"""A process that compiles Triton kernels to Triton's cache on disk, each in a fork of its own.
+"""Compile worker: a process that fills Triton's cache on disk, one fork per kernel.
 
 Started by :mod:`.compile_pool`; not meant for people. For each kernel it reads a line
 of JSON, ``[number, [backend, arch, warp size], module, name, form]``, with forms as Triton's hooks
@@ -103,7 +103,7 @@ def _status_of(module: str, name: str, form: str) -> int:
         was_found.append(cache_hit)
 
     knobs.compilation.listener = listen
-    # Whoever launches a kernel that is not there will compile it, and say what fails.
+    # The launch of a kernel that is not there compiles it, and says what fails.
     try:
         kernel = getattr(importlib.import_module(module), name)
         precompute_cache_key(kernel)

@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels of a start side by side instead of one after another.
+"""Compiles the Triton kernels of a start in parallel.
 
-A launch of a kernel that is not there yet compiles it and waits. Here such a launch is left out and
-noted. Then another process compiles what is missing (:mod:`.compile_pool`), if there
+The first launch of a kernel blocks while it compiles. Inside the block such launches are recorded
+and skipped. Then another process compiles what is missing (:mod:`.compile_pool`), if there
 is one, and threads of this process load it, or compile it, too: most of a compilation is LLVM and
 the assembler, which leave Python alone. What runs later finds the kernels made.
 """

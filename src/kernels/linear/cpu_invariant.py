@@ -1,18 +1,19 @@
-"""CPU operators whose bits for a row depend on that row alone, not on the rows beside it.
+"""Batch-invariant matmuls on a CPU: the bits of a row depend on that row alone.
 
 Libraries choose another order of summation for another number of rows. Measured with torch 2.13 on
 an AVX2 machine, weights from 320 x 48 to 49,152 x 576 in float32, 1 to 64, 100 and 300 rows, every
 row and element compared; the orders were found by emulation with fused multiply-adds:
 
 - MKL (``F.linear``, ``mm``, ``bmm``): one class for all row counts from 4 up, each sum taken in
-  chunks of 192 products; 1, and 2 to 3 rows differ. Threads share the rows, and where one of them
-  gets so few the sums differ, too: 5, 6, 7, 9, 10, 11 rows with two threads, up to 99 with more.
+  chunks of 192 multiplications; 1, and 2 to 3 rows differ. Threads share the rows, and where one
+  of them gets so few the sums differ, too: 5, 6, 7, 9, 10, 11 rows with two threads, up to 99 with
+  more.
   Multiples of 4 never did, with 1 to 32 threads;
-- oneDNN: one class from 2 rows up (576 products in plain order); 1 row differs, but not if the
-  weight was packed before (:func:`pack`): then all row counts are that one class;
+- oneDNN: one class from 2 rows up (576 multiplications in plain order); 1 row differs, but not if
+  the weight was packed before (:func:`pack`): then all row counts are that one class;
 - bfloat16 ``F.linear``: one class.
 
-So a product is given rows of zeros, up to a multiple of 4 for MKL, of 2 for oneDNN. Which library a
+So a matmul is given rows of zeros, up to a multiple of 4 for MKL, of 2 for oneDNN. Which library a
 weight gets is fixed by its size and dtype, never by a timing: bits must not depend on noise. What
 was found on one machine is not trusted on another: :func:`choose_recipe` tries the choice out, and
 falls back to calls of one fixed shape.
@@ -83,41 +84,41 @@ FALLBACK = MatmulRecipe("mkl", _TILE_ROWS, _TILE_ROWS, is_even=True)
 """One shape for all calls: right wherever a row's place in a tile does not matter."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: MatmulRecipe) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: MatmulRecipe) -> Tensor:
     """``F.linear``, each row with the same bits whatever the number of rows and its place.
 
     Args:
-        x: ``[..., in]``. weight: ``[out, in]``, packed if the product says so. bias: ``[out]`` or
+        x: ``[..., in]``. weight: ``[out, in]``, packed if the recipe says so. bias: ``[out]`` or
             None.
-        product: what :func:`choose_recipe` returned for this weight.
+        recipe: what :func:`choose_recipe` returned for this weight.
 
     Returns:
         ``[..., out]``, contiguous.
     """
     rows = x.reshape(-1, x.shape[-1])
-    out = _multiply(rows, weight, product)
+    out = _multiply(rows, weight, recipe)
     if bias is not None:
         out += bias
     # The size by name: of no rows, such as an expert may get, -1 could be anything.
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _multiply(rows: Tensor, weight: Tensor, product: MatmulRecipe) -> Tensor:
+def _multiply(rows: Tensor, weight: Tensor, recipe: MatmulRecipe) -> Tensor:
     """``rows [M, in]`` by ``weight [out, in]``; returns a fresh ``[M, out]``, contiguous."""
     num_rows = rows.shape[0]
     num_even = weight.shape[0] - weight.shape[0] % _EVEN_OUTPUTS
-    if product.is_even and num_even < weight.shape[0]:
+    if recipe.is_even and num_even < weight.shape[0]:
         last = weight[num_even:]
         last = F.pad(last, (0, 0, 0, _EVEN_OUTPUTS - len(last)))
-        parts = [_multiply(rows, last, product)[:, : weight.shape[0] - num_even]]
+        parts = [_multiply(rows, last, recipe)[:, : weight.shape[0] - num_even]]
         if num_even:
-            parts.insert(0, _multiply(rows, weight[:num_even], product))
+            parts.insert(0, _multiply(rows, weight[:num_even], recipe))
         return torch.cat(parts, 1)
-    if product.tile:
-        tiles = [_filled(tile, product.tile) for tile in rows.split(product.tile)]
-        return torch.cat([_call(product.library, tile, weight) for tile in tiles])[:num_rows]
-    filled = _filled(rows, num_rows + -num_rows % product.row_unit)
-    return _call(product.library, filled, weight)[:num_rows]
+    if recipe.tile:
+        tiles = [_filled(tile, recipe.tile) for tile in rows.split(recipe.tile)]
+        return torch.cat([_call(recipe.library, tile, weight) for tile in tiles])[:num_rows]
+    filled = _filled(rows, num_rows + -num_rows % recipe.row_unit)
+    return _call(recipe.library, filled, weight)[:num_rows]
 
 
 def _filled(rows: Tensor, num_rows: int) -> Tensor:
@@ -159,7 +160,7 @@ def choose_recipe(
     Args:
         may_pack: whether the weight may be packed: it stays as it is, and a copy has room.
 
-    Costs one product with a random weight of the shape for each row count tried: about 0.5 s for
+    Costs one matmul with a random weight of the shape for each row count tried: about 0.5 s for
     the largest, milliseconds for others.
     """
     with torch.random.fork_rng(devices=[]):
@@ -180,31 +181,31 @@ def choose_recipe(
     if can_pack(weight) and may_pack:
         packed = [MatmulRecipe("onednn", n, is_packed=True) for n in (1, _ONEDNN_ROW_UNIT)]
         candidates = packed + candidates
-    for product in candidates:
-        if is_row_invariant(product, rows[: 48 if is_large else None], weight):
-            return product
+    for recipe in candidates:
+        if is_row_invariant(recipe, rows[: 48 if is_large else None], weight):
+            return recipe
     return FALLBACK
 
 
-def is_row_invariant(product: MatmulRecipe, rows: Tensor, weight: Tensor) -> bool:
+def is_row_invariant(recipe: MatmulRecipe, rows: Tensor, weight: Tensor) -> bool:
     """Do all of ``rows [M, in]``, multiplied with ``weight [out, in]`` (not packed) in groups of
     many sizes, keep their bits?"""
     counts = _ROW_COUNTS if weight.numel() < _MIN_ONEDNN_ELEMENTS else (1, *_FEW_ROW_COUNTS)
-    if product.is_packed:
+    if recipe.is_packed:
         weight = pack(weight)
-    expected = _multiply(rows, weight, product)
+    expected = _multiply(rows, weight, recipe)
     for i, count in enumerate(counts):
         if count > len(rows):
             continue
         # Groups begin at different rows, so that a row is seen at several places of a group.
         first = (5 * i) % (len(rows) - count + 1)
         group = slice(first, first + count)
-        if not torch.equal(_multiply(rows[group], weight, product), expected[group]):
+        if not torch.equal(_multiply(rows[group], weight, recipe), expected[group]):
             return False
     return True
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, product: MatmulRecipe) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, recipe: MatmulRecipe) -> Tensor:
     """Each expert's rows by its weight, a row with the same bits whatever the others chose.
 
     Args:
@@ -216,13 +217,13 @@ def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, product: MatmulRecipe
     start = 0
     for expert, end in enumerate(offs.tolist()):
         if end > start:
-            out[start:end] = _multiply(rows[start:end], weight[expert].t(), product)
+            out[start:end] = _multiply(rows[start:end], weight[expert].t(), recipe)
         start = end
     return out
 
 
-def addmm(bias: Tensor, rows: Tensor, weight: Tensor, product: MatmulRecipe) -> Tensor:
+def addmm(bias: Tensor, rows: Tensor, weight: Tensor, recipe: MatmulRecipe) -> Tensor:
     """``bias + rows @ weight``: ``rows [M, in]``, ``weight [in, out]``, ``bias [out]``."""
-    out = _multiply(rows, weight.t(), product)
+    out = _multiply(rows, weight.t(), recipe)
     out += bias
     return out

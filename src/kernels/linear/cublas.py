@@ -13,7 +13,7 @@ _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "
 
 @contextmanager
 def fp32_accumulation() -> Iterator[None]:
-    """Inside, products of bfloat16 and float16 keep float32 sums to the end.
+    """Inside, matmuls of bfloat16 and float16 keep float32 sums to the end.
 
     Sets ``allow_bf16_reduced_precision_reduction`` and ``allow_fp16_reduced_precision_reduction``
     of ``torch.backends.cuda.matmul`` to False and puts them back; what a CUDA graph captured
@@ -39,8 +39,8 @@ def without_split_k() -> Iterator[None]:
     environment, which leaves split-K no room for its partial sums, and enters
     :func:`fp32_accumulation`. All are put back at the end.
 
-    **Enter it before the first product on the GPU.** torch and cuBLAS read the two variables once
-    a process, at their first product, and keep what they read: entered later it changes nothing,
+    **Enter it before the first matmul on the GPU.** torch and cuBLAS read the two variables once
+    a process, at their first matmul, and keep what they read: entered later it changes nothing,
     and what was read inside stays after the end. Only :func:`.dispatch.sweep`
     shows what is in force.
     """

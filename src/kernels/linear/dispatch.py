@@ -7,7 +7,7 @@ the order of our two kernels: :mod:`.matmul_sm90` up to 16 rows, on Hopper, and
 faster, too. So a shape needs one number, its *few rows*: up to it ours, above it cuBLAS.
 :func:`choose_plan` finds that number on the card at hand, by comparing bits. Where the bits of our
 tiles are not known to agree (float32, rows that are not whole 16-byte units), the Triton kernel
-computes all rows, with one tile. A norm before a product of a few rows may join it
+computes all rows, with one tile. A norm before a matmul of a few rows may join it
 (:mod:`.norm_matmul_sm90`).
 """
 
@@ -46,7 +46,7 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False
 
 
 def _product_shape(weight: Tensor, has_gate: bool) -> tuple[int, int]:
-    """(N, K) of a product; a weight of gate and up has 2 N rows."""
+    """(N, K) of a matmul; a weight of gate and up has 2 N rows."""
     return len(weight) // (2 if has_gate else 1), weight.shape[1]
 
 
@@ -109,7 +109,7 @@ def norm_linear(
     max_custom_rows: int,
     has_gate: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The product of ``add_rms_norm``'s first result, and its second; for few rows one launch.
+    """The matmul of ``add_rms_norm``'s first result, and its second; for few rows one launch.
 
     Args:
         x, residual, norm_weight, eps, form: as of :func:`.dispatch.add_rms_norm`.

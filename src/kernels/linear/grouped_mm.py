@@ -1,8 +1,8 @@
-"""Products of a mixture of experts: rows sorted by expert, each group by its expert's weight.
+"""Grouped matmul of a mixture of experts: rows sorted by expert, each times its expert's weight.
 
-A program computes one tile of one expert's rows and walks K in order into one float32 accumulator,
-as :mod:`.matmul` does: a row's bits depend neither on how many rows its
-expert got nor on where among them it lies. Grids follow shapes alone, so calls can be captured.
+A program computes one tile of one expert's rows and runs over K in order into one float32
+accumulator, as :mod:`.matmul` does: a row's bits depend neither on how many rows its expert got nor
+on where among them it lies. Grids follow shapes alone, so calls can be captured.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     K_IS_INNER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``.
+
+    Grid: ``(tiles of rows, tiles of N)``. Shapes: x ``[rows, K]``, weight ``[E, K, N]`` with any
+    strides, offs ``[E]``, out ``[rows, N]``.
+    """
     tile = tl.program_id(0)
     # Expert e has the tiles from begin // BLOCK_M + e on: at least as many as its rows need.
     experts = tl.arange(0, E_PADDED)

@@ -1,6 +1,6 @@
-"""Matrix products ``x @ weight.T`` as one Triton kernel that sums in the plain order.
+"""Batch-invariant matmul ``x @ weight.T`` as a Triton kernel without split-K.
 
-Every output is one float32 accumulator that walks K from 0 to its end, whatever the tile, the
+Every output is one float32 accumulator that runs over K from 0 to its end, whatever the tile, the
 number of rows or the number of programs, and gets the bias last. With one tile a row's result does
 not depend on how many rows share the step. With several it did not on an H100 for 16-bit dtypes and
 rows of whole 16-byte units; nothing is claimed for others
@@ -29,7 +29,7 @@ from ..fused.rounding import silu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How one product is cut.
+    """How one matmul is cut.
 
     No field changes the bits of a result where the dtype has 16 bits and rows are whole 16-byte
     units; for other operands that is not claimed.
@@ -106,6 +106,10 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """``out = x @ weight.T + bias``, with a gate ``silu(gate) * up`` of its two halves.
+
+    Grid: tiles of BLOCK_M rows by BLOCK_N outputs; each sums over K in order, without split-K.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -181,7 +185,7 @@ def matmul(
         weight: ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate. Rows may be strided.
         bias: ``[N]`` (``[2 N]``), or None.
         tile: sizes; :class:`Tile` says when they are without influence on the result.
-        has_gate: whether to return ``silu(gate) * up`` of the products with the two halves, each
+        has_gate: whether to return ``silu(gate) * up`` of the matmuls with the two halves, each
             operation rounded to the dtype.
         overlap: whether to start before the kernel before has ended; None: where the GPU can.
 
@@ -242,7 +246,7 @@ def matmul(
 def supports_tma(matrix: Tensor) -> bool:
     """Whether a tensor descriptor can stand for it: 16-byte units, and a GPU that has them.
 
-    float32 goes without: its products do not use the matrix unit.
+    float32 goes without: its matmuls do not use the matrix unit.
     """
     if matrix.itemsize != 2 or matrix.data_ptr() % 16 or matrix.stride(0) * 2 % 16:
         return False

@@ -1,21 +1,20 @@
-"""``x @ weight.T`` of few rows, its weight under way before the kernel before has ended.
+"""Matmul of few rows for Hopper that prefetches its weight before the previous kernel has ended.
 
-A step of few rows is a chain of short kernels that each wait for the last, and a product in it is
-mostly waiting for its weight, which depends on none of them. Triton cannot ask for the one operand
-before the wait and for the other after it; Gluon, which it is made of, can: here every program
-asks for all its weights that fit in shared memory, then waits (programmatic dependent launch),
-then asks for x; with very few rows some weights are left for behind the wait, as they would be in
+A step of few rows is a chain of short kernels that each wait for the last, and a matmul in it is
+mostly waiting for its weight, which depends on none of them. Triton cannot load the one operand
+before the wait and the other after it; Gluon, which it is made of, can: here every program
+loads all its weights that fit in shared memory, then waits (programmatic dependent launch),
+then loads x; with very few rows some weights are left for behind the wait, as they would be in
 the way of what is waited for (:mod:`.matmul_sm90_launch`). So **weights must be older
 than the kernel before**: parameters, nothing computed.
 
-A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It walks
-K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by one
-or two warpgroups. Where it owns fewer rows of the weight than those take, the others of the operand
-are whatever lies behind in shared memory, and what comes of them is dropped: rows of a product do
-not mix. The order of summation is that of :mod:`.matmul`, and so are the
-bits.
+A program owns ``part`` rows of the weight (of each half, with a gate) and ``x_rows`` of x. It runs
+over K from 0 to the end with one float32 accumulator: wgmma of 64 rows, the weight on the left, by
+one or two warpgroups. Where it owns fewer rows of the weight than those take, the others of the
+operand are whatever lies behind in shared memory, and what comes of them is dropped: rows of a
+matmul do not mix. The order of summation is that of :mod:`.matmul`, and so are the bits.
 
-Shared memory is one block of 1 KiB pieces (8 rows of 128 bytes, the unit of the 128-byte swizzle):
+Shared memory is one block of 1 KiB units (8 rows of 128 bytes, the unit of the 128-byte swizzle):
 the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of x, each
 ``[atoms, x_rows, 64]``, then what the last operand reads beyond. An atom is 64 summands.
 """
@@ -48,7 +47,7 @@ def _weight_stage(smem, slot, PIECES: gl.constexpr, w_desc):
 
 
 @gluon.jit
-def ask_for_weights(
+def load_weights_async(
     smem,
     bars,
     w_desc,
@@ -58,7 +57,7 @@ def ask_for_weights(
     FROM: gl.constexpr,
     TO: gl.constexpr,
 ):
-    """Ask for stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
+    """Load stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
     ATOMS: gl.constexpr = w_desc.block_type.shape[0]
     for slot in gl.static_range(FROM, TO):
         mbarrier.init(bars.index(slot), count=1)
@@ -87,7 +86,7 @@ def _add_stage(
     X_FROM: gl.constexpr,
     LEFT: gl.constexpr,
 ):
-    """total + the products of one stage's atoms, not waited for."""
+    """total + the matmuls of one stage's atoms, not waited for."""
     for atom in gl.static_range(ATOMS):
         weights = smem.index((slot * ATOMS + atom) * (W_ROWS // 8))
         rows = smem.index(X_FROM + (slot * ATOMS + atom) * (X_ROWS // 8))
@@ -129,7 +128,7 @@ def store_outputs(
         )
         pairs = result.reshape([LEFT // W_ROWS, 2, PART, X_ROWS]).permute([0, 2, 3, 1])
         gate, up = gl.convert_layout(pairs, PAIRS).split()
-        # As triton_activation.silu and _silu_mul of triton_linear round it.
+        # As rounding.silu and _silu_mul of matmul round it.
         wide = gate.to(gl.float32)
         activated = tl.div_rn(wide, libdevice.exp(-wide) + 1.0).to(gl.bfloat16)
         product = (activated.to(gl.float32) * up.to(gl.float32)).to(gl.bfloat16)
@@ -163,10 +162,14 @@ def prefetch_matmul_kernel(
     X_ROWS: gl.constexpr,
     ATOMS: gl.constexpr,
     STAGES: gl.constexpr,
-    PREFETCH_STAGES: gl.constexpr,  # stages of weights asked for before the wait
+    PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
     LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``.
+
+    Grid: ``(N / PART * ceil(M / X_ROWS),)``.
+    """
     if PDL and not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     STEPS: gl.constexpr = K // (64 * ATOMS)
@@ -190,12 +193,12 @@ def prefetch_matmul_kernel(
     begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
+    load_weights_async(smem, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
-    ask_for_weights(smem, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
+    load_weights_async(smem, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
     for slot in gl.static_range(STAGES):
         target = _x_stage(smem, slot, X_FROM, X_PIECES, x_desc)
         tma.async_copy_global_to_shared(
@@ -215,7 +218,7 @@ def prefetch_matmul_kernel(
         for step in range(STEPS):
             mbarrier.wait(bars.index(slot), phase)
             total = _add_stage(smem, slot, total, OPERAND, ATOMS, W_ROWS, X_ROWS, X_FROM, LEFT)
-            # All but this stage's products are done: the stage before is free.
+            # All but this stage's matmuls are done: the stage before is free.
             total = warpgroup_mma_wait(ATOMS, deps=(total,))
             then = step + STAGES - 1
             go = (step > 0) & (then < STEPS)

@@ -1,4 +1,4 @@
-"""What the launches of products in Gluon need: descriptors' shapes and layouts, grid, constants."""
+"""Launch parameters of the Hopper matmul: descriptors' boxes and layouts, grid, constants."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plan_launch(
 
 
 def _stages_ahead(num_rows: int, num_weight_rows: int, k_size: int, tile: PrefetchTile) -> int:
-    """Stages of weights that are asked for before the wait; the others are behind it.
+    """Stages of weights loaded before the wait; the others are behind it.
 
     All of them, but of few rows (:func:`triggers_dependents_late`) no more than 6 MiB of a weight
     that is staged as a whole: the kernel before ends only when what is under way has come.

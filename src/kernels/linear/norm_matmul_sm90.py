@@ -1,11 +1,11 @@
-"""A product of one row or a few, with the RMSNorm before it: one launch for two.
+"""RMSNorm and the matmul of few rows behind it as one kernel for Hopper.
 
 At batch 1 a norm is a kernel that waits for one and is waited for by the next, for a microsecond
 of work. Here each program of :mod:`.matmul_sm90`'s kernel adds the residual and
 normalises all of its x itself, behind the same wait, while its weights are under way. That is the
 same work 32 times or more, so it pays for few rows only.
 
-Bits are those of :mod:`.rms_norm` and of the product alone: a row is spread over
+Bits are those of :mod:`.rms_norm` and of the matmul alone: a row is spread over
 four warps as there, which gives the same order of additions. Hence the bounds on K
 (:func:`fits`): there a narrower or wider row has fewer or more warps.
 """
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..fused.dispatch import NormForm
-from .matmul_sm90 import ask_for_weights, store_outputs
+from .matmul_sm90 import load_weights_async, store_outputs
 from .matmul_sm90_launch import plan_launch
 from .tuned_tiles import PrefetchTile
 
@@ -54,10 +54,13 @@ def normed_kernel(
     STAGES: gl.constexpr,
     BLOCK: gl.constexpr,
     FORM: gl.constexpr,
-    PREFETCH_STAGES: gl.constexpr,  # stages of weights asked for before the wait
+    PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
     LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """``hidden = residual + x``, ``out = rms_norm(hidden, norm_weight, eps) @ weight.T``, with two
+    HALVES ``silu(gate) * up``. Grid: ``(N / PART,)``.
+    """
     if PDL and not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
     W_ROWS: gl.constexpr = HALVES * PART
@@ -74,7 +77,7 @@ def normed_kernel(
     weights = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     normed = gl.allocate_shared_memory(gl.bfloat16, [BLOCK // 8, 64], OPERAND)  # by atom, 8 rows
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
+    load_weights_async(weights, bars, w_desc, begin, W_PIECES, BYTES, 0, PREFETCH_STAGES)
     k = gl.arange(0, BLOCK, gl.SliceLayout(0, LINE))
     scale = gl.load(norm_weight + k, mask=k < K, other=0.0).to(gl.float32)
     if PDL:
@@ -87,12 +90,12 @@ def normed_kernel(
     places = row[:, None] * K + k[None, :]
     h = gl.load(x + places, mask=mask, other=0.0)
     more = gl.load(residual + places, mask=mask, other=0.0)
-    ask_for_weights(weights, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
+    load_weights_async(weights, bars, w_desc, begin, W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
     h = h.to(gl.float32) + more.to(gl.float32)
     rounded = h.to(gl.bfloat16)
     if gl.program_id(0) == 0:
         gl.store(hidden + places, rounded, mask=mask)
-    # As _norm_kernel and scaled of triton_norm.
+    # As _norm_kernel and scaled of rms_norm.
     h = rounded.to(gl.float32)
     mean = gl.sum(h * h, 1) * (1.0 / K)
     y = h * gl.rsqrt(mean + eps)[:, None]
@@ -188,8 +191,10 @@ def matmul(
     return out, hidden
 
 
-def constants_of(product: dict[str, object], num_rows: int, form: NormForm) -> dict[str, object]:
-    """The kernel's constants; ``product``: those of the product alone."""
+def constants_of(
+    matmul_constants: dict[str, object], num_rows: int, form: NormForm
+) -> dict[str, object]:
+    """The kernel's constants; ``matmul_constants``: those of the matmul alone."""
     names = (
         "N",
         "K",
@@ -202,4 +207,4 @@ def constants_of(product: dict[str, object], num_rows: int, form: NormForm) -> d
         "PDL",
     )
     chosen = {"ROWS": max(2, triton.next_power_of_2(num_rows)), "BLOCK": _BLOCK, "FORM": form}
-    return {name: product[name] for name in names} | chosen
+    return {name: matmul_constants[name] for name in names} | chosen

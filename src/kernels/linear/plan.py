@@ -61,7 +61,7 @@ def sweep(
     counts: Sequence[int] = SWEEP_ROWS,
     ours_up_to: int = ALL_ROWS,
 ) -> SweepReport:
-    """Compare every row of products with ``counts`` rows with cuBLAS's for 512, bit by bit.
+    """Compare every row of matmuls with ``counts`` rows with cuBLAS's for 512, bit by bit.
 
     Args:
         weight: ``[N, K]`` on a GPU. bias: ``[N]`` or None.
@@ -92,9 +92,9 @@ def _rows_to_try(weight: Tensor, num_rows: int) -> Tensor:
 
 
 def _differing(
-    product: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int], expected: Tensor
+    matmul: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int], expected: Tensor
 ) -> tuple[int, ...]:
-    """The counts c at which some row of ``product(x[:c])`` has other bits than in ``expected``."""
+    """The counts c at which some row of ``matmul(x[:c])`` has other bits than in ``expected``."""
 
     def differs(out: Tensor) -> bool:
         return any(
@@ -102,7 +102,7 @@ def _differing(
             for part in out.split(REFERENCE_ROWS)
         )
 
-    return tuple(c for c in counts if differs(product(x[:c])))
+    return tuple(c for c in counts if differs(matmul(x[:c])))
 
 
 def _bits(values: Tensor) -> Tensor:

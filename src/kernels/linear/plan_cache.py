@@ -1,4 +1,4 @@
-"""Who computes each product on a GPU: found once a shape by comparing bits, and kept on disk."""
+"""Disk cache of the matmul plans: our kernel or cuBLAS, found once per shape by comparing bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tiles import fastest_custom_rows, has_one_tile
 
 
 class LinearPlans:
-    """Up to how many rows our kernel computes a product.
+    """Up to how many rows our kernel computes a matmul.
 
     Args:
         transparent: sweep each shape and take what keeps a row's bits the same for all numbers of
@@ -37,7 +37,7 @@ class LinearPlans:
         self._file: Path | None = None
 
     def max_custom_rows(self, weight: Tensor, bias: Tensor | None) -> int:
-        """For the product with ``weight [N, K]`` and ``bias [N]`` or None."""
+        """For the matmul with ``weight [N, K]`` and ``bias [N]`` or None."""
         if not self._transparent:
             return fastest_custom_rows(weight.shape[0], weight.shape[1], Gpu.of(weight.device))
         key = _key(weight, bias)

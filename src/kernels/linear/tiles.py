@@ -1,4 +1,4 @@
-"""Tile sizes of our kernel for products of few rows: measured ones, and a rule for other shapes.
+"""Tile sizes of the matmul kernels for few rows: measured ones, and a rule for other shapes.
 
 Only speed depends on the tile where its bits were compared (16-bit dtypes, rows of whole 16-byte
 units). Elsewhere a weight has one tile for all numbers of rows (:func:`has_one_tile`).
@@ -35,7 +35,7 @@ def choose_tile(
     One tile for all numbers of rows where :func:`has_one_tile`.
 
     Args:
-        num_outs: N of the product; a weight of gate and up has twice as many rows.
+        num_outs: N of the matmul; a weight of gate and up has twice as many rows.
         k_size: its K. itemsize: bytes of an element. card: the GPU.
     """
     if has_one_tile(k_size, itemsize):
@@ -60,7 +60,7 @@ def choose_tile(
 def choose_prefetch_tile(
     num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Gpu
 ) -> PrefetchTile | None:
-    """The tile for a bfloat16 product without bias, or None where :func:`choose_tile` serves it.
+    """The tile for a bfloat16 matmul without bias, or None where :func:`choose_tile` serves it.
 
     Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
     tried on an H100 (benchmarks/NOTES.md, "Few rows"): all of K in shared memory if a part of the
@@ -68,7 +68,7 @@ def choose_prefetch_tile(
     what was the quickest for those weights, and what is like it for other short ones.
 
     Args:
-        num_outs: N of the product; a weight of gate and up has twice as many rows.
+        num_outs: N of the matmul; a weight of gate and up has twice as many rows.
     """
     num_atoms, rest = divmod(k_size, 64)
     bucket = _bucket_of(num_rows)
@@ -133,7 +133,7 @@ def fastest_custom_rows(weight_rows: int, k_size: int, card: Gpu) -> int:
     """Up to how many rows our kernel is faster than cuBLAS, as far as was measured.
 
     Args:
-        weight_rows: N of the product, or twice that for a weight of gate and up.
+        weight_rows: N of the matmul, or twice that for a weight of gate and up.
     """
     if not card.is_large:
         return 16

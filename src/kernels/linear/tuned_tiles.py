@@ -18,9 +18,9 @@ def _swapped(m: int, n: int, k: int, stages: int) -> Tile:
     return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=4, swap_ab=True)
 
 
-# (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100, each product timed among
+# (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100, each matmul timed among
 # 256 MB of others so that no weight was in the L2 cache; benchmarks/NOTES.md, "Few rows". N is that
-# of the product: gate and up are a weight of 2 N rows.
+# of the matmul: gate and up are a weight of 2 N rows.
 TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
     {
         (4096, 1024): {
@@ -66,7 +66,7 @@ TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTile:
-    """How a product of few bfloat16 rows is cut whose weight is asked for early.
+    """How a matmul of few bfloat16 rows is cut whose weight is prefetched.
 
     Attributes:
         part: rows of the weight (of each half, with a gate) a program; a power of two.

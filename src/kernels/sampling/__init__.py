@@ -1,0 +1,8 @@
+"""Sampling: tokens from logits, the same for a row whatever the batch.
+
+Read in this order: ``sampler`` (how a token is chosen, in torch), ``philox`` (random numbers by
+counter), ``gumbel`` (greedy and temperature sampling as kernels), ``top_k_top_p`` and
+``top_k_top_p_threshold`` (truncated sampling without a sort).
+
+May be imported by ``runner`` and ``compile``.
+"""

@@ -1,4 +1,4 @@
-"""Greedy and plain random sampling as two small kernels, for use inside a CUDA graph.
+"""Greedy and temperature sampling by the Gumbel-max trick, as two kernels inside a CUDA graph.
 
 :mod:`.sampler` says how a token is chosen: first its group, then the token in the
 group. One kernel reads the logits and weighs every group, with one exponential a token and no
@@ -116,6 +116,10 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    """A token per row: the argmax of ``log p + Gumbel noise`` over groups, then within the group;
+    greedy rows without noise. Grid: ``(rows,)``. Shapes: logits ``[rows, VOCAB]``, largest and sums
+    ``[rows, num_groups]``.
+    """
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row)

@@ -1,4 +1,4 @@
-"""Chooses tokens. A row's token depends on its logits, parameters, seed and position alone.
+"""The sampler. A row's token depends on its logits, parameters, seed and position alone.
 
 Random rows draw twice, a group of :data:`GROUP` consecutive ids by the sum of its probabilities,
 then a token of it by its own: together, a sample of the softmax. Either draw is by the Gumbel-max

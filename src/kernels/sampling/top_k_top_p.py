@@ -1,7 +1,7 @@
-"""Random sampling with top_k, top_p and min_p: no sort, no waiting for the device.
+"""Sampling with top-k, top-p and min-p as a kernel without a sort or a synchronisation.
 
 One program a row. :mod:`.top_k_top_p_threshold` finds what the row keeps; of that a group is
-drawn, then a token of the group, as :mod:`.sampler` says. Walks take fixed tiles
+drawn, then a token of the group, as :mod:`.sampler` says. Passes take fixed tiles
 in a fixed order, so the bits of a row do not depend on the batch.
 """
 
@@ -41,6 +41,10 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
     NUM_TILES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """A token per row from what top-k, top-p and min-p keep of it, by the Gumbel-max trick.
+
+    Grid: ``(rows,)``. Shapes: logits ``[.., VOCAB]``.
+    """
     row = tl.program_id(0)
     place = tl.load(fields + row)
     if place >= 0:

@@ -1,10 +1,10 @@
-"""What top_k, top_p and min_p keep of a row: no sort, no waiting for the device.
+"""Finds the score below which top-k, top-p and min-p drop tokens, by bisecting float bits.
 
 A token's *key* is the bits of its distance from the likeliest token, (largest logit - logit) /
 temperature, a float32 that is never negative: its bits as an integer order tokens from the
 likeliest down. What top_k and top_p keep are then the tokens up to a key, found by narrowing a
-bracket of keys: each walk over the row tallies three keys inside the bracket, so it shrinks to a
-quarter or less. Tokens at the last key go by token id. Walks take fixed tiles in a fixed order, so
+bracket of keys: each pass over the row tallies three keys inside the bracket, so it shrinks to a
+quarter or less. Tokens at the last key go by token id. Passes take fixed tiles in a fixed order, so
 the bits of a row do not depend on the batch.
 """
 
@@ -47,7 +47,7 @@ def _tally(  # type: ignore[no-untyped-def]
     base, top, temperature, k1, k2, k3, VOCAB: tl.constexpr, TILE: tl.constexpr, WEIGH: tl.constexpr
 ):
     """Number of tokens up to each of three keys, int32, and the sum of their weights, float64."""
-    # Three counts of 10 bits in a word: a lane sees VOCAB / TILE tokens.
+    # Three counts of 10 bits in a word: a thread sees VOCAB / TILE tokens.
     packed = tl.zeros([TILE], tl.int32)
     sum1 = tl.zeros([TILE], tl.float64)
     sum2 = tl.zeros([TILE], tl.float64)

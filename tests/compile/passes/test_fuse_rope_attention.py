@@ -13,6 +13,7 @@ from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.fuse_rope_attention import fuse_rope_attention
 from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
+from pagespec.kernels.arguments import AttentionParams, PagedKV, RopeInputs
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
@@ -21,11 +22,12 @@ from tests.compile.passes.test_fusion import capture_plain, generate
 OPS = torch.ops.pagespec
 
 
-def turned(*args: object) -> torch.Tensor:
+def turned(
+    inputs: RopeInputs, slots: torch.Tensor, kv: PagedKV, params: AttentionParams
+) -> torch.Tensor:
     """The joined call in torch's operations."""
-    rope, layout = args[:13], args[13:]
-    query = fused.norm_rope_store_reference(*rope)  # type: ignore[arg-type]
-    return reference.paged_attention(query, *rope[10:12], *layout)  # type: ignore[arg-type]
+    query = fused.norm_rope_store_reference(inputs, kv.k_cache, kv.v_cache, slots)
+    return reference.paged_attention(query, *kv, *params)
 
 
 JOINING = AttentionBackend("triton", "", reference.paged_attention, reference.kv_store, turned)
@@ -71,7 +73,7 @@ def test_joins_each_layer_and_changes_no_bit(name: str, request: pytest.FixtureR
     assert [node.meta["example_value"] for node in joined] == before
     assert not attentions(gm)
     assert fused.norm_rope_store not in {node.target for node in called}
-    windows = [node.args[17] for node in joined]
+    windows = [node.args[3].window for node in joined]
     assert windows == [spec.window for spec in captured.specs]
     expected, found = generate(captured, plain), generate(captured, gm)
     for a, b in zip(expected, found, strict=True):
@@ -89,7 +91,7 @@ def test_only_where_there_is_such_a_call(qwen3: CapturedModel) -> None:
 
 def _another_attention_between(gm: GraphModule, node: Node) -> None:
     """As of a layer that attends over the keys of the one before."""
-    other = next(n for n in gm.graph.nodes if n.target is fused.norm_rope_store).args[0]
+    other = next(n for n in gm.graph.nodes if n.target is fused.norm_rope_store).args[0][0]
     with gm.graph.inserting_before(node):
         gm.graph.call_function(OPS.paged_attention, (other, *node.args[1:]))
 
@@ -110,7 +112,7 @@ def _operands_written(gm: GraphModule, _: Node) -> None:
         rope = node.args[0]
         assert isinstance(rope, Node)
         with gm.graph.inserting_before(node):
-            gm.graph.call_method("mul_", (rope.args[3], 2.0))
+            gm.graph.call_method("mul_", (rope.args[0].cos, 2.0))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_norms_of_queries_and_keys_are_part_of_the_rotation(arch: str, captures:
     ropes = [node for node in gm.graph.nodes if node.target is fused.norm_rope_store]
     assert ropes
     for node in ropes:
-        q_weight, k_weight, eps, form = node.args[6:10]
+        q_weight, k_weight, eps, form = node.args[0][6:]
         assert "q_norm" in q_weight.name
         assert "k_norm" in k_weight.name
         assert eps == 1e-6

@@ -1,6 +1,6 @@
 """Compiles decode attention for Hopper, which needs no GPU; prints what its bits hang on (JSON).
 
-A process of its own, started by ``test_decode_prologue.py``: there, Triton interprets.
+A process of its own, started by ``test_triton_turn.py``: there, Triton interprets.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
     group = triton.next_power_of_2(hq // hkv)
     constants = {
         "HQ": hq, "HKV": hkv, "DK": dim, "DV": dim, "DK_PAD": dim, "DV_PAD": dim, "Q_STEP": 16,
-        "BLOCK_M": max(16, group), "BLOCK_N": t.block_n, "NEAR_SPLIT": t.short_split,
-        "FAR_SPLIT": t.long_split, "SPLIT_CHANGE": t.knee, "FIRST_SPLITS": 1,
-        "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.far_from,
-        "PAGE": 16, "ONES": 16, "GROUP": group,
-        "CHUNK": t.merge_chunk_of(group * dim), "BY_TOKEN": True,
+        "BLOCK_M": max(16, group), "BLOCK_N": t.block_n, "NEAR_SPLIT": t.near_split,
+        "FAR_SPLIT": t.far_split, "SPLIT_CHANGE": t.split_change, "FIRST_SPLITS": 1,
+        "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.long_context,
+        "PAGE": 16, "GROUP": group,
+        "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True,
         "HAS_WINDOW": case["window"], "HAS_SOFTCAP": case["softcap"], "HAS_SINKS": False,
         "PRECISION": "tf32", "EMULATE": False, "PDL": True, "FUSE_ROPE": turn,
         "LATE_TRIGGER": turn, "sinks": None,

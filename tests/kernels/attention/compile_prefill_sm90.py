@@ -21,6 +21,7 @@ from triton.compiler import compile
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import prefill_sm90
 from pagespec.kernels.attention.launch import _shared
 from pagespec.kernels.attention.tiling import choose_tiling
@@ -43,10 +44,10 @@ def fits(case: dict[str, Any]) -> list[bool]:
     tiling = choose_tiling(query.dtype, case["dim"], v_cache.shape[3])
     sinks = torch.zeros(case["hq"]) if case.get("sinks") else None
     window, softcap = case.get("window", 0), case.get("softcap", 0.0)
-    shared = _shared(query, v_cache, 0.1, window, softcap, sinks, tiling)
+    shared = _shared(query, v_cache, AttentionParams(0.1, window, softcap, sinks), tiling)
     attend = (query, k_cache, v_cache)
-    metadata = (torch.zeros(2), torch.zeros(1), torch.zeros(1, 1))
-    launched = prefill_sm90.launch(*attend, torch.empty(0), metadata, shared, tiling)
+    kv = PagedKV(k_cache, v_cache, torch.zeros(2), torch.zeros(1), torch.zeros(1, 1))
+    launched = prefill_sm90.launch(query, kv, torch.empty(0), shared, tiling)
     return [prefill_sm90.fits(*attend, shared, tiling), launched]
 
 
@@ -55,7 +56,7 @@ def build(case: dict[str, Any]) -> Any:
     names = kernel.arg_names
     query, _, v_cache = tensors(case)
     tiling = choose_tiling(query.dtype, case["dim"], case["dim"])
-    shared = _shared(query, v_cache, 0.1, 0, 0.0, None, tiling)
+    shared = _shared(query, v_cache, AttentionParams(0.1), tiling)
     constants = prefill_sm90.constants_of(query, shared)
     short = "fp16" if query.dtype == torch.float16 else "bf16"
     box = [min(case["page"], tiling.block_n), 64]

@@ -39,8 +39,8 @@ def main() -> None:
         if is_turned:
             case.one()
         else:
-            query = case.before_caches[0]
-            launch.paged_attention(query, case.k_cache, case.v_cache, *case.layout)
+            layout = case.attention_of(case.k_cache, case.v_cache)
+            launch.paged_attention(case.inputs.query, *layout)
         return sorted(found)
 
     print(json.dumps([forms(*batch) for batch in json.loads(sys.argv[1])]))

@@ -30,6 +30,7 @@ from tests.support.paged import (
     Batch,
     Rows,
     Shape,
+    bundled,
     float64_attention,
     make_batch,
     poisoned_memory,
@@ -63,28 +64,28 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 # Short splits, so that short contexts have several, and more pieces than are merged at once.
 SMALL = Tiling(
     block_n=16,
-    short_split=16,
-    long_split=32,
-    knee=64,
+    near_split=16,
+    far_split=32,
+    split_change=64,
     block_m=16,
     decode_warps=4,
     decode_stages=2,
     prefill_warps=4,
     prefill_stages=2,
-    merge_chunk=3,
+    combine_chunk=3,
 )
 # How the pieces of a context are spread over programs; none of it may change a bit.
 SPREADS = {
-    "one program a context": {"whole_from": 1},
-    "first piece to the knee": {"knee_from": 1, "max_programs": 64},
+    "one program a context": {"unsplit_from": 1},
+    "first segment to split_change": {"first_splits_from": 1, "max_programs": 64},
     "short contexts whole": {
-        "knee_from": 1,
-        "some_whole_from": 1,
-        "whole_below": 64,
+        "first_splits_from": 1,
+        "some_unsplit_from": 1,
+        "unsplit_below": 64,
         "max_programs": 64,
     },
-    "far contexts to the knee": {"max_programs": 1 << 12, "far_from": 64},
-    "a program a piece": {"max_programs": 1 << 12, "far_from": 0},
+    "long contexts to split_change": {"max_programs": 1 << 12, "long_context": 64},
+    "a program a piece": {"max_programs": 1 << 12, "long_context": 0},
     "one lane for all pieces": {"max_programs": 1},
     "three lanes": {"max_programs": 6},
 }
@@ -138,7 +139,7 @@ def stored(rows: Rows, shape: Shape, *, num_padding: int = 3) -> Batch:
 
 
 def attend(arguments: tuple, tiling: Tiling = SMALL, **changes: int) -> Tensor:
-    return launch.paged_attention(*arguments, tiling=replace(tiling, **changes))
+    return launch.paged_attention(*bundled(*arguments), tiling=replace(tiling, **changes))
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
@@ -147,7 +148,7 @@ def test_matches_float64(shape: Shape, rows: Rows) -> None:
     # Tiles of one block, and tiles of several.
     for block_n, num_padding in ((16, 3), (32, 0)):
         batch = stored(rows, shape, num_padding=num_padding)
-        out = attend(batch.attend, block_n=block_n, short_split=32)
+        out = attend(batch.attend, block_n=block_n, near_split=32)
         error = (out[: batch.num_tokens].double() - float64_attention(batch, rows, shape)).abs()
         assert error.max().item() <= TOLERANCE[shape.dtype]  # false for NaN
         assert (out[batch.num_tokens :] == 0).all()
@@ -177,7 +178,7 @@ def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[s
         for seed in range(2):
             with shuffled(seed):
                 out = launch.paged_attention(
-                    *batch.attend, tiling=tiling, arrival_counters=arrival_counters
+                    *bundled(*batch.attend), tiling=tiling, arrival_counters=arrival_counters
                 )
             assert torch.equal(out, expected), seed
             assert not arrival_counters.any(), seed
@@ -186,7 +187,7 @@ def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[s
 def test_counters_are_shared_by_calls_of_all_sizes() -> None:
     attention = TritonBackend()
     small, large = (stored([(140, 1), (5, 1)] * n, Shape(dk=16, dv=16)) for n in (1, 2))
-    expected = [launch.paged_attention(*batch.attend) for batch in (small, large)]
+    expected = [launch.paged_attention(*bundled(*batch.attend)) for batch in (small, large)]
     for _ in range(2):
         for batch, out in zip((small, large), expected, strict=True):
             assert torch.equal(attention.attend(*batch.attend), out)
@@ -196,9 +197,13 @@ def test_counters_that_are_too_few_are_refused() -> None:
     batch = stored([(90, 1), (3, 1)], Shape(dk=16, dv=16), num_padding=0)
     arrival_counters = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match="3 counters of arrival where 4 are needed"):
-        launch.paged_attention(*batch.attend, tiling=SMALL, arrival_counters=arrival_counters)
-    whole = replace(SMALL, whole_from=4)  # then none are needed
-    out = launch.paged_attention(*batch.attend, tiling=whole, arrival_counters=arrival_counters[:0])
+        launch.paged_attention(
+            *bundled(*batch.attend), tiling=SMALL, arrival_counters=arrival_counters
+        )
+    whole = replace(SMALL, unsplit_from=4)  # then none are needed
+    out = launch.paged_attention(
+        *bundled(*batch.attend), tiling=whole, arrival_counters=arrival_counters[:0]
+    )
     assert torch.equal(out, attend(batch.attend))
 
 
@@ -234,7 +239,7 @@ def test_default_tilings_serve_each_dtype() -> None:
     for dtype, tolerance in TOLERANCE.items():
         shape = Shape(dtype=dtype)
         batch = stored(ROWS["mixed"], shape)
-        out = launch.paged_attention(*batch.attend)
+        out = launch.paged_attention(*bundled(*batch.attend))
         error = (out[: batch.num_tokens] - float64_attention(batch, ROWS["mixed"], shape)).abs()
         assert error.max().item() <= tolerance
 
@@ -288,7 +293,7 @@ def test_attention_of_no_tokens_and_of_no_rows() -> None:
 def test_refuses_a_block_size_that_is_no_power_of_two() -> None:
     batch = make_batch(ROWS["decode"], Shape(dk=16, dv=16, block_size=12))
     with pytest.raises(ValueError, match="power of two"):
-        launch.paged_attention(*batch.attend)
+        launch.paged_attention(*bundled(*batch.attend))
 
 
 def test_the_benchmark_counts_bytes_and_operations_of_inputs_that_work() -> None:

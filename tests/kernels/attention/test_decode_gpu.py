@@ -27,6 +27,7 @@ from tests.support.paged import (
     Batch,
     Rows,
     Shape,
+    bundled,
     float64_attention,
     make_batch,
     poisoned_memory,
@@ -235,13 +236,15 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
     schedules = {
         "decode": decode,
         "one": decode[-1:],
-        "many": decode * 5,  # the first piece reaches to the knee
+        "many": decode * 5,  # the first segment reaches to split_change
         "mixed": [*decode[:5], (600, 640), *decode[5:]],
     }
     arrival_counters = torch.zeros(1024, dtype=torch.int32, device="cuda")
 
     def run(arguments: tuple) -> Tensor:
-        return triton_attention.paged_attention(*arguments, arrival_counters=arrival_counters)
+        return triton_attention.paged_attention(
+            *bundled(*arguments), arrival_counters=arrival_counters
+        )
 
     calls = {name: rescheduled(batch, ranges) for name, ranges in schedules.items()}
     for arguments in calls.values():
@@ -306,7 +309,7 @@ def test_the_bare_op_runs_the_reference_where_triton_cannot() -> None:
     assert torch.equal(out, reference.paged_attention(*batch.attend))
     batch = stored(ROWS["mixed"], shape)
     out = attend(batch)
-    assert torch.equal(out, triton_attention.paged_attention(*batch.attend))
+    assert torch.equal(out, triton_attention.paged_attention(*bundled(*batch.attend)))
     error = (out - reference.paged_attention(*batch.attend)).abs()
     assert 0 < error.max().item() < 1e-4  # another order of summation
 

@@ -28,7 +28,7 @@ from tests.support.rope_prologue import Case, same_bits
 
 SPREADS = OF_PAGED | {"three lanes": {"max_programs": 60}}
 ROWS: dict[str, Rows] = {
-    # The first context; the last slot and the first of a block, of splits, of the knee.
+    # The first context; the last slot and the first of a block, of splits, of split_change.
     "decode": [(0, 1), (15, 1), (16, 1), (62, 1), (63, 1), (64, 1), (100, 1)],
     # As many tokens as rows or fewer, yet not one a row.
     "several a row": [(5, 1), (0, 0), (29, 7), (60, 3), (0, 1), *[(0, 0)] * 8],

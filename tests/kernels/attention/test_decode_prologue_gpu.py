@@ -36,10 +36,10 @@ def _poisoned() -> Iterator[None]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_launch_gives_the_bits_of_two(shape: Shape) -> None:
-    # Every split a program; the first piece to the knee; several tokens a row.
+    # Every split a program; the first segment to split_change; several tokens a row.
     for rows, num_padding in ((DECODE[-1:], 1), (DECODE, 2), (DECODE * 4, 0), (SEVERAL, 0)):
         case = Case(shape, rows, num_padding=num_padding, device="cuda")
-        assert fits(*case.before_caches[:2], has_norm=True)
+        assert fits(case.inputs.query, case.inputs.key, has_norm=True)
         case.check()
 
 
@@ -63,15 +63,15 @@ def test_replays_with_other_contents() -> None:
     for rows in (DECODE[-2:], DECODE, DECODE * 4):
         case = Case(SHAPES[0], rows, num_padding=1, device="cuda")
         k_cache, v_cache = (cache.nan_to_num() for cache in (case.k_cache, case.v_cache))
-        arguments = (*case.before_caches, k_cache, v_cache, case.slots, *case.layout)
+        arguments = (case.inputs, case.slots, *case.attention_of(k_cache, v_cache))
         counted.fused_rope_attention(*arguments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = counted.fused_rope_attention(*arguments)
         for _ in range(3):
             out.fill_(float("nan"))
-            case.before_caches[0].normal_()
-            case.before_caches[1].normal_()
+            case.inputs.query.normal_()
+            case.inputs.key.normal_()
             graph.replay()
             # The same step once more: what it stored is stored again.
             case.k_cache, case.v_cache = k_cache, v_cache

@@ -20,7 +20,7 @@ from tests.kernels.attention.test_decode import (  # noqa: F401 (two are fixture
     attend,
     stored,
 )
-from tests.support.paged import Shape, float64_attention, rescheduled
+from tests.support.paged import Shape, bundled, float64_attention, rescheduled
 
 SHAPES = [
     Shape(hq=2, hkv=1),
@@ -43,7 +43,7 @@ TOKENS = [0, 1, 15, 16, 31, 32, 63, 64, 65, 95, 96, 127, 128, LENGTH - 1]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_are_those_of_decode(shape: Shape, block_n: int) -> None:
     batch = stored([(0, LENGTH)], shape, num_padding=0)
-    splits = {"block_n": block_n, "short_split": 32, "long_split": 64, "whole_from": 1}
+    splits = {"block_n": block_n, "near_split": 32, "far_split": 64, "unsplit_from": 1}
     whole = attend(batch.attend, **splits)
     exact = float64_attention(batch, [(0, LENGTH)], shape)
     assert (whole.double() - exact).abs().max().item() <= TOLERANCE[shape.dtype]  # false for NaN
@@ -72,7 +72,7 @@ def test_heads_of_256_have_their_values_shared() -> None:
     rows = [(30, 9), (70, 1), (0, 5)]
     shape = Shape(hq=2, hkv=1, dk=256, dv=256, dtype=half)
     batch = stored(rows, shape)
-    out = launch.paged_attention(*batch.attend)
+    out = launch.paged_attention(*bundled(*batch.attend))
     error = (out[: batch.num_tokens] - float64_attention(batch, rows, shape)).abs().max().item()
     assert error <= TOLERANCE[half]
 

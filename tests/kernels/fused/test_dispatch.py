@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.fused.dispatch import rope_table
 
@@ -163,13 +164,15 @@ class Rope:
     def _run(self, function, begin: int, end: int) -> list[Tensor]:
         caches = [cache.clone() for cache in self.caches]
         out = function(
-            *(x[begin:end] for x in self.qkv),
-            self.cos[:, begin:end],
-            self.sin[:, begin:end],
-            self.rotary_dim,
-            *self.weights,
-            1e-6,
-            self.form,
+            RopeInputs(
+                *(x[begin:end] for x in self.qkv),
+                self.cos[:, begin:end],
+                self.sin[:, begin:end],
+                self.rotary_dim,
+                *self.weights,
+                1e-6,
+                self.form,
+            ),
             *caches,
             self.slots[begin:end],
         )

@@ -213,6 +213,7 @@ def test_a_plan_trusts_only_what_was_compared() -> None:
 
 def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
+    from pagespec.kernels.linear import plan as plans
 
     plain = F.linear
 
@@ -224,15 +225,16 @@ def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(F, "linear", off_at_three)
     # One summand: no rounding but the product's, so that all who compute it agree.
-    report = gpu_linear.sweep(normal(8, 1), None, (600, 1, 3, 2))
-    assert report == gpu_linear.SweepReport((1, 2, 3, 600), (3,), ())
-    assert gpu_linear.sweep(normal(8, 1), None, (1,)).cublas_differs == ()
+    report = plans.sweep(normal(8, 1), None, (600, 1, 3, 2))
+    assert report == plans.SweepReport((1, 2, 3, 600), (3,), ())
+    assert plans.sweep(normal(8, 1), None, (1,)).cublas_differs == ()
     monkeypatch.setattr(gpu_linear, "matmul", lambda x, *_, **__: off_at_three(x, normal(8, 1)) + 1)
-    assert gpu_linear.sweep(normal(8, 1), None, (1, 3)).ours_differs == (1, 3)
+    assert plans.sweep(normal(8, 1), None, (1, 3)).ours_differs == (1, 3)
 
 
 def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
+    from pagespec.kernels.linear import plan as plans
 
     plain, ours = F.linear, gpu_linear.matmul
     # One summand an output, and no rounding: all who compute it agree.
@@ -248,16 +250,17 @@ def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.Monkey
         return ours(x, *args, **options) + (len(x) in bad)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gpu_linear, "matmul", watched)
-    assert gpu_linear.choose_plan(weight) == gpu_linear.MatmulPlan(8, 8, 64)
+    assert plans.choose_plan(weight) == plans.MatmulPlan(8, 8, 64)
     assert tried == {1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64}
     monkeypatch.setattr(F, "linear", library)
     bad.add(1024)  # cuBLAS differs at 65, so our kernel is to compute all rows
     with pytest.raises(UnsupportedModelError, match=r"\[8, 8\].*float16.* at \[1024\]"):
-        gpu_linear.choose_plan(weight)
+        plans.choose_plan(weight)
 
 
 def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
+    from pagespec.kernels.linear import plan as plans
 
     plain, ours = F.linear, gpu_linear.matmul
     weight = torch.eye(8, dtype=torch.float16)
@@ -268,10 +271,10 @@ def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(F, "linear", lambda *args: plain(*args) + 1)  # one class, but not ours
     monkeypatch.setattr(gpu_linear, "matmul", watched)
-    assert gpu_linear.choose_plan(weight) == gpu_linear.MatmulPlan(8, 8, gpu_linear.ALL_ROWS)
+    assert plans.choose_plan(weight) == plans.MatmulPlan(8, 8, gpu_linear.ALL_ROWS)
     bad.add(65)  # beyond what is compared with the library
     with pytest.raises(UnsupportedModelError, match=r"at \[65\]"):
-        gpu_linear.choose_plan(weight)
+        plans.choose_plan(weight)
 
 
 @pytest.mark.parametrize(
@@ -281,13 +284,14 @@ def test_where_there_is_one_tile_the_library_is_not_asked(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
+    from pagespec.kernels.linear import plan as plans
 
     def library(*_: object) -> Tensor:
         raise AssertionError("cuBLAS was asked")
 
     monkeypatch.setattr(F, "linear", library)
-    plan = gpu_linear.choose_plan(normal(*shape, dtype=dtype))
-    assert plan == gpu_linear.MatmulPlan(*shape, gpu_linear.ALL_ROWS)
+    plan = plans.choose_plan(normal(*shape, dtype=dtype))
+    assert plan == plans.MatmulPlan(*shape, gpu_linear.ALL_ROWS)
 
 
 def test_pinning_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

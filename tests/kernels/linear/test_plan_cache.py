@@ -19,9 +19,9 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def choose_plan(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
         seen.append(tuple(weight.shape))
-        return linear_plans.gpu_linear.Plan(*weight.shape, 17 + (bias is not None))
+        return linear_plans.plan.MatmulPlan(*weight.shape, 17 + (bias is not None))
 
-    monkeypatch.setattr(linear_plans.gpu_linear, "choose_plan", choose_plan)
+    monkeypatch.setattr(linear_plans.plan, "choose_plan", choose_plan)
     return seen
 
 
@@ -82,7 +82,7 @@ def test_what_sweeps_of_new_shapes_launch_is_asked_for_before(
     # float32 has one tile, so that it needs no sweep.
     products = [(weight, None) for weight in (known, new, new, torch.zeros(64, 128))]
     linear_plans.LinearPlans(True, tmp_path).prepare(products)
-    assert asked == [(n, (256, 128)) for n in linear_plans.gpu_linear.SWEEP_ROWS if n <= 64]
+    assert asked == [(n, (256, 128)) for n in linear_plans.plan.SWEEP_ROWS if n <= 64]
     asked.clear()
     linear_plans.LinearPlans(False, tmp_path).prepare(products)
     assert asked == []

@@ -1,0 +1,54 @@
+"""Argument bundles of the attention calls, as NamedTuples: FX graphs carry them like any tuple.
+
+Shapes as in :mod:`.ops`. The ops themselves take every tensor by itself, as torch's dispatcher
+needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class PagedKV(NamedTuple):
+    """Keys and values in blocks of slots, and which of them belong to which row."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+class AttentionParams(NamedTuple):
+    """Constants of an attention layer; 0 for no window or softcap, None for no sinks."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class RopeInputs(NamedTuple):
+    """Queries, keys and values before norm and rotation, and what rotates and normalises them.
+
+    Attributes:
+        query: ``[T, Hq, D]``. key: ``[T, Hkv, D]``. value: ``[T, Hkv, Dv]``; strided in tokens and
+            heads, as slices of one merged matmul are.
+        cos: ``[1, T, R]`` or ``[1, T, R / 2]`` (then it serves both halves). sin: alike.
+        rotary_dim: R, even; the first R of D are rotated, in halves: i with i + R / 2.
+        q_weight: ``[D]``, for an RMSNorm over D before the rotation. k_weight: alike; both or none.
+        eps: of the norms. form: a :data:`.fused.dispatch.NormForm`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    rotary_dim: int
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    form: Any

@@ -1,0 +1,51 @@
+"""Argument bundles of the attention kernels' device functions.
+
+They are gone when a kernel is compiled: the PTX is that of separate arguments. Kernels themselves
+take no tuples: Triton ignores ``do_not_specialize`` for a tuple's elements, and the forms of
+kernels that are compiled ahead (:mod:`..jit`) are JSON, which keeps no tuples.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Splits(NamedTuple):
+    """Where the splits of a sequence begin: constants."""
+
+    NEAR_SPLIT: Any  # positions of a split up to SPLIT_CHANGE
+    FAR_SPLIT: Any  # positions of a split beyond
+    SPLIT_CHANGE: Any
+
+
+class Scoring(NamedTuple):
+    """How scores are masked, scaled and capped; those in capitals are constants."""
+
+    window: Any
+    factor: Any  # turns scores into logarithms to base 2
+    cap_in: Any
+    cap_out: Any
+    HAS_WINDOW: Any
+    HAS_SOFTCAP: Any
+    PRECISION: Any  # of tl.dot
+
+
+class TileShape(NamedTuple):
+    """Sizes of a tile of keys and values: constants."""
+
+    DK: Any
+    DV: Any
+    DK_PAD: Any
+    DV_PAD: Any
+    K_WIDTH: Any  # elements of a slot in the cache, of all KV heads
+    V_WIDTH: Any
+    PAGE: Any
+    BLOCK_N: Any
+
+
+class HeadPages(NamedTuple):
+    """Pointers to the pages of one KV head, in the first slot, and to the row's block table."""
+
+    k_cache: Any
+    v_cache: Any
+    table: Any
