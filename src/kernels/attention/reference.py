@@ -64,19 +64,6 @@ class AttentionLayout:
     num_tokens: int
 
 
-def kv_store(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """Write ``key [T, Hkv, Dk]`` and ``value [T, Hkv, Dv]`` into the caches at ``slot_mapping``.
-
-    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``; ``slot_mapping`` is int64
-    ``[T]``, slot = block id * block_size + offset. Slots that repeat (those of padding tokens, in
-    the null block) end with any one of the values.
-    """
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, key)
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
-
-
 def grouped_by_length(rows: list[int], lengths: list[int]) -> list[list[int]]:
     """Split row numbers so that no group is padded beyond ``_MAX_PADDING_RATIO``."""
     if not rows:

@@ -145,3 +145,16 @@ def rope_table(
     angles = (frequencies * positions.float()).transpose(1, 2)
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+def kv_store(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write ``key [T, Hkv, Dk]`` and ``value [T, Hkv, Dv]`` into the caches at ``slot_mapping``.
+
+    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``; ``slot_mapping`` is int64
+    ``[T]``, slot = block id * block_size + offset. Slots that repeat (those of padding tokens, in
+    the null block) end with any one of the values.
+    """
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, key)
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)
