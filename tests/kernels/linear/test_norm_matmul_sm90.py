@@ -37,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     fake = SimpleNamespace(matmul=matmul, MAX_ROWS=4, fits=lambda k_size, *_: k_size == K)
     monkeypatch.setitem(sys.modules, "pagespec.kernels.linear.norm_matmul_sm90", fake)
-    monkeypatch.setattr(kernels, "gluon_norm_linear", fake, raising=False)
+    monkeypatch.setattr(kernels.linear, "norm_matmul_sm90", fake, raising=False)
 
     def ours(x: Tensor, weight: Tensor, bias: None, has_gate: bool = False) -> Tensor:
         product = gpu_linear.linear_silu_mul if has_gate else gpu_linear.linear
