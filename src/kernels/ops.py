@@ -22,6 +22,7 @@ from torch import Tensor
 from .arguments import AttentionParams, PagedKV
 from .attention import reference
 from .attention.backend import triton_limit
+from .fused import dispatch as fused
 
 # Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
 # The bare Library rather than torch.library.custom_op: the latter's wrappers cost about 20 us a
@@ -40,7 +41,7 @@ _LIBRARY.define(
     "Tensor? sinks) -> Tensor",
     tags=_TAGS,
 )
-_LIBRARY.impl("kv_store", reference.kv_store, "CompositeExplicitAutograd")
+_LIBRARY.impl("kv_store", fused.kv_store, "CompositeExplicitAutograd")
 _LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
 
 
@@ -48,7 +49,7 @@ def _kv_store_cuda(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     widest = max(key.shape[2], value.shape[2])
-    store = reference.kv_store
+    store = fused.kv_store
     if triton_limit(key.device, key.dtype, widest, k_cache.shape[1]) is None:
         from .fused import kv_store
 

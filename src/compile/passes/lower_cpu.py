@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from ...kernels.attention import cpu_invariant as invariant_attention
 from ...kernels.attention import reference
 from ...kernels.fused import cpu_activation
+from ...kernels.fused import dispatch as fused
 from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
 from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
@@ -82,7 +83,7 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
                     attend, (query, k_cache, v_cache, layouts[key], scale, softcap, sinks)
                 )
         elif calls_op(node, "kv_store"):
-            node.target = reference.kv_store
+            node.target = fused.kv_store
             count += 1
             continue
         else:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..arguments import AttentionParams, PagedKV, RopeInputs
+from ..fused import dispatch as fused
 from . import flash, reference
 from .flash import AttentionShape, Library
 
@@ -173,7 +174,7 @@ def select_backend(
 
 def _reference(why: str) -> AttentionBackend:
     reason = f"attention by the reference in plain torch: {why}."
-    return AttentionBackend("reference", reason, reference.paged_attention, reference.kv_store)
+    return AttentionBackend("reference", reason, reference.paged_attention, fused.kv_store)
 
 
 def _triton(why: str) -> AttentionBackend:
@@ -208,6 +209,6 @@ def _flash(
         attend = flash.attend_4 if library == "flash-attn-4" else flash.attend_2
         reason = f"attention by {library}; its bits may change with the schedule."
         has_triton = importlib.util.find_spec("triton") is not None
-        store = _triton("").store if has_triton else reference.kv_store
+        store = _triton("").store if has_triton else fused.kv_store
         return AttentionBackend("flash", reason, attend, store)
     return "; ".join(limits)

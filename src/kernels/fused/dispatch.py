@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..arguments import RopeInputs
-from ..attention import reference
 
 NormForm = Literal["rounded", "wide", "plus_one"]
 """How an RMSNorm applies its weight to the normalised float32 value y of an input of some dtype:
@@ -120,7 +119,7 @@ def norm_rope_store_reference(
         query = rms_norm_reference(query, q_weight, eps, form)
         key = rms_norm_reference(key, k_weight, eps, form)
     key = rotate_reference(key, cos, sin, rotary_dim)
-    reference.kv_store(key, value, k_cache, v_cache, slot_mapping)
+    kv_store(key, value, k_cache, v_cache, slot_mapping)
     return rotate_reference(query, cos, sin, rotary_dim)
 
 

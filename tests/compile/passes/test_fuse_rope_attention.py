@@ -30,7 +30,7 @@ def turned(
     return reference.paged_attention(query, *kv, *params)
 
 
-JOINING = AttentionBackend("triton", "", reference.paged_attention, reference.kv_store, turned)
+JOINING = AttentionBackend("triton", "", reference.paged_attention, fused.kv_store, turned)
 
 
 @pytest.fixture(scope="module")

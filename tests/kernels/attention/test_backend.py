@@ -16,6 +16,7 @@ from pagespec.kernels import ops  # noqa: F401 - it registers them
 from pagespec.kernels.attention import backend, flash, reference
 from pagespec.kernels.attention.backend import AttentionBackend, Merit, has_merit, select_backend
 from pagespec.kernels.attention.spec import AttentionSpec
+from pagespec.kernels.fused import dispatch as fused
 from tests.kernels.attention.test_flash import fake_2, fake_4, install
 
 SPEC = AttentionSpec(0, 32, 8, 128, 128, 128**-0.5)
@@ -50,7 +51,7 @@ def test_auto(choose: Callable[..., AttentionBackend]) -> None:
     assert "cpu" in on_cpu.reason
     assert not on_cpu.capturable
     unsupported = choose("auto", block_size=512)
-    assert (unsupported.name, unsupported.store) == ("reference", reference.kv_store)
+    assert (unsupported.name, unsupported.store) == ("reference", fused.kv_store)
     assert "512" in unsupported.reason
 
 

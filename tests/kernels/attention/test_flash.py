@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagespec.kernels.attention import flash, reference
+from pagespec.kernels.attention import flash
 from pagespec.kernels.attention.flash import Library
+from pagespec.kernels.fused import dispatch as fused
 from tests.support.paged import Rows, Shape, float64_attention, make_batch
 
 MIXED: Rows = [(30, 9), (70, 1), (0, 5), (0, 0), (17, 1)]
@@ -142,7 +143,7 @@ def test_matches_float64(library: Library, rows: Rows, monkeypatch: pytest.Monke
     for shape in shapes:
         for num_padding in (0, 3):
             batch = make_batch(rows, shape, num_padding=num_padding)
-            reference.kv_store(*batch.store)
+            fused.kv_store(*batch.store)
             out = attend(*batch.attend)
             expected = float64_attention(batch, rows, shape)
             torch.testing.assert_close(
