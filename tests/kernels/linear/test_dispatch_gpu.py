@@ -209,7 +209,8 @@ def test_a_captured_chain_gives_the_bits_of_single_launches(
 
 PINNED = """
 import json, torch
-from pagespec.kernels.linear.dispatch import SWEEP_ROWS, choose_plan, linear, sweep
+from pagespec.kernels.linear.dispatch import linear
+from pagespec.kernels.linear.plan import SWEEP_ROWS, choose_plan, sweep
 from pagespec.kernels.linear.cublas import without_split_k
 
 found = []
