@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagespec import build
+from pagespec.runner import kv_budget
 from pagespec.runner.host_memory import available_bytes
 
 GIB = 1 << 30
@@ -93,8 +93,8 @@ def test_the_cpu_cache_is_sized_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagespec import LLM
     from tests.support.models import tiny_model
 
-    monkeypatch.setattr(build, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(kv_budget, "available_bytes", lambda: 1 << 20)
     small = LLM(tiny_model("llama"), compile="eager").num_blocks
-    monkeypatch.setattr(build, "available_bytes", lambda: 1 << 21)
+    monkeypatch.setattr(kv_budget, "available_bytes", lambda: 1 << 21)
     large = LLM(tiny_model("llama"), compile="eager").num_blocks
     assert 0 < small < large

@@ -166,23 +166,23 @@ def test_the_table_store_sends_what_the_plan_says() -> None:
     plan = decode_plan([a, b], tables={0: (1, 2), 1: (5,)})
     store.place(plan)
     first, second = (row * WIDTH for row in store.rows)
-    assert store.updates(plan) == ([first, first + 1, second], [1, 2, 5])
+    assert store.pending_writes(plan) == ([first, first + 1, second], [1, 2, 5])
 
     new_blocks = np.full(2, -1, np.int32)
     plan = decode_plan([a, b], new_blocks={1: (6,)})
     store.place(plan)
-    assert store.updates(plan, new_blocks) == ([], [])
+    assert store.pending_writes(plan, new_blocks) == ([], [])
     assert new_blocks.tolist() == [-1, 6]
 
     plan = decode_plan([a, b], new_blocks={0: (3, 4), 1: (7,)})
     store.place(plan)
-    assert store.updates(plan) == ([first + 2, first + 3, second + 2], [3, 4, 7])
+    assert store.pending_writes(plan) == ([first + 2, first + 3, second + 2], [3, 4, 7])
 
     # Gone and back in one plan, with fewer blocks: sent whole.
     plan = decode_plan([a, b], released=("b",), tables={1: (8, 9)})
     store.place(plan)
     begin = store.rows[1] * WIDTH
-    assert store.updates(plan) == ([begin, begin + 1], [8, 9])
+    assert store.pending_writes(plan) == ([begin, begin + 1], [8, 9])
 
 
 def test_rows_of_requests_that_are_gone_are_free_again() -> None:

@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -49,6 +49,7 @@ class LineRaiser:
         self._kind = kind
         self._is_ours: dict[CodeType, bool] = {}
         self.num_lines = 0
+        self.lines_of: defaultdict[str, list[int]] = defaultdict(list)  # numbers, by file
         self.raised_at: list[str] = []
 
     def __enter__(self) -> LineRaiser:
@@ -80,6 +81,7 @@ class LineRaiser:
 
     def _on_line(self, frame: FrameType) -> None:
         self.num_lines += 1
+        self.lines_of[frame.f_code.co_filename].append(self.num_lines)
         if self.num_lines == self._places[0]:
             self._places.pop(0)
             self.num_lines = 0
@@ -215,10 +217,11 @@ class Run:
             assert outputs == alone[: len(outputs)]
 
 
-def count_lines(seed: int) -> int:
+def lines_by_file(seed: int) -> list[list[int]]:
+    """The lines that the program of ``seed`` executes, numbered in their order, file by file."""
     with LineRaiser([1 << 60], KeyboardInterrupt) as raiser:
         Run(seed).calls()
-    return raiser.num_lines
+    return list(raiser.lines_of.values())
 
 
 def interrupt(seed: int, places: list[int], kind: type[BaseException], trace: Path | None) -> str:
@@ -265,9 +268,11 @@ def campaign(num_injections: int, first_seed: int, folder: Path) -> Counter[str]
     seed = first_seed
     while sum(files.values()) < num_injections:
         rng = random.Random(seed)
-        num_lines = count_lines(seed)
+        files_lines = lines_by_file(seed)
+        num_lines = sum(map(len, files_lines))
         for i in range(16):
-            places = [rng.randint(1, num_lines)]
+            # Of any file alike, too: most lines are the planner's.
+            places = [rng.choice(rng.choice(files_lines)) if i % 4 else rng.randint(1, num_lines)]
             if i % 2:
                 places.append(rng.randint(1, 80))
             trace = folder / "trace.jsonl" if i % 4 < 2 else None
