@@ -1,5 +1,5 @@
 """The least time a workload can take on a GPU: the bytes that must be read, and the operations
-that must be done, at the rates measured on the card. After ``shared/peers/floor.py``.
+that must be done, at the rates measured on the card.
 
     python -m benchmarks.floor [MODEL] [WORKLOAD]
 """

@@ -1,4 +1,4 @@
-"""vLLM, measured in processes of its own with the scripts of ``shared/peers/vllm``.
+"""vLLM, measured in processes of its own with the scripts of a folder (``--peer``).
 
 The kit's folder holds ``bench_vllm.py``, ``bench_more.py`` and ``site``, where vLLM is installed;
 without ``site`` it is installed there from the kit's two parts (``install.py``), which have to lie

@@ -1,6 +1,6 @@
 """The models and request loads that the benchmarks measure.
 
-Loads draw their numbers in the order of ``shared/peers/vllm/bench_vllm.py`` (seed 0) and
+Loads draw their numbers in the order of the peer's ``bench_vllm.py`` (seed 0) and
 ``bench_more.py`` (seed 1): each prompt (its length, then its tokens), then every output length. So
 both engines get the same token ids.
 """

@@ -1,4 +1,4 @@
-"""Predicates on one state, by the numbers of PROPERTIES.md. True means that it holds."""
+"""Predicates on one state, by the numbers of spec/README.md. True means that it holds."""
 
 from __future__ import annotations
 

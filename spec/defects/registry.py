@@ -13,7 +13,7 @@ from ..state import Scope, Template
 class Defect(NamedTuple):
     name: str
     violates: tuple[str, ...]
-    rows: str  # of BUGS.md
+    rows: str  # of docs/real_bugs.md
     rule: type[Machine]
     scope: Scope
 

@@ -103,6 +103,6 @@ def triggers_dependents_late(num_rows: int) -> bool:
     busy with data of their own. Where they are a chain of short waits, as attention of few rows is,
     what they wait for stands in line behind megabytes of weights that are not needed yet, and a
     kernel has not ended before loads of the next one have come. On an H100 late was quicker up to
-    four rows, early from eight on (benchmarks/NOTES.md, "Few rows").
+    four rows, early from eight on (docs/notes/matmul.md).
     """
     return num_rows <= _LATE_TRIGGER_ROWS

@@ -1,6 +1,6 @@
-"""Named mutants: the bugs of `shared/BUGS.md` as small patches of our own code.
+"""Named mutants: the real bugs of docs/real_bugs.md as small patches of our own code.
 
-Each replaces one text that occurs exactly once in one file. `row` is the row of BUGS.md. A row
+Each replaces one text that occurs exactly once in one file. `row` is the row there. A row
 that has no mutant is in `NOT_IN_THIS_DESIGN` with the reason.
 """
 

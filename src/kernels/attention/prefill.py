@@ -43,7 +43,7 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
     A split is folded not where it ends but in the next tile, behind that tile's scores. There, no
     matmul with ``acc`` is under way: on Hopper such a matmul runs beside other instructions, and
     one place that touches its sums before they have been waited for makes ptxas wait for every
-    matmul of the kernel at once (its warning C7515). Times: benchmarks/NOTES.md, "Attention".
+    matmul of the kernel at once (its warning C7515). Times: docs/notes/attention.md.
 
     Args:
         positions: of the queries, ``[M]``, from ``first`` to ``last``.

@@ -21,7 +21,7 @@ UNSPLIT_FROM = 1024  # decode programs; with as many or more there is nothing to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """Tile sizes of one dtype and head size; measured in benchmarks/NOTES.md, "Attention".
+    """Tile sizes of one dtype and head size; measured in docs/notes/attention.md.
 
     Attributes:
         block_n: keys per tile. near_split: keys per split up to position ``split_change``,

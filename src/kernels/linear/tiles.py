@@ -63,7 +63,7 @@ def choose_prefetch_tile(
     """The tile for a bfloat16 matmul without bias, or None where :func:`choose_tile` serves it.
 
     Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
-    tried on an H100 (benchmarks/NOTES.md, "Few rows"): all of K in shared memory if a part of the
+    tried on an H100 (docs/notes/matmul.md): all of K in shared memory if a part of the
     weight that keeps 32 programs busy leaves room for it, else stages that are used again. Beyond,
     what was the quickest for those weights, and what is like it for other short ones.
 

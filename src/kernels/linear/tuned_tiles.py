@@ -19,7 +19,7 @@ def _swapped(m: int, n: int, k: int, stages: int) -> Tile:
 
 
 # (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100, each matmul timed among
-# 256 MB of others so that no weight was in the L2 cache; benchmarks/NOTES.md, "Few rows". N is that
+# 256 MB of others so that no weight was in the L2 cache; docs/notes/matmul.md. N is that
 # of the matmul: gate and up are a weight of 2 N rows.
 TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
     {

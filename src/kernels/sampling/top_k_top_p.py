@@ -15,7 +15,7 @@ from .gumbel import Results, first_of_best, noise_of, places_of, store_token
 from .sampler import GROUP
 from .top_k_top_p_threshold import find_threshold, keep_mask, largest_logit, token_keys
 
-# The quickest on an H100 (benchmarks/NOTES.md).
+# The quickest on an H100 (docs/notes/sampling.md).
 _TILE = 4096
 _NUM_WARPS = 32
 TRUNCATED_FIELDS = 4
