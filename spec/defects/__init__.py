@@ -1,5 +1,6 @@
 """Seeded defects: each replaces exactly one rule of the machine by a broken one, most of them
-taken from real engines (the row of docs/real_bugs.md). A property that no defect can break says nothing."""
+taken from real engines (the row of docs/real_bugs.md). A property that no defect can break says
+nothing."""
 
 from . import life, liveness, plan, pool, step
 from .registry import DEFECTS, Defect
