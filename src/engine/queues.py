@@ -16,7 +16,8 @@ _RUNNING = RequestState.RUNNING
 
 
 class Queues:
-    """
+    """Holds the requests that wait and that run, and those whose blocks cannot be given back yet.
+
     Attributes:
         waiting, running: in rank order, eldest first.
         released: ids that left ``running`` since the last plan; the next plan tells the runner.

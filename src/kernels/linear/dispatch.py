@@ -2,10 +2,10 @@
 
 cuBLAS picks another algorithm, and with it another order of summation, as the number of rows
 changes. Where it may not split K it keeps to the plain order from some number of rows up, which is
-the order of our two kernels: :mod:`.matmul_sm90` up to 16 rows, on Hopper, and
-:mod:`.matmul` for more and elsewhere. Up to 16, 64 or 256 rows they are
-faster, too. So a shape needs one number, its *few rows*: up to it ours, above it cuBLAS.
-:func:`choose_plan` finds that number on the card at hand, by comparing bits. Where the bits of our
+the order of our two kernels: :mod:`.matmul_sm90` on Hopper, where it has a tile, and
+:mod:`.matmul` elsewhere. Up to 16, 64 or 256 rows they are faster, too. So a shape needs one
+number, ``max_custom_rows``: up to it ours, above it cuBLAS. :func:`.plan.choose_plan` finds it on
+the GPU at hand, by comparing bits. Where the bits of our
 tiles are not known to agree (float32, rows that are not whole 16-byte units), the Triton kernel
 computes all rows, with one tile. A norm before a matmul of a few rows may join it
 (:mod:`.norm_matmul_sm90`).
