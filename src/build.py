@@ -16,11 +16,13 @@ from .compile.capture.graph_cache import GraphCache
 from .compile.captured_model import CapturedModel, capture_model
 from .compile.model.load import load_model
 from .compile.model.probe import probe_model
+from .compile.model.tensor_parallel import WHOLE, Shard
 from .disk_cache import cache_root
 from .engine.config import EngineConfig, check_device
 from .engine.stats import Clock, EngineStats
 from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
+from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .kernels.linear.cublas import without_split_k
 from .runner.cpu_runner import ModelRunner, OnLogits
 from .runner.cpu_startup import make_cpu_runner
@@ -54,8 +56,14 @@ def build(
     model: str | os.PathLike[str] | PreTrainedModel,
     config: EngineConfig,
     on_logits: Callable[..., None] | None = None,
+    shard: Shard = WHOLE,
+    communicator: Communicator | None = None,
 ) -> BuiltEngine:
     """Load ``model`` and make its runner.
+
+    Args:
+        shard: the part of the model that is for this process; the ranks of a group build together.
+        communicator: of this process, if it is one of several.
 
     Raises:
         InvalidInputError: a setting does not suit the model or the machine.
@@ -76,14 +84,16 @@ def build(
     clock = Clock(stats.startup_s)
     with clock("load"):
         loaded = load_model(
-            model, dtype=config.dtype, device=device, load_format=config.load_format
+            model, dtype=config.dtype, device=device, load_format=config.load_format, shard=shard
         )
     limit = loaded.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidInputError(
             "max_model_len", config.max_model_len, f"the model's own limit is {limit}"
         )
-    with clock("probe"), gc_paused():
+    # What a rank finds out by itself needs none of the others.
+    alone = LoneRank(shard.rank, shard.num_ranks)
+    with clock("probe"), gc_paused(), communicator_scope(alone):
         specs = probe_model(loaded)
     attention = select_backend(
         config.attention,
@@ -112,16 +122,17 @@ def build(
             pin_triton_cache_dir()
             # A model that was never traced here has no kernels here, either.
             before_trace = stack.enter_context(compilers()).start
-        with clock("capture"), gc_paused():
+        with clock("capture"), gc_paused(), communicator_scope(alone):
             captured = capture_model(
                 loaded,
                 specs,
                 compile=compile,
                 transparent=config.transparent,
                 attention=attention,
-                packing_bytes=_packing_bytes(model, device),
+                packing_bytes=_packing_bytes(model, device) // shard.num_ranks,
                 matmul_plan_dir=matmul_plan_dir,
                 graph_cache=_graph_cache(model, before_trace),
+                communicator=communicator,
             )
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .build import BuiltEngine
 
 
-def import_engine(device: str = "auto") -> Callable[..., BuiltEngine]:
+def import_engine(device: str = "auto", num_ranks: int = 1) -> Callable[..., BuiltEngine]:
     """:func:`pagespec.build.build`. It comes with torch and transformers, which takes
     seconds, so it is imported late, and everything before works without them.
 
@@ -37,6 +37,10 @@ def import_engine(device: str = "auto") -> Callable[..., BuiltEngine]:
     """
     create_cuda_context_async(device)
     with gc_paused():
+        if num_ranks > 1:
+            from .distributed.launch import build_distributed
+
+            return build_distributed
         from .build import build
     return build
 
@@ -81,6 +85,8 @@ class LLM:
             or "priority", which a prompt's dict gives (see ``generate``).
         seed: seed of the requests that bring none of their own.
         load_format: "auto", or "dummy" for random weights from the config alone.
+        tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
+            (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
         check_invariants: check the scheduler's structural properties after every step (slow).
         on_logits: called when a step is dispatched, with its plan and its logits
@@ -112,6 +118,7 @@ class LLM:
         policy: str = "fcfs",
         seed: int = 0,
         load_format: str = "auto",
+        tensor_parallel_size: int = 1,
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
@@ -137,8 +144,10 @@ class LLM:
             policy=policy,
             seed=seed,
             load_format=load_format,
+            tensor_parallel_size=tensor_parallel_size,
         )
-        built = import_engine(config.device)(model, config, on_logits)
+        build = import_engine(config.device, config.tensor_parallel_size)
+        built = build(model, config, on_logits)
         config = self.config = built.config
         self._startup = built.stats
         self.tokenizer = built.tokenizer

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from ..errors import InvalidInputError
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.spec import AttentionSpec
+from ..kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .capture.dynamo import Source, Traced, forward, trace
 from .capture.graph_cache import GraphCache
 from .inductor.regions import compile_regions
@@ -53,8 +54,10 @@ class CapturedModel:
         packing_bytes: int = 0,
         matmul_plan_dir: Path | None = None,
         graph_cache: GraphCache | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         self.loaded = loaded
+        self.communicator: Communicator = communicator or LoneRank(0, 1)
         self.transparent = transparent
         self.attention = attention
         self._packing_bytes, self._matmul_plan_dir = packing_bytes, matmul_plan_dir
@@ -79,8 +82,16 @@ class CapturedModel:
 
     def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         module = self.loaded.module
-        with attention_implementation(module, ATTENTION_NAME):
+        with (
+            attention_implementation(module, ATTENTION_NAME),
+            communicator_scope(self.communicator),
+        ):
             return forward(module, self.specs, inputs, kv_caches)[0]
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """Logits ``[S, V]`` of what this rank's head gave."""
+        sizes = self.loaded.vocab_sizes
+        return logits if sizes is None else self.communicator.all_gather(logits, sizes)
 
     def _capture(self) -> None:
         if self._graph_cache is not None:
@@ -99,6 +110,7 @@ class CapturedModel:
             traced.constants,
             self.transparent,
             self.attention,
+            self.communicator,
             self._packing_bytes,
             self._matmul_plan_dir,
         )
@@ -126,6 +138,7 @@ def capture_model(
     packing_bytes: int = 0,
     matmul_plan_dir: Path | None = None,
     graph_cache: GraphCache | None = None,
+    communicator: Communicator | None = None,
 ) -> CapturedModel:
     """Capture a probed model.
 
@@ -141,6 +154,7 @@ def capture_model(
         matmul_plan_dir: where sweeps of products on a GPU are kept; None keeps none.
         graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
             hold, which may have been changed in ways that no key covers.
+        communicator: what a sharded model's collectives are called on.
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
@@ -163,4 +177,5 @@ def capture_model(
         packing_bytes,
         matmul_plan_dir,
         graph_cache,
+        communicator,
     )

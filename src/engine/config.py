@@ -17,6 +17,7 @@ ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
+MAX_RANKS = 64  # GPUs of one host, with room
 # Block numbers, token indices and context lengths of a step are int32 tensors.
 MAX_COUNT = (1 << 31) - 1
 # Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
@@ -89,6 +90,7 @@ class EngineConfig:
     policy: str = "fcfs"
     seed: int = 0
     load_format: str = "auto"
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -96,6 +98,7 @@ class EngineConfig:
         _check_choice("attention", self.attention, ATTENTION_KERNELS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_device(self.device)
+        _check_count("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         if self.max_model_len is not None:
             _check_count("max_model_len", self.max_model_len, 2)
         _check_count("max_num_seqs", self.max_num_seqs)

@@ -1,4 +1,5 @@
-"""The custom ops a captured graph calls: ``pagespec::kv_store`` and ``pagespec::paged_attention``.
+"""The custom ops a captured graph calls: ``pagespec::kv_store``, ``pagespec::paged_attention``, and
+in a sharded model ``pagespec::all_reduce`` and ``pagespec::all_gather``.
 
 Shapes: T tokens of B rows lie back to back; row b owns tokens ``[query_starts[b],
 query_starts[b + 1])``; tokens from ``query_starts[B]`` on are padding. Caches are contiguous
@@ -22,6 +23,7 @@ from torch import Tensor
 from .arguments import AttentionParams, PagedKV
 from .attention import reference
 from .attention.backend import triton_limit
+from .collectives.communicator import current_communicator
 from .fused import dispatch as fused
 
 # Registration in torch's dispatcher is process wide by nature; this object keeps it alive.
@@ -41,6 +43,8 @@ _LIBRARY.define(
     "Tensor? sinks) -> Tensor",
     tags=_TAGS,
 )
+_LIBRARY.define("all_reduce(Tensor partial) -> Tensor", tags=_TAGS)
+_LIBRARY.define("all_gather(Tensor part, int[] sizes) -> Tensor", tags=_TAGS)
 _LIBRARY.impl("kv_store", fused.kv_store, "CompositeExplicitAutograd")
 _LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
 
@@ -81,6 +85,28 @@ def _paged_attention_cuda(
 
 _LIBRARY.impl("kv_store", _kv_store_cuda, "CUDA")
 _LIBRARY.impl("paged_attention", _paged_attention_cuda, "CUDA")
+
+
+_LIBRARY.impl(
+    "all_reduce",
+    lambda partial: current_communicator().all_reduce(partial),
+    "CompositeExplicitAutograd",
+)
+_LIBRARY.impl(
+    "all_gather",
+    lambda part, sizes: current_communicator().all_gather(part, sizes),
+    "CompositeExplicitAutograd",
+)
+
+
+@torch.library.register_fake("pagespec::all_reduce", lib=_LIBRARY)
+def _all_reduce_fake(partial: Tensor) -> Tensor:
+    return torch.empty_like(partial, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("pagespec::all_gather", lib=_LIBRARY)
+def _all_gather_fake(part: Tensor, sizes: list[int]) -> Tensor:
+    return part.new_empty(*part.shape[:-1], sum(sizes))
 
 
 @torch.library.register_fake("pagespec::kv_store", lib=_LIBRARY)
@@ -144,3 +170,15 @@ def paged_attention(
         sinks,
     )
     return out
+
+
+def all_reduce(partial: Tensor) -> Tensor:
+    """The sum of all ranks' ``partial``, in rank order (:mod:`.collectives.communicator`)."""
+    total: Tensor = torch.ops.pagespec.all_reduce(partial)
+    return total
+
+
+def all_gather(part: Tensor, sizes: list[int]) -> Tensor:
+    """The ranks' parts side by side along the last dimension, rank r's of ``sizes[r]``."""
+    whole: Tensor = torch.ops.pagespec.all_gather(part, sizes)
+    return whole

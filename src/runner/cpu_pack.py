@@ -10,15 +10,16 @@ no row, and is never sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..compile.step_inputs import MIN_SIZE, StepInputs
+from ..compile.step_inputs import INPUT_NAMES, MIN_SIZE, StepInputs
 from ..engine.plan import Blocks, StepPlan
 from ..kernels.sampling.sampler import SamplingInputs
 
@@ -59,6 +60,26 @@ class PackedStep:
     inputs: StepInputs
     num_sampled: int
     sampling: SamplingInputs | None
+
+    def to_arrays(self) -> list[NDArray[Any]]:
+        """All of it, for another process."""
+        arrays = [getattr(self.inputs, name).numpy() for name in INPUT_NAMES]
+        arrays.append(np.array([self.num_sampled], np.int64))
+        if self.sampling is not None:
+            arrays += [tensor.numpy() for tensor in self.sampling.tensors()]
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[NDArray[Any]]) -> PackedStep:
+        """What :meth:`to_arrays` gave."""
+        tensors = list(map(torch.from_numpy, arrays))
+        num_inputs = len(INPUT_NAMES)
+        sampling = tensors[num_inputs + 1 :]
+        return cls(
+            StepInputs(*tensors[:num_inputs]),
+            int(arrays[num_inputs][0]),
+            SamplingInputs.from_tensors(*sampling) if sampling else None,
+        )
 
 
 class CpuStepPacker:

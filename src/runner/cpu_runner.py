@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
@@ -14,7 +16,7 @@ from ..compile.kv_cache import allocate_kv_caches
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import sample
-from .cpu_pack import CpuStepPacker
+from .cpu_pack import CpuStepPacker, PackedStep
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
@@ -23,7 +25,6 @@ OnLogits = Callable[[StepPlan, Tensor], None]
 class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device."""
 
-    step: int
     token_ids: Tensor
 
 
@@ -33,6 +34,8 @@ class ModelRunner:
     Args:
         captured: may be shared by several runners, each with its own caches.
         block_size: tokens a KV block. num_blocks: blocks besides the null block.
+        max_num_tokens, max_num_rows, max_num_blocks: most of a step, and most blocks of a row; what
+            several ranks make room for.
         overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
             GPU does. It gains nothing on a CPU.
         on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
@@ -48,6 +51,9 @@ class ModelRunner:
         *,
         block_size: int,
         num_blocks: int,
+        max_num_tokens: int = 0,
+        max_num_rows: int = 0,
+        max_num_blocks: int = 0,
         overlap: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
@@ -56,6 +62,8 @@ class ModelRunner:
                 raise InvalidInputError(name, value, "must be 1 or more")
         loaded = captured.loaded
         self.pipeline_depth = int(overlap)
+        self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
+        self._max_num_blocks = max_num_blocks
         self.block_size, self.num_blocks = block_size, num_blocks
         self.pack_s = self.wait_s = 0.0
         self.kv_caches = allocate_kv_caches(
@@ -70,19 +78,47 @@ class ModelRunner:
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Compute the step. If it raises, ``reset`` makes the runner usable again."""
+        return self._compute(self._pack(plan), plan)
+
+    def _pack(self, plan: StepPlan) -> PackedStep:
+        begin = time.perf_counter()
         with torch.inference_mode():
-            begin = time.perf_counter()
             packed = self._packer.pack(plan)
-            self.pack_s += time.perf_counter() - begin
-            logits = self._forward(packed.inputs)[: packed.num_sampled]
-            if self._on_logits is not None:
+        self.pack_s += time.perf_counter() - begin
+        return packed
+
+    def _compute(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
+        with torch.inference_mode():
+            logits = self.captured.whole_logits(self._forward(packed.inputs))[: packed.num_sampled]
+            if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)
             if packed.num_sampled == 0:
                 tokens = torch.empty(0, dtype=torch.int64)
             else:
                 tokens = sample(logits, packed.sampling)
             self._packer.remember(tokens.cpu().numpy())
-            return StepHandle(plan.step, tokens)
+            return StepHandle(tokens)
+
+    # Over several ranks: rank 0 stages, all launch --------------------------------------------
+
+    @property
+    def max_staged_bytes(self) -> int:
+        """Most bytes of a step."""
+        per_token, per_row = 3 * 8, 5 * 8 + 2 * 4
+        tables = self._max_num_rows * self._max_num_blocks * 4
+        return self._max_num_tokens * per_token + self._max_num_rows * per_row + tables + 4096
+
+    def stage(self, plan: StepPlan) -> list[NDArray[Any]]:
+        """The step as arrays, for :meth:`launch` on every rank."""
+        return self._pack(plan).to_arrays()
+
+    def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> StepHandle:
+        """Compute a staged step. The plan is for ``on_logits``."""
+        return self._compute(PackedStep.from_arrays(arrays), plan)
+
+    def is_computed(self, _handle: object, _wait_s: float) -> bool:
+        """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
+        return True
 
     def collect(self, handle: object) -> StepResult:
         """The tokens of a dispatched step."""

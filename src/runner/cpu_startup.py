@@ -18,12 +18,15 @@ def make_cpu_runner(
 ) -> tuple[ModelRunner, int]:
     limit = config.max_model_len or captured.loaded.max_position_embeddings
     with clock("kv_cache"):
-        num_blocks = num_cpu_blocks(config, captured, limit)
+        num_blocks = captured.communicator.least(num_cpu_blocks(config, captured, limit))
         max_model_len = fitting_length(config, num_blocks, limit)
         runner = ModelRunner(
             captured,
             block_size=config.block_size,
             num_blocks=num_blocks,
+            max_num_tokens=config.num_tokens_a_step,
+            max_num_rows=config.max_num_seqs,
+            max_num_blocks=-(-max_model_len // config.block_size),
             overlap=bool(config.overlap),
             on_logits=on_logits,
         )

@@ -33,7 +33,7 @@ def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
 
 
 def num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) -> int:
-    num_available = available_bytes()
+    num_available = available_bytes() // config.tensor_parallel_size  # of one host, for all ranks
     if config.num_blocks is None:
         share = config.memory_utilization
         default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ...errors import InvalidInputError, UnsupportedModelError
 from ...validation import path_of
 from .gguf import converted_folder
 from .refusal import as_input_error, cause
+from .tensor_parallel import WHOLE, Shard, shard_model
 
 _DTYPES = {
     "float32": torch.float32,
@@ -40,6 +41,8 @@ class LoadedModel:
         eos_token_ids: the tokens that end generation, from the generation config, else the config.
         vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
         max_position_embeddings: the longest context the model was made for, in tokens.
+        shard: the part of the model that ``module`` is.
+        vocab_sizes: of each rank's head in order; None if each has all of it.
     """
 
     module: PreTrainedModel
@@ -48,6 +51,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_position_embeddings: int
+    shard: Shard = WHOLE
+    vocab_sizes: list[int] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,6 +75,7 @@ def load_model(
     device: str | torch.device = "cpu",
     load_format: str = "auto",
     cache_dir: str | os.PathLike[str] | None = None,
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
     """Load a causal language model.
 
@@ -81,6 +87,8 @@ def load_model(
         load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
         cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
             ``~/.cache/pagespec``.
+        shard: the part to load; of files, nothing else is read. With more than one rank all of them
+            load at a time, in one process group.
 
     Raises:
         InvalidInputError: nothing there, no config, no or incomplete weights, a file that is
@@ -113,8 +121,10 @@ def load_model(
         text_config = config.get_text_config(decoder=True)
         configured = text_config.dtype or config.dtype or torch.bfloat16
         torch_dtype = torch.float32 if device.type == "cpu" else configured
-    module = _built(source, name, config, torch_dtype, load_format, device)
-    return _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
+    module = _built(source, name, config, torch_dtype, load_format, device, shard)
+    vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
+    described = _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
+    return replace(described, shard=shard, vocab_sizes=vocab_sizes)
 
 
 def _cast(module: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -162,6 +172,7 @@ def _built(
     dtype: torch.dtype,
     load_format: str,
     device: torch.device,
+    shard: Shard,
 ) -> PreTrainedModel:
     is_dummy = load_format == "dummy"
     limit = "must have a config.json" if is_dummy else "must have weights"
@@ -169,7 +180,7 @@ def _built(
         try:
             if is_dummy:
                 return _dummy(config, dtype, device)
-            return _read(source, name, config, dtype, device)
+            return _read(source, name, config, dtype, device, shard)
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):
                 kind = type(config).__name__
@@ -189,7 +200,12 @@ def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -
 
 
 def _read(
-    source: str, name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+    source: str,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard,
 ) -> PreTrainedModel:
     # With accelerate, the weights go straight from the file to the device.
     has_accelerate = importlib.util.find_spec("accelerate") is not None
@@ -201,7 +217,8 @@ def _read(
         output_loading_info=True,
         # Not to go on with them, but to name them below.
         ignore_mismatched_sizes=True,
-        device_map={"": device} if is_direct else None,
+        device_map={"": device} if is_direct and shard.num_ranks == 1 else None,
+        **_distributed(shard, has_accelerate),
     )
     module: PreTrainedModel = result[0]
     # Transformers would go on with random weights for these.
@@ -215,6 +232,19 @@ def _read(
                 "model", name, f"must have all weights; {len(keys)} {what}: {first}"
             )
     return module
+
+
+def _distributed(shard: Shard, has_accelerate: bool) -> dict[str, Any]:
+    """What makes transformers read the slices of its plan alone."""
+    if shard.num_ranks == 1:
+        return {}
+    if not has_accelerate:
+        raise InvalidInputError(
+            "tensor_parallel_size", shard.num_ranks, "needs the package accelerate"
+        )
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=shard.num_ranks)}
 
 
 def _tokenizer(source: str, name: str) -> Any | None:

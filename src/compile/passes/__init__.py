@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
+from .bind_collectives import bind_collectives
 from .cleanup import cleanup
 from .context import PassContext
 from .lower_cpu import lower_cpu
@@ -26,6 +27,7 @@ COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
     "merge_linear": merge_linear,
     "propagate": propagate,
+    "bind_collectives": bind_collectives,
 }
 # For the graph that is run as it is, on a CPU: calls that a compiler could not look into.
 CPU_GRAPH_PASSES: dict[str, GraphPass] = {"lower_cpu": lower_cpu}

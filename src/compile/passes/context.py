@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ...kernels.attention.backend import AttentionBackend
+from ...kernels.collectives.communicator import Communicator
 
 
 @dataclass(slots=True)
@@ -23,12 +24,14 @@ class PassContext:
         packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
         matmul_plan_dir: where plans of products are kept (:mod:`.plan_cache`).
         attention: the implementation to call in place of the ops; None keeps the ops.
+        communicator: the same for collectives.
     """
 
     module: nn.Module
     constants: dict[str, Tensor]
     transparent: bool = True
     attention: AttentionBackend | None = None
+    communicator: Communicator | None = None
     packing_bytes: int = 0
     matmul_plan_dir: Path | None = None
 

@@ -70,15 +70,39 @@ class SamplingInputs:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
-        return cls(
+        return cls.from_tensors(
             floats(temperature),
             integers([min(k, 1 << 62) for k in top_k]),
             floats(top_p),
             floats(min_p),
             integers(signed),
             integers(positions),
-            any_top=any(k > 0 for k in top_k) or any(p < 1 for p in top_p),
-            any_min_p=any(p > 0 for p in min_p),
+        )
+
+    @classmethod
+    def from_tensors(
+        cls,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> SamplingInputs:
+        """As the attributes say; on a GPU it waits for them."""
+        any_top = bool(((top_k > 0) | (top_p < 1)).any())
+        any_min_p = bool((min_p > 0).any())
+        return cls(temperature, top_k, top_p, min_p, seeds, positions, any_top, any_min_p)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The arguments of :meth:`from_tensors`."""
+        return (
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seeds,
+            self.positions,
         )
 
 

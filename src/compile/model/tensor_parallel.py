@@ -1,0 +1,290 @@
+"""Shards a model over the ranks of a group by the plan that transformers carries for it.
+
+Megatron-LM's tensor parallelism (Shoeybi et al. 2019): the layers into attention and the gated
+product hold a slice of their outputs, the layers out of them a slice of their inputs, and what those
+give is summed over the ranks. Attention follows by itself, since models view by head size::
+
+    x ──► q, k, v [columns r] ──► heads of rank r ──► o [rows r] ──► all_reduce ──► + x
+    x ──► gate, up [columns r] ─────────────────────► down [rows r] ─► all_reduce ──► + x
+    x ──► head [tokens r] ──► logits of rank r
+
+The plan (``model.tp_plan``) names a style per module or parameter. A style says how parameters are
+sliced, and what the module's forward does beyond its class': :data:`_STYLES`. There is no code of
+any model here, and no process group is needed to trace the result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...errors import InvalidInputError, UnsupportedModelError
+from ...kernels import ops
+from ...kernels.sampling.sampler import GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a model a process holds.
+
+    Attributes:
+        rank: from 0. num_ranks: of the group; 1 is a whole model.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slices:
+    """Where a parameter is cut: along ``dim``, in each of ``num_groups`` equal stretches of it."""
+
+    dim: int
+    num_groups: int = 1
+
+
+_Cut = Callable[[str, Tensor], _Slices | None]
+
+
+def _columns(_: str, parameter: Tensor) -> _Slices:
+    return _Slices(max(parameter.dim() - 2, 0))
+
+
+def _rows(name: str, parameter: Tensor) -> _Slices | None:
+    # A bias is added once, behind the sum.
+    return None if name == "bias" else _Slices(parameter.dim() - 1)
+
+
+def _packed_columns(_: str, parameter: Tensor) -> _Slices:
+    return _Slices(max(parameter.dim() - 2, 0), 2)
+
+
+def _packed_rows(name: str, parameter: Tensor) -> _Slices | None:
+    return None if name == "bias" else _Slices(parameter.dim() - 1, 2)
+
+
+def _whole(_: str, __: Tensor) -> None:
+    return None
+
+
+# What a style does to a module's forward, by the class that is put in front of the module's own.
+
+
+class _Reduced:
+    """A module whose result is a part of a sum."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return ops.all_reduce(super().forward(*args, **kwargs))  # type: ignore[misc]
+
+
+class _RowParallel:
+    """A linear layer over this rank's slice of the inputs."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = ops.all_reduce(F.linear(x, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+class _RowParallelSplit(_RowParallel):
+    """The same, given all inputs."""
+
+    pagespec_begin: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.narrow(-1, self.pagespec_begin, self.weight.shape[1]))
+
+
+class _ColumnParallelGathered:
+    """A linear layer that computes its slice of the outputs and gives all of them."""
+
+    pagespec_sizes: list[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.all_gather(super().forward(x), self.pagespec_sizes)  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    cut: _Cut = _whole
+    forward: type | None = None
+
+
+_GATHERED = _Style(_columns, _ColumnParallelGathered)
+_SPLIT = _Style(_rows, _RowParallelSplit)
+_REPLICATED = _Style()
+_STYLES = {
+    "colwise": _Style(_columns),
+    "rowwise": _Style(_rows, _RowParallel),
+    "packed_colwise": _Style(_packed_columns),
+    "packed_rowwise": _Style(_packed_rows, _RowParallel),
+    "colwise_gather_output": _GATHERED,
+    "colwise_rep": _GATHERED,
+    "rowwise_split_input": _SPLIT,
+    "rowwise_rep": _SPLIT,
+    "moe_tp_experts": _Style(forward=_Reduced),
+    "all_reduce": _Style(forward=_Reduced),
+    # Whole on every rank. In training these reduce gradients; a lookup is no work worth sharing.
+    "replicated_with_grad_allreduce": _REPLICATED,
+    "mla_kv_a_proj": _REPLICATED,
+    "embedding_rowwise": _REPLICATED,
+    "embedding_colwise": _REPLICATED,
+    "replicate": _REPLICATED,
+    "local_params": _REPLICATED,
+}
+# What it remembers of a model it has distributed; it is none of its own any more.
+_LEFT_BY_TRANSFORMERS = ("distributed_config", "_device_mesh", "_mesh_manager", "_tp_size")
+# Linear layers alone have these forwards.
+_OF_LINEAR = (_RowParallel, _ColumnParallelGathered)
+
+
+def vocab_sizes(vocab_size: int, num_ranks: int) -> list[int] | None:
+    """How many of a head's tokens each rank has, in order: whole groups of the sampler's, which are
+    weighed in one place. None if there are not enough groups for all, and each has the whole head.
+    """
+    num_groups = -(-vocab_size // GROUP)
+    if num_ranks == 1 or num_groups < num_ranks:
+        return None
+    ends = [min((r + 1) * num_groups // num_ranks * GROUP, vocab_size) for r in range(num_ranks)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
+    """Keep this rank's part of ``model``, in place, and have its modules reduce and gather.
+
+    The parameters may be whole, or slices that transformers has read (``DTensor``).
+
+    Returns:
+        The tokens of each rank's head, as :func:`vocab_sizes`; None if every rank has all.
+
+    Raises:
+        UnsupportedModelError: no plan, or a style that is not known here.
+        InvalidInputError: ``tensor_parallel_size`` does not divide what is to be shared.
+    """
+    plan = model.tp_plan or {}
+    if not any(_STYLES.get(style, _REPLICATED).forward for style in plan.values()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: transformers {_version()} has no tensor-parallel plan for it"
+        )
+    sharder = _Sharder(model, plan, shard)
+    for name, module in list(model.named_modules()):
+        sharder.shard_module(name, module)
+    for name in _LEFT_BY_TRANSFORMERS:
+        model.__dict__.pop(name, None)
+        model.config.__dict__.pop(name, None)
+    return sharder.vocab_sizes
+
+
+class _Sharder:
+    def __init__(self, model: PreTrainedModel, plan: dict[str, str], shard: Shard) -> None:
+        self._name, self._plan = type(model).__name__, plan
+        self._shard = shard
+        config: Any = model.config.get_text_config(decoder=True)
+        self._num_kv_heads = getattr(config, "num_key_value_heads", None)
+        self._num_heads = getattr(config, "num_attention_heads", None)
+        self._head = model.get_output_embeddings()
+        self.vocab_sizes: list[int] | None = None
+
+    def shard_module(self, name: str, module: nn.Module) -> None:
+        # What transformers put in front when it read slices works on its distributed tensors.
+        module.__dict__.pop("forward", None)
+        module._backward_hooks.clear()
+        style = self._style_of(name)
+        is_head = module is self._head
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+            own = self._style_of(f"{name}.{parameter_name}") if name else None
+            cut = (own or style or _REPLICATED).cut(parameter_name, parameter)
+            if is_head and cut is not None:
+                sizes = self.vocab_sizes = vocab_sizes(
+                    parameter.shape[0], self._shard.num_ranks
+                )
+                part = _gathered(parameter).detach()
+                if sizes is not None:
+                    part = part.split(sizes)[self._shard.rank]
+            elif cut is None:
+                part = _gathered(parameter).detach()
+            else:
+                part = self._part(f"{name}.{parameter_name}", parameter, cut)
+            if part is not parameter:
+                kept = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                setattr(module, parameter_name, kept)
+        if style is not None and style.forward is not None and not is_head:
+            self._replace_forward(name, module, style.forward)
+
+    def _style_of(self, name: str) -> _Style | None:
+        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        style = self._plan.get(pattern)
+        if style is not None and style not in _STYLES:
+            raise UnsupportedModelError(
+                f"{self._name}: its tensor-parallel plan has the style {style!r} for {pattern}"
+            )
+        return None if style is None else _STYLES[style]
+
+    def _part(self, name: str, parameter: Tensor, cut: _Slices) -> Tensor:
+        """This rank's slice of a parameter."""
+        rank, num_parts = self._shard.rank, self._shard.num_ranks
+        size = parameter.shape[cut.dim]
+        layer = name.split(".")[-2]
+        heads = {"q_proj": self._num_heads, "k_proj": self._num_kv_heads}
+        num_heads = (heads | {"v_proj": self._num_kv_heads}).get(layer)
+        if layer != "q_proj" and num_heads and num_parts % num_heads == 0 < num_parts - num_heads:
+            # Fewer KV heads than ranks: each has the one that its query heads read.
+            rank, num_parts = rank * num_heads // num_parts, num_heads
+        elif num_heads and num_heads % num_parts:
+            raise self._indivisible(f"the {num_heads} heads of {layer}")
+        if size % (num_parts * cut.num_groups):
+            raise self._indivisible(f"{name}, which has {size} in dimension {cut.dim}")
+        local = getattr(parameter, "to_local", None)
+        if local is not None and num_parts == self._shard.num_ranks:
+            return local().detach()  # type: ignore[no-any-return]
+        whole = _gathered(parameter).detach()
+        groups = whole.chunk(cut.num_groups, cut.dim)
+        parts = [group.chunk(num_parts, cut.dim)[rank] for group in groups]
+        return torch.cat(parts, cut.dim)  # a copy: the whole goes
+
+    def _indivisible(self, what: str) -> InvalidInputError:
+        return InvalidInputError(
+            "tensor_parallel_size", self._shard.num_ranks, f"does not divide {what} ({self._name})"
+        )
+
+    def _replace_forward(self, name: str, module: nn.Module, forward: type) -> None:
+        own: Any = type(module)
+        if issubclass(forward, _OF_LINEAR) and not isinstance(module, nn.Linear):
+            raise UnsupportedModelError(
+                f"{self._name}: its plan shards {name}, a {own.__name__} and no nn.Linear"
+            )
+        sharded: Any = module
+        if issubclass(forward, _RowParallelSplit):
+            sharded.pagespec_begin = self._shard.rank * sharded.weight.shape[1]
+        if issubclass(forward, _ColumnParallelGathered):
+            sharded.pagespec_sizes = [sharded.weight.shape[0]] * self._shard.num_ranks
+        sharded.__class__ = _in_front(forward, own)
+
+
+@cache
+def _in_front(forward: type, own: type) -> type:
+    """The class of ``own`` with the forward of ``forward``; one for all modules, which are alike."""
+    return type(f"{forward.__name__.strip('_')}{own.__name__}", (forward, own), {})
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """The whole of a parameter."""
+    whole = getattr(parameter, "full_tensor", None)
+    return parameter if whole is None else whole()
+
+
+def _version() -> str:
+    return str(sys.modules["transformers"].__version__)

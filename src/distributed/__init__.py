@@ -1,0 +1,7 @@
+"""One model over several processes: start them, give them the same steps, notice when one is lost.
+
+Read in this order: ``launch`` (rank 0's build), ``runner`` (rank 0's runner), ``channel`` (what
+ranks share), ``worker`` (the other ranks), ``workers`` (their processes as rank 0 sees them),
+``group`` (the collectives).
+Imports ``build`` and all below. Imported by ``llm``.
+"""

@@ -1,0 +1,150 @@
+"""What the ranks of a group share: a status cell per rank, and the bytes of the steps in flight.
+
+It is a file without a name, mapped by every process::
+
+    | cell of rank 0 | cell of rank 1 | ... | slot 0 | slot 1 | ... | slot K - 1 |
+
+Rank 0 alone writes slots; step n is in slot ``n % K``, and is overwritten only after every rank has
+finished it. Each rank writes its own cell, and all read them. A step is arrays, so nothing is
+pickled: their dtypes and shapes, then their bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_CELL_BYTES = 8192  # of which the last part is for a text
+_NUM_WORDS = 64
+_TEXT_AT = 8 * _NUM_WORDS
+_DTYPES = tuple(map(np.dtype, (np.int32, np.int64, np.float32, np.bool_)))
+_ALIGNMENT = 16
+
+
+class State(IntEnum):
+    """How far a rank has come."""
+
+    STARTING = 0
+    IMPORTED = 1
+    BUILT = 2
+    FAILED = 3
+
+
+class Cell:
+    """The status of one rank, as words of 64 bits in shared memory.
+
+    Attributes:
+        state: a :class:`State`. num_started, num_finished: steps. num_collectives: calls begun.
+        num_blocks: KV blocks that fit on this rank. digest: of all steps it was given.
+    """
+
+    _WORDS = ("state", "num_started", "num_finished", "num_collectives", "num_blocks", "digest")
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._words = memory[:_TEXT_AT].cast("q")
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self._words[self._WORDS.index(name)]
+        except ValueError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._WORDS:
+            self._words[self._WORDS.index(name)] = value
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def text(self) -> str:
+        """Why the rank failed."""
+        size = self._words[_NUM_WORDS - 1]
+        return bytes(self._memory[_TEXT_AT : _TEXT_AT + size]).decode(errors="replace")
+
+    @text.setter
+    def text(self, value: str) -> None:
+        encoded = value.encode()[: _CELL_BYTES - _TEXT_AT]
+        self._memory[_TEXT_AT : _TEXT_AT + len(encoded)] = encoded
+        self._words[_NUM_WORDS - 1] = len(encoded)
+
+
+class Channel:
+    """The shared file as one process sees it.
+
+    Args:
+        num_ranks: of the group.
+        descriptor: of the file; None makes a new one.
+    """
+
+    def __init__(self, num_ranks: int, descriptor: int | None = None) -> None:
+        self._begin = num_ranks * _CELL_BYTES
+        if descriptor is None:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+            os.ftruncate(descriptor, self._begin)
+        self.descriptor = descriptor
+        self._status = memoryview(mmap.mmap(descriptor, self._begin))
+        self.cells = [
+            Cell(self._status[r * _CELL_BYTES : (r + 1) * _CELL_BYTES]) for r in range(num_ranks)
+        ]
+        self._slots: list[memoryview] = []
+
+    def make_slots(self, num_slots: int, num_bytes: int) -> None:
+        """Make room for steps of at most ``num_bytes``. The pages take memory once written."""
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if os.fstat(self.descriptor).st_size < self._begin + num_slots * size:
+            os.ftruncate(self.descriptor, self._begin + num_slots * size)
+        whole = memoryview(mmap.mmap(self.descriptor, 0))[self._begin :]
+        self._slots = [whole[i * size : (i + 1) * size] for i in range(num_slots)]
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    def write(self, step: int, arrays: Sequence[NDArray[Any]]) -> None:
+        """Put a step into its slot.
+
+        Raises:
+            ValueError: it is larger than a slot.
+        """
+        slot = self._slots[step % len(self._slots)]
+        header = [len(arrays)]
+        for array in arrays:
+            header += [_DTYPES.index(array.dtype), array.ndim, *array.shape]
+        at = _aligned(8 * len(header))
+        num_bytes = at + sum(_aligned(array.nbytes) for array in arrays)
+        if num_bytes > len(slot):
+            raise ValueError(f"a step of {num_bytes} bytes for a slot of {len(slot)}")
+        slot[: 8 * len(header)] = np.array(header, np.int64).tobytes()
+        for array in arrays:
+            slot[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            at += _aligned(array.nbytes)
+
+    def read(self, step: int) -> list[NDArray[Any]]:
+        """The arrays of a step, copied out of its slot."""
+        slot = self._slots[step % len(self._slots)]
+        words = slot.cast("q")
+        shapes, at = [], 1
+        for _ in range(words[0]):
+            ndim = words[at + 1]
+            shapes.append((_DTYPES[words[at]], tuple(words[at + 2 : at + 2 + ndim])))
+            at += 2 + ndim
+        arrays, at = [], _aligned(8 * at)
+        for dtype, shape in shapes:
+            array = np.empty(shape, dtype)
+            array.reshape(-1).view(np.uint8)[:] = slot[at : at + array.nbytes]
+            arrays.append(array)
+            at += _aligned(array.nbytes)
+        return arrays
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,87 @@
+"""The process group of the ranks, and their communicator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InvalidInputError
+from ..kernels.collectives.gloo import GatherCommunicator
+
+# Ranks read weights at their own pace before they first meet.
+_TIMEOUT = timedelta(minutes=30)
+_HOST = "127.0.0.1"
+
+
+def make_store(num_ranks: int) -> dist.TCPStore:
+    """Where the ranks find each other: on this host, at a free port. For rank 0.
+
+    Raises:
+        InvalidInputError: this process belongs to another group.
+    """
+    if dist.is_initialized():
+        raise InvalidInputError(
+            "tensor_parallel_size",
+            num_ranks,
+            "torch.distributed is in use in this process, by another engine or by yourself",
+        )
+    return dist.TCPStore(_HOST, 0, num_ranks, is_master=True, wait_for_workers=False)
+
+
+def join_store(port: int, num_ranks: int) -> dist.TCPStore:
+    """The store of rank 0."""
+    return dist.TCPStore(_HOST, port, num_ranks, is_master=False)
+
+
+def join_group(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> None:
+    """Meet the other ranks. transformers reads slices of weights over this group, too."""
+    is_cuda = device.type == "cuda"
+    os.environ["LOCAL_RANK"] = str(rank)  # by which transformers takes a GPU
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=_TIMEOUT,
+        device_id=device if is_cuda else None,
+    )
+
+
+def leave_group() -> None:
+    """Undo :func:`join_group`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class RankCommunicator:
+    """Meets :class:`.communicator.Communicator`; tells how far this rank has come.
+
+    Args:
+        note: called before each collective with how many were called before it.
+    """
+
+    def __init__(self, note: Callable[[int], None]) -> None:
+        self._inner = GatherCommunicator()
+        self.rank, self.num_ranks = self._inner.rank, self._inner.num_ranks
+        self._note, self._num_calls = note, 0
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        self._count()
+        return self._inner.all_reduce(partial)
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        self._count()
+        return self._inner.all_gather(part, sizes)
+
+    def least(self, number: int) -> int:
+        self._count()
+        return self._inner.least(number)
+
+    def _count(self) -> None:
+        self._num_calls += 1
+        self._note(self._num_calls)

@@ -1,0 +1,102 @@
+"""Builds an engine over several processes: this one is rank 0, the others are started here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from ..build import BuiltEngine, build, resolve_device
+from ..compile.model.tensor_parallel import Shard
+from ..engine.config import EngineConfig
+from ..errors import InvalidInputError
+from ..validation import path_of
+from .channel import Channel, State
+from .group import RankCommunicator, join_group, leave_group, make_store
+from .runner import DistributedRunner
+from .workers import Workers
+
+# Imports, and weights from a slow disk.
+_IMPORT_TIMEOUT_S, _BUILD_TIMEOUT_S = 300.0, 3600.0
+
+
+def build_distributed(
+    model: Any, config: EngineConfig, on_logits: Callable[..., None] | None = None
+) -> BuiltEngine:
+    """As :func:`.build.build`, over ``config.tensor_parallel_size`` processes of this host.
+
+    Raises:
+        InvalidInputError: there are not as many GPUs, the model is one in memory, or as of build.
+        UnsupportedModelError: the model has no plan by which it could be shared, or as of build.
+        EngineError: a rank has ended.
+    """
+    num_ranks = config.tensor_parallel_size
+    name = path_of(model)
+    if name is None:
+        raise InvalidInputError(
+            "tensor_parallel_size",
+            num_ranks,
+            "a model in memory is in one process; give a folder or a hub id",
+        )
+    devices = _devices(config, num_ranks)
+    channel = Channel(num_ranks)
+    store = make_store(num_ranks)
+    workers = Workers(channel, num_ranks)
+    try:
+        workers.send_settings(
+            {
+                "model": os.fspath(name),
+                "config": asdict(config),
+                "devices": [str(device) for device in devices],
+                "port": store.port,
+                "num_threads": torch.get_num_threads(),
+                "num_slots": _NUM_SLOTS,
+            }
+        )
+        workers.wait_for(State.IMPORTED, _IMPORT_TIMEOUT_S)
+        join_group(store, 0, num_ranks, devices[0])
+        cell = channel.cells[0]
+
+        def note(num_calls: int) -> None:
+            cell.num_collectives = num_calls
+
+        communicator = RankCommunicator(note)
+        own = replace(config, device=str(devices[0]))
+        built = build(model, own, on_logits, shard=Shard(0, num_ranks), communicator=communicator)
+        channel.make_slots(_NUM_SLOTS, built.runner.max_staged_bytes)
+        workers.wait_for(State.BUILT, _BUILD_TIMEOUT_S)
+    except BaseException as error:
+        try:
+            # A rank that refused the model says more than the connection it closed.
+            workers.check()
+        except Exception as reason:
+            raise reason from error
+        finally:
+            workers.end()
+            leave_group()
+        raise
+    runner = DistributedRunner(built.runner, workers, channel, leave_group)
+    return replace(built, runner=runner)
+
+
+_NUM_SLOTS = 4
+"""Steps that may be under way: one more is written only once the thread has taken the last."""
+
+
+def _devices(config: EngineConfig, num_ranks: int) -> list[torch.device]:
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        return [device] * num_ranks
+    if device.index is not None:
+        raise InvalidInputError(
+            "device", config.device, f"name no GPU: tensor_parallel_size takes the first {num_ranks}"
+        )
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < num_ranks:
+        raise InvalidInputError(
+            "tensor_parallel_size", num_ranks, f"must be at most the {num_gpus} GPUs visible"
+        )
+    return [torch.device("cuda", rank) for rank in range(num_ranks)]

@@ -1,0 +1,194 @@
+"""Rank 0's runner: stages a step, gives its bytes to all ranks, and computes its own part.
+
+Its own part runs in a thread, which alone takes part in collectives. An interrupt (Ctrl-C) comes to
+the main thread, and one that stopped rank 0 between two collectives of a step would leave the others
+waiting for ever. What the main thread does to begin a step is one operation, a ``put`` in a queue.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..engine.plan import StepPlan, StepResult
+from ..errors import EngineError
+from .channel import Channel
+from .worker import digest_of
+from .workers import Watch, Workers
+
+if TYPE_CHECKING:
+    from ..runner.cpu_runner import ModelRunner
+    from ..runner.gpu_runner import GpuRunner
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A step on its way through rank 0's thread; without a plan, a mark that is passed on it."""
+
+    number: int
+    plan: StepPlan | None
+    is_done: threading.Event = field(default_factory=threading.Event)
+    handle: object = None
+
+
+class _LaunchThread:
+    """Rank 0's thread, which knows nothing of the runner: that may go away.
+
+    Attributes:
+        error: of the step that failed; none is computed after it.
+    """
+
+    def __init__(self, local: Any, workers: Workers, channel: Channel) -> None:
+        self._local, self._workers, self._channel = local, workers, channel
+        self.launches: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (launch := self.launches.get()) is not None:
+            if self.error is None and launch.plan is not None:
+                try:
+                    self._launch(launch, launch.plan)
+                except BaseException as error:
+                    self.error = error
+            launch.is_done.set()
+
+    def _launch(self, launch: _Launch, plan: StepPlan) -> None:
+        cell = self._channel.cells[0]
+        self._workers.send_step(launch.number)
+        arrays = self._channel.read(launch.number)
+        cell.digest = digest_of(arrays, cell.digest)
+        cell.num_started = launch.number + 1
+        launch.handle = self._local.launch(arrays, plan)
+        cell.num_finished = launch.number + 1
+
+    def close(self, on_close: Callable[[], None]) -> None:
+        self.launches.put(None)
+        self._thread.join(1)
+        self._workers.end()
+        self._thread.join(5)
+        if not self._thread.is_alive():  # else it is in a collective, and needs its group
+            on_close()
+
+
+class DistributedRunner:
+    """Meets :class:`.engine.runner.Runner` for a group of ranks.
+
+    Args:
+        local: rank 0's own runner.
+        workers: the others.
+        channel: shared with them, with slots.
+        on_close: called once the group has ended.
+    """
+
+    def __init__(
+        self,
+        local: ModelRunner | GpuRunner,
+        workers: Workers,
+        channel: Channel,
+        on_close: Callable[[], None],
+    ) -> None:
+        self.local = local
+        self.pipeline_depth = local.pipeline_depth
+        self.num_blocks = local.num_blocks
+        self._workers, self._channel = workers, channel
+        self._watch = Watch(workers, channel)
+        self._thread = _LaunchThread(local, workers, channel)
+        self._last: _Launch | None = None
+        self._failure: EngineError | None = None
+        self._num_steps = 0
+        # Not a method of this object, which would then live for ever.
+        self._close = weakref.finalize(self, self._thread.close, on_close)
+
+    @property
+    def pack_s(self) -> float:
+        return self.local.pack_s
+
+    @property
+    def wait_s(self) -> float:
+        return self.local.wait_s
+
+    def dispatch(self, plan: StepPlan) -> _Launch:
+        """Stage the step and have all ranks compute it.
+
+        Raises:
+            EngineError: a rank has ended or hangs; the group is then at its end.
+        """
+        self._wait_for(self._last)
+        arrays = self.local.stage(plan)
+        launch = _Launch(self._num_steps, plan)
+        self._num_steps += 1
+        self._channel.write(launch.number, arrays)
+        self._thread.launches.put(launch)
+        self._last = launch
+        return launch
+
+    def collect(self, handle: object) -> StepResult:
+        """The tokens of a step that every rank has computed (R2)."""
+        if not isinstance(handle, _Launch):
+            raise TypeError(f"not a handle of this runner: {handle!r}")
+        self._wait_for(handle)
+        self._wait(lambda wait_s: self.local.is_computed(handle.handle, wait_s))
+        self._wait(lambda wait_s: self._have_finished(handle.number, wait_s))
+        self._check_same_steps()
+        return self.local.collect(handle.handle)
+
+    def reset(self) -> None:
+        """See :meth:`.engine.runner.Runner.reset`. A group that lost a rank stays lost."""
+        # An interrupt may have come between a step's put and the note of it.
+        mark = _Launch(-1, None)
+        self._thread.launches.put(mark)
+        self._wait_for(mark)
+        self.local.reset()
+
+    def close(self) -> None:
+        """End the workers; may be called again."""
+        self._close()
+
+    def _wait_for(self, launch: _Launch | None) -> None:
+        """Until the thread has passed it."""
+        if self._failure is not None:
+            raise self._failure
+        if launch is not None:
+            self._wait(launch.is_done.wait)
+        if self._thread.error is not None:
+            raise self._failed(self._thread.error)
+
+    def _have_finished(self, number: int, wait_s: float) -> bool:
+        end = time.monotonic() + wait_s
+        while not all(cell.num_finished > number for cell in self._channel.cells):
+            if time.monotonic() > end:
+                return False
+            time.sleep(20e-6)
+        return True
+
+    def _wait(self, is_done: Callable[[float], bool]) -> None:
+        try:
+            self._watch.wait(is_done)
+        except EngineError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> EngineError:
+        """The group's end: ranks that computed different parts cannot go on together."""
+        if self._failure is None:
+            # What a rank says of itself says more than what rank 0 saw of it: a closed connection.
+            try:
+                self._workers.check()
+            except Exception as reason:
+                error = reason
+            self._failure = EngineError(f"{error}; make a new engine")
+            self._workers.end()
+        return self._failure
+
+    def _check_same_steps(self) -> None:
+        cells = self._channel.cells
+        same = [c for c in cells if c.num_started == cells[0].num_started]
+        if any(cell.digest != cells[0].digest for cell in same):
+            raise self._failed(EngineError("ranks computed different steps; this is a bug"))
+

@@ -1,0 +1,107 @@
+"""A rank beyond 0: ``python -m pagespec.distributed.worker RANK NUM_RANKS DESCRIPTOR``.
+
+Started by :mod:`.workers`; not meant for people. It reads what to build, then the numbers of steps;
+it schedules nothing, packs nothing and answers nobody but through its cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .channel import Channel, State
+
+
+def main() -> None:
+    rank, num_ranks, descriptor = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(messages,), daemon=True).start()
+    channel = Channel(num_ranks, descriptor)
+    cell = channel.cells[rank]
+    try:
+        _serve(rank, num_ranks, channel, messages)
+    except BaseException as error:
+        from .workers import describe_error
+
+        cell.text = describe_error(error)
+        cell.state = State.FAILED
+        if os.environ.get("PAGESPEC_DEBUG"):
+            raise
+        os._exit(1)  # nothing here waits for the others, who may wait for this rank
+
+
+def _read(messages: queue.SimpleQueue[bytes]) -> None:
+    """Hand on what rank 0 writes. Its end is the end of this process, whatever it is at."""
+    source = sys.stdin.buffer
+    try:
+        settings = _exactly(source, int.from_bytes(_exactly(source, 8), "little"))
+        messages.put(settings)
+        while True:
+            messages.put(_exactly(source, 8))
+    except BaseException:
+        os._exit(0)
+
+
+def _exactly(source: Any, num_bytes: int) -> bytes:
+    found: bytes = source.read(num_bytes)
+    if len(found) < num_bytes:
+        raise EOFError
+    return found
+
+
+def _serve(
+    rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQueue[bytes]
+) -> None:
+    import torch
+
+    from ..build import build
+    from ..compile.model.tensor_parallel import Shard
+    from ..engine.config import EngineConfig
+    from .group import RankCommunicator, join_group, join_store
+
+    cell = channel.cells[rank]
+    cell.state = State.IMPORTED
+    settings = json.loads(messages.get())
+    torch.set_num_threads(settings["num_threads"])
+    device = torch.device(settings["devices"][rank])
+    config = EngineConfig(**settings["config"] | {"device": settings["devices"][rank]})
+    join_group(join_store(settings["port"], num_ranks), rank, num_ranks, device)
+
+    def note(num_calls: int) -> None:
+        cell.num_collectives = num_calls
+
+    communicator = RankCommunicator(note)
+    built = build(
+        settings["model"], config, shard=Shard(rank, num_ranks), communicator=communicator
+    )
+    runner = built.runner
+    channel.make_slots(settings["num_slots"], runner.max_staged_bytes)
+    cell.state = State.BUILT
+    while True:
+        step = int.from_bytes(messages.get(), "little")
+        arrays = channel.read(step)
+        cell.digest = digest_of(arrays, cell.digest)
+        cell.num_started = step + 1
+        runner.launch(arrays)
+        cell.num_finished = step + 1
+
+
+def digest_of(arrays: list[NDArray[np.generic]], before: int) -> int:
+    """A checksum of the steps of a rank so far, to tell that all ranks run the same (R1)."""
+    for array in arrays:
+        before = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), before)
+    return before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The worker processes of a group, as rank 0 sees them: start, speak to, watch and end them.
+
+A worker reads numbers from its standard input, each a step to compute. When that ends, because rank
+0 has closed it or is gone, however that came, the worker ends. So nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..errors import EngineError, InvalidInputError, PagespecError, UnsupportedModelError
+from .channel import Channel, State
+
+_STALL_S = 20.0
+"""A group that has not moved for so long while a step runs has a rank that hangs."""
+_POLL_S = 0.02
+_ERRORS: dict[str, type[PagespecError]] = {
+    "InvalidInputError": InvalidInputError,
+    "UnsupportedModelError": UnsupportedModelError,
+}
+
+
+class Workers:
+    """Ranks 1, 2, ... of a group.
+
+    Args:
+        channel: shared with them.
+        num_ranks: of the group, rank 0 included.
+    """
+
+    def __init__(self, channel: Channel, num_ranks: int) -> None:
+        self._channel = channel
+        self._processes: list[subprocess.Popen[bytes]] = []
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        try:
+            for rank in range(1, num_ranks):
+                arguments = [str(number) for number in (rank, num_ranks, channel.descriptor)]
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-P", "-m", "pagespec.distributed.worker", *arguments],
+                        stdin=subprocess.PIPE,
+                        pass_fds=[channel.descriptor],
+                        # Ctrl-C is for rank 0 to handle.
+                        start_new_session=True,
+                        env={**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1"},
+                    )
+                )
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Of ranks 1, 2, ..."""
+        return [process.pid for process in self._processes]
+
+    def send_settings(self, settings: Mapping[str, Any]) -> None:
+        """What they are to build."""
+        encoded = json.dumps(settings).encode()
+        for rank in range(1, len(self._processes) + 1):
+            self._send(rank, len(encoded).to_bytes(8, "little") + encoded)
+
+    def send_step(self, step: int) -> None:
+        """Have them compute the step that is in its slot.
+
+        Raises:
+            EngineError: one is gone.
+        """
+        for rank in range(1, len(self._processes) + 1):
+            self._send(rank, step.to_bytes(8, "little"))
+
+    def _send(self, rank: int, message: bytes) -> None:
+        stdin = self._processes[rank - 1].stdin
+        assert stdin is not None
+        try:
+            stdin.write(message)
+            stdin.flush()
+        except (OSError, ValueError) as error:
+            self.check()
+            raise EngineError(f"rank {rank} does not listen: {error}") from error
+
+    def wait_for(self, state: State, timeout_s: float) -> None:
+        """Until all have come as far.
+
+        Raises:
+            InvalidInputError, UnsupportedModelError: what one of them refused.
+            EngineError: one has ended, or needs longer than ``timeout_s``.
+        """
+        begin = time.monotonic()
+        while any(cell.state < state for cell in self._channel.cells[1:]):
+            self.check()
+            if time.monotonic() - begin > timeout_s:
+                late = [r for r, c in enumerate(self._channel.cells) if r and c.state < state]
+                raise EngineError(f"ranks {late} were not {state.name} after {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+        self.check()
+
+    def check(self) -> None:
+        """Raises what ended a rank, if one has ended."""
+        for rank, cell in enumerate(self._channel.cells):
+            if cell.state == State.FAILED:
+                raise _error_of(rank, cell.text)
+        for rank, process in enumerate(self._processes, 1):
+            code = process.poll()
+            if code is not None:
+                how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+                raise EngineError(f"rank {rank} (process {process.pid}) has ended {how}")
+
+    def end(self) -> None:
+        """End all, at once; may be called again."""
+        for process in self._processes:
+            with suppress(OSError):
+                process.kill()
+        for process in self._processes:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                process.wait(5)
+            if process.stdin is not None:
+                with suppress(OSError, ValueError):
+                    process.stdin.close()
+
+
+class Watch:
+    """Waits for a step of the group, no longer than the group makes progress."""
+
+    def __init__(self, workers: Workers, channel: Channel) -> None:
+        self._workers, self._channel = workers, channel
+        self._seen: list[tuple[int, ...]] = []
+        self._since = 0.0
+
+    def wait(self, is_done: Callable[[float], bool]) -> None:
+        """Call ``is_done`` with seconds it may wait, until it is True.
+
+        Raises:
+            EngineError: a rank has ended, or hangs; it is named.
+        """
+        self._since = time.monotonic()
+        while not is_done(_POLL_S):
+            self._workers.check()
+            seen = [
+                (cell.num_started, cell.num_collectives, cell.num_finished)
+                for cell in self._channel.cells
+            ]
+            now = time.monotonic()
+            if seen != self._seen:
+                self._seen, self._since = seen, now
+            elif now - self._since > _STALL_S:
+                behind = min(range(len(seen)), key=seen.__getitem__)
+                raise EngineError(f"rank {behind} has made no progress for {_STALL_S:.0f} s")
+
+
+def describe_error(error: BaseException) -> str:
+    """An error as text for a rank's cell."""
+    fields = None
+    if isinstance(error, InvalidInputError):
+        fields = [error.field, repr(error.value), error.limit]
+    return json.dumps([type(error).__name__, str(error), fields])
+
+
+def _error_of(rank: int, text: str) -> PagespecError:
+    try:
+        name, message, fields = json.loads(text)
+    except ValueError:
+        return EngineError(f"rank {rank} has failed: {text}")
+    if name == "InvalidInputError" and fields is not None:
+        return InvalidInputError(fields[0], fields[1], f"{fields[2]} (rank {rank})")
+    if name in _ERRORS:
+        return _ERRORS[name](f"rank {rank}: {message}")
+    return EngineError(f"rank {rank} has failed: {name}: {message}")

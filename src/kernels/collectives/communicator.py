@@ -1,0 +1,86 @@
+"""The collectives a sharded model calls, and which communicator a process calls them on.
+
+The order of a sum is part of its bits. Libraries choose an algorithm by the size of the message, so
+that a row's sum depends on how many rows it travels with. Here each element is
+``((x_0 + x_1) + x_2) + ...`` in float32, over the ranks in their order, at every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Communicator(Protocol):
+    """One rank's end of a group. All ranks call the same operations in the same order.
+
+    Attributes:
+        rank: of this process. num_ranks: of the group.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' ``partial``, of its dtype, in memory of its own."""
+        ...
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The ranks' parts side by side along the last dimension, rank r's of ``sizes[r]``."""
+        ...
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        ...
+
+
+class LoneRank:
+    """Meets :class:`Communicator` without a group, with results of the right shapes.
+
+    For what a rank finds out by itself, at its own pace, and whatever the others find in their
+    caches: the probe, traces, and kernels that are compiled.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial.clone(memory_format=torch.contiguous_format)
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        repeats = -(-max(sizes) // part.shape[-1])
+        repeated = torch.cat([part] * repeats, -1)
+        return torch.cat([repeated[..., :size] for size in sizes], -1)
+
+    def least(self, number: int) -> int:
+        return number
+
+
+_CURRENT: ContextVar[Communicator | None] = ContextVar("communicator", default=None)
+
+
+@contextmanager
+def communicator_scope(communicator: Communicator | None) -> Iterator[None]:
+    """Within the block, the custom ops of this thread call ``communicator``."""
+    token = _CURRENT.set(communicator)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_communicator() -> Communicator:
+    """The communicator of the scope.
+
+    Raises:
+        RuntimeError: outside of any: a sharded model was called by hand.
+    """
+    communicator = _CURRENT.get()
+    if communicator is None:
+        raise RuntimeError("a sharded model computes only inside communicator_scope")
+    return communicator
