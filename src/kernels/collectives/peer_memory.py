@@ -1,0 +1,143 @@
+"""All-reduce and all-gather in one launch, by writing into the memory of the other GPUs.
+
+Grid: ``(rows, ceil(columns / CHUNK))``, where a chunk has :data:`CHUNK_BYTES`. Program (i, j) of every rank has the same chunk of a row::
+
+    push     its part into the box that each peer keeps for this rank
+    flag     at each peer: a number, one more than at the last call (release, system scope)
+    wait     for the same number from each peer (acquire)
+    combine  the parts in rank order, in float32 (all-reduce), or side by side (all-gather)
+
+One shot, as in the "one-shot" kernels of TensorRT-LLM and vLLM, at every size: an element's sum has
+one order whatever the batch, and no element waits for another program. A box has two halves, used in
+turn: a peer that writes call n + 2 has seen the flags of call n + 1, which the reader of call n set
+after it. Numbers are kept per chunk, so they need no reset and calls may differ in size.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK_BYTES = 4096
+"""Bytes of a program's part. Boxes are cut by bytes, so that calls of several dtypes share them."""
+
+
+@triton.jit
+def _flag_of(flags, owner, sender, chunk, MAX_CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where ``owner`` reads what ``sender`` has pushed of a chunk."""
+    return tl.load(flags + owner).to(tl.pointer_type(tl.int32)) + sender * MAX_CHUNKS + chunk
+
+
+@triton.jit
+def _part_of(box, half, sender, chunk, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a box has what ``sender`` pushes of a chunk."""
+    return tl.multiple_of(box + ((half + sender).to(tl.int64) * MAX_CHUNKS + chunk) * CHUNK, 16)
+
+
+@triton.jit
+def _wait_for(flag, number):  # type: ignore[no-untyped-def]
+    """Until ``flag`` is ``number``: what was pushed before it is then there to read."""
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while seen != number:
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def all_reduce_kernel(  # type: ignore[no-untyped-def]
+    partial,  # [rows, columns]
+    out,  # [rows, columns], contiguous
+    boxes,  # int64 [NUM_RANKS]: addresses of [2, NUM_RANKS, MAX_CHUNKS, CHUNK]
+    flags,  # int64 [NUM_RANKS]: addresses of int32 [NUM_RANKS, MAX_CHUNKS]
+    numbers,  # int32 [MAX_CHUNKS], this rank's own: how often each chunk was sent
+    num_columns,
+    row_stride,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    chunk = row * tl.num_programs(1) + tl.program_id(1)
+    number = tl.load(numbers + chunk) + 1
+    inside = tl.arange(0, CHUNK)
+    columns = tl.program_id(1) * CHUNK + inside
+    mask = columns < num_columns
+    part = tl.load(partial + row.to(tl.int64) * row_stride + columns, mask=mask, other=0.0)
+    half = (number % 2) * NUM_RANKS
+    element = tl.pointer_type(part.dtype)
+    own = tl.load(boxes + RANK).to(element)
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            box = tl.load(boxes + peer).to(element)
+            there = _part_of(box, half, RANK, chunk, MAX_CHUNKS, CHUNK)
+            tl.store(there + inside, part, mask=mask)
+    tl.debug_barrier()
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            flag = _flag_of(flags, peer, RANK, chunk, MAX_CHUNKS)
+            tl.atomic_xchg(flag, number, sem="release", scope="sys")
+    total = tl.zeros([CHUNK], tl.float32)
+    for peer in tl.static_range(NUM_RANKS):
+        term = part.to(tl.float32)
+        if peer != RANK:
+            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
+            here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
+            # Past the first cache, which may hold what lay there two calls ago.
+            term = tl.load(here + inside, mask=mask, other=0.0, cache_modifier=".cg")
+            term = term.to(tl.float32)
+        # x_0 itself, not 0 + x_0: that would lose the sign of a zero.
+        total = term if peer == 0 else total + term
+    base = out + row.to(tl.int64) * num_columns
+    tl.store(base + columns, total.to(part.dtype), mask=mask)
+    tl.store(numbers + chunk, number)
+
+
+@triton.jit
+def all_gather_kernel(  # type: ignore[no-untyped-def]
+    part,  # [rows, columns of this rank]
+    out,  # [rows, columns of all], contiguous
+    boxes,
+    flags,
+    numbers,
+    begins,  # int32 [NUM_RANKS + 1]: where each rank's columns begin in out
+    row_stride,
+    num_all,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: ``(rows, ceil(most columns of a rank / CHUNK))``."""
+    row = tl.program_id(0)
+    chunk = row * tl.num_programs(1) + tl.program_id(1)
+    number = tl.load(numbers + chunk) + 1
+    inside = tl.arange(0, CHUNK)
+    columns = tl.program_id(1) * CHUNK + inside
+    begin = tl.load(begins + RANK)
+    mask = columns < tl.load(begins + RANK + 1) - begin
+    values = tl.load(part + row.to(tl.int64) * row_stride + columns, mask=mask, other=0)
+    half = (number % 2) * NUM_RANKS
+    element = tl.pointer_type(values.dtype)
+    own = tl.load(boxes + RANK).to(element)
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            box = tl.load(boxes + peer).to(element)
+            there = _part_of(box, half, RANK, chunk, MAX_CHUNKS, CHUNK)
+            tl.store(there + inside, values, mask=mask)
+    tl.debug_barrier()
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            flag = _flag_of(flags, peer, RANK, chunk, MAX_CHUNKS)
+            tl.atomic_xchg(flag, number, sem="release", scope="sys")
+    base = out + row.to(tl.int64) * num_all
+    for peer in tl.static_range(NUM_RANKS):
+        begin = tl.load(begins + peer)
+        mask = columns < tl.load(begins + peer + 1) - begin
+        if peer != RANK:
+            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
+            here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
+            values = tl.load(here + inside, mask=mask, other=0, cache_modifier=".cg")
+        else:
+            values = tl.load(part + row.to(tl.int64) * row_stride + columns, mask=mask, other=0)
+        tl.store(base + begin + columns, values, mask=mask)
+    tl.store(numbers + chunk, number)
