@@ -15,10 +15,10 @@ from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
 from .block_tables import BlockTableStore
-from .device_buffers import StepBuffers
+from .device_buffers import DECODE_FIELDS, StepBuffers, decode_size
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
-from .unpack_kernels import DECODE_FIELDS, decode_size, update_tables
+from .unpack_kernels import update_tables
 
 
 class GpuStepPacker:

@@ -31,7 +31,7 @@ from .device_buffers import StepBuffers
 from .gpu_pack import GpuStepPacker
 from .pinned_ring import PinnedRing
 from .step_shapes import StepShape
-from .unpack_kernels import unpack_decode, unpack_mixed
+from .unpack_kernels import unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,25 +219,9 @@ class GpuRunner:
     def run_staged(self, shape: StepShape) -> Tensor:
         """Queue the step that is staged in this shape, zeros at first; returns its logits
         ``[num_rows, V]``. This is what a graph captures."""
-        b = self.buffers
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
-            if shape.is_decode:
-                unpack_decode(
-                    b, bucket=shape.num_rows, block_size=self.block_size, null_slot=null_slot
-                )
-                inputs = b.decode_inputs(shape.num_rows)
-            else:
-                unpack_mixed(
-                    b,
-                    num_tokens=shape.num_tokens,
-                    num_rows=shape.num_rows,
-                    num_kept=shape.num_rows,
-                    max_num_blocks=b.width,
-                    block_size=self.block_size,
-                    null_slot=null_slot,
-                )
-                inputs = b.mixed_inputs(shape.num_tokens, shape.num_rows)
+            inputs = unpack(self.buffers, shape, self.block_size, null_slot)
             logits = self._forward(inputs)
             self._sample(logits)
         return logits

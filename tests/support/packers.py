@@ -105,7 +105,7 @@ class GpuStaging:
         self._num_steps = 0
 
     def read(self, plan: StepPlan) -> list[RowSeen]:
-        from pagespec.runner.unpack_kernels import unpack_decode, unpack_mixed
+        from pagespec.runner.unpack_kernels import unpack
 
         b, num_rows = self._buffers, len(plan)
         null_slot = self._num_blocks * self._block_size
@@ -114,22 +114,13 @@ class GpuStaging:
         if plan.is_decode_only:
             bucket = max(2, num_rows + is_padded)
             self._packer.pack_decode(plan, bucket, 0)
-            unpack_decode(b, bucket=bucket, block_size=self._block_size, null_slot=null_slot)
-            return rows_seen(b.decode_inputs(bucket), num_rows, self._block_size)
+            inputs = unpack(b, StepShape(bucket, bucket, True), self._block_size, null_slot)
+            return rows_seen(inputs, num_rows, self._block_size)
         shape = None
         if is_padded:
             shape = StepShape(max(2, plan.total_num_tokens + 3), max(2, num_rows + 1), False)
         _, shape = self._packer.pack_mixed(plan, shape, 0)
-        unpack_mixed(
-            b,
-            num_tokens=shape.num_tokens,
-            num_rows=shape.num_rows,
-            num_kept=shape.num_rows,
-            max_num_blocks=b.width,
-            block_size=self._block_size,
-            null_slot=null_slot,
-        )
-        inputs = b.mixed_inputs(shape.num_tokens, shape.num_rows)
+        inputs = unpack(b, shape, self._block_size, null_slot)
         return rows_seen(inputs, num_rows, self._block_size)
 
     def sampled(self, token_ids: Sequence[int]) -> None:
