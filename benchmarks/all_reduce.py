@@ -79,7 +79,8 @@ def _run(rank: int, num_ranks: int, port: int, columns: int, all_rows: list[int]
     group = dist.group.WORLD.group_name
     device = torch.device("cuda", rank)
     ours = PeerCommunicator(device)
-    ours.connect(max(all_rows), 2 * columns)
+    ours.reserve((max(all_rows), 2 * columns))
+    ours.connect()
     bandwidth = _peer_gb_per_s() if rank == 0 else 0.0
     if rank == 0:
         print(

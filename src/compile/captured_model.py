@@ -21,6 +21,7 @@ from ..errors import InvalidInputError
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.spec import AttentionSpec
 from ..kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
+from ..kernels.sampling.sampler import VocabShard
 from .capture.dynamo import Source, Traced, forward, trace
 from .capture.graph_cache import GraphCache
 from .inductor.regions import compile_regions
@@ -87,6 +88,12 @@ class CapturedModel:
             communicator_scope(self.communicator),
         ):
             return forward(module, self.specs, inputs, kv_caches)[0]
+
+    @property
+    def vocab_shard(self) -> VocabShard | None:
+        """Which tokens' logits this rank's head gives; None for all."""
+        sizes = self.loaded.vocab_sizes
+        return None if sizes is None else VocabShard(tuple(sizes), self.communicator)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Logits ``[S, V]`` of what this rank's head gave."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InvalidInputError
+from ..kernels.collectives.communicator import Communicator
 from ..kernels.collectives.gloo import GatherCommunicator
+from .channel import Cell
 
 # Ranks read weights at their own pace before they first meet.
 _TIMEOUT = timedelta(minutes=30)
@@ -58,17 +60,32 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-class RankCommunicator:
-    """Meets :class:`.communicator.Communicator`; tells how far this rank has come.
+def make_communicator(device: torch.device, cell: Cell) -> Communicator:
+    """The communicator of this rank, in its group."""
+    inner: Communicator = GatherCommunicator()
+    if device.type != "cuda":
+        return CountingCommunicator(inner, cell)
+    from ..kernels.collectives.symmetric import PeerCommunicator
+
+    return PeerCommunicator(device)
+
+
+class CountingCommunicator:
+    """Meets :class:`.communicator.Communicator` with another; tells how far this rank has come.
 
     Args:
-        note: called before each collective with how many were called before it.
+        cell: of this rank.
     """
 
-    def __init__(self, note: Callable[[int], None]) -> None:
-        self._inner = GatherCommunicator()
-        self.rank, self.num_ranks = self._inner.rank, self._inner.num_ranks
-        self._note, self._num_calls = note, 0
+    def __init__(self, inner: Communicator, cell: Cell) -> None:
+        self._inner, self._cell = inner, cell
+        self.rank, self.num_ranks = inner.rank, inner.num_ranks
+
+    def reserve(self, *calls: tuple[int, int]) -> None:
+        self._inner.reserve(*calls)
+
+    def connect(self) -> None:
+        self._inner.connect()
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         self._count()
@@ -83,5 +100,4 @@ class RankCommunicator:
         return self._inner.least(number)
 
     def _count(self) -> None:
-        self._num_calls += 1
-        self._note(self._num_calls)
+        self._cell.num_collectives += 1

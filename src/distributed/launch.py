@@ -15,7 +15,7 @@ from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from ..validation import path_of
 from .channel import Channel, State
-from .group import RankCommunicator, join_group, leave_group, make_store
+from .group import join_group, leave_group, make_communicator, make_store
 from .runner import DistributedRunner
 from .workers import Workers
 
@@ -54,16 +54,12 @@ def build_distributed(
                 "port": store.port,
                 "num_threads": torch.get_num_threads(),
                 "num_slots": _NUM_SLOTS,
+                "has_on_logits": on_logits is not None,
             }
         )
         workers.wait_for(State.IMPORTED, _IMPORT_TIMEOUT_S)
         join_group(store, 0, num_ranks, devices[0])
-        cell = channel.cells[0]
-
-        def note(num_calls: int) -> None:
-            cell.num_collectives = num_calls
-
-        communicator = RankCommunicator(note)
+        communicator = make_communicator(devices[0], channel.cells[0])
         own = replace(config, device=str(devices[0]))
         built = build(model, own, on_logits, shard=Shard(0, num_ranks), communicator=communicator)
         channel.make_slots(_NUM_SLOTS, built.runner.max_staged_bytes)

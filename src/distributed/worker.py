@@ -67,7 +67,7 @@ def _serve(
     from ..build import build
     from ..compile.model.tensor_parallel import Shard
     from ..engine.config import EngineConfig
-    from .group import RankCommunicator, join_group, join_store
+    from .group import join_group, join_store, make_communicator
 
     cell = channel.cells[rank]
     cell.state = State.IMPORTED
@@ -76,13 +76,12 @@ def _serve(
     device = torch.device(settings["devices"][rank])
     config = EngineConfig(**settings["config"] | {"device": settings["devices"][rank]})
     join_group(join_store(settings["port"], num_ranks), rank, num_ranks, device)
-
-    def note(num_calls: int) -> None:
-        cell.num_collectives = num_calls
-
-    communicator = RankCommunicator(note)
     built = build(
-        settings["model"], config, shard=Shard(rank, num_ranks), communicator=communicator
+        settings["model"],
+        config,
+        _no_logits if settings["has_on_logits"] else None,
+        shard=Shard(rank, num_ranks),
+        communicator=make_communicator(device, cell),
     )
     runner = built.runner
     channel.make_slots(settings["num_slots"], runner.max_staged_bytes)
@@ -94,6 +93,10 @@ def _serve(
         cell.num_started = step + 1
         runner.launch(arrays)
         cell.num_finished = step + 1
+
+
+def _no_logits(*_: object) -> None:
+    """Rank 0 is asked for whole logits; the others give their parts."""
 
 
 def digest_of(arrays: list[NDArray[np.generic]], before: int) -> int:

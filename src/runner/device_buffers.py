@@ -11,7 +11,17 @@ from torch import Tensor
 
 from ..compile.step_inputs import MIN_SIZE, StepInputs
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS
-from .unpack_kernels import decode_size
+
+DECODE_FIELDS = 7
+"""int32 fields a row in the staged form of a decode step, each an array ``[bucket]``: token id,
+position, row of the table store (-1: padding), new block id (-1: none), seed (low word, high word),
+bits of the float32 temperature. Two more words follow: the number of rows that are no padding, and
+where the step's tokens are to go."""
+
+
+def decode_size(bucket: int) -> int:
+    """int32 elements of the staged form of a decode step."""
+    return DECODE_FIELDS * bucket + 2
 
 
 class StepBuffers:
@@ -24,6 +34,7 @@ class StepBuffers:
 
     Attributes:
         table_store: int32 ``[rows, M]``, the block table of a running request per row.
+        block_tables: int32 ``[rows, M]``, those of the step, as far as they are in use.
         sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
         staged: int32, what the host sent for this step.
         result_row: int32 ``[1]``, where this step's tokens are to go on the host.

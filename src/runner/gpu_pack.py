@@ -1,4 +1,4 @@
-"""Packs a plan into pinned memory and copies it to the device, where kernels unpack it."""
+"""Packs a plan into integers and copies them to the device, where kernels unpack them."""
 
 from __future__ import annotations
 
@@ -15,40 +15,106 @@ from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
 from .block_tables import BlockTableStore
-from .device_buffers import StepBuffers
+from .device_buffers import DECODE_FIELDS, StepBuffers, decode_size
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
-from .unpack_kernels import DECODE_FIELDS, decode_size, update_tables
+from .unpack_kernels import update_tables
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """What the host sends of a step, as integers: in this order ``num_step`` that the kernels
+    unpack, ``num_truncated`` of rows that use top_k, top_p or min_p, and two for each of
+    ``num_writes`` to the table store.
+
+    Attributes:
+        shape: of the step. is_captured: whether there is a graph of that shape.
+        result_row: where its tokens go. num_sampled: how many.
+    """
+
+    shape: StepShape
+    is_captured: bool
+    result_row: int
+    num_sampled: int
+    num_step: int
+    num_truncated: int
+    num_writes: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_step + self.num_truncated + 2 * self.num_writes
+
+    def to_array(self) -> IntArray:
+        """All of it, for another process."""
+        shape = self.shape
+        fields = (shape.num_tokens, shape.num_rows, shape.is_decode, self.is_captured)
+        counts = (self.result_row, self.num_sampled, self.num_step, self.num_truncated)
+        return np.array([*fields, *counts, self.num_writes], np.int32)
+
+    @classmethod
+    def from_array(cls, array: IntArray) -> StagedStep:
+        """What :meth:`to_array` gave."""
+        num_tokens, num_rows, is_decode, is_captured, *counts = array.tolist()
+        shape = StepShape(num_tokens, num_rows, bool(is_decode))
+        return cls(shape, bool(is_captured), *counts)
 
 
 class GpuStepPacker:
-    """Knows what the device knows already, and sends the rest.
+    """Knows what the device knows already, and packs the rest.
 
     Args:
-        buffers: where it goes.
-        num_steps_in_flight: most steps queued at a time.
+        num_rows: most requests of a step. width: most blocks of a request.
     """
 
-    def __init__(self, buffers: StepBuffers, num_steps_in_flight: int) -> None:
-        self._buffers = buffers
-        self._ring = PinnedRing(num_steps_in_flight + 1, len(buffers.staged), torch.int32)
+    def __init__(self, num_rows: int, width: int) -> None:
+        self._size = num_rows, width
         self._params: tuple[tuple[RequestInfo, ...], RowParams] | None = None
         self.reset()
 
     def reset(self) -> None:
         """A step failed: nothing is known of what the device holds."""
-        self._tables = BlockTableStore(len(self._buffers.table_store), self._buffers.width)
+        self._tables = BlockTableStore(*self._size)
 
-    def pack_decode(self, plan: StepPlan, bucket: int, result_row: int) -> Tensor:
-        """Send a decode-only plan, padded to ``bucket`` rows; its tokens are to go to
-        ``result_row``.
+    def pack(
+        self, plan: StepPlan, shape: StepShape | None, result_row: int, array: IntArray
+    ) -> tuple[StagedStep, IntArray]:
+        """Write a plan into ``array``, padded to ``shape``; without one, to the smallest sizes there
+        can be.
 
         Returns:
-            On the device, the fields of the rows that use top_k, top_p or min_p, int32
-            ``[TRUNCATED_FIELDS * n]``; valid until the next step is packed.
+            What was written, and where: ``array``, or a longer one that did not fit.
         """
         self._tables.place(plan)
-        index, pinned, array = self._ring.take()
+        if shape is not None and shape.is_decode:
+            num_step, params, writes = self._pack_decode(plan, shape.num_rows, result_row, array)
+            packed_shape = shape
+        else:
+            num_tokens, num_rows = plan.total_num_tokens, len(plan)
+            packed_shape = shape or StepShape(
+                max(num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False
+            )
+            num_step, params, writes = self._pack_mixed(plan, packed_shape, result_row, array)
+        truncated = params.truncated.reshape(-1)
+        staged = StagedStep(
+            packed_shape,
+            shape is not None,
+            result_row,
+            plan.num_sampled,
+            num_step,
+            truncated.size,
+            len(writes[0]),
+        )
+        if staged.num_elements > len(array):  # many requests with long prefix hits at once
+            array = np.concatenate([array, np.empty(staged.num_elements - len(array), np.int32)])
+        end = num_step + truncated.size
+        array[num_step:end] = truncated
+        array[end : end + len(writes[0])] = writes[0]
+        array[end + len(writes[0]) : staged.num_elements] = writes[1]
+        return staged, array
+
+    def _pack_decode(
+        self, plan: StepPlan, bucket: int, result_row: int, array: IntArray
+    ) -> tuple[int, RowParams, tuple[list[int], list[int]]]:
         num_rows = len(plan)
         size = decode_size(bucket)
         fields = array[: DECODE_FIELDS * bucket].reshape(DECODE_FIELDS, bucket)
@@ -58,31 +124,21 @@ class GpuStepPacker:
         fields[0, :num_rows] = _as_array(plan.token_ids)
         fields[1, :num_rows] = plan.starts
         fields[2, :num_rows] = self._tables.rows
-        where, ids = self._tables.pending_writes(plan, fields[3])
+        writes = self._tables.pending_writes(plan, fields[3])
         params = self._row_params(plan.requests)
         fields[4:6, :num_rows] = params.seeds
         fields[6, :num_rows] = params.temperature_bits
         array[fields.size : size] = num_rows, result_row
-        return self._send(index, pinned, array, size, params.truncated, where, ids)
+        return size, params, writes
 
-    def pack_mixed(
-        self, plan: StepPlan, shape: StepShape | None, result_row: int
-    ) -> tuple[Tensor, StepShape]:
-        """Send any plan, padded to ``shape``, or to the smallest sizes there can be; its tokens are
-        to go to ``result_row``.
-
-        Returns:
-            What :meth:`pack_decode` returns, and the shape.
-        """
-        self._tables.place(plan)
-        index, pinned, array = self._ring.take()
+    def _pack_mixed(
+        self, plan: StepPlan, shape: StepShape, result_row: int, array: IntArray
+    ) -> tuple[int, RowParams, tuple[list[int], list[int]]]:
         num_rows, num_sampled = len(plan), plan.num_sampled
         lengths = np.array(plan.num_tokens, np.int32)
         starts = np.array(plan.starts, np.int32)
         ends = np.cumsum(lengths, dtype=np.int32)
         num_tokens = int(ends[-1])
-        if shape is None:
-            shape = StepShape(max(num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False)
         padded_tokens, padded_rows = shape.num_tokens, shape.num_rows
 
         tokens = array[: 3 * padded_tokens].reshape(3, padded_tokens)
@@ -92,7 +148,7 @@ class GpuStepPacker:
         tokens[1, :num_tokens] = np.arange(num_tokens) - np.repeat(ends - lengths - starts, lengths)
         store_rows = np.array(self._tables.rows, np.int32)
         tokens[2, :num_tokens] = np.repeat(store_rows, lengths)
-        where, ids = self._tables.pending_writes(plan)
+        writes = self._tables.pending_writes(plan)
         at = 3 * padded_tokens
         array[at] = 0
         array[at + 1 : at + 1 + num_rows] = ends
@@ -112,43 +168,38 @@ class GpuStepPacker:
         kept[3, :num_sampled] = params.temperature_bits
         at += 4 * padded_rows
         array[at] = result_row
-        at += 1
-        return self._send(index, pinned, array, at, params.truncated, where, ids), shape
+        return at + 1, params, writes
 
     def _row_params(self, requests: tuple[RequestInfo, ...]) -> RowParams:
         if self._params is None or self._params[0] != requests:
             self._params = (requests, RowParams.of(requests))
         return self._params[1]
 
-    def _send(
-        self,
-        index: int,
-        pinned: Tensor,
-        array: IntArray,
-        size: int,
-        truncated: IntArray,
-        where: list[int],
-        ids: list[int],
-    ) -> Tensor:
-        """Copy the first ``size`` staged elements and behind them ``truncated`` to the device, and
-        apply the table updates. Returns what ``truncated`` is there, flat."""
-        b = self._buffers
-        begin, size = size, size + truncated.size
-        array[begin:size] = truncated.reshape(-1)
-        end = size + 2 * len(where)
-        if end <= len(array):
-            array[size : size + len(where)] = where
-            array[size + len(where) : end] = ids
-            b.staged[:end].copy_(pinned[:end], non_blocking=True)
-            self._ring.release(index)
-            update_tables(b.staged[size:end], b.table_store, len(where))
-            return b.staged[begin:size]
-        # Many requests with long prefix hits at once: sent by themselves, from pageable memory.
-        b.staged[:size].copy_(pinned[:size], non_blocking=True)
-        self._ring.release(index)
-        many = torch.tensor(where + ids, dtype=torch.int32).to(b.staged.device)
-        update_tables(many, b.table_store, len(where))
-        return b.staged[begin:size]
+
+def send(b: StepBuffers, staged: StagedStep, ring: PinnedRing, index: int, array: IntArray) -> Tensor:
+    """Copy a step to the device from pinned buffer ``index`` of ``ring``, and apply its writes to the
+    table store.
+
+    Args:
+        array: the step; that buffer, or one of its own that is longer.
+
+    Returns:
+        On the device, the fields of the rows that use top_k, top_p or min_p, int32
+        ``[TRUNCATED_FIELDS * n]``; valid until the next step is sent.
+    """
+    begin, end = staged.num_step, staged.num_step + staged.num_truncated
+    pinned = ring.tensor[index]
+    if staged.num_elements <= pinned.numel():
+        b.staged[: staged.num_elements].copy_(pinned[: staged.num_elements], non_blocking=True)
+        writes = b.staged[end : staged.num_elements]
+    else:
+        # The writes from pageable memory.
+        pinned[:end].copy_(torch.from_numpy(array[:end]))
+        b.staged[:end].copy_(pinned[:end], non_blocking=True)
+        writes = torch.from_numpy(array[end : staged.num_elements]).to(b.staged.device)
+    ring.release(index)
+    update_tables(writes, b.table_store, staged.num_writes)
+    return b.staged[begin:end]
 
 
 def _as_array(token_ids: Sequence[int]) -> Sequence[int] | IntArray:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,17 +29,19 @@ from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
-from .gpu_pack import GpuStepPacker
-from .pinned_ring import PinnedRing
+from .gpu_pack import GpuStepPacker, StagedStep, send
+from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
-from .unpack_kernels import unpack_decode, unpack_mixed
+from .unpack_kernels import unpack
+
+
+_POLL_S = 20e-6
 
 
 @dataclass(frozen=True, slots=True)
 class GpuStepHandle:
     """A step queued on the device; ``token_ids`` is filled once ``event`` has passed."""
 
-    step: int
     event: torch.cuda.Event
     token_ids: Tensor
 
@@ -51,7 +54,7 @@ class GpuRunner:
         block_size: tokens a KV block. num_blocks: blocks besides the null block.
         max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
         max_num_blocks: most blocks of a request.
-        transparent: keep float32 sums in products.
+        transparent: keep float32 sums in matmuls.
         overlap: plan and queue a step before the tokens of the one before are known.
         on_logits: as for :class:`.cpu_runner.ModelRunner`.
     """
@@ -90,7 +93,8 @@ class GpuRunner:
             device=loaded.device,
         )
         depth = self.pipeline_depth
-        self._packer = GpuStepPacker(self.buffers, depth + 1)
+        self._packer = GpuStepPacker(len(self.buffers.table_store), self.buffers.width)
+        self._staging = PinnedRing(depth + 2, num_staged, torch.int32)
         self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
         self._results = Results(self._ring.tensor, self.buffers.result_row)
         self._graphs: StepGraphs | None = None
@@ -168,6 +172,7 @@ class GpuRunner:
             logits = self._forward(b.mixed_inputs(num_tokens, num_rows))
             self._sample(logits)
             # So that no step waits for the compiler.
+            logits = self.captured.whole_logits(logits)
             self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
             torch.cuda.synchronize()
 
@@ -177,29 +182,69 @@ class GpuRunner:
         """Queue the step. If it raises, ``reset`` makes the runner usable again."""
         begin = time.perf_counter()
         with self._scope():
-            handle = self._dispatch(plan)
+            index, _, array = self._staging.take()
+            staged, array = self._pack(plan, array)
+            handle = self._launch(staged, index, array, plan)
         self.pack_s += time.perf_counter() - begin
         return handle
 
-    def _dispatch(self, plan: StepPlan) -> GpuStepHandle:
-        index, token_ids, _ = self._ring.take()
+    def _pack(self, plan: StepPlan, array: IntArray) -> tuple[StagedStep, IntArray]:
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
-        if shape is not None and shape.is_decode:
-            truncated = self._packer.pack_decode(plan, shape.num_rows, index)
+        return self._packer.pack(plan, shape, self._ring.take()[0], array)
+
+    def _launch(
+        self, staged: StagedStep, index: int, array: IntArray, plan: StepPlan | None
+    ) -> GpuStepHandle:
+        truncated = send(self.buffers, staged, self._staging, index, array)
+        if staged.is_captured and self._graphs is not None:
+            logits = self._graphs.replay(staged.shape)
         else:
-            truncated, staged_shape = self._packer.pack_mixed(plan, shape, index)
-        if shape is not None and self._graphs is not None:
-            logits = self._graphs.replay(shape)
-        else:
-            logits = self.run_staged(staged_shape)
-        num_sampled = plan.num_sampled
+            logits = self.run_staged(staged.shape)
+        if len(truncated) or self._on_logits is not None:
+            logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
-        if self._on_logits is not None:
-            self._on_logits(plan, logits[:num_sampled])
-        return GpuStepHandle(plan.step, self._ring.release(index), token_ids[:num_sampled])
+        if self._on_logits is not None and plan is not None:
+            self._on_logits(plan, logits[: staged.num_sampled])
+        token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
+        return GpuStepHandle(self._ring.release(staged.result_row), token_ids)
+
+    # Over several ranks: rank 0 stages, all launch --------------------------------------------
+
+    @property
+    def max_staged_bytes(self) -> int:
+        """Most bytes of a step: with whole block tables of all rows."""
+        tables = 2 * self.buffers.table_store.numel()
+        return 4 * (len(self.buffers.staged) + tables) + 4096
+
+    def stage(self, plan: StepPlan) -> list[IntArray]:
+        """The step as arrays, for :meth:`launch` on every rank."""
+        begin = time.perf_counter()
+        staged, array = self._pack(plan, np.empty(len(self.buffers.staged), np.int32))
+        self.pack_s += time.perf_counter() - begin
+        return [staged.to_array(), array[: staged.num_elements]]
+
+    def launch(self, arrays: Sequence[IntArray], plan: StepPlan | None = None) -> GpuStepHandle:
+        """Queue a staged step. Rank 0 gives its plan, for ``on_logits``."""
+        staged, array = StagedStep.from_array(arrays[0]), arrays[1]
+        with self._scope():
+            if plan is None:
+                self._ring.wait_for(staged.result_row)
+            index, _, pinned = self._staging.take()
+            fitting = min(len(array), len(pinned))
+            pinned[:fitting] = array[:fitting]
+            return self._launch(staged, index, array, plan)
+
+    def is_computed(self, handle: GpuStepHandle, wait_s: float) -> bool:
+        """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
+        end = time.perf_counter() + wait_s
+        while not handle.event.query():
+            if time.perf_counter() > end:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def collect(self, handle: object) -> StepResult:
         """The tokens of a dispatched step; waits for it."""
@@ -219,32 +264,24 @@ class GpuRunner:
     def run_staged(self, shape: StepShape) -> Tensor:
         """Queue the step that is staged in this shape, zeros at first; returns its logits
         ``[num_rows, V]``. This is what a graph captures."""
-        b = self.buffers
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
-            if shape.is_decode:
-                unpack_decode(
-                    b, bucket=shape.num_rows, block_size=self.block_size, null_slot=null_slot
-                )
-                inputs = b.decode_inputs(shape.num_rows)
-            else:
-                unpack_mixed(
-                    b,
-                    num_tokens=shape.num_tokens,
-                    num_rows=shape.num_rows,
-                    num_kept=shape.num_rows,
-                    max_num_blocks=b.width,
-                    block_size=self.block_size,
-                    null_slot=null_slot,
-                )
-                inputs = b.mixed_inputs(shape.num_tokens, shape.num_rows)
+            inputs = unpack(self.buffers, shape, self.block_size, null_slot)
             logits = self._forward(inputs)
             self._sample(logits)
         return logits
 
     def _sample(self, logits: Tensor) -> None:
         b = self.buffers
-        sample_simple(logits, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results)
+        sample_simple(
+            logits,
+            b.temperatures,
+            b.seeds,
+            b.sample_positions,
+            b.sampled,
+            self._results,
+            self.captured.vocab_shard,
+        )
 
     def _sample_truncated(self, logits: Tensor, truncated: Tensor) -> None:
         """Sample rows that use top_k, top_p or min_p anew; ``truncated`` as staged."""

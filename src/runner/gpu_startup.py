@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -55,12 +56,15 @@ def make_gpu_runner(
         )
 
     with clock("kv_cache"), oom_as_input_error(config), gc_paused():
+        communicator = captured.communicator
+        communicator.reserve(*_collectives(config, captured))
         trial = make(MIN_SIZE, limit)
         trial.build_kernels(shapes)
         profile = profile_memory(config, device, trial.run_worst_case, len(shapes))
         del trial
         torch.cuda.empty_cache()
         num_blocks = config.num_blocks or blocks_in(profile.left_for_kv, config, captured, limit)
+        num_blocks = communicator.least(num_blocks)
         num_kv_bytes = (num_blocks + 1) * kv_bytes_per_block(
             captured.loaded, captured.specs, config.block_size
         )
@@ -75,6 +79,7 @@ def make_gpu_runner(
         runner = make(num_blocks, max_model_len)
     with clock("graphs"), oom_as_input_error(config), gc_paused():
         before = torch.cuda.mem_get_info(device)[0]
+        communicator.connect()
         if shapes:
             runner.capture_graphs(shapes)
         graphs = max(0, before - torch.cuda.mem_get_info(device)[0])
@@ -93,6 +98,22 @@ def make_gpu_runner(
         num_blocks * config.block_size,
     )
     return runner, max_model_len
+
+
+def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[int, int]]:
+    """(rows, bytes of a row) of the largest collectives of a step: sums, and whole logits."""
+    loaded = captured.loaded
+    text_config: Any = loaded.config.get_text_config(decoder=True)
+    num_rows, num_tokens = max(config.max_num_seqs, MIN_SIZE), max(config.num_tokens_a_step, MIN_SIZE)
+    itemsize = loaded.dtype.itemsize
+    calls = [(num_tokens, text_config.hidden_size * itemsize)]
+    for module in loaded.module.modules():
+        sizes: list[int] | None = getattr(module, "pagespec_sizes", None)
+        if sizes is not None:
+            calls.append((num_tokens, max(sizes) * itemsize))
+    if loaded.vocab_sizes is not None:
+        calls.append((num_rows, max(loaded.vocab_sizes) * max(itemsize, 4)))
+    return calls
 
 
 def _shapes(config: EngineConfig, captured: CapturedModel) -> tuple[StepShape, ...]:

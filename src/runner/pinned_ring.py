@@ -36,10 +36,14 @@ class PinnedRing:
         """(number, tensor, the same memory as an array) of the next buffer, waited for."""
         index = self._next
         self._next = (index + 1) % len(self._tensors)
+        self.wait_for(index)
+        return index, self._tensors[index], self._arrays[index]
+
+    def wait_for(self, index: int) -> None:
+        """Until nothing that is queued uses buffer ``index``."""
         event = self._events[index]
         if event is not None:
             event.synchronize()
-        return index, self._tensors[index], self._arrays[index]
 
     def release(self, index: int) -> torch.cuda.Event:
         """The work queued so far is the last to use buffer ``index``; returns its event."""

@@ -15,8 +15,9 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.runner import unpack_kernels
 from pagespec.runner.block_tables import BlockTableStore
 from pagespec.runner.cpu_pack import CpuStepPacker
-from pagespec.runner.device_buffers import StepBuffers
+from pagespec.runner.device_buffers import DECODE_FIELDS, StepBuffers
 from pagespec.runner.gpu_pack import RowParams
+from pagespec.runner.step_shapes import StepShape
 
 pytest.importorskip("triton")
 
@@ -82,18 +83,11 @@ def test_mixed_step_equals_the_packer_of_the_cpu() -> None:
     positions = [*range(2, 9), 0, 5]
     staged = [*ids, *positions, *[0] * 7, 1, 2]
     staged += [0, 7, 8, 9, 9, 1, 6, 0, 1, 2]  # query starts, context lengths, store rows
-    staged += [6, 8, *params.seeds[0], *params.seeds[1], *params.temperature_bits, 5]
+    for kept in ([6, 8], *params.seeds, params.temperature_bits):
+        staged += [*kept, 0]  # a row that is not sampled
+    staged.append(5)
     b.staged[: len(staged)] = torch.from_numpy(np.array(staged, np.int32))
-    unpack_kernels.unpack_mixed(
-        b,
-        num_tokens=9,
-        num_rows=3,
-        num_kept=2,
-        max_num_blocks=3,
-        block_size=BLOCK_SIZE,
-        null_slot=NUM_BLOCKS * BLOCK_SIZE,
-    )
-    made = b.mixed_inputs(9, 3)
+    made = unpack_kernels.unpack(b, StepShape(9, 3, False), BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
     assert torch.equal(made.input_ids, expected.input_ids)
     assert torch.equal(made.position_ids, expected.position_ids)
     assert torch.equal(made.slot_mapping, expected.slot_mapping)
@@ -115,7 +109,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     b.table_store[5, :3] = torch.tensor([21, 22, -9], dtype=torch.int32)
     b.sampled[1] = 1234
     bucket = 4
-    fields = np.zeros((unpack_kernels.DECODE_FIELDS, bucket), np.int32)
+    fields = np.zeros((DECODE_FIELDS, bucket), np.int32)
     fields[0, :2] = [77, -2]  # known; the second token the last step sampled
     fields[1, :2] = [6, 8]
     fields[2] = [3, 5, -1, -1]
@@ -125,12 +119,7 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     fields[6, :2] = np.array([0.5, 0.0], np.float32).view(np.int32)
     b.staged[: fields.size] = torch.from_numpy(fields.ravel())
     b.staged[fields.size : fields.size + 2] = torch.tensor([2, 7])
-    unpack_kernels.unpack_decode(
-        b,
-        bucket=bucket,
-        block_size=BLOCK_SIZE,
-        null_slot=NUM_BLOCKS * BLOCK_SIZE,
-    )
+    unpack_kernels.unpack(b, StepShape(bucket, bucket, True), BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
     assert b.input_ids[:2].tolist() == [77, 1234]
     assert b.position_ids[:2].tolist() == [6, 8]
     null_slot = NUM_BLOCKS * BLOCK_SIZE
@@ -193,3 +182,5 @@ def test_rows_of_requests_that_are_gone_are_free_again() -> None:
         store.place(decode_plan(pair, released=gone, tables={0: (step,), 1: (step,)}))
         assert sorted(store.rows) == [0, 1]
         gone = tuple(r.request_id for r in pair)
+    with pytest.raises(RuntimeError, match="which has no table"):
+        store.place(decode_plan(pair, released=("0.0",)))

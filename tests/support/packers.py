@@ -89,6 +89,7 @@ class GpuStaging:
     ) -> None:
         from pagespec.runner.device_buffers import StepBuffers
         from pagespec.runner.gpu_pack import GpuStepPacker
+        from pagespec.runner.pinned_ring import PinnedRing
 
         self._num_blocks, self._block_size = num_blocks, block_size
         self._buffers = StepBuffers(
@@ -98,38 +99,31 @@ class GpuStaging:
             staging_elements=StepBuffers.elements_to_stage(max_num_tokens + 3, max_num_rows + 1),
             device=torch.device(device),
         )
-        self._packer = GpuStepPacker(self._buffers, num_steps_in_flight=2)
+        self._packer = GpuStepPacker(len(self._buffers.table_store), self._buffers.width)
+        self._ring = PinnedRing(3, len(self._buffers.staged), torch.int32)
         if device == "cpu":
-            ring: Any = self._packer._ring
+            ring: Any = self._ring
             ring._events = [PassedEvent() for _ in ring._events]
         self._num_steps = 0
 
     def read(self, plan: StepPlan) -> list[RowSeen]:
-        from pagespec.runner.unpack_kernels import unpack_decode, unpack_mixed
+        from pagespec.runner.gpu_pack import send
+        from pagespec.runner.unpack_kernels import unpack
 
         b, num_rows = self._buffers, len(plan)
         null_slot = self._num_blocks * self._block_size
         self._num_steps += 1
         is_padded = self._num_steps % 2 == 0
+        shape = None
         if plan.is_decode_only:
             bucket = max(2, num_rows + is_padded)
-            self._packer.pack_decode(plan, bucket, 0)
-            unpack_decode(b, bucket=bucket, block_size=self._block_size, null_slot=null_slot)
-            return rows_seen(b.decode_inputs(bucket), num_rows, self._block_size)
-        shape = None
-        if is_padded:
+            shape = StepShape(bucket, bucket, True)
+        elif is_padded:
             shape = StepShape(max(2, plan.total_num_tokens + 3), max(2, num_rows + 1), False)
-        _, shape = self._packer.pack_mixed(plan, shape, 0)
-        unpack_mixed(
-            b,
-            num_tokens=shape.num_tokens,
-            num_rows=shape.num_rows,
-            num_kept=shape.num_rows,
-            max_num_blocks=b.width,
-            block_size=self._block_size,
-            null_slot=null_slot,
-        )
-        inputs = b.mixed_inputs(shape.num_tokens, shape.num_rows)
+        index, _, array = self._ring.take()
+        staged, array = self._packer.pack(plan, shape, 0, array)
+        send(b, staged, self._ring, index, array)
+        inputs = unpack(b, staged.shape, self._block_size, null_slot)
         return rows_seen(inputs, num_rows, self._block_size)
 
     def sampled(self, token_ids: Sequence[int]) -> None:

@@ -26,6 +26,14 @@ class Communicator(Protocol):
     rank: int
     num_ranks: int
 
+    def reserve(self, *calls: tuple[int, int]) -> None:
+        """Take the memory for calls of so many rows, each of so many bytes."""
+        ...
+
+    def connect(self) -> None:
+        """From here on the ranks compute together; before, each may by itself (:class:`LoneRank`)."""
+        ...
+
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of all ranks' ``partial``, of its dtype, in memory of its own."""
         ...
@@ -48,6 +56,12 @@ class LoneRank:
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
+
+    def reserve(self, *calls: tuple[int, int]) -> None:
+        pass
+
+    def connect(self) -> None:
+        pass
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial.clone(memory_format=torch.contiguous_format)

@@ -24,6 +24,12 @@ class GatherCommunicator:
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
 
+    def reserve(self, *_: tuple[int, int]) -> None:
+        """The library has its own memory."""
+
+    def connect(self) -> None:
+        """The group has met."""
+
     def all_reduce(self, partial: Tensor) -> Tensor:
         parts = self._gather(partial.contiguous())
         total = parts[0].to(torch.float32, copy=True)

@@ -62,21 +62,21 @@ class PeerCommunicator:
         self._alone = LoneRank(self.rank, self.num_ranks)
         self._host = GatherCommunicator()
         self._boxes: Boxes | None = None
+        self._is_connected = False
         self._begins: dict[tuple[int, ...], Tensor] = {}
 
-    def connect(self, max_rows: int, max_row_bytes: int) -> None:
-        """Make boxes for calls of at most so many rows, each of at most so many bytes. All ranks
-        call it at a time."""
+    def reserve(self, *calls: tuple[int, int]) -> None:
+        """Make boxes. All ranks do it at a time."""
         from .peer_memory import CHUNK_BYTES
 
-        self._boxes = Boxes(max_rows * -(-max_row_bytes // CHUNK_BYTES), self._device)
+        most = max(num_rows * -(-num_bytes // CHUNK_BYTES) for num_rows, num_bytes in calls)
+        self._boxes = Boxes(most, self._device)
 
-    def disconnect(self) -> None:
-        """Compute alone again, and give the boxes back."""
-        self._boxes = None
+    def connect(self) -> None:
+        self._is_connected = True
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        if self._boxes is None:
+        if not self._is_connected or self._boxes is None:
             return self._alone.all_reduce(partial)
         from .peer_memory import CHUNK_BYTES, all_reduce_kernel
 
@@ -103,7 +103,7 @@ class PeerCommunicator:
         return out
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        if self._boxes is None:
+        if not self._is_connected or self._boxes is None:
             return self._alone.all_gather(part, sizes)
         from .peer_memory import CHUNK_BYTES, all_gather_kernel
 

@@ -8,15 +8,15 @@ needed, that forks. It has never seen the GPU; what it makes is found in Triton'
 
 from __future__ import annotations
 
-import json
 import logging
+import multiprocessing
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
+from multiprocessing.connection import Connection
 from typing import Any
 
 from triton.runtime import driver
@@ -25,14 +25,14 @@ logger = logging.getLogger("pagespec")
 
 # A kernel takes seconds; a worker silent for so long has failed.
 _PATIENCE_S = 120.0
-COMPILED, FOUND, FAILED = 0, 1, 2  # what became of a kernel that was asked for
 
 
 class Compilers:
-    """The process, and what it is asked for."""
+    """The worker, and how many answers it owes."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._answers: Connection
         self._num_asked = 0
 
     @property
@@ -50,15 +50,21 @@ class Compilers:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-P", "-m", "pagespec.kernels.jit.compile_worker"]
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
+            self._answers, theirs = multiprocessing.Pipe()
+            with theirs:
+                # Not by multiprocessing: that would run the user's main module again.
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-P", "-m", "pagespec.kernels.jit.compile_worker"),
+                        str(theirs.fileno()),
+                    ],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                )
         except OSError as error:
             logger.info("kernels are compiled in this process: %s", error)
 
@@ -70,18 +76,12 @@ class Compilers:
         """
         if self._process is None:
             return
-        target = driver.active.get_current_target()
-        of_target = target.backend, target.arch, target.warp_size
         name = kernel.fn.__module__, kernel.fn.__qualname__
-        request = json.dumps([self._num_asked, of_target, *name, form]).encode() + b"\n"
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(request)
-            self._process.stdin.flush()
+            self._answers.send((driver.active.get_current_target(), *name, form))
+            self._num_asked += 1
         except OSError as error:
             self._give_up(error)
-        else:
-            self._num_asked += 1
 
     def wait(self) -> int:
         """Until all that was asked for has been compiled, as far as that works.
@@ -89,45 +89,31 @@ class Compilers:
         Returns:
             How many were compiled since the last call; others were there, or are still not.
         """
-        if self._process is None:
-            return 0
-        number, self._num_asked = self._num_asked, 0
+        answers: list[bool | None] = []
         try:
-            statuses = self._answers(number)
-        except (OSError, EOFError, ValueError) as error:
+            for _ in range(self._num_asked):
+                if not self._answers.poll(_PATIENCE_S):
+                    raise TimeoutError(f"no answer for {_PATIENCE_S} s")
+                answers.append(self._answers.recv())
+        except (OSError, EOFError) as error:
             self._give_up(error)
             return 0
-        num_failed = sum(status not in (COMPILED, FOUND) for status in statuses)
-        if num_failed:
-            logger.info("%d kernels were not compiled by another process", num_failed)
-        return statuses.count(COMPILED)
-
-    def _answers(self, number: int) -> list[int]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        received = b""
-        while received.count(b"\n") < number:
-            if not select.select([self._process.stdout], [], [], _PATIENCE_S)[0]:
-                raise TimeoutError(f"no answer for {_PATIENCE_S} s")
-            part = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not part:
-                raise EOFError("the compiling process has ended")
-            received += part
-        return [json.loads(line)[1] for line in received.splitlines()]
+        self._num_asked = 0
+        if None in answers:
+            logger.info("%d kernels were not compiled by another process", answers.count(None))
+        return answers.count(True)
 
     def _give_up(self, error: Exception) -> None:
-        logger.info("kernels are compiled in this process: %s", error)
+        logger.info("kernels are compiled in this process: %r", error)
         self.stop()
 
     def stop(self) -> None:
-        """End the process, at once. What it still compiles ends by itself."""
+        """End the process, at once, and with it what it still compiles."""
         process, self._process = self._process, None
         self._num_asked = 0
         if process is not None:
             process.kill()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):  # what was not sent yet is lost
-                    pipe.close()  # type: ignore[union-attr]
+            self._answers.close()
             process.wait()
 
 

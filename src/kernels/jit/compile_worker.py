@@ -1,37 +1,35 @@
-"""Compile worker: a process that fills Triton's cache on disk, one fork per kernel.
+"""Compile worker: a process that fills Triton's cache on disk, one task of a pool per kernel.
 
-Started by :mod:`.compile_pool`; not meant for people. For each kernel it reads a line
-of JSON, ``[number, [backend, arch, warp size], module, name, form]``, with forms as Triton's hooks
-name them, and writes a line ``[number, status]`` when that has ended. It uses no GPU and has one
-thread, so it may fork.
+Started by :mod:`.compile_pool` with the number of an open socket; not meant for people. It receives
+``(target, module, name, form)`` per kernel, with forms as Triton's hooks name them, and sends what
+:func:`_compile` returns, in any order. It uses no GPU and has one thread when the pool forks.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
+import multiprocessing
 import os
-import select
 import sys
-import time
-from collections import deque
-from collections.abc import Sequence
+import threading
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 # Imported once, before the forks, by all kernels' modules.
 import torch  # noqa: F401
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 from .cache_keys import precompute_cache_key
-from .compile_pool import COMPILED, FAILED, FOUND
 
-_POLL_S = 0.01
+_MAX_PROCESSES = 32  # all of them are forked at once; a start has some dozen kernels
 
 
 class _NoGpu:
@@ -51,52 +49,38 @@ def main() -> None:
     # All kernels' names in the cache hold this digest of Triton itself, its largest library too.
     triton_key()
     gc.freeze()  # what a fork looks at, it copies
-    lines = _Lines()
-    waiting: deque[list[Any]] = deque()
-    running: dict[int, int] = {}
-    num_at_once = len(os.sched_getaffinity(0))
-    while running or waiting or not lines.have_ended:
-        # A child's end is not told to who waits for lines.
-        waiting += map(json.loads, lines.read(_POLL_S if running else None))
-        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            status = os.waitstatus_to_exitcode(ended[1])
-            print(json.dumps([running.pop(ended[0]), status]), flush=True)
-        while waiting and len(running) < num_at_once:
-            number, target, *kernel = waiting.popleft()
-            running[_started(GPUTarget(*target), kernel)] = number
+    requests = Connection(int(sys.argv[1]))
+    pool = ProcessPoolExecutor(
+        min(len(os.sched_getaffinity(0)), _MAX_PROCESSES),
+        multiprocessing.get_context("fork"),
+        _end_with_parent,
+    )
+
+    def answer(future: Future[bool | None]) -> None:
+        requests.send(None if future.exception() else future.result())
+
+    # Ends with the process that asks, or when a child was killed: BrokenProcessPool.
+    with suppress(Exception):
+        while True:
+            target, *kernel = requests.recv()
+            driver.set_active(_NoGpu(target))  # type: ignore[arg-type]
+            make_backend(target).hash()  # asks the assembler for its version, once for all
+            pool.submit(_compile, *kernel).add_done_callback(answer)
+    os._exit(0)  # waits for no child
 
 
-class _Lines:
-    """Of standard input, as they come."""
+def _end_with_parent() -> None:
+    """A child that waits for work would not notice that nobody is left to give it any."""
 
-    def __init__(self) -> None:
-        self.have_ended = False
-        self._begun = b""
+    def wait() -> None:
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
 
-    def read(self, timeout: float | None) -> list[bytes]:
-        """Those that are there, or come within ``timeout`` seconds; None waits for some."""
-        if self.have_ended:
-            time.sleep(timeout or 0)
-            return []
-        if not select.select([sys.stdin], [], [], timeout)[0]:
-            return []
-        part = os.read(sys.stdin.fileno(), 1 << 16)
-        self.have_ended = not part
-        *lines, self._begun = (self._begun + part).split(b"\n")
-        return lines
+    threading.Thread(target=wait, daemon=True).start()
 
 
-def _started(target: GPUTarget, kernel: Sequence[str]) -> int:
-    """The process that compiles ``kernel``."""
-    driver.set_active(_NoGpu(target))  # type: ignore[arg-type]
-    make_backend(target).hash()  # asks the assembler for its version, once for all
-    child = os.fork()
-    if child == 0:
-        os._exit(_status_of(*kernel))
-    return child
-
-
-def _status_of(module: str, name: str, form: str) -> int:
+def _compile(module: str, name: str, form: str) -> bool | None:
+    """Whether the kernel had to be compiled; None if that failed."""
     was_found: list[bool] = []
 
     def listen(*, cache_hit: bool, **_: Any) -> None:
@@ -109,17 +93,10 @@ def _status_of(module: str, name: str, form: str) -> int:
         precompute_cache_key(kernel)
         built = kernel.preload(form)
     except BaseException:
-        return FAILED
-    with suppress(BaseException):
-        _build_launcher(built)
-    return FOUND if all(was_found) else COMPILED
-
-
-def _build_launcher(built: Any) -> None:
-    """A small library in C that older Tritons build for each form of arguments."""
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    CudaLauncher(built.src, built.metadata)
+        return None
+    with suppress(BaseException):  # a small library in C that older Tritons build
+        CudaLauncher(built.src, built.metadata)
+    return not all(was_found)
 
 
 if __name__ == "__main__":

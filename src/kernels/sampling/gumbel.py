@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sampler import GROUP
+from .sampler import GROUP, VocabShard
 
 _STRETCH = 4096
 """Tokens a program weighs."""
@@ -74,15 +74,15 @@ def _load(base, ids, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
 def _weigh_kernel(  # type: ignore[no-untyped-def]
     logits,
     temperatures,
-    largest,
-    sums,
+    weights,
     logits_stride,
     num_groups,
     VOCAB: tl.constexpr,
     STRETCH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The largest logit of each group, and the sum of exp((logit - largest) / temperature)."""
+    """The largest logit of each group, and the sum of exp((logit - largest) / temperature): a pair
+    in ``weights [rows, num_groups, 2]``."""
     stretch = tl.program_id(0)
     row = tl.program_id(1)
     group = stretch * (STRETCH // GROUP) + tl.arange(0, STRETCH // GROUP)
@@ -93,9 +93,38 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
     scale = tl.maximum(1.4426950408889634 / tl.load(temperatures + row), 1e-30)
     # The minimum makes 0 of what has no value: infinity less infinity, and 0 of an infinite scale.
     exponent = tl.minimum((logit - top[:, None]) * scale, 0.0)
-    place = row * num_groups + group
-    tl.store(largest + place, top, mask=group < num_groups)
-    tl.store(sums + place, tl.sum(tl.exp2(exponent), 1), mask=group < num_groups)
+    place = weights + 2 * (row * num_groups + group)
+    tl.store(place, top, mask=group < num_groups)
+    tl.store(place + 1, tl.sum(tl.exp2(exponent), 1), mask=group < num_groups)
+
+
+@triton.jit
+def _choose_group(  # type: ignore[no-untyped-def]
+    weights, num_groups, row, temperature, seed, position, PADDED: tl.constexpr
+):
+    """The argmax of ``log p + Gumbel noise`` over groups; of a greedy row without noise."""
+    groups = tl.arange(0, PADDED)
+    place = weights + 2 * (row * num_groups + groups)
+    tops = tl.load(place, mask=groups < num_groups, other=float("-inf"))
+    total = tl.load(place + 1, mask=groups < num_groups, other=1.0)
+    top = tl.max(tops, 0)
+    distance = tl.where(tops == top, 0.0, (top - tops) / temperature)
+    score = tl.log(total) - distance + noise_of(seed, position, groups, 1)
+    score = tl.where(tops > float("-inf"), score, float("-inf"))
+    score = tl.where(temperature > 0.0, score, tops)
+    return first_of_best(score, groups)
+
+
+@triton.jit
+def _choose_token(logits, ids, first_id, temperature, seed, position, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same over the tokens ``ids`` of a group, whose first logit is that of ``first_id``."""
+    logit = _load(logits, ids - first_id, VOCAB)
+    top = tl.max(logit, 0)
+    distance = tl.where(logit == top, 0.0, (top - logit) / temperature)
+    score = noise_of(seed, position, ids, 0) - distance
+    score = tl.where(logit > float("-inf"), score, float("-inf"))
+    score = tl.where(temperature > 0.0, score, logit)
+    return first_of_best(score, ids)
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -104,8 +133,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     temperatures,
     seeds,
     positions,
-    largest,
-    sums,
+    weights,
     sampled,
     results,
     result_row,
@@ -116,35 +144,61 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """A token per row: the argmax of ``log p + Gumbel noise`` over groups, then within the group;
-    greedy rows without noise. Grid: ``(rows,)``. Shapes: logits ``[rows, VOCAB]``, largest and sums
-    ``[rows, num_groups]``.
+    """A token per row. Grid: ``(rows,)``. Shapes: logits ``[rows, VOCAB]``, weights
+    ``[rows, num_groups, 2]``.
     """
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
-
-    groups = tl.arange(0, PADDED)
-    tops = tl.load(
-        largest + row * num_groups + groups, mask=groups < num_groups, other=float("-inf")
-    )
-    total = tl.load(sums + row * num_groups + groups, mask=groups < num_groups, other=1.0)
-    top = tl.max(tops, 0)
-    distance = tl.where(tops == top, 0.0, (top - tops) / temperature)
-    score = tl.log(total) - distance + noise_of(seed, position, groups, 1)
-    score = tl.where(tops > float("-inf"), score, float("-inf"))
-    score = tl.where(temperature > 0.0, score, tops)
-    group = first_of_best(score, groups)
-
+    group = _choose_group(weights, num_groups, row, temperature, seed, position, PADDED)
     ids = group * GROUP + tl.arange(0, GROUP)
-    logit = _load(logits + row.to(tl.int64) * logits_stride, ids, VOCAB)
-    top = tl.max(logit, 0)
-    distance = tl.where(logit == top, 0.0, (top - logit) / temperature)
-    score = noise_of(seed, position, ids, 0) - distance
-    score = tl.where(logit > float("-inf"), score, float("-inf"))
-    score = tl.where(temperature > 0.0, score, logit)
-    store_token(first_of_best(score, ids), row, sampled, results, result_row, results_stride)
+    base = logits + row.to(tl.int64) * logits_stride
+    token = _choose_token(base, ids, 0, temperature, seed, position, VOCAB)
+    store_token(token, row, sampled, results, result_row, results_stride)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def _choose_own_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    temperatures,
+    seeds,
+    positions,
+    weights,
+    tokens,
+    logits_stride,
+    num_groups,
+    FIRST_ID: tl.constexpr,
+    VOCAB: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """As :func:`_choose_kernel` with the weights of all ranks' groups and this rank's logits: a row's
+    token if it is among them, else -1."""
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
+    group = _choose_group(weights, num_groups, row, temperature, seed, position, PADDED)
+    token = -1
+    if (group * GROUP >= FIRST_ID) & (group * GROUP < FIRST_ID + VOCAB):
+        ids = group * GROUP + tl.arange(0, GROUP)
+        base = logits + row.to(tl.int64) * logits_stride
+        token = _choose_token(base, ids, FIRST_ID, temperature, seed, position, VOCAB)
+    tl.store(tokens + row, token)
+
+
+@triton.jit
+def _store_found_kernel(  # type: ignore[no-untyped-def]
+    found, sampled, results, result_row, results_stride, NUM_RANKS: tl.constexpr
+):
+    """Store the token that one of the ranks has found. Grid: ``(rows,)``. found
+    ``[rows, NUM_RANKS]``."""
+    row = tl.program_id(0)
+    token = tl.load(found + row * NUM_RANKS)
+    for rank in tl.static_range(1, NUM_RANKS):
+        token = tl.maximum(token, tl.load(found + row * NUM_RANKS + rank))
+    store_token(token, row, sampled, results, result_row, results_stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +229,7 @@ def sample_simple(
     positions: Tensor,
     sampled: Tensor,
     results: Results | None = None,
+    shard: VocabShard | None = None,
 ) -> None:
     """Write one token a row into ``sampled``; for rows without top_k, top_p and min_p.
 
@@ -182,17 +237,17 @@ def sample_simple(
         logits: ``[S, V]``, any float dtype, rows contiguous, S at most 65,535.
         temperatures: float32 ``[>= S]``, 0 for greedy. seeds, positions: int64 ``[>= S]``.
         sampled: int64 ``[>= S]``, written. results: written, too.
+        shard: which tokens' logits these are, if not all: then the groups' weights travel between
+            ranks, and the tokens chosen; the logits do not. All ranks write the same tokens, those
+            that one would choose from the same logits.
     """
     num_rows, vocab_size = logits.shape
-    tokens, result_row, results_stride = places_of(results)
     num_groups = triton.cdiv(vocab_size, GROUP)
-    largest = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
-    sums = torch.empty_like(largest)
+    weights = torch.empty(num_rows, num_groups, 2, dtype=torch.float32, device=logits.device)
     _weigh_kernel[(triton.cdiv(vocab_size, _STRETCH), num_rows)](
         logits,
         temperatures,
-        largest,
-        sums,
+        weights,
         logits.stride(0),
         num_groups,
         VOCAB=vocab_size,
@@ -200,13 +255,20 @@ def sample_simple(
         GROUP=GROUP,
         num_warps=4,
     )
+    if shard is not None:
+        found = _choose_over_ranks(logits, temperatures, seeds, positions, weights, shard)
+        tokens, result_row, results_stride = places_of(results)
+        _store_found_kernel[(num_rows,)](
+            found, sampled, tokens, result_row, results_stride, NUM_RANKS=len(shard.sizes)
+        )
+        return
+    tokens, result_row, results_stride = places_of(results)
     _choose_kernel[(num_rows,)](
         logits,
         temperatures,
         seeds,
         positions,
-        largest,
-        sums,
+        weights,
         sampled,
         tokens,
         result_row,
@@ -218,3 +280,35 @@ def sample_simple(
         PADDED=triton.next_power_of_2(num_groups),
         num_warps=8,
     )
+
+
+def _choose_over_ranks(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    weights: Tensor,
+    shard: VocabShard,
+) -> Tensor:
+    """int32 ``[S, ranks]``: of each row its token, from the rank that has its logits, else -1."""
+    num_rows, vocab_size = logits.shape
+    gather = shard.communicator.all_gather
+    num_groups = [triton.cdiv(size, GROUP) for size in shard.sizes]
+    all_weights = gather(weights.view(num_rows, -1), [2 * number for number in num_groups])
+    own = torch.empty(num_rows, 1, dtype=torch.int32, device=logits.device)
+    _choose_own_kernel[(num_rows,)](
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        all_weights,
+        own,
+        logits.stride(0),
+        sum(num_groups),
+        FIRST_ID=shard.first_id,
+        VOCAB=vocab_size,
+        GROUP=GROUP,
+        PADDED=triton.next_power_of_2(sum(num_groups)),
+        num_warps=8,
+    )
+    return gather(own, [1] * len(shard.sizes))

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..collectives.communicator import Communicator
 from .philox import philox4x32
 
 GROUP = 256
@@ -27,6 +28,23 @@ _WORD = 0xFFFFFFFF
 _NEG_INF = float("-inf")
 _OF_TOKEN, _OF_GROUP = 0, 1
 """Last words of the counter, which tell the noise of a token from that of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The part of a vocabulary whose logits a rank has.
+
+    Attributes:
+        sizes: tokens of each rank, in order; whole groups, but for the last.
+        communicator: of this rank.
+    """
+
+    sizes: tuple[int, ...]
+    communicator: Communicator
+
+    @property
+    def first_id(self) -> int:
+        return sum(self.sizes[: self.communicator.rank])
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,6 +236,23 @@ def test_without_the_other_process_this_one_compiles(
     assert fake.loaded == ["first"] * 3
 
 
+def test_a_child_that_dies_leaves_its_kernels_to_this_process(
+    fake: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = _imported("kernels_that_kill", tmp_path, monkeypatch).first
+    (tmp_path / "kernels_that_kill.py").write_text("import os\nos.abort()\n")
+    with compilers() as others:
+        others.start()
+        with parallel_build(DEVICE) as built:
+            _launch_copies(kernel)
+        assert built.num_compiled == 3
+        assert fake.loaded == ["first"] * 3
+        # The worker ends with the next request, at the latest.
+        others.ask(kernel, "no form")
+        assert others.wait() == 0
+        assert others._process is None
+
+
 def test_names_of_kernels_do_not_hang_on_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
