@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
+from pagespec.kernels.collectives.gloo import GatherCommunicator
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 
 _CALLS, _REPLAYS = 50, 7
@@ -78,7 +79,7 @@ def _run(rank: int, num_ranks: int, port: int, columns: int, all_rows: list[int]
     )
     group = dist.group.WORLD.group_name
     device = torch.device("cuda", rank)
-    ours = PeerCommunicator(device)
+    ours = PeerCommunicator(GatherCommunicator(), device)
     ours.reserve((max(all_rows), 2 * columns))
     ours.connect()
     bandwidth = _peer_gb_per_s() if rank == 0 else 0.0

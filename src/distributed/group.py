@@ -67,7 +67,7 @@ def make_communicator(device: torch.device, cell: Cell) -> Communicator:
         return CountingCommunicator(inner, cell)
     from ..kernels.collectives.symmetric import PeerCommunicator
 
-    return PeerCommunicator(device)
+    return PeerCommunicator(inner, device)
 
 
 class CountingCommunicator:

@@ -6,44 +6,54 @@ used. Everything runs inside CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import LoneRank
-from .gloo import GatherCommunicator
+from .communicator import Communicator, LoneRank
 
 
+@dataclass(frozen=True, slots=True)
 class Boxes:
     """The memory that the ranks push into.
 
     Attributes:
-        boxes, flags: int64 ``[num_ranks]``, addresses on this device.
-        numbers: int32 ``[max_chunks]``.
+        max_chunks: of a call.
+        boxes, flags: int64 ``[num_ranks]``, addresses that this device may write to.
+        numbers: int32 ``[max_chunks]``, zeros.
+        memory: this rank's own, which lives as long as this.
     """
 
-    def __init__(self, max_chunks: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric
+    max_chunks: int
+    boxes: Tensor
+    flags: Tensor
+    numbers: Tensor
+    memory: Tensor
 
+    @staticmethod
+    def num_bytes(max_chunks: int, num_ranks: int) -> tuple[int, int]:
+        """Of a rank's box, and of its flags."""
         from .peer_memory import CHUNK_BYTES
 
-        num_ranks = dist.get_world_size()
-        num_box_bytes = 2 * num_ranks * max_chunks * CHUNK_BYTES
-        num_flag_bytes = 4 * num_ranks * max_chunks
-        self.max_chunks = max_chunks
-        self._memory = symmetric.empty(
-            num_box_bytes + num_flag_bytes, dtype=torch.uint8, device=device
-        )
-        self._memory[num_box_bytes:].zero_()
-        torch.cuda.synchronize(device)
-        handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
-        handle.barrier()
-        addresses = list(handle.buffer_ptrs)
-        self.boxes = torch.tensor(addresses, device=device)
-        self.flags = self.boxes + num_box_bytes
-        self.numbers = torch.zeros(max_chunks, dtype=torch.int32, device=device)
+        return 2 * num_ranks * max_chunks * CHUNK_BYTES, 4 * num_ranks * max_chunks
+
+
+def make_boxes(max_chunks: int, num_ranks: int, device: torch.device) -> Boxes:
+    """Boxes in symmetric memory. All ranks make theirs at a time."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    num_box_bytes, num_flag_bytes = Boxes.num_bytes(max_chunks, num_ranks)
+    memory = symmetric.empty(num_box_bytes + num_flag_bytes, dtype=torch.uint8, device=device)
+    memory[num_box_bytes:].zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric.rendezvous(memory, dist.group.WORLD)
+    handle.barrier()  # no rank writes flags that another has still to clear
+    boxes = torch.tensor(list(handle.buffer_ptrs), device=device)
+    numbers = torch.zeros(max_chunks, dtype=torch.int32, device=device)
+    return Boxes(max_chunks, boxes, boxes + num_box_bytes, numbers, memory)
 
 
 class PeerCommunicator:
@@ -53,14 +63,21 @@ class PeerCommunicator:
     their own pace.
 
     Args:
+        host: the same ranks, for numbers of the host.
         device: of this rank.
+        make: makes the boxes.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self._device = device
+    def __init__(
+        self,
+        host: Communicator,
+        device: torch.device,
+        make: Callable[[int, int, torch.device], Boxes] = make_boxes,
+    ) -> None:
+        self.rank, self.num_ranks = host.rank, host.num_ranks
+        self._device, self._make = device, make
         self._alone = LoneRank(self.rank, self.num_ranks)
-        self._host = GatherCommunicator()
+        self._host = host
         self._boxes: Boxes | None = None
         self._is_connected = False
         self._begins: dict[tuple[int, ...], Tensor] = {}
@@ -70,7 +87,7 @@ class PeerCommunicator:
         from .peer_memory import CHUNK_BYTES
 
         most = max(num_rows * -(-num_bytes // CHUNK_BYTES) for num_rows, num_bytes in calls)
-        self._boxes = Boxes(most, self._device)
+        self._boxes = self._make(most, self.num_ranks, self._device)
 
     def connect(self) -> None:
         self._is_connected = True

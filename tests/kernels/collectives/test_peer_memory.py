@@ -1,0 +1,129 @@
+"""The collectives over peer memory, under the interpreter: processes that share memory are ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagespec.kernels.collectives.communicator import LoneRank
+from pagespec.kernels.collectives.symmetric import Boxes, PeerCommunicator
+from pagespec.kernels.sampling.sampler import GROUP, VocabShard
+from tests.support.ranks import fork_ranks, shared
+
+peer_memory = pytest.importorskip("pagespec.kernels.collectives.peer_memory")
+gumbel = pytest.importorskip("pagespec.kernels.sampling.gumbel")
+
+MAX_CHUNKS = 16
+
+
+class Group:
+    """Communicators of forked ranks."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        num_box_bytes, num_flag_bytes = Boxes.num_bytes(MAX_CHUNKS, num_ranks)
+        self._boxes = [shared(num_box_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
+        self._flags = [shared(num_flag_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
+
+    def rank(self, rank: int) -> PeerCommunicator:
+        def make(max_chunks: int, _num_ranks: int, _device: torch.device) -> Boxes:
+            assert max_chunks == MAX_CHUNKS
+            boxes, flags = (
+                torch.tensor([t.data_ptr() for t in tensors])
+                for tensors in (self._boxes, self._flags)
+            )
+            numbers = torch.zeros(max_chunks, dtype=torch.int32)
+            return Boxes(max_chunks, boxes, flags, numbers, self._boxes[rank])
+
+        communicator = PeerCommunicator(
+            LoneRank(rank, self.num_ranks), torch.device("cpu"), make
+        )
+        communicator.reserve((MAX_CHUNKS, 1))
+        communicator.connect()
+        return communicator
+
+
+def in_rank_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_have_rank_order_at_every_size(dtype: torch.dtype) -> None:
+    num_ranks = 3
+    # Sizes change from call to call, so that boxes are used anew in other places.
+    sizes = [(3, 100), (1, 100), (2, 3000), (16, 8), (1, 5000), (3, 100)]
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        [(torch.randn(size, generator=generator) * 100).to(dtype) for _ in range(num_ranks)]
+        for size in sizes
+    ]
+    group = Group(num_ranks)
+    sums = [[shared(*size, dtype=dtype) for _ in range(num_ranks)] for size in sizes]
+
+    def run(rank: int) -> None:
+        communicator = group.rank(rank)
+        for call in range(len(sizes)):
+            sums[call][rank].copy_(communicator.all_reduce(parts[call][rank]))
+
+    fork_ranks(num_ranks, run)
+    for call in range(len(sizes)):
+        for rank in range(num_ranks):
+            assert torch.equal(sums[call][rank], in_rank_order(parts[call])), (call, rank)
+    # The order shows in the bits: else this test would say nothing.
+    backwards = [in_rank_order(of_call[::-1]) for of_call in parts]
+    if dtype == torch.float32:  # less shows nothing of it
+        forwards = map(in_rank_order, parts)
+        assert any(not torch.equal(a, b) for a, b in zip(backwards, forwards, strict=True))
+
+
+def test_parts_of_different_sizes_are_laid_side_by_side() -> None:
+    sizes, num_rows = [5, 1500, 0], 3
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(num_rows, 2, size, generator=generator) for size in sizes]
+    group = Group(len(sizes))
+    found = [shared(num_rows, 2, sum(sizes)) for _ in sizes]
+
+    def run(rank: int) -> None:
+        communicator = group.rank(rank)
+        for _ in range(3):
+            found[rank].copy_(communicator.all_gather(parts[rank], sizes))
+
+    fork_ranks(len(sizes), run)
+    for rank in range(len(sizes)):
+        assert torch.equal(found[rank], torch.cat(parts, -1)), rank
+
+
+def test_a_call_that_does_not_fit_is_refused() -> None:
+    group = Group(2)
+    with pytest.raises(ValueError, match="17 rows of 1 chunks for 16"):
+        group.rank(0).all_reduce(torch.zeros(17, 4))
+
+
+def test_ranks_choose_the_tokens_that_one_would() -> None:
+    sizes = [2 * GROUP, GROUP, 2 * GROUP + 77]
+    num_rows, vocab_size = 8, sum(sizes)
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(2)) * 2
+    logits[6, 700:] = logits[6].max() + 1  # ties: the lowest id wins
+    logits[7] = -torch.inf
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 2.0, 9.0, 1.0, 0.0, 1.0])
+    seeds, positions = torch.arange(num_rows) * 7 - 3, torch.arange(num_rows) + 1
+    alone = torch.full((num_rows,), -1)
+    gumbel.sample_simple(logits, temperatures, seeds, positions, alone)
+    group = Group(len(sizes))
+    found = [shared(num_rows, dtype=torch.int64) for _ in sizes]
+
+    def run(rank: int) -> None:
+        shard = VocabShard(tuple(sizes), group.rank(rank))
+        own = logits.split(sizes, 1)[rank].contiguous()
+        gumbel.sample_simple(
+            own, temperatures, seeds, positions, found[rank], shard=shard
+        )
+
+    fork_ranks(len(sizes), run)
+    for rank in range(len(sizes)):
+        assert found[rank].tolist() == alone.tolist(), rank
+    assert len({int(torch.bucketize(token, torch.tensor(sizes).cumsum(0), right=True)) for token in alone}) == 3

@@ -1,0 +1,92 @@
+"""Ranks of a group inside one test: as threads, or as forked processes that share memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagespec.kernels.collectives.communicator import LoneRank
+
+
+class Exchange:
+    """What threads lay on one table."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier = threading.Barrier(num_ranks)
+        self.parts: list[Any] = [None] * num_ranks
+
+    def all(self, rank: int, part: Any) -> list[Any]:
+        """What every rank has laid down."""
+        self.parts[rank] = part
+        self.barrier.wait(60)
+        parts = list(self.parts)
+        self.barrier.wait(60)
+        return parts
+
+
+class ThreadCommunicator(LoneRank):
+    """A communicator over threads. It adds in its own way: not by the code under test."""
+
+    def __init__(self, rank: int, exchange: Exchange) -> None:
+        super().__init__(rank, len(exchange.parts))
+        self._exchange = exchange
+        self.num_calls = 0
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        self.num_calls += 1
+        parts = self._exchange.all(self.rank, partial)
+        return torch.stack([part.double() for part in parts]).sum(0).to(partial.dtype)
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.num_calls += 1
+        parts = self._exchange.all(self.rank, part)
+        assert [p.shape[-1] for p in parts] == list(sizes)
+        return torch.cat(parts, -1)
+
+
+def run_threads(num_ranks: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:
+    """What ``function`` returns on each rank; raises what one of them raised first."""
+    exchange = Exchange(num_ranks)
+    results: list[Any] = [None] * num_ranks
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadCommunicator(rank, exchange))
+        except BaseException as error:
+            errors.append(error)
+            exchange.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros that forked processes share, at one address."""
+    return torch.zeros(*shape, dtype=dtype).share_memory_()
+
+
+def fork_ranks(num_ranks: int, function: Callable[[int], None]) -> None:
+    """Run ``function(rank)`` in processes of their own, for Triton's interpreter knows no threads.
+    Fails unless all end well."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=function, args=(rank,)) for rank in range(num_ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * num_ranks, codes
