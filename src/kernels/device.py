@@ -67,18 +67,17 @@ def as_rows(x: Tensor) -> Tensor:
 _LATE_TRIGGER_ROWS = 4
 
 
-def vector_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Token and head stride of ``tensor [T, H, D]`` in units of the third result, 16 or 1.
+def vector_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Token and head stride of each tensor ``[T, H, D]``, in units of the last result, 16 or 1.
 
     A stride given as a multiple of 16 lets the compiler load 16 bytes at once, without a version of
     the kernel for each kind of stride. Strides of a dimension of size 1 mean nothing and are 0.
     """
-    token = tensor.stride(0) if tensor.shape[0] > 1 else 0
-    head = tensor.stride(1) if tensor.shape[1] > 1 else 0
+    strides = [x.stride(i) if x.shape[i] > 1 else 0 for x in tensors for i in (0, 1)]
     # The head size too: where heads are the outer dimension, their stride is T * D, and an odd D
     # would make the step follow T.
-    step = 1 if (token | head | tensor.shape[2]) % 16 else 16
-    return token // step, head // step, step
+    step = 1 if any(n % 16 for n in (*strides, *(x.shape[2] for x in tensors))) else 16
+    return *(stride // step for stride in strides), step
 
 
 @cache

@@ -19,14 +19,12 @@ class Splits(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores are masked, scaled and capped; those in capitals are constants."""
+    """How scores are masked, scaled and capped."""
 
-    window: Any
+    window: Any  # or None
     factor: Any  # turns scores into logarithms to base 2
-    cap_in: Any
+    cap_in: Any  # of a softcap, or None
     cap_out: Any
-    HAS_WINDOW: Any
-    HAS_SOFTCAP: Any
     PRECISION: Any  # of tl.dot
 
 

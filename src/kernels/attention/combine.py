@@ -75,7 +75,6 @@ def combine(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     FEW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
 ):
     """Fold the segments of the query heads of one unit and KV head, and store the outputs.
 
@@ -96,43 +95,21 @@ def combine(  # type: ignore[no-untyped-def]
     MORE: tl.constexpr = min(2 * FEW, CHUNK)
     if num_segments <= FEW:
         row_max, row_sum, acc = _fold_segments(
-            partial,
-            stats,
-            index,
-            0,
-            num_segments,
-            row_max,
-            row_sum,
-            acc,
-            factor,
-            DV,
-            DV_PAD,
-            GROUP,
-            FEW,
-        )
+            partial, stats, index, 0, num_segments, row_max, row_sum, acc, factor,
+            DV, DV_PAD, GROUP, FEW,
+        )  # fmt: skip
     elif num_segments <= MORE:
         row_max, row_sum, acc = _fold_segments(
-            partial,
-            stats,
-            index,
-            0,
-            num_segments,
-            row_max,
-            row_sum,
-            acc,
-            factor,
-            DV,
-            DV_PAD,
-            GROUP,
-            MORE,
-        )
+            partial, stats, index, 0, num_segments, row_max, row_sum, acc, factor,
+            DV, DV_PAD, GROUP, MORE,
+        )  # fmt: skip
     else:
         for first in range(0, num_segments, CHUNK):
             row_max, row_sum, acc = _fold_segments(
                 partial, stats, index, first, num_segments, row_max, row_sum, acc, factor,
                 DV, DV_PAD, GROUP, CHUNK,
             )  # fmt: skip
-    result = finish(row_max, row_sum, acc, sinks, heads, is_head, factor, HAS_SINKS)
+    result = finish(row_max, row_sum, acc, sinks, heads, is_head, factor)
     target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
     mask = is_head[:, None] & (dims < DV)[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

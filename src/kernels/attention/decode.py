@@ -14,9 +14,9 @@ what starts last should not take longest). If a context has more than one worker
 (:mod:`.combine`). All choices of segments and workers, and all orders of arrival, give the same
 bits (:mod:`.online_softmax`), so the choices may follow the size of the batch.
 
-With ``FUSE_ROPE`` the queries, and the keys and values of the step, come as a matmul leaves them,
-and the programs normalise, rotate and store first (:mod:`.decode_prologue`). With ``LATE_TRIGGER``
-the next kernel starts behind that (:func:`.device.triggers_dependents_late`).
+Given ``key`` the queries, and the keys and values of the step, come as a matmul leaves them,
+and the programs normalise, rotate and store first (:mod:`.decode_prologue`). With a late
+``TRIGGER`` the next kernel starts behind that (:func:`.device.triggers_dependents_late`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from .online_softmax import (
     attend_tiles,
     block_ids,
     count_at_most,
+    dot_precision,
+    dot_size,
     finish,
     fold,
     segment_begin,
@@ -101,36 +103,28 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     cap_in,
     cap_out,
     window,
-    q_token_stride,  # in units of Q_STEP elements
+    q_token_stride,  # in units of STEP elements
     q_head_stride,
     table_stride,
     num_rows,
     num_workers,
     max_segments,
-    # With FUSE_ROPE, else None; norms None without FORM.
+    # To fuse RoPE, else None; norms None without FORM.
     key, value, cos, sin, q_weight, k_weight, slot_mapping, eps,
-    k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of K_STEP and V_STEP
-    cos_stride, cos_step, sin_stride, sin_step,  # the first in units of ANGLES
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of STEP
+    cos_stride, cos_step, sin_stride, sin_step,  # steps None if both are 1
     HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
     FIRST_SPLITS: tl.constexpr, UNSPLIT_BELOW: tl.constexpr, LONG_CONTEXT: tl.constexpr,
     PAGE: tl.constexpr,
-    GROUP: tl.constexpr,  # G, padded to a power of two
     CHUNK: tl.constexpr,
     R: tl.constexpr,  # the first R of DK elements are rotated; TABLE angles serve them
     TABLE: tl.constexpr,
-    ANGLES: tl.constexpr,  # 8 if rows of cos and sin can be read 8 elements at once, else 1
     FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FUSE_ROPE: tl.constexpr,
-    EMULATE: tl.constexpr,
-    LATE_TRIGGER: tl.constexpr,
-    PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
 
@@ -139,9 +133,17 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``; key ``[T, HKV, DK]`` and value alike, cos and
     sin ``[1, T, TABLE]``, slot_mapping ``[T]``.
     """
+    FUSE_ROPE: tl.constexpr = key is not None
+    # Whether rows of cos and sin can be read 8 elements at once.
+    ANGLES: tl.constexpr = 8 if cos_step is None else 1
+    PDL: tl.constexpr = TRIGGER != ""
+    DK_PAD: tl.constexpr = dot_size(DK)
+    DV_PAD: tl.constexpr = dot_size(DV)
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     SHAPE: tl.constexpr = TileShape(DK, DV, DK_PAD, DV_PAD, HKV * DK, HKV * DV, PAGE, BLOCK_N)
     G: tl.constexpr = HQ // HKV
+    GROUP: tl.constexpr = triton.next_power_of_2(G)
+    BLOCK_M: tl.constexpr = dot_size(G)
     DTYPE: tl.constexpr = out.dtype.element_ty
     FOLD: tl.constexpr = (
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
@@ -154,7 +156,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
     num_first = splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)
-    low, first_segment, last_segment = segments_of(seen, window, num_first, SPLITS, HAS_WINDOW)
+    low, first_segment, last_segment = segments_of(seen, window, num_first, SPLITS)
     if worker > last_segment - first_segment:
         return  # before it waits: its place is free for the next kernel. Worker 0 goes on and waits
     some_row = tl.minimum(row, num_rows - 1)
@@ -175,7 +177,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 prefetch_tile(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not LATE_TRIGGER:
+        if TRIGGER == "early":
             # Not sooner: programs of the next kernel would take places where this one has none yet,
             # and some multiprocessors would end up with three programs of a launch, others none.
             tl.extra.cuda.gdc_launch_dependents()
@@ -194,8 +196,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
     q_rows = (
         query
-        + token.to(tl.int64) * (q_token_stride * Q_STEP)
-        + heads.to(tl.int64)[:, None] * (q_head_stride * Q_STEP)
+        + token.to(tl.int64) * (q_token_stride * STEP)
+        + heads.to(tl.int64)[:, None] * (q_head_stride * STEP)
     )
     q_mask = is_head[:, None] & (k_dims < DK)[None, :]
     q = tl.load(q_rows + k_dims[None, :], mask=q_mask, other=0.0)
@@ -213,7 +215,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         store_new(
             NewTokens(
                 key, value, slot_mapping, first_new, end_new,
-                k_token_stride, k_head_stride, v_token_stride, v_head_stride, K_STEP, V_STEP,
+                k_token_stride, k_head_stride, v_token_stride, v_head_stride, STEP,
             ),
             Angles(
                 cos, sin, cos_stride, cos_step, sin_stride, sin_step, R, TABLE, ANGLES
@@ -222,17 +224,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             k_cache, v_cache, head, HKV,
             token, seen,
             WorkerShare(num_first, last_segment, worker, num_workers),
-            k_dims, partners, SPLITS, SHAPE, EMULATE,
+            k_dims, partners, SPLITS, SHAPE,
         )  # fmt: skip
         if position < 0:  # padding
             tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
             return
         if stores:
             tl.debug_barrier()  # other threads of this program are about to load it
-        q = norm_and_rotate(
-            q, y, HeadNorm(q_own, q_others, eps, FORM), c, s, k_dims, DK, R, DTYPE, EMULATE
-        )
-    if PDL and LATE_TRIGGER:
+        q = norm_and_rotate(q, y, HeadNorm(q_own, q_others, eps, FORM), c, s, k_dims, DK, R, DTYPE)
+    if TRIGGER == "late":
         tl.extra.cuda.gdc_launch_dependents()
 
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
@@ -250,7 +250,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             tl.minimum(end, position + 1),
             position,
             positions,
-            Scoring(window, factor, cap_in, cap_out, HAS_WINDOW, HAS_SOFTCAP, PRECISION),
+            Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)),
             SPLITS,
             SHAPE,
             FOLD,
@@ -262,9 +262,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
         )
         if first_segment == last_segment:
-            result = finish(
-                total_row_max, total_row_sum, total_acc, sinks, heads, is_head, factor, HAS_SINKS
-            )
+            result = finish(total_row_max, total_row_sum, total_acc, sinks, heads, is_head, factor)
             tl.store(target, result.to(DTYPE), mask=mask)
         else:
             index = (unit.to(tl.int64) * HQ + heads) * max_segments + (segment - first_segment)
@@ -280,5 +278,5 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if is_last_arrival(arrival_counters + unit * HKV + head, tl.minimum(num_workers, num_segments)):
         combine(
             partial, stats, out, sinks, unit, token, head, num_segments, max_segments, factor,
-            HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW, HAS_SINKS,
+            HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW,
         )  # fmt: skip

@@ -71,8 +71,8 @@ class Angles(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Pointers to the keys, values and slots of a step, their strides in units of K_STEP and
-    V_STEP, which are constants; tokens ``first_new`` to ``end_new`` are to be stored."""
+    """Pointers to the keys, values and slots of a step, their strides in units of STEP, a
+    constant; tokens ``first_new`` to ``end_new`` are to be stored."""
 
     key: Any
     value: Any
@@ -83,8 +83,7 @@ class NewTokens(NamedTuple):
     k_head_stride: Any
     v_token_stride: Any
     v_head_stride: Any
-    K_STEP: Any
-    V_STEP: Any
+    STEP: Any
 
 
 class WorkerShare(NamedTuple):
@@ -172,7 +171,6 @@ def store_new(  # type: ignore[no-untyped-def]
     partners,
     splits,
     shape,
-    EMULATE: tl.constexpr,
 ):
     """Store what this program's segments hold of the tokens ``first_new`` to ``end_new``.
 
@@ -195,23 +193,23 @@ def store_new(  # type: ignore[no-untyped-def]
         wide = tokens.to(tl.int64)
         slots = tl.load(new.slot_mapping + wide, mask=mine, other=0)
         k_mask = mine[:, None] & (dims < shape.DK)[None, :]
-        k_rows = new.key + wide[:, None] * (new.k_token_stride * new.K_STEP)
-        k_rows += head * (new.k_head_stride * new.K_STEP)
+        k_rows = new.key + wide[:, None] * (new.k_token_stride * new.STEP)
+        k_rows += head * (new.k_head_stride * new.STEP)
         x = tl.load(k_rows + dims[None, :], mask=k_mask, other=0.0)
         y = tl.load(k_rows + partners[None, :], mask=k_mask, other=0.0)
         c, s = load_angles(angles, wide, mine, dims)
         v_mask = mine[:, None] & (v_dims < shape.DV)[None, :]
-        v_rows = new.value + wide[:, None] * (new.v_token_stride * new.V_STEP)
-        v_rows += head * (new.v_head_stride * new.V_STEP)
+        v_rows = new.value + wide[:, None] * (new.v_token_stride * new.STEP)
+        v_rows += head * (new.v_head_stride * new.STEP)
         new_value = tl.load(v_rows + v_dims[None, :], mask=v_mask, other=0.0)
-        new_key = norm_and_rotate(x, y, norm, c, s, dims, shape.DK, angles.R, DTYPE, EMULATE)
+        new_key = norm_and_rotate(x, y, norm, c, s, dims, shape.DK, angles.R, DTYPE)
         k_slots = k_cache + (slots * HKV + head)[:, None] * shape.DK
         v_slots = v_cache + (slots * HKV + head)[:, None] * shape.DV
         tl.store(k_slots + dims[None, :], new_key, mask=k_mask)
         tl.store(v_slots + v_dims[None, :], new_value, mask=v_mask)
 
 
-def fits(query: Tensor, key: Tensor, has_norm: bool) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor, has_norm: bool) -> bool:
     """Whether one launch gives the bits of two: by shapes, strides and dtypes alone.
 
     - float32 matmuls are compiled to other instructions where contraction is off, as it is here.
@@ -227,7 +225,7 @@ def fits(query: Tensor, key: Tensor, has_norm: bool) -> bool:
         return False
     if not has_norm:
         return True
-    if vector_strides(query)[2] == 1 or vector_strides(key)[2] == 1:
+    if vector_strides(query, key, value)[-1] == 1:
         return False
     group = triton.next_power_of_2(num_heads // key.shape[1])
     theirs = norm_rope_store.heads_at_once(max(num_heads, key.shape[1]), padded) * padded

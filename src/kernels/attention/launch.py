@@ -21,7 +21,7 @@ from torch import Tensor
 from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import has_dependent_launch, is_gluon_known, triggers_dependents_late, vector_strides
 from .decode import decode_kernel
-from .online_softmax import LOG2E, MIN_DOT
+from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel
 from .tiling import Tiling, choose_spread, choose_tiling
 
@@ -61,7 +61,7 @@ def paged_attention(
     by_token = num_tokens <= num_rows
     t = tiling or choose_tiling(query.dtype, k_dim, v_dim)
     shared = _shared(query, kv.v_cache, params, t)
-    _decode(query, kv, out, shared, t, arrival_counters, by_token, _WITHOUT_ROPE)
+    _decode(query, kv, out, shared | _WITHOUT_ROPE, t, arrival_counters, by_token)
     if not by_token:
         if query.is_cuda and is_gluon_known():
             from . import prefill_sm90
@@ -124,8 +124,7 @@ def fused_rope_attention(
     out = query.new_empty(num_tokens, num_heads, v_dim)
     t = tiling or choose_tiling(query.dtype, dim, v_dim)
     shared = _shared(query, kv.v_cache, params, t)
-    k_token_stride, k_head_stride, k_step = vector_strides(key)
-    v_token_stride, v_head_stride, v_step = vector_strides(value)
+    *strides, step = vector_strides(query, key, value)
     angles = 8 if all(x.stride(2) == 1 and x.stride(1) % 8 == 0 for x in (cos, sin)) else 1
     rope = {
         "key": key,
@@ -136,45 +135,31 @@ def fused_rope_attention(
         "k_weight": k_weight,
         "slot_mapping": slot_mapping,
         "eps": eps,
-        "k_token_stride": k_token_stride,
-        "k_head_stride": k_head_stride,
-        "v_token_stride": v_token_stride,
-        "v_head_stride": v_head_stride,
+        **dict(zip(_STRIDES, strides, strict=True)),
+        "STEP": step,
         "cos_stride": cos.stride(1) // angles,
-        "cos_step": cos.stride(2),
+        "cos_step": None if angles > 1 else cos.stride(2),
         "sin_stride": sin.stride(1) // angles,
-        "sin_step": sin.stride(2),
-        "K_STEP": k_step,
-        "V_STEP": v_step,
+        "sin_step": None if angles > 1 else sin.stride(2),
         "R": rotary_dim,
         "TABLE": cos.shape[2],
-        "ANGLES": angles,
         "FORM": "" if q_weight is None else form,
-        "FUSE_ROPE": True,
-        "LATE_TRIGGER": triggers_dependents_late(num_tokens),
         # As norm_rope_store is compiled. The rest of the kernel says itself where to contract.
         "enable_fp_fusion": False,
     }
-    _decode(query, kv, out, shared, t, arrival_counters, True, rope)
+    _decode(query, kv, out, shared | rope, t, arrival_counters, True)
     return out
 
 
+_STRIDES = [f"{x}_{of}_stride" for x in "qkv" for of in ("token", "head")]
 _WITHOUT_ROPE: dict[str, Any] = {
     **dict.fromkeys(("key", "value", "cos", "sin", "q_weight", "k_weight", "slot_mapping", "eps")),
-    **dict.fromkeys(("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
-    **dict.fromkeys(("cos_stride", "cos_step", "sin_stride", "sin_step")),
-    **dict.fromkeys(("K_STEP", "V_STEP", "R", "TABLE", "ANGLES", "FORM")),
-    "FUSE_ROPE": False,
-    "LATE_TRIGGER": False,
+    **dict.fromkeys((*_STRIDES[2:], "cos_stride", "cos_step", "sin_stride", "sin_step")),
+    **dict.fromkeys(("R", "TABLE", "FORM")),
 }
 
 
-def _shared(
-    query: Tensor,
-    v_cache: Tensor,
-    params: AttentionParams,
-    t: Tiling,
-) -> dict[str, Any]:
+def _shared(query: Tensor, v_cache: Tensor, params: AttentionParams, t: Tiling) -> dict[str, Any]:
     """What the decode and the prefill kernel are given alike."""
     scale, window, softcap, sinks = params
     _, num_q_heads, k_dim = query.shape
@@ -184,27 +169,21 @@ def _shared(
         "sinks": sinks,
         # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
         "factor": LOG2E.value if softcap else scale * LOG2E.value,
-        "cap_in": scale / softcap if softcap else 0.0,
-        "cap_out": float(softcap),
-        "window": window,
+        "cap_in": scale / softcap if softcap else None,
+        "cap_out": float(softcap) if softcap else None,
+        "window": window or None,
         "q_token_stride": token_stride,
         "q_head_stride": head_stride,
         "HQ": num_q_heads,
         "HKV": num_kv_heads,
         "DK": k_dim,
         "DV": v_dim,
-        "DK_PAD": max(MIN_DOT, triton.next_power_of_2(k_dim)),
-        "DV_PAD": max(MIN_DOT, triton.next_power_of_2(v_dim)),
         "BLOCK_N": t.block_n,
         "NEAR_SPLIT": t.near_split,
         "FAR_SPLIT": t.far_split,
         "SPLIT_CHANGE": t.split_change,
         "PAGE": page,
-        "Q_STEP": step,
-        "HAS_WINDOW": window > 0,
-        "HAS_SOFTCAP": softcap > 0,
-        "HAS_SINKS": sinks is not None,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "STEP": step,
     }
 
 
@@ -216,9 +195,8 @@ def _decode(
     t: Tiling,
     arrival_counters: Tensor | None,
     by_token: bool,
-    rope: dict[str, Any],
 ) -> None:
-    """Launch the decode kernel for each token, or for each row.
+    """Launch the decode kernel for each token, or for each row; ``shared``: with what fuses RoPE.
 
     Raises:
         ValueError: there are too few counters.
@@ -227,7 +205,7 @@ def _decode(
     page, num_kv_heads, v_dim = kv.v_cache.shape[1:]
     num_rows, table_width = kv.block_tables.shape
     num_units = num_tokens if by_token else num_rows
-    spread = choose_spread(t, num_units * num_kv_heads, table_width * page, shared["window"])
+    spread = choose_spread(t, num_units * num_kv_heads, table_width * page, shared["window"] or 0)
     # With one segment at most, nothing is merged: these are empty, of the dtype they always have.
     num_merging = num_units if spread.max_segments > 1 else 0
     shape = (num_merging, num_heads, spread.max_segments)
@@ -242,6 +220,8 @@ def _decode(
         )
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     overlap = has_dependent_launch(query.device)
+    is_late = shared["key"] is not None and triggers_dependents_late(num_tokens)
+    trigger = "" if not overlap else "late" if is_late else "early"
     decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
         query,
         kv.k_cache,
@@ -256,16 +236,12 @@ def _decode(
         num_workers=spread.num_workers,
         max_segments=spread.max_segments,
         **shared,
-        **rope,
-        BLOCK_M=max(MIN_DOT, group),
-        GROUP=group,
-        CHUNK=t.combine_chunk_of(group * shared["DV_PAD"]),
+        CHUNK=t.combine_chunk_of(group * dot_size(v_dim)),
         BY_TOKEN=by_token,
         FIRST_SPLITS=spread.first_splits,
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,
-        EMULATE=query.device.type == "cpu",
-        PDL=overlap,
+        TRIGGER=trigger,
         num_warps=t.decode_warps,
         num_stages=t.decode_stages,
         launch_pdl=overlap,

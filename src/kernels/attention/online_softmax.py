@@ -33,6 +33,18 @@ MIN_DOT = 16  # smallest side of a matrix instruction
 ONES = tl.constexpr(MIN_DOT)  # columns of the matrix of ones that sums the weights
 
 
+@triton.constexpr_function
+def dot_size(size):  # type: ignore[no-untyped-def]
+    """``size``, padded to what ``tl.arange`` and a matrix instruction take."""
+    return max(MIN_DOT, triton.next_power_of_2(size))
+
+
+@triton.constexpr_function
+def dot_precision(dtype):  # type: ignore[no-untyped-def]
+    """``input_precision`` of matmuls: float32 operands are multiplied as such, not as TF32."""
+    return "ieee" if dtype == tl.float32 else "tf32"
+
+
 @triton.jit
 def split_of(position, splits):  # type: ignore[no-untyped-def]
     """Number of the split that holds ``position``."""
@@ -76,14 +88,14 @@ def splits_in_first(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def segments_of(position, window, num_first, splits, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def segments_of(position, window, num_first, splits):  # type: ignore[no-untyped-def]
     """First position in view, and the first and last segment of a query at ``position``.
 
     Args:
         num_first: splits in the first segment.
     """
     low = tl.zeros_like(position)
-    if HAS_WINDOW:
+    if window is not None:
         low = tl.maximum(position - window + 1, 0)
     first_segment = tl.maximum(split_of(low, splits) - (num_first - 1), 0)
     last_segment = tl.maximum(split_of(position, splits) - (num_first - 1), 0)
@@ -109,7 +121,7 @@ def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
 def score(q, k, scoring):  # type: ignore[no-untyped-def]
     """``[M, N]``: queries ``q [M, DK]`` with the keys of a tile, ``k [N, DK]``."""
     scores = tl.dot(q, tl.trans(k), input_precision=scoring.PRECISION)
-    if scoring.HAS_SOFTCAP:
+    if scoring.cap_in is not None:
         scores = capped(scores, scoring.cap_in, scoring.cap_out)
     return scores
 
@@ -141,10 +153,10 @@ def fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor)
 
 
 @triton.jit
-def finish(row_max, row_sum, acc, sinks, heads, mask, factor, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def finish(row_max, row_sum, acc, sinks, heads, mask, factor):  # type: ignore[no-untyped-def]
     """The output ``[M, DV]`` of a total; ``heads [M]`` are query heads, ``mask`` says which."""
     weight = tl.max(row_sum, 1)
-    if HAS_SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32)
         weight += tl.exp2(tl.fma(-row_max, factor, sink * LOG2E))
     return acc * (1.0 / weight)[:, None]
@@ -253,7 +265,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         # One tile ahead: an address must not wait for the load of its block id.
         blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         visible = (start + offsets)[None, :] <= positions[:, None]
-        if scoring.HAS_WINDOW:
+        if scoring.window is not None:
             visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window
         scores = score(q, k, scoring)
         scores = tl.where(visible, scores, float("-inf"))

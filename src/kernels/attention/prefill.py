@@ -27,6 +27,8 @@ from .online_softmax import (
     add_tile,
     block_ids,
     count_at_most,
+    dot_precision,
+    dot_size,
     finish,
     fold,
     load_tile,
@@ -77,11 +79,11 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
             # Masks what is masked below in any case, and so keeps all this behind the scores.
             scores = tl.where(offsets[None, :] <= (positions - start)[:, None], scores, -inf)
         in_part = start >= diagonal  # queries, perhaps, see only a part of the tile
-        if scoring.HAS_WINDOW:
+        if scoring.window is not None:
             in_part |= start <= last - scoring.window
         if in_part:
             visible = offsets[None, :] <= (positions - start)[:, None]
-            if scoring.HAS_WINDOW:
+            if scoring.window is not None:
                 visible &= offsets[None, :] > (positions - start - scoring.window)[:, None]
             scores = tl.where(visible, scores, -inf)
         row_max, row_sum, acc = add_tile(
@@ -127,7 +129,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     cap_in,
     cap_out,
     window,
-    q_token_stride,  # in units of Q_STEP elements
+    q_token_stride,  # in units of STEP elements
     q_head_stride,
     table_stride,
     num_tokens,
@@ -136,19 +138,13 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     HKV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    Q_STEP: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NEAR_SPLIT: tl.constexpr,
     FAR_SPLIT: tl.constexpr,
     SPLIT_CHANGE: tl.constexpr,
     PAGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,  # rows looked at together
 ):
@@ -158,7 +154,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
     ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
     """
-    PART: tl.constexpr = DV_PAD // PARTS
+    DK_PAD: tl.constexpr = dot_size(DK)
+    PART: tl.constexpr = dot_size(DV) // PARTS
     PART_USED: tl.constexpr = DV // PARTS
     G: tl.constexpr = HQ // HKV
     BLOCK_Q: tl.constexpr = BLOCK_M // G
@@ -196,10 +193,10 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     last = start + tl.minimum(first + BLOCK_Q, num_queries) - 1
     positions = tl.minimum(start + queries, last)
     low = 0
-    if HAS_WINDOW:
+    if window is not None:
         low = tl.maximum(start + first - window + 1, 0)
     k_dims = tl.arange(0, DK_PAD)
-    q_rows = tokens * (q_token_stride * Q_STEP) + heads.to(tl.int64) * (q_head_stride * Q_STEP)
+    q_rows = tokens * (q_token_stride * STEP) + heads.to(tl.int64) * (q_head_stride * STEP)
     q = tl.load(
         query + q_rows[:, None] + k_dims[None, :],
         mask=is_line[:, None] & (k_dims < DK)[None, :],
@@ -216,11 +213,9 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         start + first,
         last,
         positions,
-        Scoring(window, factor, cap_in, cap_out, HAS_WINDOW, HAS_SOFTCAP, PRECISION),
+        Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)),
         Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE),
         TileShape(DK, PART_USED, DK_PAD, PART, HKV * DK, HKV * DV, PAGE, BLOCK_N),
     )
-    result = finish(
-        total_row_max, total_row_sum, total_acc, sinks, heads, is_line, factor, HAS_SINKS
-    )
+    result = finish(total_row_max, total_row_sum, total_acc, sinks, heads, is_line, factor)
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

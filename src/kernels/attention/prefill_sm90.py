@@ -141,7 +141,7 @@ def prefill_kernel(
     contexts,
     tables,
     factor,
-    q_token_stride,  # in units of Q_STEP elements
+    q_token_stride,  # in units of STEP elements
     q_head_stride,
     table_stride,
     num_tokens,
@@ -149,7 +149,7 @@ def prefill_kernel(
     HQ: gl.constexpr,
     HKV: gl.constexpr,
     D: gl.constexpr,
-    Q_STEP: gl.constexpr,
+    STEP: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NEAR_SPLIT: gl.constexpr,
@@ -212,11 +212,11 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                0, q_smem.index(0), ring, bars, task, HQ, G, D, Q_STEP, BLOCK_M, BLOCK_N,
+                0, q_smem.index(0), ring, bars, task, HQ, G, D, STEP, BLOCK_M, BLOCK_N,
                 NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
             )),
             (consume, (
-                1, q_smem.index(1), ring, bars, task, HQ, G, D, Q_STEP, BLOCK_M, BLOCK_N,
+                1, q_smem.index(1), ring, bars, task, HQ, G, D, STEP, BLOCK_M, BLOCK_N,
                 NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
             )),
             (_produce, (
@@ -239,7 +239,7 @@ def fits(
         and dim in _STAGES
         and k_cache.shape[3] == v_cache.shape[3] == dim
         and shared["PAGE"] >= 16  # smaller blocks are more messages than a warp sends in time
-        and not (shared["HAS_WINDOW"] or shared["HAS_SOFTCAP"] or shared["HAS_SINKS"])
+        and all(shared[name] is None for name in ("window", "cap_in", "sinks"))
         and (t.block_m, t.block_n) == (128, 64)
         and (t.near_split | t.far_split | t.split_change) % 128 == 0  # splits begin at even tiles
         and query.shape[1] // k_cache.shape[2] <= 128
@@ -249,7 +249,7 @@ def fits(
 
 def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
     """The kernel's constants."""
-    names = ("HQ", "HKV", "Q_STEP", "BLOCK_N", "NEAR_SPLIT", "FAR_SPLIT", "SPLIT_CHANGE", "PAGE")
+    names = ("HQ", "HKV", "STEP", "BLOCK_N", "NEAR_SPLIT", "FAR_SPLIT", "SPLIT_CHANGE", "PAGE")
     dim = query.shape[2]
     chosen = {"D": dim, "BLOCK_M": 128, "STAGES": _STAGES[dim]}
     return {name: shared[name] for name in names} | chosen

@@ -206,7 +206,7 @@ def consume(
     HQ: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
-    Q_STEP: gl.constexpr,
+    STEP: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NEAR_SPLIT: gl.constexpr,
@@ -232,7 +232,7 @@ def consume(
     tokens, heads, mask = lines_of(
         WARPGROUP * 64, 64, head, begin, first, num_queries, G, BLOCK_Q, LINE
     )
-    rows = tokens * (token_stride * Q_STEP) + heads.to(gl.int64) * (head_stride * Q_STEP)
+    rows = tokens * (token_stride * STEP) + heads.to(gl.int64) * (head_stride * STEP)
     dims = gl.arange(0, D, gl.SliceLayout(0, LINE))
     q = gl.load(query + rows[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
     q_smem.store(q)

@@ -60,9 +60,9 @@ class TritonBackend:
         Raises:
             RuntimeError: as :meth:`attend`.
         """
-        query, key = inputs.query, inputs.key
+        query, key, value = inputs[:3]
         is_decode = 0 < len(query) == len(kv.block_tables) <= _MAX_FUSED
-        if is_decode and fits(query, key, inputs.q_weight is not None):
+        if is_decode and fits(query, key, value, inputs.q_weight is not None):
             return fused_rope_attention(
                 inputs, slot_mapping, kv, params, arrival_counters=self._counters(query)
             )

@@ -9,13 +9,13 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ..device import as_rows, has_dependent_launch
-from .rounding import rounded, silu
+from .rounding import EMULATE, rounded, silu
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _gelu_tanh(x, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gelu_tanh(x):  # type: ignore[no-untyped-def]
     # As torch's CUDA kernel, in which nvcc contracts the inner product and sum.
     u = 0.7978845608028654 * tl.fma(x * x * x, 0.044715, x)
     if EMULATE:
@@ -35,7 +35,6 @@ def _act_mul_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
-    EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``out = activation(gate) * up``, ``[rows, N]``. Grid: ``(rows * ceil(N / BLOCK),)``."""
@@ -50,10 +49,10 @@ def _act_mul_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(gate + row * gate_stride + i, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
     if KIND == "silu":
-        x = silu(x, EMULATE)
+        x = silu(x)
     else:
-        x = _gelu_tanh(x, EMULATE)
-    y = rounded(rounded(x, DTYPE, EMULATE) * y, DTYPE, EMULATE)
+        x = _gelu_tanh(x)
+    y = rounded(rounded(x, DTYPE) * y, DTYPE)
     tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
 
 
@@ -74,7 +73,6 @@ def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         N=width,
         BLOCK=_BLOCK,
         KIND=kind,
-        EMULATE=gate.device.type == "cpu",
         PDL=overlap,
         num_warps=4,
         enable_fp_fusion=False,

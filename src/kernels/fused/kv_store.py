@@ -21,18 +21,14 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     k_cache,
     v_cache,
     slot_mapping,
-    k_token_stride,  # in units of K_STEP elements
+    k_token_stride,  # all in units of STEP elements
     k_head_stride,
-    v_token_stride,  # in units of V_STEP elements
+    v_token_stride,
     v_head_stride,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
-    K_WIDTH: tl.constexpr,  # Hkv * Dk, elements of one token in the cache
-    V_WIDTH: tl.constexpr,
-    K_PADDED: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    K_STEP: tl.constexpr,
-    V_STEP: tl.constexpr,
+    HKV: tl.constexpr,
+    STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``k_cache[slot_mapping[t]] = key[t]``, values alike. Grid: ``(T,)``.
@@ -40,18 +36,20 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     Shapes: key ``[T, HKV, K_DIM]``, value ``[T, HKV, V_DIM]``, caches ``[slots, WIDTH]``,
     slot_mapping ``[T]``.
     """
+    K_WIDTH: tl.constexpr = HKV * K_DIM  # elements of one token in the cache
+    V_WIDTH: tl.constexpr = HKV * V_DIM
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
 
-    i = tl.arange(0, K_PADDED)
-    first = key + token * (k_token_stride * K_STEP)
-    source = first + (i // K_DIM).to(tl.int64) * (k_head_stride * K_STEP) + i % K_DIM
+    i = tl.arange(0, triton.next_power_of_2(K_WIDTH))
+    first = key + token * (k_token_stride * STEP)
+    source = first + (i // K_DIM).to(tl.int64) * (k_head_stride * STEP) + i % K_DIM
     tl.store(k_cache + slot * K_WIDTH + i, tl.load(source, mask=i < K_WIDTH), mask=i < K_WIDTH)
-    i = tl.arange(0, V_PADDED)
-    first = value + token * (v_token_stride * V_STEP)
-    source = first + (i // V_DIM).to(tl.int64) * (v_head_stride * V_STEP) + i % V_DIM
+    i = tl.arange(0, triton.next_power_of_2(V_WIDTH))
+    first = value + token * (v_token_stride * STEP)
+    source = first + (i // V_DIM).to(tl.int64) * (v_head_stride * STEP) + i % V_DIM
     tl.store(v_cache + slot * V_WIDTH + i, tl.load(source, mask=i < V_WIDTH), mask=i < V_WIDTH)
 
 
@@ -63,35 +61,25 @@ def kv_store(
     ``key`` and ``value`` may be strided in tokens and heads, as the transposed views of a model
     are. What ends up in the null block, where many tokens write, is not determined.
     """
-    num_tokens, num_heads, k_dim = key.shape
-    v_dim = value.shape[2]
+    num_tokens, num_heads, _ = key.shape
     if num_tokens == 0:
         return
     if key.stride(2) != 1:
         key = key.contiguous()
     if value.stride(2) != 1:
         value = value.contiguous()
-    k_width, v_width = num_heads * k_dim, num_heads * v_dim
-    k_token_stride, k_head_stride, k_step = vector_strides(key)
-    v_token_stride, v_head_stride, v_step = vector_strides(value)
+    *strides, step = vector_strides(key, value)
     _store_kernel[(num_tokens,)](
         key,
         value,
         k_cache,
         v_cache,
         slot_mapping,
-        k_token_stride,
-        k_head_stride,
-        v_token_stride,
-        v_head_stride,
-        K_DIM=k_dim,
-        V_DIM=v_dim,
-        K_WIDTH=k_width,
-        V_WIDTH=v_width,
-        K_PADDED=triton.next_power_of_2(k_width),
-        V_PADDED=triton.next_power_of_2(v_width),
-        K_STEP=k_step,
-        V_STEP=v_step,
+        *strides,
+        K_DIM=key.shape[2],
+        V_DIM=value.shape[2],
+        HKV=num_heads,
+        STEP=step,
         PDL=has_dependent_launch(key.device),
         num_warps=4,
     )

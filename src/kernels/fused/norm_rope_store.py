@@ -21,6 +21,12 @@ from .rounding import rounded, scaled
 _TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
 
 
+@triton.constexpr_function
+def heads_at_once(num_heads, d_pad):  # type: ignore[no-untyped-def]
+    """Heads of a program, for up to ``num_heads`` of ``d_pad`` elements; a power of two."""
+    return min(max(_TILE // d_pad, 1), triton.next_power_of_2(num_heads))
+
+
 @triton.jit
 def partners_of(offsets, R: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which element of a head is rotated with that at ``offsets``: itself beyond the first R.
@@ -57,7 +63,6 @@ def norm_and_rotate(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     R: tl.constexpr,
     DTYPE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Heads ``x [M, D_PAD]``, normalised if ``norm.FORM`` and rotated, in DTYPE.
 
@@ -73,12 +78,12 @@ def norm_and_rotate(  # type: ignore[no-untyped-def]
     y = y.to(tl.float32)
     if norm.FORM != "":
         r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + norm.eps)[:, None]
-        x = scaled(x * r, norm.weight.to(tl.float32), norm.FORM, DTYPE, EMULATE)
-        y = scaled(y * r, norm.partners.to(tl.float32), norm.FORM, DTYPE, EMULATE)
+        x = scaled(x * r, norm.weight.to(tl.float32), norm.FORM, DTYPE)
+        y = scaled(y * r, norm.partners.to(tl.float32), norm.FORM, DTYPE)
     y = tl.where((offsets < HALF)[None, :], -y, y)
-    result = rounded(x * c.to(tl.float32), DTYPE, EMULATE)
-    result += rounded(y * s.to(tl.float32), DTYPE, EMULATE)
-    result = tl.where((offsets < R)[None, :], rounded(result, DTYPE, EMULATE), x)
+    result = rounded(x * c.to(tl.float32), DTYPE)
+    result += rounded(y * s.to(tl.float32), DTYPE)
+    result = tl.where((offsets < R)[None, :], rounded(result, DTYPE), x)
     return result.to(DTYPE)
 
 
@@ -98,7 +103,6 @@ def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
     R: tl.constexpr,
     FORM: tl.constexpr,
     DTYPE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target."""
     partners = partners_of(offsets, R)
@@ -112,9 +116,7 @@ def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
         w_partner = tl.load(weight + partners, mask=offsets < D, other=0.0)[None, :]
     c = tl.load(cos, mask=offsets < R, other=0.0)[None, :]
     s = tl.load(sin, mask=offsets < R, other=0.0)[None, :]
-    result = norm_and_rotate(
-        x, y, HeadNorm(w, w_partner, eps, FORM), c, s, offsets, D, R, DTYPE, EMULATE
-    )
+    result = norm_and_rotate(x, y, HeadNorm(w, w_partner, eps, FORM), c, s, offsets, D, R, DTYPE)
     tl.store(target + heads[:, None] * D + offsets[None, :], result, mask=mask)
 
 
@@ -162,12 +164,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     DV: tl.constexpr,
     R: tl.constexpr,
     TABLE: tl.constexpr,
-    HEADS: tl.constexpr,
-    V_HEADS: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
     FORM: tl.constexpr,
-    EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``rope(norm(q))`` to ``out``, ``rope(norm(k))`` and ``v`` to their slots of the caches, with
@@ -182,6 +179,10 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = out.dtype.element_ty
+    D_PAD: tl.constexpr = triton.next_power_of_2(D)
+    DV_PAD: tl.constexpr = triton.next_power_of_2(DV)
+    HEADS: tl.constexpr = heads_at_once(max(HQ, HKV), D_PAD)
+    V_HEADS: tl.constexpr = heads_at_once(HKV, DV_PAD)
     Q_TILES: tl.constexpr = (HQ + HEADS - 1) // HEADS
     K_TILES: tl.constexpr = (HKV + HEADS - 1) // HEADS
     V_TILES: tl.constexpr = (HKV + V_HEADS - 1) // V_HEADS
@@ -198,13 +199,12 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     if tile < Q_TILES:
         _norm_and_rotate_heads(
             query + token * q_stride, out + token * HQ * D, q_weight, cos, sin, eps, q_head_stride,
-            offsets, tile * HEADS + lane, HQ, D, R, FORM, DTYPE, EMULATE,
+            offsets, tile * HEADS + lane, HQ, D, R, FORM, DTYPE,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         _norm_and_rotate_heads(
             key + token * k_stride, k_cache + slot * HKV * D, k_weight, cos, sin, eps,
             k_head_stride, offsets, (tile - Q_TILES) * HEADS + lane, HKV, D, R, FORM, DTYPE,
-            EMULATE,
         )  # fmt: skip
     else:
         _copy_heads(
@@ -212,11 +212,6 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
             tl.arange(0, DV_PAD),
             (tile - Q_TILES - K_TILES) * V_HEADS + tl.arange(0, V_HEADS), HKV, DV,
         )  # fmt: skip
-
-
-def heads_at_once(num_heads: int, d_pad: int) -> int:
-    """Heads of a program, for up to ``num_heads`` of ``d_pad`` elements; a power of two."""
-    return min(max(_TILE // d_pad, 1), triton.next_power_of_2(num_heads))
 
 
 def norm_rope_store(
@@ -236,9 +231,8 @@ def norm_rope_store(
     if num_tokens == 0:
         return out
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-    d_pad, dv_pad = triton.next_power_of_2(dim), triton.next_power_of_2(v_dim)
-    heads = heads_at_once(max(num_heads, num_kv_heads), d_pad)
-    v_heads = heads_at_once(num_kv_heads, dv_pad)
+    heads = heads_at_once(max(num_heads, num_kv_heads), triton.next_power_of_2(dim))
+    v_heads = heads_at_once(num_kv_heads, triton.next_power_of_2(v_dim))
     num_tiles = (
         triton.cdiv(num_heads, heads)
         + triton.cdiv(num_kv_heads, heads)
@@ -274,12 +268,7 @@ def norm_rope_store(
         DV=v_dim,
         R=rotary_dim,
         TABLE=cos.shape[2],
-        HEADS=heads,
-        V_HEADS=v_heads,
-        D_PAD=d_pad,
-        DV_PAD=dv_pad,
         FORM="" if q_weight is None else form,
-        EMULATE=query.device.type == "cpu",
         PDL=overlap,
         num_warps=4,
         enable_fp_fusion=False,

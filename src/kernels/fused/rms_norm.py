@@ -30,7 +30,6 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     FORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``out = h / sqrt(mean(h**2) + eps) * weight`` with ``h = residual + x`` if HAS_RESIDUAL,
@@ -48,11 +47,11 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     h = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         h += tl.load(residual + row * residual_stride + i, mask=mask, other=0.0).to(tl.float32)
-        h = rounded(h, DTYPE, EMULATE)
+        h = rounded(h, DTYPE)
         tl.store(hidden + row * N + i, h.to(DTYPE), mask=mask)
     mean = tl.sum(h * h, axis=0) * (1.0 / N)
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE, EMULATE)
+    y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE)
     tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
 
 
@@ -81,7 +80,6 @@ def _launch(
         BLOCK=block,
         FORM=form,
         HAS_RESIDUAL=residual is not None,
-        EMULATE=x.device.type == "cpu",
         PDL=overlap,
         num_warps=min(max(block // 256, 1), 16),
         enable_fp_fusion=False,

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ..device import has_dependent_launch
-from .rounding import rounded
+from .rounding import EMULATE, rounded
 
 
 @triton.jit(do_not_specialize=["frequency_step", "position_step"])
@@ -23,7 +23,6 @@ def _rope_table_kernel(  # type: ignore[no-untyped-def]
     scaling,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``cos(position * frequency) * scaling``, twice side by side; sin alike. Grid: ``(T,)``."""
@@ -41,8 +40,8 @@ def _rope_table_kernel(  # type: ignore[no-untyped-def]
         cos, sin = tl.cos(angles), tl.sin(angles)
     else:
         cos, sin = libdevice.cos(angles), libdevice.sin(angles)
-    cos = rounded(cos * scaling, DTYPE, EMULATE).to(DTYPE)
-    sin = rounded(sin * scaling, DTYPE, EMULATE).to(DTYPE)
+    cos = rounded(cos * scaling, DTYPE).to(DTYPE)
+    sin = rounded(sin * scaling, DTYPE).to(DTYPE)
     at = token * (2 * H) + i
     tl.store(cos_table + at, cos, mask=mask)
     tl.store(cos_table + at + H, cos, mask=mask)
@@ -71,7 +70,6 @@ def rope_table(
         float(scaling),
         H=half,
         BLOCK=triton.next_power_of_2(half),
-        EMULATE=positions.device.type == "cpu",
         PDL=overlap,
         num_warps=1,
         enable_fp_fusion=False,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra import libdevice
+
+# Whether Triton interprets kernels on a CPU, which lacks some of what a GPU does.
+EMULATE = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
-def silu(x, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+def silu(x):  # type: ignore[no-untyped-def]
     """silu of float32, not rounded yet: the same for an activation of its own and for one that a
-    product applies, so that both give the same bits."""
+    matmul applies, so that both give the same bits."""
     # tl.exp is the fast one of the hardware; torch calls the library's. The interpreter has none.
     if EMULATE:
         e = tl.exp(-x)
@@ -20,10 +24,10 @@ def silu(x, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 ``x`` rounded to ``dtype`` (to nearest, ties to even), as float32.
 
-    EMULATE: Triton's interpreter cuts off instead of rounding to bfloat16, so do it by hand.
+    Triton's interpreter cuts off instead of rounding to bfloat16, so there it is done by hand.
     """
     if EMULATE and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -34,11 +38,11 @@ def rounded(x, dtype: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit
 def scaled(  # type: ignore[no-untyped-def]
-    y, weight, FORM: tl.constexpr, DTYPE: tl.constexpr, EMULATE: tl.constexpr
+    y, weight, FORM: tl.constexpr, DTYPE: tl.constexpr
 ):
     """The normalised ``y`` times its weight (both float32), rounded to DTYPE, as float32."""
     if FORM == "rounded":
-        y = rounded(y, DTYPE, EMULATE)
+        y = rounded(y, DTYPE)
     if FORM == "plus_one":
         weight = weight + 1.0
-    return rounded(y * weight, DTYPE, EMULATE)
+    return rounded(y * weight, DTYPE)

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import has_dependent_launch
-from ..fused.rounding import silu
+from ..fused.rounding import EMULATE, silu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class Tile:
 
 
 @triton.jit
-def _silu_mul(gate, up, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul(gate, up):  # type: ignore[no-untyped-def]
     """silu(gate) * up, each rounded to the operands' dtype, as two kernels of torch leave it."""
-    activated = silu(gate.to(tl.float32), INTERPRETED).to(gate.dtype)
+    activated = silu(gate.to(tl.float32)).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
@@ -61,11 +61,10 @@ def _fold(  # type: ignore[no-untyped-def]
     weights,
     total,
     SWAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """total + rows @ weights.T, or the transpose of that."""
-    if INTERPRETED:  # NumPy knows no bfloat16
+    if EMULATE:  # NumPy knows no bfloat16
         rows, weights = rows.to(tl.float32), weights.to(tl.float32)
     if SWAP:
         total = tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
@@ -102,14 +101,13 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``out = x @ weight.T + bias``, with a gate ``silu(gate) * up`` of its two halves.
 
     Grid: tiles of BLOCK_M rows by BLOCK_N outputs; each sums over K in order, without split-K.
     """
+    PRECISION: tl.constexpr = "ieee" if x.dtype.element_ty == tl.float32 else "tf32"
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -143,7 +141,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         else:
             rows = tl.load(x_at + begin, mask=is_row, other=0.0)
             weights = tl.load(w_at + begin)
-        total = _fold(rows, weights, total, SWAP, INTERPRETED, PRECISION)
+        total = _fold(rows, weights, total, SWAP, PRECISION)
         if HAS_GATE:
             if x_tiles is not None:
                 ups = weight_tiles.load([begin_n + N, begin])
@@ -151,7 +149,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
                 ups = tl.load(up_at + begin, mask=in_k, other=0.0)
             else:
                 ups = tl.load(up_at + begin)
-            up_total = _fold(rows, ups, up_total, SWAP, INTERPRETED, PRECISION)
+            up_total = _fold(rows, ups, up_total, SWAP, PRECISION)
 
     side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
     if bias is not None:
@@ -160,7 +158,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     if HAS_GATE:
         if bias is not None:
             up_total = _add_bias(up_total, tl.expand_dims(tl.load(bias + n_read + N), side))
-        result = _silu_mul(result, up_total.to(out.dtype.element_ty), INTERPRETED)
+        result = _silu_mul(result, up_total.to(out.dtype.element_ty))
     m_out, n_out = tl.expand_dims(m, 1 - side), tl.expand_dims(n, side)
     target = out + m_out.to(tl.int64) * N + n_out
     tl.store(target, result, mask=(m_out < num_rows) & (n_out < N))
@@ -233,8 +231,6 @@ def matmul(
         BLOCK_K=tile.block_k,
         SWAP=tile.swap_ab,
         HAS_GATE=has_gate,
-        INTERPRETED=not x.is_cuda,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource, compile
 
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.tiling import choose_tiling
-from pagespec.kernels.fused.norm_rope_store import _norm_rope_store_kernel, heads_at_once
+from pagespec.kernels.fused.norm_rope_store import _norm_rope_store_kernel
 
 _BF16 = {"query", "key", "value", "cos", "sin", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
 _POINTERS = {
@@ -62,23 +62,23 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
     t = choose_tiling(torch.bfloat16, dim, dim)
     group = triton.next_power_of_2(hq // hkv)
     constants = {
-        "HQ": hq, "HKV": hkv, "DK": dim, "DV": dim, "DK_PAD": dim, "DV_PAD": dim, "Q_STEP": 16,
-        "BLOCK_M": max(16, group), "BLOCK_N": t.block_n, "NEAR_SPLIT": t.near_split,
+        "HQ": hq, "HKV": hkv, "DK": dim, "DV": dim, "STEP": 16,
+        "BLOCK_N": t.block_n, "NEAR_SPLIT": t.near_split,
         "FAR_SPLIT": t.far_split, "SPLIT_CHANGE": t.split_change, "FIRST_SPLITS": 1,
         "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.long_context,
-        "PAGE": 16, "GROUP": group,
+        "PAGE": 16,
         "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True,
-        "HAS_WINDOW": case["window"], "HAS_SOFTCAP": case["softcap"], "HAS_SINKS": False,
-        "PRECISION": "tf32", "EMULATE": False, "PDL": True, "FUSE_ROPE": turn,
-        "LATE_TRIGGER": turn, "sinks": None,
+        "TRIGGER": "late" if turn else "early", "sinks": None,
     }  # fmt: skip
+    constants |= dict.fromkeys([] if case["window"] else ["window"])
+    constants |= dict.fromkeys([] if case["softcap"] else ["cap_in", "cap_out"])
     if turn:
-        angles = {"K_STEP": 16, "V_STEP": 16, "R": dim, "TABLE": dim, "ANGLES": 8}
+        angles = {"R": dim, "TABLE": dim, "cos_step": None, "sin_step": None}
         return constants | angles | {"FORM": "rounded"}
     unused = (
         "key", "value", "cos", "sin", "q_weight", "k_weight", "slot_mapping", "eps",
         "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride", "cos_stride",
-        "cos_step", "sin_stride", "sin_step", "K_STEP", "V_STEP", "R", "TABLE", "ANGLES", "FORM",
+        "cos_step", "sin_stride", "sin_step", "R", "TABLE", "FORM",
     )  # fmt: skip
     return constants | dict.fromkeys(unused)
 
@@ -87,8 +87,7 @@ def rope_constants(case: dict[str, Any]) -> dict[str, Any]:
     hq, hkv, dim = case["hq"], case["hkv"], case["dim"]
     return {
         "HQ": hq, "HKV": hkv, "D": dim, "DV": dim, "R": dim, "TABLE": dim,
-        "HEADS": heads_at_once(hq, dim), "V_HEADS": heads_at_once(hkv, dim),
-        "D_PAD": dim, "DV_PAD": dim, "FORM": "rounded", "EMULATE": False, "PDL": True,
+        "FORM": "rounded", "PDL": True,
     }  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def test_an_engine_joins_small_decode_steps(
 def test_one_launch_only_where_squares_are_added_up_alike() -> None:
     def fits(heads: tuple[int, int], dim: int, has_norm: bool = True, width: int = 0) -> bool:
         query, key = (torch.empty(2, n, width or dim, dtype=torch.bfloat16) for n in heads)
-        return decode_prologue.fits(query[..., :dim], key[..., :dim], has_norm)
+        return decode_prologue.fits(*(x[..., :dim] for x in (query, key, key)), has_norm)
 
     assert fits((16, 8), 128)
     assert fits((32, 8), 128)
@@ -151,7 +151,7 @@ def test_one_launch_only_where_squares_are_added_up_alike() -> None:
     assert not fits((4, 2), 64)  # 256 elements: fewer than 8 a thread
     assert fits((4, 2), 64, has_norm=False)
     assert not fits((16, 8), 128, width=132)  # strides that do not allow 16 bytes at once
-    assert not decode_prologue.fits(torch.empty(2, 16, 128), torch.empty(2, 8, 128), False)
+    assert not decode_prologue.fits(torch.empty(2, 16, 128), *torch.empty(2, 2, 8, 128), False)
 
 
 def test_its_bits_do_not_hang_on_the_compiler() -> None:

@@ -39,7 +39,7 @@ def test_one_launch_gives_the_bits_of_two(shape: Shape) -> None:
     # Every split a program; the first segment to split_change; several tokens a row.
     for rows, num_padding in ((DECODE[-1:], 1), (DECODE, 2), (DECODE * 4, 0), (SEVERAL, 0)):
         case = Case(shape, rows, num_padding=num_padding, device="cuda")
-        assert fits(case.inputs.query, case.inputs.key, has_norm=True)
+        assert fits(*case.inputs[:3], has_norm=True)
         case.check()
 
 
