@@ -51,7 +51,7 @@ class GpuRunner:
         block_size: tokens a KV block. num_blocks: blocks besides the null block.
         max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
         max_num_blocks: most blocks of a request.
-        transparent: keep float32 sums in products.
+        transparent: keep float32 sums in matmuls.
         overlap: plan and queue a step before the tokens of the one before are known.
         on_logits: as for :class:`.cpu_runner.ModelRunner`.
     """

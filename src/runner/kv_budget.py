@@ -9,8 +9,6 @@ from ..errors import InvalidInputError
 from .host_memory import available_bytes
 
 GIB = 1 << 30
-
-
 _CPU_CACHE_LIMIT_BYTES = 4 * GIB
 
 

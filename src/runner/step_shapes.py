@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from ..compile.step_inputs import MIN_SIZE
 
 _FEW_ROWS = 8
-
-
 _MAX_TOKENS_OF_FEW_ROWS = 2048
-
-
-_MANY_ROWS = 256  # from here on a product takes longer for more tokens
+_MANY_ROWS = 256  # from here on a matmul takes longer for more tokens
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,7 +28,7 @@ class StepShape:
 def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes of decode steps to capture: powers of two and the sizes halfway from 64 on.
 
-    Rows of padding cost next to nothing below 256 (a product reads its whole weight for any number
+    Rows of padding cost next to nothing below 256 (a matmul reads its whole weight for any number
     of rows, attention reads nothing for them). Each graph costs memory and start-up time, most of
     it for loading the library's kernels for one more number of rows. One request runs in the
     bucket of 2, the smallest batch the captured graph is valid for.

@@ -191,7 +191,7 @@ def _attend(
 ) -> Tensor:
     """One group: ``query [R * n, Hq, Dk]`` over ``[num_tiles or more * R, 64, Hkv, D]``."""
     num_rows, num_tiles, num_kv_heads = group.num_rows, group.num_tiles, keys.shape[2]
-    num_products = num_tiles * num_rows
+    num_matmuls = num_tiles * num_rows
     num_queries = query.shape[0] // num_rows
     num_q_heads, k_dim = query.shape[1:]
     group_size = num_q_heads // num_kv_heads
@@ -207,9 +207,9 @@ def _attend(
     # A head's matmuls of all tiles and rows are one batch.
     scores = q.new_empty(num_kv_heads, num_tiles, num_rows, rows, _TILE)
     every = q.unsqueeze(1).expand(-1, num_tiles, -1, -1, -1)
-    every = every.reshape(num_kv_heads, num_products, rows, k_dim)
-    per_head = scores.view(num_kv_heads, num_products, rows, _TILE)
-    keys = keys[:num_products].permute(2, 0, 3, 1)
+    every = every.reshape(num_kv_heads, num_matmuls, rows, k_dim)
+    per_head = scores.view(num_kv_heads, num_matmuls, rows, _TILE)
+    keys = keys[:num_matmuls].permute(2, 0, 3, 1)
     for left, right, out in zip(every.unbind(), keys.unbind(), per_head.unbind(), strict=True):
         torch.bmm(left, right, out=out)
     real = scores[..., :used, :].view(
@@ -233,7 +233,7 @@ def _attend(
         total += share
     mixed = q.new_zeros(num_kv_heads, num_rows, rows, values.shape[3])
     num = max(1, _PART_ELEMENTS // mixed.numel()) * num_rows
-    values = values[:num_products].permute(2, 0, 1, 3)
+    values = values[:num_matmuls].permute(2, 0, 1, 3)
     for left, right in zip(per_head.split(num, 1), values.split(num, 1), strict=True):
         parts = q.new_empty(num_kv_heads, left.shape[1], rows, values.shape[3])
         for head, out in enumerate(parts.unbind()):

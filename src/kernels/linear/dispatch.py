@@ -39,13 +39,13 @@ def _ours(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool = False
 
         out = matmul_sm90.matmul(rows, weight, tile=early, has_gate=has_gate)
     else:
-        shape = _product_shape(weight, has_gate)
+        shape = _matmul_shape(weight, has_gate)
         tile = choose_tile(len(rows), *shape, x.itemsize, has_gate, Gpu.of(x.device))
         out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _product_shape(weight: Tensor, has_gate: bool) -> tuple[int, int]:
+def _matmul_shape(weight: Tensor, has_gate: bool) -> tuple[int, int]:
     """(N, K) of a matmul; a weight of gate and up has 2 N rows."""
     return len(weight) // (2 if has_gate else 1), weight.shape[1]
 
@@ -54,7 +54,7 @@ def _early_tile(weight: Tensor, num_rows: int, has_gate: bool) -> PrefetchTile |
     """The tile for ``num_rows`` of the kernel in Gluon; None where that does not serve."""
     if weight.dtype != torch.bfloat16 or not supports_tma(weight):
         return None
-    shape = _product_shape(weight, has_gate)
+    shape = _matmul_shape(weight, has_gate)
     return choose_prefetch_tile(num_rows, *shape, has_gate, Gpu.of(weight.device))
 
 
@@ -131,8 +131,8 @@ def norm_linear(
             )  # fmt: skip
             return out.view(*x.shape[:-1], out.shape[1]), hidden.view(x.shape)
     normed, hidden = fused.add_rms_norm(x, residual, norm_weight, eps, form)
-    product = linear_silu_mul if has_gate else linear
-    return product(normed, weight, None, max_custom_rows), hidden
+    multiply = linear_silu_mul if has_gate else linear
+    return multiply(normed, weight, None, max_custom_rows), hidden
 
 
 def _tile_with_norm(weight: Tensor, num_rows: int, has_gate: bool) -> PrefetchTile | None:

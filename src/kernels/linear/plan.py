@@ -141,7 +141,7 @@ def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
     changed = _differing(lambda rows: _ours(rows, weight, bias), x, SWEEP_ROWS, expected)
     if changed:
         raise UnsupportedModelError(
-            f"products with a weight of {list(weight.shape)}, {weight.dtype}: on this GPU neither "
+            f"matmuls with a weight of {list(weight.shape)}, {weight.dtype}: on this GPU neither "
             f"cuBLAS nor our kernel keeps a row's bits for all numbers of rows (ours differs from "
             f"its {REFERENCE_ROWS} rows at {list(changed)}); transparent=False does without"
         )

@@ -47,12 +47,12 @@ class LinearPlans:
                 _write(self._file, self._few_rows)
         return self._few_rows[key]
 
-    def prepare(self, products: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    def prepare(self, matmuls: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Compile side by side what the sweeps of these weights and biases will launch."""
         if not self._transparent:
             return
         new: dict[str, tuple[Tensor, Tensor | None]] = {}
-        for weight, bias in products:
+        for weight, bias in matmuls:
             if not has_one_tile(weight.shape[1], weight.itemsize):
                 new.setdefault(_key(weight, bias), (weight, bias))
         if not new:
