@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pagespec.errors import InvalidInputError
+from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import flash
 from pagespec.kernels.attention.backend import AttentionBackend, select_backend
 
@@ -40,7 +41,7 @@ class Case:
         target: GB/s that decode of this case should reach on an H100, 0 for none.
 
     Its other attributes are those of an attention call of a model, as
-    :class:`pagespec.kernels.attention.flash.AttentionShape` has them.
+    :class:`pagespec.kernels.attention.spec.AttentionSpec` has them.
     """
 
     name: str
@@ -118,13 +119,8 @@ def inputs(
     return [
         (
             normal(int(new.sum()), case.num_q_heads, case.head_dim),
-            normal(num_blocks + 1, block_size, *heads),
-            normal(num_blocks + 1, block_size, *heads),
-            *metadata,
-            case.head_dim**-0.5,
-            case.window,
-            case.softcap,
-            None,
+            PagedKV(*(normal(num_blocks + 1, block_size, *heads) for _ in "kv"), *metadata),
+            AttentionParams(case.head_dim**-0.5, case.window, case.softcap),
         )
         for _ in range(num_layers or max(2, math.ceil(_POOL_BYTES / case.kv_bytes())))
     ]

@@ -16,6 +16,8 @@ the reference for all others. An engine replaces them in its graph by the functi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,14 @@ _LIBRARY.define(
     "Tensor? sinks) -> Tensor",
     tags=_TAGS,
 )
+
+
+def _paged_attention(query: Tensor, *rest: Any) -> Tensor:
+    return reference.paged_attention(query, PagedKV(*rest[:5]), AttentionParams(*rest[5:]))
+
+
 _LIBRARY.impl("kv_store", fused.kv_store, "CompositeExplicitAutograd")
-_LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
+_LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
 
 
 def _kv_store_cuda(
@@ -57,26 +65,14 @@ def _kv_store_cuda(
     store(key, value, k_cache, v_cache, slot_mapping)
 
 
-def _paged_attention_cuda(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    widest = max(query.shape[2], v_cache.shape[3])
-    kv = PagedKV(k_cache, v_cache, query_starts, context_lens, block_tables)
-    params = AttentionParams(scale, window, softcap, sinks)
-    if triton_limit(query.device, query.dtype, widest, k_cache.shape[1]) is None:
+def _paged_attention_cuda(query: Tensor, *rest: Any) -> Tensor:
+    kv, params = PagedKV(*rest[:5]), AttentionParams(*rest[5:])
+    widest = max(query.shape[2], kv.v_cache.shape[3])
+    if triton_limit(query.device, query.dtype, widest, kv.k_cache.shape[1]) is None:
         from .attention import launch
 
         return launch.paged_attention(query, kv, params)
-    return reference.paged_attention(query, *kv, *params)
+    return reference.paged_attention(query, kv, params)
 
 
 _LIBRARY.impl("kv_store", _kv_store_cuda, "CUDA")

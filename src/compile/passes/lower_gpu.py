@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ...kernels.arguments import AttentionParams, PagedKV
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
 from ...kernels.linear import grouped_mm
@@ -34,7 +35,9 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
             continue
         attention = context.attention
         if attention is not None and calls_op(node, "paged_attention"):
+            query, *rest = node.args
             node.target = attention.attend
+            node.args = (query, PagedKV(*rest[:5]), AttentionParams(*rest[5:]))
         elif attention is not None and calls_op(node, "kv_store"):
             node.target = attention.store
         elif (operands := grouped_operands(node)) is not None:

@@ -18,12 +18,11 @@ from ...errors import InvalidInputError
 from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..fused import dispatch as fused
 from . import flash, reference
-from .flash import AttentionShape, Library
+from .flash import Library
+from .spec import AttentionSpec
 
-Attend = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, float, Tensor | None], Tensor
-]
-"""The signature of ``pagespec::paged_attention``, all arguments by position."""
+Attend = Callable[[Tensor, PagedKV, AttentionParams], Tensor]
+"""``pagespec::paged_attention`` of a query, its other arguments bundled."""
 Store = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """The signature of ``pagespec::kv_store``, all arguments by position."""
 FusedRopeAttention = Callable[[RopeInputs, Tensor, PagedKV, AttentionParams], Tensor]
@@ -42,8 +41,8 @@ class AttentionBackend:
     Attributes:
         name: "triton", "flash" or "reference".
         reason: one sentence for the log.
-        attend, store: functions with the positional signature of the ops. One choice serves one
-            engine: the calls of ``attend`` have to follow one another on one stream.
+        attend, store: what the ops do. One choice serves one engine: the calls of ``attend`` have
+            to follow one another on one stream.
         fused_rope_attention: norm, rotation, store and attention as one call, with the bits of
             two; None where there is none.
     """
@@ -124,7 +123,7 @@ def select_backend(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    specs: Sequence[AttentionShape],
+    specs: Sequence[AttentionSpec],
     block_size: int,
     transparent: bool,
 ) -> AttentionBackend:
@@ -193,7 +192,7 @@ def _flash(
     libraries: Sequence[Library],
     device: torch.device,
     dtype: torch.dtype,
-    specs: Sequence[AttentionShape],
+    specs: Sequence[AttentionSpec],
     block_size: int,
 ) -> AttentionBackend | str:
     """The first of ``libraries`` that can serve, or why none can."""

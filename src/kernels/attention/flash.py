@@ -2,7 +2,7 @@
 
 Two of them can read pages: ``flash-attn-4`` (``flash_attn.cute``; written for 4.0.0b36) on Hopper
 and Blackwell, and ``flash-attn`` 2 (written for 2.8) from Ampere on. :func:`attend_4` and
-:func:`attend_2` take exactly what the op takes. What a library cannot do exactly
+:func:`attend_2` take what the op takes, bundled. What a library cannot do exactly
 :func:`limit_of` says before the first step; the functions themselves check nothing.
 
 Neither promises the same bits under another schedule: tiles follow the lengths of the batch.
@@ -13,41 +13,24 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ..arguments import AttentionParams, PagedKV
+from .spec import AttentionSpec
 
 Library = Literal["flash-attn-4", "flash-attn"]
 LIBRARIES: tuple[Library, ...] = ("flash-attn-4", "flash-attn")
 _MODULES = {"flash-attn-4": "flash_attn.cute", "flash-attn": "flash_attn"}
 
 
-class AttentionShape(Protocol):
-    """What decides whether an implementation can serve an attention call of the model; as in
-    :class:`.attention.AttentionSpec`, where the attributes are described."""
-
-    @property
-    def num_q_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def k_dim(self) -> int: ...
-    @property
-    def v_dim(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def softcap(self) -> float: ...
-    @property
-    def has_sinks(self) -> bool: ...
-
-
 def limit_of(
     library: Library,
     capability: tuple[int, int],
     dtype: torch.dtype,
-    specs: Sequence[AttentionShape],
+    specs: Sequence[AttentionSpec],
     block_size: int,
 ) -> str | None:
     """Why ``library`` cannot serve all ``specs``, or None if it can.
@@ -75,7 +58,7 @@ def limit_of(
 
 
 def _limit_4(
-    capability: tuple[int, int], specs: Sequence[AttentionShape], block_size: int
+    capability: tuple[int, int], specs: Sequence[AttentionSpec], block_size: int
 ) -> str | None:
     """The conditions in ``flash_attn/cute/interface.py`` for a forward pass over pages."""
     if capability[0] not in (9, 10, 11):
@@ -97,7 +80,7 @@ def _limit_4(
 
 
 def _limit_2(
-    capability: tuple[int, int], specs: Sequence[AttentionShape], block_size: int
+    capability: tuple[int, int], specs: Sequence[AttentionSpec], block_size: int
 ) -> str | None:
     """The conditions in ``csrc/flash_attn/flash_api.cpp``, ``mha_varlen_fwd`` with pages."""
     if capability[0] < 8:
@@ -114,55 +97,35 @@ def _limit_2(
     return None
 
 
-def attend_4(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def attend_4(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     """As :func:`.ops.paged_attention`, by flash-attn-4."""
     from flash_attn.cute import flash_attn_varlen_func
 
+    window = params.window
     result = flash_attn_varlen_func(
         query,
-        k_cache,
-        v_cache,
-        cu_seqlens_q=query_starts,
+        kv.k_cache,
+        kv.v_cache,
+        cu_seqlens_q=kv.query_starts,
         max_seqlen_q=query.shape[0],  # a bound; the lengths themselves are on the device
-        seqused_k=context_lens,
-        page_table=block_tables,
-        softmax_scale=scale,
+        seqused_k=kv.context_lens,
+        page_table=kv.block_tables,
+        softmax_scale=params.scale,
         causal=True,
         window_size=(window - 1, 0) if window else (None, None),
-        learnable_sink=sinks,
-        softcap=softcap,
+        learnable_sink=params.sinks,
+        softcap=params.softcap,
     )
     out: Tensor = result[0] if isinstance(result, tuple) else result
-    return _without_padding(out, query_starts)
+    return _without_padding(out, kv.query_starts)
 
 
-def attend_2(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,  # noqa: ARG001 (None: limit_of refuses sinks)
-) -> Tensor:
-    """As :func:`.ops.paged_attention`, by flash-attn 2."""
+def attend_2(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
+    """As :func:`.ops.paged_attention`, by flash-attn 2, without sinks, which limit_of refuses."""
     from flash_attn import flash_attn_varlen_func
 
-    num_tokens = query.shape[0]
+    k_cache, v_cache, query_starts, context_lens, block_tables = kv
+    window, num_tokens = params.window, query.shape[0]
     if num_tokens == 0:
         return query.new_empty(0, query.shape[1], v_cache.shape[3])
     # With pages, only the differences of these are looked at.
@@ -177,10 +140,10 @@ def attend_2(
         # batches do not promise.
         max(2, num_tokens),
         block_tables.shape[1] * k_cache.shape[1],
-        softmax_scale=scale,
+        softmax_scale=params.scale,
         causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
-        softcap=softcap,
+        softcap=params.softcap,
         block_table=block_tables,
     )
     return _without_padding(out, query_starts)

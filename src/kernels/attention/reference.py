@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import AttentionParams, PagedKV
+
 # Rows of very different length are attended in separate groups, each at most this much padded.
 _MAX_PADDING_RATIO = 2.0
 # Queries that share one explicit mask; bounds the mask of a long chunk to 512 x context.
@@ -267,20 +269,8 @@ def _float32_attention(
     return torch.matmul(probabilities, v.float()).to(v.dtype)
 
 
-def paged_attention(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     """Layout and attention in one; shapes as in :mod:`.ops`."""
-    layout = build_layout(
-        query_starts, context_lens, block_tables, k_cache.shape[1], window, query.dtype
-    )
-    return attend(query, k_cache, v_cache, layout, scale, softcap, sinks)
+    scale, window, softcap, sinks = params
+    layout = build_layout(*kv[2:], kv.k_cache.shape[1], window, query.dtype)
+    return attend(query, kv.k_cache, kv.v_cache, layout, scale, softcap, sinks)

@@ -24,29 +24,12 @@ class TritonBackend:
     def __init__(self) -> None:
         self._arrived: Tensor | None = None
 
-    def attend(
-        self,
-        query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
         """As :func:`paged_attention`.
 
         Raises:
             RuntimeError: the first call is being captured in a CUDA graph.
         """
-        kv = PagedKV(k_cache, v_cache, query_starts, context_lens, block_tables)
-        params = AttentionParams(scale, window, softcap, sinks)
-        return self._attend(query, kv, params)
-
-    def _attend(self, query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
         return paged_attention(query, kv, params, arrival_counters=self._counters(query))
 
     def fused_rope_attention(
@@ -67,7 +50,7 @@ class TritonBackend:
                 inputs, slot_mapping, kv, params, arrival_counters=self._counters(query)
             )
         query = norm_rope_store(inputs, kv.k_cache, kv.v_cache, slot_mapping)
-        return self._attend(query, kv, params)
+        return self.attend(query, kv, params)
 
     def _counters(self, query: Tensor) -> Tensor:
         """Made at the first call, on the device of ``query``."""

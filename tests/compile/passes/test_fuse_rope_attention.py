@@ -27,7 +27,7 @@ def turned(
 ) -> torch.Tensor:
     """The joined call in torch's operations."""
     query = fused.norm_rope_store_reference(inputs, kv.k_cache, kv.v_cache, slots)
-    return reference.paged_attention(query, *kv, *params)
+    return reference.paged_attention(query, kv, params)
 
 
 JOINING = AttentionBackend("triton", "", reference.paged_attention, fused.kv_store, turned)

@@ -13,6 +13,7 @@ import torch
 
 from pagespec.errors import InvalidInputError
 from pagespec.kernels import ops  # noqa: F401 - it registers them
+from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import backend, flash, reference
 from pagespec.kernels.attention.backend import AttentionBackend, Merit, has_merit, select_backend
 from pagespec.kernels.attention.spec import AttentionSpec
@@ -166,13 +167,9 @@ def test_functions_take_what_the_ops_take(
 ) -> None:
     install(monkeypatch, two=fake_2, four=fake_4)
     chosen = choose(name)
-    for function, op in (
-        (chosen.attend, torch.ops.pagespec.paged_attention.default),
-        (chosen.store, torch.ops.pagespec.kv_store.default),
-    ):
-        assert inspect.isroutine(function)
-        parameters = list(inspect.signature(function).parameters.values())
-        names = [argument.name for argument in op._schema.arguments]
-        assert [p.name for p in parameters[: len(names)]] == names
-        # Whatever comes behind is for others than the graph.
-        assert all(p.default is not inspect.Parameter.empty for p in parameters[len(names) :])
+    assert list(inspect.signature(chosen.attend).parameters) == ["query", "kv", "params"]
+    names = [argument.name for argument in torch.ops.pagespec.kv_store.default._schema.arguments]
+    assert list(inspect.signature(chosen.store).parameters) == names
+    bundles = (*PagedKV._fields, *AttentionParams._fields)
+    op = torch.ops.pagespec.paged_attention.default
+    assert [argument.name for argument in op._schema.arguments] == ["query", *bundles]

@@ -190,7 +190,7 @@ def test_counters_are_shared_by_calls_of_all_sizes() -> None:
     expected = [launch.paged_attention(*bundled(*batch.attend)) for batch in (small, large)]
     for _ in range(2):
         for batch, out in zip((small, large), expected, strict=True):
-            assert torch.equal(attention.attend(*batch.attend), out)
+            assert torch.equal(attention.attend(*bundled(*batch.attend)), out)
 
 
 def test_counters_that_are_too_few_are_refused() -> None:

@@ -271,11 +271,11 @@ def test_counters_are_not_made_while_capturing() -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         batch.attend[0].add_(0)
         with pytest.raises(RuntimeError, match="once before"):
-            attention.attend(*batch.attend)
-    expected = attention.attend(*batch.attend)
+            attention.attend(*bundled(*batch.attend))
+    expected = attention.attend(*bundled(*batch.attend))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(*batch.attend)
+        out = attention.attend(*bundled(*batch.attend))
     for _ in range(3):
         out.fill_(float("nan"))
         graph.replay()
@@ -306,11 +306,11 @@ def test_the_bare_op_runs_the_reference_where_triton_cannot() -> None:
     odd = replace(shape, block_size=24)
     batch = stored(ROWS["mixed"], odd)
     out = attend(batch)
-    assert torch.equal(out, reference.paged_attention(*batch.attend))
+    assert torch.equal(out, reference.paged_attention(*bundled(*batch.attend)))
     batch = stored(ROWS["mixed"], shape)
     out = attend(batch)
     assert torch.equal(out, triton_attention.paged_attention(*bundled(*batch.attend)))
-    error = (out - reference.paged_attention(*batch.attend)).abs()
+    error = (out - reference.paged_attention(*bundled(*batch.attend))).abs()
     assert 0 < error.max().item() < 1e-4  # another order of summation
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from pagespec.kernels.attention import flash
 from pagespec.kernels.attention.flash import Library
 from pagespec.kernels.fused import dispatch as fused
-from tests.support.paged import Rows, Shape, float64_attention, make_batch
+from tests.support.paged import Rows, Shape, bundled, float64_attention, make_batch
 
 MIXED: Rows = [(30, 9), (70, 1), (0, 5), (0, 0), (17, 1)]
 DECODE: Rows = [(10, 1), (100, 1), (0, 1)]
@@ -144,7 +144,7 @@ def test_matches_float64(library: Library, rows: Rows, monkeypatch: pytest.Monke
         for num_padding in (0, 3):
             batch = make_batch(rows, shape, num_padding=num_padding)
             fused.kv_store(*batch.store)
-            out = attend(*batch.attend)
+            out = attend(*bundled(*batch.attend))
             expected = float64_attention(batch, rows, shape)
             torch.testing.assert_close(
                 out[: batch.num_tokens].double(), expected, rtol=1e-5, atol=1e-5
@@ -156,6 +156,6 @@ def test_matches_float64(library: Library, rows: Rows, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("attend", [flash.attend_2, flash.attend_4])
 def test_takes_no_tokens(attend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, two=fake_2, four=fake_4)
-    query, k_cache, v_cache, starts, contexts, tables, *rest = make_batch([(0, 0)], Shape()).attend
-    out = attend(query[:0], k_cache, v_cache, starts, contexts, tables, *rest)
+    query, kv, params = bundled(*make_batch([(0, 0)], Shape()).attend)
+    out = attend(query[:0], kv, params)
     assert out.shape == (0, 4, 64)
