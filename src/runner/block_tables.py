@@ -27,12 +27,16 @@ class BlockTableStore:
         self.rows: list[int] = []
 
     def place(self, plan: StepPlan) -> None:
-        """Find the store row of each of the plan's rows; ``rows`` is the list of them."""
+        """Find the store row of each of the plan's rows; ``rows`` is the list of them.
+
+        Raises:
+            RuntimeError: the plan releases a request that was not admitted since the last reset.
+        """
         rows_of = self._rows
         for request_id in plan.released:
-            store_row = rows_of.pop(request_id, None)
-            if store_row is not None:  # else admitted before a step that failed
-                self._free_rows.append(store_row)
+            if request_id not in rows_of:
+                raise RuntimeError(f"step {plan.step} releases {request_id!r}, which has no table")
+            self._free_rows.append(rows_of.pop(request_id))
         for row in plan.tables:
             rows_of[plan.requests[row].request_id] = self._free_rows.pop()
         if plan.tables or plan.requests != self._last_requests:

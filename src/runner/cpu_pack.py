@@ -85,6 +85,7 @@ class CpuStepPacker:
 
         Raises:
             ValueError: a block table does not cover the positions of its row.
+            RuntimeError: the plan releases a request that was not admitted since the last reset.
         """
         num_rows = len(plan)
         lengths = np.array(plan.num_tokens, np.int64)
@@ -136,7 +137,9 @@ class CpuStepPacker:
     def _block_tables(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
         known, names = self._tables, [request.request_id for request in plan.requests]
         for name in plan.released:
-            known.pop(name, None)
+            if name not in known:
+                raise RuntimeError(f"step {plan.step} releases {name!r}, which has no table")
+            del known[name]
         for row, table in plan.tables.items():
             known[names[row]] = _Table(table)
         for row, added in plan.new_blocks.items():

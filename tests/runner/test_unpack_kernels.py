@@ -182,3 +182,5 @@ def test_rows_of_requests_that_are_gone_are_free_again() -> None:
         store.place(decode_plan(pair, released=gone, tables={0: (step,), 1: (step,)}))
         assert sorted(store.rows) == [0, 1]
         gone = tuple(r.request_id for r in pair)
+    with pytest.raises(RuntimeError, match="which has no table"):
+        store.place(decode_plan(pair, released=("0.0",)))
