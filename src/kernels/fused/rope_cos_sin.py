@@ -61,12 +61,7 @@ def rope_table(
         return cos, sin
     overlap = has_dependent_launch(positions.device)
     _rope_table_kernel[(num_tokens,)](
-        frequencies,
-        positions,
-        cos,
-        sin,
-        frequencies.stride(1),
-        positions.stride(2),
+        frequencies, positions, cos, sin, frequencies.stride(1), positions.stride(2),
         float(scaling),
         H=half,
         BLOCK=triton.next_power_of_2(half),
@@ -74,5 +69,5 @@ def rope_table(
         num_warps=1,
         enable_fp_fusion=False,
         launch_pdl=overlap,
-    )
+    )  # fmt: skip
     return cos, sin

@@ -72,16 +72,11 @@ def _load(base, ids, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_groups"])
 def _weigh_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    temperatures,
-    largest,
-    sums,
-    logits_stride,
-    num_groups,
+    logits, temperatures, largest, sums, logits_stride, num_groups,
     VOCAB: tl.constexpr,
     STRETCH: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """The largest logit of each group, and the sum of exp((logit - largest) / temperature)."""
     stretch = tl.program_id(0)
     row = tl.program_id(1)
@@ -100,22 +95,12 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_groups"])
 def _choose_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    temperatures,
-    seeds,
-    positions,
-    largest,
-    sums,
-    sampled,
-    results,
-    result_row,
-    logits_stride,
-    results_stride,
-    num_groups,
+    logits, temperatures, seeds, positions, largest, sums, sampled, results, result_row,
+    logits_stride, results_stride, num_groups,
     VOCAB: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
-):
+):  # fmt: skip
     """A token per row: the argmax of ``log p + Gumbel noise`` over groups, then within the group;
     greedy rows without noise. Grid: ``(rows,)``. Shapes: logits ``[rows, VOCAB]``, largest and sums
     ``[rows, num_groups]``.
@@ -189,32 +174,17 @@ def sample_simple(
     largest = torch.empty(num_rows, num_groups, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(largest)
     _weigh_kernel[(triton.cdiv(vocab_size, _STRETCH), num_rows)](
-        logits,
-        temperatures,
-        largest,
-        sums,
-        logits.stride(0),
-        num_groups,
+        logits, temperatures, largest, sums, logits.stride(0), num_groups,
         VOCAB=vocab_size,
         STRETCH=_STRETCH,
         GROUP=GROUP,
         num_warps=4,
-    )
+    )  # fmt: skip
     _choose_kernel[(num_rows,)](
-        logits,
-        temperatures,
-        seeds,
-        positions,
-        largest,
-        sums,
-        sampled,
-        tokens,
-        result_row,
-        logits.stride(0),
-        results_stride,
-        num_groups,
+        logits, temperatures, seeds, positions, largest, sums, sampled, tokens, result_row,
+        logits.stride(0), results_stride, num_groups,
         VOCAB=vocab_size,
         GROUP=GROUP,
         PADDED=triton.next_power_of_2(num_groups),
         num_warps=8,
-    )
+    )  # fmt: skip
