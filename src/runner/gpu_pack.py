@@ -22,7 +22,7 @@ from .unpack_kernels import update_tables
 
 
 class GpuStepPacker:
-    """Knows what the device knows already, and sends the rest.
+    """Sends plans to the device; of block tables, which stay there, only what changed.
 
     Args:
         buffers: where it goes.
@@ -36,7 +36,7 @@ class GpuStepPacker:
         self.reset()
 
     def reset(self) -> None:
-        """A step failed: nothing is known of what the device holds."""
+        """Forget the block tables on the device, as after a failed step."""
         self._tables = BlockTableStore(len(self._buffers.table_store), self._buffers.width)
 
     def pack_decode(self, plan: StepPlan, bucket: int, result_row: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 The grid and the arithmetic are those of :mod:`.prefill`, and so are the
 bits: the same tiles of ``BLOCK_N`` positions in the same order, the same matmuls, each one chain
-over k, and the same operations a row. What differs is who does what when:
+over k, and the same operations a row. What differs is how warps share the work:
 
 - one warp loads. Keys and values come through TMA, a part of a block (up to ``BLOCK_N`` slots by
   64 elements) a message, into a ring of ``STAGES`` units: unit u holds the keys of tile u and the

@@ -49,7 +49,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 def kv_store(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """As :func:`.reference.kv_store`; T programs, no synchronisation.
+    """As :func:`.dispatch.kv_store`; T programs, no synchronisation.
 
     ``key`` and ``value`` may be strided in tokens and heads, as the transposed views of a model
     are. What ends up in the null block, where many tokens write, is not determined.

@@ -52,7 +52,7 @@ def _rope_table_kernel(  # type: ignore[no-untyped-def]
 def rope_table(
     frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`.rope_table.rope_table`."""
+    """As :func:`.dispatch.rope_table`."""
     num_tokens, half = positions.shape[-1], frequencies.shape[1]
     cos, sin = (
         torch.empty(1, num_tokens, 2 * half, dtype=dtype, device=positions.device) for _ in "cs"
