@@ -1,7 +1,7 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``merge_linear``, ``propagate``; on a CPU ``lower_cpu``; on a GPU ``rms_norm`` (recognised, not
+``merge_linear``; on a CPU ``lower_cpu``; on a GPU ``rms_norm`` (recognised, not
 rewritten), the ``fuse_*`` passes and ``lower_gpu``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
@@ -17,7 +17,6 @@ from .cleanup import cleanup
 from .context import PassContext
 from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
-from .propagate import propagate
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
@@ -25,7 +24,6 @@ GraphPass = Callable[[GraphModule, PassContext], int]
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
     "merge_linear": merge_linear,
-    "propagate": propagate,
 }
 # For the graph that is run as it is, on a CPU: calls that a compiler could not look into.
 CPU_GRAPH_PASSES: dict[str, GraphPass] = {"lower_cpu": lower_cpu}
