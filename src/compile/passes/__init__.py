@@ -39,7 +39,7 @@ __all__ = [
 
 
 def gpu_passes() -> dict[str, GraphPass]:
-    """For a graph run on a GPU: our fused kernels, then the products and attention.
+    """For a graph run on a GPU: our fused kernels, then the matmuls and attention.
 
     In this order: the rotary pass takes the norms of queries and keys, and it and the one that
     joins attention match the ops.
@@ -49,7 +49,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_norm import fuse_norm
     from .fuse_norm_linear import fuse_norm_linear
     from .fuse_rope_attention import fuse_rope_attention
-    from .fuse_rope_cos_sin import fuse_rope_table
+    from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
     from .lower_gpu import lower_gpu
 
@@ -58,7 +58,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_rope_attention": fuse_rope_attention,
         "fuse_norm": fuse_norm,
         "fuse_activation": fuse_activation,
-        "fuse_rope_table": fuse_rope_table,
+        "fuse_rope_cos_sin": fuse_rope_cos_sin,
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
     }
