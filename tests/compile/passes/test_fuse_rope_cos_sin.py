@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import PassContext
-from pagespec.compile.passes.fuse_rope_cos_sin import fuse_rope_table
+from pagespec.compile.passes.fuse_rope_cos_sin import fuse_rope_cos_sin
 from pagespec.kernels.fused.dispatch import rope_table
 from tests.compile.passes.test_fusion import capture_plain, first, generate
 
@@ -24,7 +24,7 @@ EXPECTED = {"llama": 1, "gpt_neox": 1, "gemma3_text": 2, "deepseek_v3": 1, "gpt_
 def fused_copy(captured: CapturedModel) -> tuple[GraphModule, int]:
     assert captured.graph is not None
     gm = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    count = fuse_rope_table(gm, PassContext(captured.loaded.module, {}))
+    count = fuse_rope_cos_sin(gm, PassContext(captured.loaded.module, {}))
     gm.graph.lint()
     gm.recompile()
     return gm, count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def fuse(captured: CapturedModel) -> tuple[GraphModule, dict[str, int]]:
 
 def generate(captured: CapturedModel, gm: GraphModule) -> list[torch.Tensor]:
     """Logits of every step and what is in the caches afterwards."""
-    captured._function = gm.forward
+    captured = replace(captured, graph=gm)
     seen: list[torch.Tensor] = []
     runner = ModelRunner(
         captured,
