@@ -122,13 +122,12 @@ def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:
     for field in dataclasses.fields(group):
         names, settings = field.metadata["names"], field.metadata["settings"]
         info = typer.Option(*names, rich_help_panel=group.PANEL, **settings)
-        annotation = Annotated[hints[field.name], info]
         shown.append(
             inspect.Parameter(
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=field.default,
-                annotation=annotation,
+                annotation=Annotated[hints[field.name], info],  # type: ignore[name-defined]
             )
         )
     return shown
