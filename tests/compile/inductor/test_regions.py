@@ -25,7 +25,7 @@ from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts
 from tests.support.captures import graph_cache
 from tests.support.driving import drive, make_requests
-from tests.support.models import ARCHITECTURES, tiny_model
+from tests.support.models import BY_DAY, tiny_model
 
 
 class AsItIs:
@@ -55,7 +55,7 @@ def logits_of(captured: CapturedModel) -> dict[tuple[str, int], torch.Tensor]:
     return recorder.logits
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", BY_DAY)
 def test_a_cut_graph_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"num_hidden_layers": 2} if arch != "deepseek_v3" else {}
     cut = captured(arch, monkeypatch, **changes)
