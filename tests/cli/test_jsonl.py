@@ -21,10 +21,10 @@ def test_a_line_takes_time_as_it_has_names(field: str) -> None:
         line = Line(0, json.dumps(whole).encode())
         best = math.inf
         for _ in range(5):
-            began = time.perf_counter()
+            began = time.process_time()
             with contextlib.suppress(InvalidInputError):
                 parse_question(line)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.process_time() - began)
         return best
 
     assert seconds(16_000) < 80 * seconds(1_000), "16 times the names; their square is 256 times"
