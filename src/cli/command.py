@@ -107,11 +107,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def option(
-    default: Any, metavar: str | None, help: str, *names: str, show_default: bool | str = True
-) -> Any:
-    """A field of a dataclass that ``command`` expands; ``names`` as in ``typer.Option``."""
-    settings = {"metavar": metavar, "help": help, "show_default": show_default}
+def option(default: Any, metavar: str | None, help: str, *names: str, **settings: Any) -> Any:
+    """A field of a dataclass that ``command`` expands; the rest is as in ``typer.Option``."""
+    settings |= {"metavar": metavar, "help": help}
     return dataclasses.field(default=default, metadata={"names": names, "settings": settings})
 
 
