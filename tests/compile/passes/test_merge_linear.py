@@ -18,6 +18,7 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_storage
 from pagespec.runner.cpu_runner import ModelRunner
+from tests.support.captures import graph_cache
 from tests.support.driving import drive, make_requests
 from tests.support.models import tiny_model
 
@@ -38,7 +39,7 @@ def test_merges_and_changes_nothing(arch: str, monkeypatch: pytest.MonkeyPatch) 
                 passes = dict(capture_module.COMMON_PASSES)
                 del passes["merge_linear"]
                 patch.setattr(capture_module, "COMMON_PASSES", passes)
-            captured = capture_model(loaded, probe_model(loaded))
+            captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
         seen: list[torch.Tensor] = []
         runner = ModelRunner(
             captured,
