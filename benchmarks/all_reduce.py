@@ -3,9 +3,9 @@
     python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096] [--rows 1 8 64]
 
 Ours beside NCCL and the symmetric-memory kernels of torch, on bfloat16 rows. The floor is the bytes
-each GPU must receive, (N - 1) / N of the sum twice or (N - 1) parts once, whichever is less, over the
-peer-to-peer bandwidth that this run copies with. "order" says whether the result is the float32 sum
-in rank order, at every element.
+that each GPU must receive, (N - 1) / N of the sum twice or (N - 1) parts once, whichever is less,
+over the peer-to-peer bandwidth that this run copies with. "order" says whether the result is the
+float32 sum in rank order, at every element.
 """
 
 from __future__ import annotations

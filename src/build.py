@@ -24,9 +24,10 @@ from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .kernels.linear.cublas import without_split_k
-from .runner.cpu_runner import ModelRunner, OnLogits
+from .runner.cpu_runner import OnLogits
 from .runner.cpu_startup import make_cpu_runner
 from .runner.host_memory import available_bytes
+from .runner.staging_runner import TimedRunner
 from .startup import gc_paused
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _PACKING_PART = 4
 class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in."""
 
-    runner: ModelRunner | GpuRunner
+    runner: TimedRunner
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
     vocab_size: int

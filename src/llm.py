@@ -19,6 +19,7 @@ from .engine.scheduler import Scheduler
 from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
 from .startup import create_cuda_context_async, gc_paused
+from .validation import is_int
 
 if TYPE_CHECKING:
     import os
@@ -178,7 +179,7 @@ class LLM:
         self.engine = Engine(
             scheduler, built.runner, trace=trace, check_invariants=check_invariants
         )
-        self._serving = GenerationLoop(self.engine, factory)
+        self._loop = GenerationLoop(self.engine, factory)
 
     # Offline generation -----------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class LLM:
             self._reader.read(item, "prompt" if single else f"prompts[{i}]")
             for i, item in enumerate(items)
         ]
-        return self._serving.run(inputs, params, use_tqdm)
+        return self._loop.run(inputs, params, use_tqdm)
 
     def chat(
         self,
@@ -237,7 +238,7 @@ class LLM:
             self._reader.read_messages(item, f"messages[{i}]" if is_many else "messages")
             for i, item in enumerate(conversations)
         ]
-        return self._serving.run(inputs, params, use_tqdm)
+        return self._loop.run(inputs, params, use_tqdm)
 
     def generate_iter(
         self,
@@ -260,9 +261,9 @@ class LLM:
         """
         if window is None:
             window = 4 * self.config.max_num_seqs
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if not is_int(window) or window < 1:
             raise InvalidInputError("window", window, "must be an integer of 1 or more, or None")
-        return self._serving.iterate(items, self._read, window)
+        return self._loop.iterate(items, self._read, window)
 
     def read_messages(self, messages: Any) -> PromptInput:
         """A conversation as a prompt for ``generate_iter`` and ``stream``."""
@@ -278,7 +279,7 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._serving.stream(self._read(prompt), params, self.tokenizer)
+        return self._loop.stream(self._read(prompt), params, self.tokenizer)
 
     def _read(self, prompt: Any) -> PromptInput:
         return prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)

@@ -8,8 +8,8 @@ import platform
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
@@ -17,7 +17,7 @@ from .. import __version__
 from ..engine.sampling_params import SamplingParams
 from ..errors import EngineError
 from . import make_llm
-from .command import note
+from .command import note, option
 from .options import EngineOptions
 
 if TYPE_CHECKING:
@@ -33,11 +33,13 @@ _VOCABULARY_WITHOUT_TOKENIZER = 256
 class Workload:
     """Requests of one length each way, all sent at once."""
 
-    num_prompts: int
-    input_len: int
-    output_len: int
-    temperature: float
-    seed: int
+    PANEL: ClassVar = None
+
+    num_prompts: int = option(32, None, "Requests, all sent at once.", min=1)
+    input_len: int = option(128, None, "Tokens of each prompt, random.", min=1)
+    output_len: int = option(64, None, "Tokens generated for each.", min=1)
+    temperature: float = option(1.0, None, "0 is greedy.")
+    seed: int = option(0, None, "Seed of the prompts and the sampling.")
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
         """Random ids, so that no two prompts share a prefix and the prefix cache stays out."""
@@ -79,11 +81,10 @@ def report(engine: EngineOptions, workload: Workload, *, warmup: bool, as_json: 
 
 def _warm_up(llm: LLM, workload: Workload, vocabulary: int) -> None:
     """A few tokens of other prompts (another seed: their blocks must not be hits later)."""
-    few = Workload(
+    few = replace(
+        workload,
         num_prompts=min(_WARMUP_PROMPTS, workload.num_prompts),
-        input_len=workload.input_len,
         output_len=min(_WARMUP_TOKENS, workload.output_len),
-        temperature=workload.temperature,
         seed=workload.seed + 1,
     )
     llm.generate(few.prompts(vocabulary), few.params(few.output_len), use_tqdm=False)

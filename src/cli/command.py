@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -107,14 +107,25 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def option(default: Any, metavar: str | None, help: str, *names: str, **settings: Any) -> Any:
+    """A field of a dataclass that ``command`` expands; the rest is as in ``typer.Option``."""
+    settings |= {"metavar": metavar, "help": help}
+    return dataclasses.field(default=default, metadata={"names": names, "settings": settings})
+
+
 def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
+    """One for each field, made with :func:`option`; all in the panel that ``PANEL`` names."""
+    hints = get_type_hints(group)
+    shown = []
+    for field in dataclasses.fields(group):
+        names, settings = field.metadata["names"], field.metadata["settings"]
+        info = typer.Option(*names, rich_help_panel=group.PANEL, **settings)
+        shown.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=Annotated[hints[field.name], info],  # type: ignore[name-defined]
+            )
         )
-        for field in dataclasses.fields(group)
-    ]
+    return shown

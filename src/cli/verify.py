@@ -34,28 +34,32 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     """
     _check(engine)
     from ..build import resolve_device
-    from ..compile.model.load import load_model
+    from ..compile.model.load import load_model, vocab_size_of
     from ..verify import CaseGroup, GateSize, run_controls, run_gate
 
     device = resolve_device(engine.device)
     has_own_control = device.type == "cuda" and not only_control
     controls = [CaseGroup(**found) for found in _own_controls()] if has_own_control else []
-    loaded = load_model(
-        start.model_of(engine), dtype=engine.dtype, device=device, load_format=engine.load_format
-    )
-    # Loaded once, for all engines: it has its type and its weights.
-    arguments = engine.llm_arguments() | {"dtype": "auto", "load_format": "auto"}
-    module: Any = loaded.module
+    model: Any = start.model_of(engine)
+    arguments, dtype = engine.llm_arguments(), engine.dtype
+    if engine.tensor_parallel_size > 1:  # each engine is of other processes, which load it anew
+        vocab_size = vocab_size_of(model)
+    else:
+        # Loaded once, for all engines: it has its type and its weights.
+        loaded = load_model(model, dtype=dtype, device=device, load_format=engine.load_format)
+        arguments |= {"dtype": "auto", "load_format": "auto"}
+        model, vocab_size = loaded.module, loaded.vocab_size
+        dtype = str(loaded.dtype).removeprefix("torch.")
 
     def make_llm(**overrides: Any) -> Any:
-        return start.make_llm(module, **(arguments | overrides))
+        return start.make_llm(model, **(arguments | overrides))
 
     size = GateSize.quick() if quick else GateSize(max_batch=engine.max_num_seqs)
     if engine.max_num_seqs < size.max_batch:
         size = dataclasses.replace(size, max_batch=engine.max_num_seqs)
     began = time.perf_counter()
     settings: dict[str, Any] = {
-        "vocabulary": min(loaded.vocab_size, _MAX_VOCABULARY),
+        "vocabulary": min(vocab_size, _MAX_VOCABULARY),
         "block_size": engine.block_size,
         "size": size,
         "on_progress": lambda what: note(f"{time.perf_counter() - began:6.1f} s  {what}"),
@@ -65,8 +69,8 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
         return
     report = run_gate(make_llm, **settings, with_control=not has_own_control)
     report.controls = controls or report.controls
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    typer.echo(f"{start.model_label(engine)} in {dtype} on {device}")
+    where = f"{engine.tensor_parallel_size} ranks on " if engine.tensor_parallel_size > 1 else ""
+    typer.echo(f"{start.model_label(engine)} in {dtype} on {where}{device}")
     typer.echo(_table(report))
     typer.echo(_verdict(report))
     if not report.is_transparent:

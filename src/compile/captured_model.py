@@ -1,8 +1,8 @@
 """Captures a Hugging Face module into one graph and runs that graph without guards.
 
-The graph comes from Dynamo (:mod:`.dynamo`), or from the disk if it was traced
-before; then the passes run. From then on it is called with one flat list of arguments: parameters
-bound once, per-step tensors filled in by name, sizes read off the tensors.
+The graph comes from Dynamo (:mod:`.dynamo`), or from the disk if it was traced before; then the
+passes run. From then on it is called with one flat list of arguments: parameters bound once,
+per-step tensors filled in by name, sizes read off the tensors.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.spec import AttentionSpec
 from ..kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from ..kernels.sampling.sampler import VocabShard
-from .capture.dynamo import Source, Traced, forward, trace
+from .capture.dynamo import Source, forward, trace
 from .capture.graph_cache import GraphCache
 from .inductor.regions import compile_regions
 from .model.attention import ATTENTION_NAME, attention_implementation
@@ -30,56 +30,40 @@ from .model.load import LoadedModel
 from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
 from .step_inputs import BoundGraph, KVCaches, StepInputs
 
-CompileMode = Literal["graph", "inductor", "eager"]
 COMPILE_MODES = ("graph", "inductor", "eager")
 
 
+@dataclass(slots=True, eq=False)
 class CapturedModel:
     """A model and how to run it; independent of the number and size of KV blocks.
 
     Attributes:
+        graph: the graph module after all passes, None for "eager".
+        sources: where each argument of the graph comes from, as of :meth:`.Traced.arguments`.
         num_captures: how often Dynamo traced the model: 1, or 0 for "eager" and for a graph that
             was read from the cache.
         num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
         rewrites: how many rewrites each pass made.
-        graph: the graph module after all passes, None for "eager".
+        communicator: what the collectives of a sharded model are called on.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        specs: Sequence[AttentionSpec],
-        compile: CompileMode,
-        transparent: bool = True,
-        attention: AttentionBackend | None = None,
-        packing_bytes: int = 0,
-        matmul_plan_dir: Path | None = None,
-        graph_cache: GraphCache | None = None,
-        communicator: Communicator | None = None,
-    ) -> None:
-        self.loaded = loaded
-        self.communicator: Communicator = communicator or LoneRank(0, 1)
-        self.transparent = transparent
-        self.attention = attention
-        self._packing_bytes, self._matmul_plan_dir = packing_bytes, matmul_plan_dir
-        self._graph_cache = graph_cache
-        self.specs = tuple(specs)
-        self.compile = compile
-        self.num_captures = 0
-        self.num_compiled = 0
-        self.compile_s = 0.0
-        self.rewrites: dict[str, int] = {}
-        self.graph: GraphModule | None = None
-        self._function: Callable[..., Any] | None = None
-        self._sources: list[Source] = []
-        if compile != "eager":
-            self._capture()
+    loaded: LoadedModel
+    specs: tuple[AttentionSpec, ...]
+    compile: str
+    attention: AttentionBackend | None
+    graph: GraphModule | None = None
+    sources: Sequence[Source] = ()
+    num_captures: int = 0
+    num_compiled: int = 0
+    compile_s: float = 0.0
+    rewrites: dict[str, int] = field(default_factory=dict)
+    communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
 
     def bind(self, kv_caches: KVCaches) -> Callable[[StepInputs], Tensor]:
         """A function from a step's inputs to its logits ``[S, V]``, over these caches."""
-        if self._function is None:
+        if self.graph is None:
             return lambda inputs: self._run_eagerly(inputs, kv_caches)
-        return BoundGraph(self._function, self._sources, kv_caches)
+        return BoundGraph(self.graph.forward, self.sources, kv_caches)
 
     def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         module = self.loaded.module
@@ -100,40 +84,6 @@ class CapturedModel:
         sizes = self.loaded.vocab_sizes
         return logits if sizes is None else self.communicator.all_gather(logits, sizes)
 
-    def _capture(self) -> None:
-        if self._graph_cache is not None:
-            traced, is_new = self._graph_cache.get(self.loaded, self.specs)
-        else:
-            traced, is_new = trace(self.loaded, self.specs), True
-        self.num_captures = int(is_new)
-        with torch.inference_mode():
-            self._take(traced)
-
-    def _take(self, traced: Traced) -> None:
-        """Run the passes, keep the graph."""
-        gm = traced.gm
-        context = PassContext(
-            self.loaded.module,
-            traced.constants,
-            self.transparent,
-            self.attention,
-            self.communicator,
-            self._packing_bytes,
-            self._matmul_plan_dir,
-        )
-        self.rewrites = run_passes(gm, context, COMMON_PASSES)
-        is_cpu = self.loaded.device.type == "cpu"
-        device_passes = CPU_GRAPH_PASSES if is_cpu else gpu_passes()
-        self.rewrites |= run_passes(gm, context, device_passes)
-        if self.compile == "inductor":
-            begin = time.perf_counter()
-            num_regions, self.num_compiled = compile_regions(gm)
-            self.rewrites["regions"] = num_regions
-            self.compile_s = time.perf_counter() - begin
-        self.graph = gm
-        self._sources = traced.arguments()
-        self._function = gm.forward
-
 
 def capture_model(
     loaded: LoadedModel,
@@ -152,16 +102,16 @@ def capture_model(
     Args:
         specs: what :func:`.probe.probe_model` returned for it.
         compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
-            between its products and kernels (:mod:`.regions`); "eager" runs the
+            between its matmuls and kernels (:mod:`.regions`); "eager" runs the
             module itself with our attention.
         transparent: make a row's bits independent of the rest of the batch.
         attention: the implementation to call; None leaves it to the ops.
         packing_bytes: memory that copies of weights may take, in a layout that few rows are
             multiplied with at half the cost. Later changes of the weights do not reach them.
-        matmul_plan_dir: where sweeps of products on a GPU are kept; None keeps none.
+        matmul_plan_dir: where sweeps of matmuls on a GPU are kept; None keeps none.
         graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
             hold, which may have been changed in ways that no key covers.
-        communicator: what a sharded model's collectives are called on.
+        communicator: of this rank, for a sharded model.
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
@@ -175,14 +125,33 @@ def capture_model(
         and not any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     ):
         raise InvalidInputError("compile", compile, "needs a C++ compiler (g++ or clang++)")
-    return CapturedModel(
-        loaded,
-        specs,
-        compile,  # type: ignore[arg-type]
+    captured = CapturedModel(loaded, tuple(specs), compile, attention)
+    if communicator is not None:
+        captured.communicator = communicator
+    if compile == "eager":
+        return captured
+    if graph_cache is not None:
+        traced, is_new = graph_cache.get(loaded, specs)
+    else:
+        traced, is_new = trace(loaded, specs), True
+    captured.num_captures = int(is_new)
+    captured.graph = gm = traced.gm
+    context = PassContext(
+        loaded.module,
+        traced.constants,
         transparent,
         attention,
+        communicator,
         packing_bytes,
         matmul_plan_dir,
-        graph_cache,
-        communicator,
     )
+    with torch.inference_mode():
+        captured.rewrites = run_passes(gm, context, COMMON_PASSES)
+        device_passes = CPU_GRAPH_PASSES if loaded.device.type == "cpu" else gpu_passes()
+        captured.rewrites |= run_passes(gm, context, device_passes)
+        if compile == "inductor":
+            begin = time.perf_counter()
+            captured.rewrites["regions"], captured.num_compiled = compile_regions(gm)
+            captured.compile_s = time.perf_counter() - begin
+    captured.sources = traced.arguments()
+    return captured

@@ -125,7 +125,7 @@ class Channel:
             raise ValueError(f"a step of {num_bytes} bytes for a slot of {len(slot)}")
         slot[: 8 * len(header)] = np.array(header, np.int64).tobytes()
         for array in arrays:
-            slot[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            slot[at : at + array.nbytes] = array.tobytes()
             at += _aligned(array.nbytes)
 
     def read(self, step: int) -> list[NDArray[Any]]:

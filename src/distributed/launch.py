@@ -62,7 +62,8 @@ def build_distributed(
         communicator = make_communicator(devices[0], channel.cells[0])
         own = replace(config, device=str(devices[0]))
         built = build(model, own, on_logits, shard=Shard(0, num_ranks), communicator=communicator)
-        channel.make_slots(_NUM_SLOTS, built.runner.max_staged_bytes)
+        local: Any = built.runner
+        channel.make_slots(_NUM_SLOTS, local.max_staged_bytes)
         workers.wait_for(State.BUILT, _BUILD_TIMEOUT_S)
     except BaseException as error:
         try:
@@ -74,7 +75,7 @@ def build_distributed(
             workers.end()
             leave_group()
         raise
-    runner = DistributedRunner(built.runner, workers, channel, leave_group)
+    runner = DistributedRunner(local, workers, channel, leave_group)
     return replace(built, runner=runner)
 
 
@@ -88,7 +89,9 @@ def _devices(config: EngineConfig, num_ranks: int) -> list[torch.device]:
         return [device] * num_ranks
     if device.index is not None:
         raise InvalidInputError(
-            "device", config.device, f"name no GPU: tensor_parallel_size takes the first {num_ranks}"
+            "device",
+            config.device,
+            f"must be cuda: {num_ranks} ranks take the first GPUs",
         )
     num_gpus = torch.cuda.device_count()
     if num_gpus < num_ranks:

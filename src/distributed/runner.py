@@ -1,8 +1,8 @@
 """Rank 0's runner: stages a step, gives its bytes to all ranks, and computes its own part.
 
 Its own part runs in a thread, which alone takes part in collectives. An interrupt (Ctrl-C) comes to
-the main thread, and one that stopped rank 0 between two collectives of a step would leave the others
-waiting for ever. What the main thread does to begin a step is one operation, a ``put`` in a queue.
+the main thread, and one that stopped rank 0 between two collectives of a step would leave the
+others waiting for ever. What the main thread does to begin a step is one ``put`` in a queue.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from ..engine.plan import StepPlan, StepResult
 from ..errors import EngineError
+from ..runner.staging_runner import StagingRunner
 from .channel import Channel
 from .worker import digest_of
 from .workers import Watch, Workers
-
-if TYPE_CHECKING:
-    from ..runner.cpu_runner import ModelRunner
-    from ..runner.gpu_runner import GpuRunner
 
 
 @dataclass(slots=True)
@@ -43,7 +39,7 @@ class _LaunchThread:
         error: of the step that failed; none is computed after it.
     """
 
-    def __init__(self, local: Any, workers: Workers, channel: Channel) -> None:
+    def __init__(self, local: StagingRunner, workers: Workers, channel: Channel) -> None:
         self._local, self._workers, self._channel = local, workers, channel
         self.launches: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
@@ -89,7 +85,7 @@ class DistributedRunner:
 
     def __init__(
         self,
-        local: ModelRunner | GpuRunner,
+        local: StagingRunner,
         workers: Workers,
         channel: Channel,
         on_close: Callable[[], None],
@@ -191,4 +187,3 @@ class DistributedRunner:
         same = [c for c in cells if c.num_started == cells[0].num_started]
         if any(cell.digest != cells[0].digest for cell in same):
             raise self._failed(EngineError("ranks computed different steps; this is a bug"))
-

@@ -59,9 +59,7 @@ def _exactly(source: Any, num_bytes: int) -> bytes:
     return found
 
 
-def _serve(
-    rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQueue[bytes]
-) -> None:
+def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQueue[bytes]) -> None:
     import torch
 
     from ..build import build
@@ -83,7 +81,7 @@ def _serve(
         shard=Shard(rank, num_ranks),
         communicator=make_communicator(device, cell),
     )
-    runner = built.runner
+    runner: Any = built.runner
     channel.make_slots(settings["num_slots"], runner.max_staged_bytes)
     cell.state = State.BUILT
     while True:
@@ -102,7 +100,7 @@ def _no_logits(*_: object) -> None:
 def digest_of(arrays: list[NDArray[np.generic]], before: int) -> int:
     """A checksum of the steps of a rank so far, to tell that all ranks run the same (R1)."""
     for array in arrays:
-        before = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), before)
+        before = zlib.crc32(array.tobytes(), before)
     return before
 
 

@@ -131,7 +131,7 @@ class Watch:
 
     def __init__(self, workers: Workers, channel: Channel) -> None:
         self._workers, self._channel = workers, channel
-        self._seen: list[tuple[int, ...]] = []
+        self._seen: list[tuple[int, int, int]] = []
         self._since = 0.0
 
     def wait(self, is_done: Callable[[float], bool]) -> None:

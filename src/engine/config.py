@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidInputError
-from ..validation import is_list, path_of
+from ..validation import is_int, is_list, is_number, path_of
 from .policy import Policy
 from .trace import check_trace_path
 
@@ -22,11 +22,11 @@ MAX_RANKS = 64  # GPUs of one host, with room
 MAX_COUNT = (1 << 31) - 1
 # Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,9})?")
-_CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens a step
+_CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens per step
 
 
 def _check_count(name: str, value: object, low: int = 1, high: int = MAX_COUNT) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    if not is_int(value) or value < low:
         raise InvalidInputError(name, value, f"must be an integer of {low} or more")
     if value > high:
         raise InvalidInputError(name, value, f"must be at most {high}")
@@ -56,7 +56,7 @@ def check_objects(
     Raises:
         InvalidInputError: one is of the wrong type, or ``trace`` cannot be written.
     """
-    # Whoever has a model in memory has imported its class: a text must not wait for that.
+    # A model in memory has had its class imported; a path must not wait for that import.
     module = sys.modules.get("transformers.modeling_utils")
     is_module = module is not None and isinstance(model, module.PreTrainedModel)
     if not is_module and path_of(model) is None:
@@ -119,11 +119,9 @@ class EngineConfig:
                     "so that every running request can decode one token a step",
                 )
         share = self.memory_utilization
-        if share is not None:
-            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-            if not is_number or not 0.0 < share <= 1.0:
-                limit = "must be a number above 0 and at most 1"
-                raise InvalidInputError("memory_utilization", share, limit)
+        if share is not None and (not is_number(share) or not 0.0 < share <= 1.0):
+            limit = "must be a number above 0 and at most 1"
+            raise InvalidInputError("memory_utilization", share, limit)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check_bool("transparent", self.transparent)
         if self.overlap is not None and not isinstance(self.overlap, bool):
@@ -136,11 +134,7 @@ class EngineConfig:
                 _check_count("graph_batch_sizes", size, 1, self.max_num_seqs)
             object.__setattr__(self, "graph_batch_sizes", tuple(sizes))
         bound = 1 << 63
-        if (
-            isinstance(self.seed, bool)
-            or not isinstance(self.seed, int)
-            or not -bound <= self.seed < bound
-        ):
+        if not is_int(self.seed) or not -bound <= self.seed < bound:
             raise InvalidInputError("seed", self.seed, "must be a 64-bit integer")
         Policy(self.policy)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..validation import is_list
+from ..validation import is_int, is_list
 from .policy import MAX_PRIORITY
 from .sampling_params import SamplingParams
 
@@ -45,7 +45,7 @@ def split_prompts(prompts: Any) -> list[Any]:
         return [prompts]
     if not is_list(prompts):
         raise InvalidInputError("prompts", prompts, "must be text, token ids, a dict, or a list")
-    if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
+    if prompts and all(is_int(p) for p in prompts):
         return [prompts]
     return list(prompts)
 

@@ -4,8 +4,8 @@ The rules, with the properties of ``spec/README.md`` they serve:
 
 * No younger request takes blocks in a step in which an elder wanted some, and none is admitted
   behind a blocked one (L1).
-* Whoever needs a block when none is available takes it from the youngest, and only from requests
-  whose release makes blocks available (S21). Being younger, they are not rows of the plan yet.
+* A request that needs a block when none is available takes it from the youngest, and only from
+  those whose release makes blocks available (S21). Being younger, they are not rows yet.
 * A victim gives its blocks back only once none of its tokens is in flight; until then it is held
   out of the plan, so that it drains (S28).
 * One token of the budget is kept for every running decode, so that a long prompt never stalls

@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import InvalidInputError
-from ..validation import is_list
+from ..validation import is_int, is_list, is_number
 
 MAX_STOP_STRINGS = 64
 _SEED_BITS = 64
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _require_float(name: str, value: object, low: float, high: float, limit: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise InvalidInputError(name, value, f"must be a number {limit}")
     # Exact for integers of any size, which may be too large for a float, and false for NaN.
     if not low <= value <= high:
@@ -27,7 +23,7 @@ def _require_float(name: str, value: object, low: float, high: float, limit: str
 
 
 def _require_int(name: str, value: object, low: int, high: float, limit: str) -> None:
-    if not _is_int(value) or not low <= value <= high:  # type: ignore[operator]
+    if not is_int(value) or not low <= value <= high:
         raise InvalidInputError(name, value, f"must be an integer {limit}")
 
 
@@ -111,6 +107,6 @@ class SamplingParams:
         if not is_list(ids):
             raise InvalidInputError("stop_token_ids", ids, "must be a list of token ids")
         for token_id in ids:
-            if not _is_int(token_id) or token_id < 0:
+            if not is_int(token_id) or token_id < 0:
                 raise InvalidInputError("stop_token_ids", ids, "every id must be an integer >= 0")
         return tuple(ids)

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 _LARGE_SHARED_BYTES = 227 << 10  # of an H100; the tuned tiles and their like take up to 220 KiB
-
-
 _GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton; Gluon is an experiment of its authors
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What tiles depend on.
+    """Properties of a GPU that tile sizes depend on.
 
     Attributes:
         num_sms: multiprocessors. num_shared_bytes: shared memory that one program may have.

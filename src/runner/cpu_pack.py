@@ -93,7 +93,7 @@ class CpuStepPacker:
         self.reset()
 
     def reset(self) -> None:
-        """Know nothing of the steps before."""
+        """Forget block tables and sampled tokens, as after a failed step."""
         self._tables: dict[str, _Table] = {}
         self._sampled = np.empty(0, np.int64)
 

@@ -29,7 +29,7 @@ class StepHandle:
 
 
 class ModelRunner:
-    """Meets :class:`.engine.runner.Runner` with a captured model and its own KV caches.
+    """Implements :class:`.engine.runner.Runner` with a captured model and its own KV caches.
 
     Args:
         captured: may be shared by several runners, each with its own caches.

@@ -25,7 +25,7 @@ def decode_size(bucket: int) -> int:
 
 
 class StepBuffers:
-    """Allocated once.
+    """The device tensors that every step reads and writes, allocated once.
 
     Args:
         max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.

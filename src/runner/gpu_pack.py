@@ -78,8 +78,7 @@ class GpuStepPacker:
     def pack(
         self, plan: StepPlan, shape: StepShape | None, result_row: int, array: IntArray
     ) -> tuple[StagedStep, IntArray]:
-        """Write a plan into ``array``, padded to ``shape``; without one, to the smallest sizes there
-        can be.
+        """Write a plan into ``array``, padded to ``shape``, or to the smallest sizes there can be.
 
         Returns:
             What was written, and where: ``array``, or a longer one that did not fit.
@@ -176,9 +175,10 @@ class GpuStepPacker:
         return self._params[1]
 
 
-def send(b: StepBuffers, staged: StagedStep, ring: PinnedRing, index: int, array: IntArray) -> Tensor:
-    """Copy a step to the device from pinned buffer ``index`` of ``ring``, and apply its writes to the
-    table store.
+def send(
+    b: StepBuffers, staged: StagedStep, ring: PinnedRing, index: int, array: IntArray
+) -> Tensor:
+    """Copy a step to the device from buffer ``index`` of a ring, and do its writes to the store.
 
     Args:
         array: the step; that buffer, or one of its own that is longer.

@@ -34,7 +34,6 @@ from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
 from .unpack_kernels import unpack
 
-
 _POLL_S = 20e-6
 
 
@@ -47,7 +46,7 @@ class GpuStepHandle:
 
 
 class GpuRunner:
-    """Meets :class:`.engine.runner.Runner`.
+    """Implements :class:`.engine.runner.Runner` on a GPU, with CUDA graphs once captured.
 
     Args:
         captured: the model.
@@ -103,7 +102,7 @@ class GpuRunner:
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
-        """What every step runs in."""
+        """The context of every step: inference mode, float32 sums, the runner's device."""
         precision = fp32_accumulation() if self._transparent else nullcontext()
         # Triton launches on the current device, whatever its tensors say.
         device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

@@ -104,7 +104,10 @@ def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[in
     """(rows, bytes of a row) of the largest collectives of a step: sums, and whole logits."""
     loaded = captured.loaded
     text_config: Any = loaded.config.get_text_config(decoder=True)
-    num_rows, num_tokens = max(config.max_num_seqs, MIN_SIZE), max(config.num_tokens_a_step, MIN_SIZE)
+    num_rows, num_tokens = (
+        max(config.max_num_seqs, MIN_SIZE),
+        max(config.num_tokens_a_step, MIN_SIZE),
+    )
     itemsize = loaded.dtype.itemsize
     calls = [(num_tokens, text_config.hidden_size * itemsize)]
     for module in loaded.module.modules():

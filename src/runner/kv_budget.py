@@ -31,6 +31,11 @@ def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
 
 
 def num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) -> int:
+    """Blocks of the KV cache on a CPU: as many as were asked for, or half of the memory, to 4 GiB.
+
+    Raises:
+        InvalidInputError: they do not fit the memory available.
+    """
     num_available = available_bytes() // config.tensor_parallel_size  # of one host, for all ranks
     if config.num_blocks is None:
         share = config.memory_utilization

@@ -57,8 +57,8 @@ def profile_memory(
     run_worst_case: Callable[[], object],
     num_graphs: int,
 ) -> MemoryProfile:
-    """Run it and see what it takes: as activations if there are no graphs, else in their pool,
-    which every step then runs in.
+    """Measure the memory of ``run_worst_case``: activations if there are no graphs, else a part of
+    the graphs' pool, which every step then runs in.
 
     Raises:
         InvalidInputError: the step alone does not fit.

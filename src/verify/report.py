@@ -16,7 +16,7 @@ class GateSize:
 
     Attributes:
         max_batch: batches of 1 to this many requests, and one more.
-        batch_step: of those, every so-manieth.
+        batch_step: the step from one of those sizes to the next.
         neighbour_lengths: prompt lengths of a neighbour, tokens.
         cuts: where a prompt of 64 tokens is cut in two.
         budgets: sizes of the chunks that it is cut into.

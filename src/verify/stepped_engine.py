@@ -138,7 +138,7 @@ class SteppedEngine:
         return [self.answer(request) for request in requests]
 
     def close(self) -> None:
-        """Let the engine go before another takes its memory; the stage is of no more use."""
+        """Free the engine before another takes its memory; this object is unusable afterwards."""
         del self.llm, self.engine, self.scheduler
         gc.collect()
 

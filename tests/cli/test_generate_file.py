@@ -1,14 +1,15 @@
-"""`pagespec generate --input`, interrupted, resumed, or pointed at the wrong file."""
+"""`pagespec generate --input`: one row per line, good or bad; interrupted, resumed, refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagespec.cli import make_llm
-from tests.support.cli_fakes import Desk, FakeLLM
+from tests.support.cli_fakes import Desk, FakeLLM, FakeTokenizer, call
 
 
 @pytest.fixture
@@ -135,3 +136,88 @@ def test_a_failing_load_leaves_the_output_as_it_was(
     result = desk.run_file("--overwrite")
     assert (result.exit_code, result.stderr) == (2, "pagespec: error: tiny is not there\n")
     assert desk.output.read_bytes() == whole
+
+
+def test_rows_keep_the_order_of_lines_good_and_bad(desk: Desk) -> None:
+    desk.lines(
+        {"prompt": "a", "id": "first"},
+        "{not json",
+        {"prompt": "b", "temprature": 0},
+        "",
+        {"prompt": "c", "top_p": 7},
+        {"prompt": "d", "prompt_token_ids": [1]},
+        {"prompt": ""},
+        {"prompt_token_ids": [104, 105], "max_tokens": 1},
+        '{"prompt": "x", "prompt": "y"}',
+        '{"prompt": "\\ud800"}',
+        "[1]",
+        {"prompt": "z"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"prompt_token_ids": "abc"},
+        {"prompt": [97]},
+    )
+    result = desk.run_file()
+    assert result.exit_code == 1, result.output
+    rows = desk.rows()
+    assert [row["index"] for row in rows] == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    assert {row["index"]: row["text"] for row in rows if "text" in row} == {0: "A", 7: "H", 11: "Z"}
+    assert rows[0]["id"] == "first"
+    said = {row["index"]: row["error"] for row in rows if "error" in row}
+    for index, word in {1: "JSON", 2: "temprature", 4: "top_p", 5: "exactly one", 6: "empty",
+                        8: "twice", 9: "Unicode", 12: "no chat template",
+                        13: "must be a list of token ids", 14: "must be text"}.items():  # fmt: skip
+        assert word in said[index]
+    assert "14 rows, 11 of them errors" in result.stderr
+
+
+def test_messages_and_the_chat_flag_use_the_template(desk: Desk) -> None:
+    desk.llm = FakeLLM(FakeTokenizer())
+    desk.lines(
+        {"prompt": "a"},
+        {"messages": [{"role": "user", "content": "b"}]},
+        {"messages": [{"role": "user", "contents": "b"}]},
+        {"messages": [{"role": "wizard", "content": "b"}]},
+    )
+    assert desk.run_file("--chat").exit_code == 1
+    rows = desk.rows()
+    assert [row.get("text") for row in rows] == ["[USER]A", "[USER]B", None, None]
+    assert "content" in rows[2]["error"]
+    assert "no such role" in rows[3]["error"]
+
+
+def test_a_priority_goes_with_its_prompt(desk: Desk) -> None:
+    desk.llm = FakeLLM(FakeTokenizer())
+    desk.lines(
+        {"prompt": "a", "priority": 3, "cache_salt": "s"},
+        {"messages": [{"role": "user", "content": "b"}], "priority": 0},
+        {"prompt": "c", "priority": None},
+    )
+    assert desk.run_file().exit_code == 0
+    first, second, third = (prompt for prompt, _ in desk.llm.seen)
+    assert first == {"prompt": "a", "priority": 3, "cache_salt": "s"}
+    assert second["priority"] == 0
+    assert third == {"prompt": "c"}
+
+
+def test_every_line_has_a_seed_of_its_own(desk: Desk) -> None:
+    desk.lines(
+        {"prompt": "a"}, {"prompt": "a", "seed": None}, {"prompt": "a", "seed": 0}, {"prompt": "a"}
+    )
+    assert desk.run_file("--seed", "7").exit_code == 0
+    assert [params.seed for _, params in desk.llm.seen] == [7, 8, 0, 10]
+
+
+def test_blank_lines_get_no_row_and_are_numbered(desk: Desk) -> None:
+    """As the help says. However many there are, an interrupted run goes on at the right line."""
+    help_text = " ".join(call("generate", "--help").output.split())
+    assert "one row for each line that is not blank" in help_text
+    a, b, c = (json.dumps({"prompt": name}) for name in "abc")
+    desk.source.write_text(f"\n{a}\n\n \t\r\n{b}\n\nbad\n{c}\n\n")
+    desk.run_file()
+    assert [row["index"] for row in desk.rows()] == [1, 4, 6, 7]
+    assert [params.seed for _, params in desk.llm.seen] == [1, 4, 7]
+    whole = desk.output.read_bytes()
+    for size in range(len(whole)):
+        desk.output.write_bytes(whole[:size])
+        assert "keeping" in desk.run_file().stderr or not whole[:size].count(b"\n")
+        assert desk.output.read_bytes() == whole

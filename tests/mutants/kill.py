@@ -18,6 +18,7 @@ from tests.support.scenario import PropertyError, Scenario
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
 UNIT_TESTS = ("block_manager", "planner", "policy", "scheduler")
+RUNNER_TESTS = ("tests/runner/test_pinned_ring.py",)
 
 
 def main() -> int:
@@ -49,7 +50,7 @@ class FirstFailure:
 
 def run_unit_tests() -> int:
     first = FirstFailure()
-    names = [f"tests/engine/test_{name}.py" for name in UNIT_TESTS]
+    names = [*(f"tests/engine/test_{name}.py" for name in UNIT_TESTS), *RUNNER_TESTS]
     status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *names], plugins=[first])
     if status != pytest.ExitCode.OK:
         print(f"KILLED unit: {first.name or status}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -102,6 +103,12 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
     },
 }
 ARCHITECTURES = list(_SPECIFIC)
+# What these are made of is in others, too: tests that take long leave them to `nox -s nightly`.
+_BY_NIGHT = ("qwen2", "qwen3", "mistral")
+BY_DAY = [
+    pytest.param(arch, marks=pytest.mark.nightly if arch in _BY_NIGHT else ())
+    for arch in ARCHITECTURES
+]
 # Not in the golden table: what the probe refuses, and what has a test of its own.
 _OTHERS: dict[str, dict[str, Any]] = {
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},

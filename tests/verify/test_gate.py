@@ -82,7 +82,7 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
         ({"num_blocks": 200}, ["preempted for blocks"]),
     ],
 )
-def test_families_without_hits_or_preemptions_show_nothing(
+def test_groups_without_hits_or_preemptions_show_nothing(
     settings: dict[str, Any], idle: list[str]
 ) -> None:
     """Equal answers of engines that never did what the group is about are no success."""

@@ -1,9 +1,9 @@
 """Extends the graph of a few layers of a model to that of all, by repeating its last layer.
 
-Between one attention call and the next lies a *piece* of the graph: the end of one layer and the
-beginning of the next. If layers are alike, so are the pieces: each node reads nodes of its own
-piece, of the piece before, what all layers read, or a parameter or cache of its piece's two layers.
-The last two pieces are compared, and the last is repeated.
+Between one attention call and the next lies a *segment* of the graph: the end of one layer and the
+beginning of the next. If layers are alike, so are the segments: each node reads nodes of its own
+segment, of the segment before, what all layers read, or a parameter or cache of its segment's two
+layers. The last two segments are compared, and the last is repeated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Key = tuple[str, int]
 
 
 class LayersDiffer(Exception):
-    """The pieces differ in more than their layers, or the graph has another form."""
+    """The segments differ in more than their layers, or the graph has another form."""
 
 
 def repeat_layers(
@@ -55,14 +55,14 @@ def repeat_layers(
 
 
 class _Repetition:
-    """Pieces have the number of the layer that they end, in the whole graph.
+    """Segments have the number of the layer that they end, in the whole graph.
 
     Attributes:
-        pieces: the nodes of the last two pieces that were traced. rest: what follows.
+        segments: the nodes of the last two segments that were traced. rest: what follows.
         inputs: the layer and key of each placeholder that has them.
         homes: by the id of a fake tensor, the node it was recorded for first, and as which part.
         memories: by memory, the fake tensor that was recorded first.
-        made: the nodes of pieces of the whole graph.
+        made: the nodes of segments of the whole graph.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class _Repetition:
         if len(cuts) != len(layers):
             raise LayersDiffer(f"{len(cuts)} attention calls")
         *_, one, two, three = cuts
-        self.pieces = nodes[one + 1 : two + 1], nodes[two + 1 : three + 1]
+        self.segments = nodes[one + 1 : two + 1], nodes[two + 1 : three + 1]
         self.rest = nodes[three + 1 :]
         if any(node.op == "placeholder" for node in nodes[cuts[0] :]):
             raise LayersDiffer("an input behind a layer")
-        # Of what is in a piece: which one, and the place there.
+        # For each node of a segment: which segment, and its place there.
         self.places = {
             node: (number, at)
-            for number, piece in enumerate(self.pieces)
-            for at, node in enumerate(piece)
+            for number, segment in enumerate(self.segments)
+            for at, node in enumerate(segment)
         }
         self.inputs = self._inputs(nodes)
         self.homes: dict[int, tuple[Node, int]] = {}
@@ -94,7 +94,7 @@ class _Repetition:
                     self.homes.setdefault(id(fake), (node, part))
                     self.memories.setdefault(memory_of(fake), fake)
         self.layouts: dict[int, Layout] = {}
-        self.made: dict[int, list[Node]] = {self.layers[0]: self.pieces[0]}
+        self.made: dict[int, list[Node]] = {self.layers[0]: self.segments[0]}
         self.inputs_of = {place: node for node, place in self.inputs.items()}
 
     def _inputs(self, nodes: list[Node]) -> dict[Node, tuple[int, Key]]:
@@ -119,10 +119,10 @@ class _Repetition:
     # Comparison -------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Raises LayersDiffer unless the second piece is as the first, a layer further."""
-        if len(self.pieces[0]) != len(self.pieces[1]):
-            raise LayersDiffer("pieces of other lengths")
-        for one, two in zip(*self.pieces, strict=True):
+        """Raises LayersDiffer unless the second segment is as the first, a layer further."""
+        if len(self.segments[0]) != len(self.segments[1]):
+            raise LayersDiffer("segments of other lengths")
+        for one, two in zip(*self.segments, strict=True):
             if (one.op, one.target) != (two.op, two.target):
                 raise LayersDiffer(f"{one.format_node()} and {two.format_node()}")
             parts = [_parts((n.args, n.kwargs, n.meta.get("example_value"))) for n in (one, two)]
@@ -131,8 +131,8 @@ class _Repetition:
         for node in self.rest:
             fakes = [fake for fake in _leaves(node) if isinstance(fake, FakeTensor)]
             for read in (*node.all_input_nodes, *(self._owner(fake)[0] for fake in fakes)):
-                piece, layer = self.places.get(read, (1,))[0], self.inputs.get(read)
-                if piece == 0 or (layer is not None and layer[0] != self.layers[2]):
+                segment, layer = self.places.get(read, (1,))[0], self.inputs.get(read)
+                if segment == 0 or (layer is not None and layer[0] != self.layers[2]):
                     raise LayersDiffer(f"{node.format_node()} reads a layer before the last")
 
     def _are_alike(self, one: Any, two: Any) -> bool:
@@ -153,15 +153,15 @@ class _Repetition:
         return self.homes[id(self.memories[memory_of(fake)])]
 
     def _are_linked(self, one: Node, two: Node) -> bool:
-        """Whether the second piece reads ``two`` where the first reads ``one``."""
+        """Whether the second segment reads ``two`` where the first reads ``one``."""
         if one in self.inputs and two in self.inputs:
             (layer, key), (layer_2, key_2) = self.inputs[one], self.inputs[two]
             steps = zip(self.layers[:-1], self.layers[1:], strict=True)
             return key == key_2 and (layer, layer_2) in steps
-        piece, at = self.places.get(two, (-1, 0))
-        if piece == 1:
+        segment, at = self.places.get(two, (-1, 0))
+        if segment == 1:
             return self.places.get(one) == (0, at)
-        if piece == 0:  # there, the first piece has what the layers start with
+        if segment == 0:  # there, the first segment has what the layers start with
             return one not in self.places and one.op != "placeholder"
         return one is two
 
@@ -175,20 +175,20 @@ class _Repetition:
             for layer in reversed(range(second + 1, last)):
                 for node in reversed(first):
                     self._add_input(node, layer)
-        template = self.pieces[1]
+        template = self.segments[1]
         with self.graph.inserting_before(template[0]):
-            for piece in range(second, last - 1):
-                self.made[piece] = []
+            for segment in range(second, last - 1):
+                self.made[segment] = []
                 for node in template:
-                    copy = self.graph.node_copy(node, partial(self._node, piece=piece))
+                    copy = self.graph.node_copy(node, partial(self._node, segment=segment))
                     copy.meta = {}
-                    self._describe(copy, node, piece)
-                    self.made[piece].append(copy)
+                    self._describe(copy, node, segment)
+                    self.made[segment].append(copy)
         # What was traced is the last of them.
         self.made[last - 1] = template
         for node in template:
-            node.args = map_arg(node.args, partial(self._node, piece=last - 1))
-            node.kwargs = map_arg(node.kwargs, partial(self._node, piece=last - 1))
+            node.args = map_arg(node.args, partial(self._node, segment=last - 1))
+            node.kwargs = map_arg(node.kwargs, partial(self._node, segment=last - 1))
         for node in (*template, *self.rest):
             self._describe(node, node, last - 1)
 
@@ -208,19 +208,19 @@ class _Repetition:
             self.traced.sources[node.name] = ("cache", layer, key[1])
             node.meta["example_value"] = self._layout(fake).new()
 
-    def _node(self, node: Node, piece: int) -> Node:
-        """What ``piece`` reads where the second piece, or what follows, reads ``node``."""
+    def _node(self, node: Node, segment: int) -> Node:
+        """What ``segment`` reads where the second segment, or what follows, reads ``node``."""
         if node in self.inputs:
             layer, key = self.inputs[node]
-            return self.inputs_of[piece + (layer == self.layers[2]), key]
+            return self.inputs_of[segment + (layer == self.layers[2]), key]
         if node not in self.places:
             return node
         number, at = self.places[node]
-        return self.made[piece - 1 + number][at]
+        return self.made[segment - 1 + number][at]
 
-    def _describe(self, node: Node, like: Node, piece: int) -> None:
-        """Record for ``node`` of ``piece`` what was for ``like`` of the second piece or behind it,
-        which may be the same node."""
+    def _describe(self, node: Node, like: Node, segment: int) -> None:
+        """Record for ``node`` of ``segment`` what was recorded for ``like``, of the second segment
+        or behind it, which may be the same node."""
         if "example_value" not in like.meta:
             return
         own: dict[int, FakeTensor] = {}
@@ -229,23 +229,23 @@ class _Repetition:
             if not isinstance(fake, FakeTensor):
                 return fake
             if id(fake) not in own:
-                own[id(fake)] = self._fake(fake, node, like, piece, own)
+                own[id(fake)] = self._fake(fake, node, like, segment, own)
             return own[id(fake)]
 
         node.meta["example_value"] = tree_map(of, like.meta["example_value"], is_leaf=_is_shape)
 
     def _fake(
-        self, fake: FakeTensor, node: Node, like: Node, piece: int, own: dict[int, FakeTensor]
+        self, fake: FakeTensor, node: Node, like: Node, segment: int, own: dict[int, FakeTensor]
     ) -> FakeTensor:
         home, part = self.homes[id(fake)]
         if home is not like:
-            found: FakeTensor = _leaves(self._node(home, piece))[part]
+            found: FakeTensor = _leaves(self._node(home, segment))[part]
             return found
         first = self.memories[memory_of(fake)]
         if first is fake:
             return fake if node is like else self._layout(fake).new()
         home, part = self.homes[id(first)]
-        whole = own[id(first)] if home is like else _leaves(self._node(home, piece))[part]
+        whole = own[id(first)] if home is like else _leaves(self._node(home, segment))[part]
         is_kept = node is like and whole is first
         return fake if is_kept else self._layout(fake).within(whole)
 

@@ -1,7 +1,7 @@
 """Helpers on FX graphs, with no knowledge of models or passes.
 
 ``nodes``: recognise operations, operands, shapes and users. ``fake_tensors``: copy and compare the
-layouts of fake tensors without adding guards. ``fake_call_cache``: results of fake calls, reused.
+layouts of fake tensors without adding guards. ``spec``: what may stand in a graph, for tests.
 
 Imports no other room of ``compile``, which all may import it.
 """

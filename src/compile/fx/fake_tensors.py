@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 
 
 class _Memory(Tensor):
-    """Only carries memory and a layout into a :class:`FakeTensor`."""
+    """A tensor of no data that carries memory and a layout into a :class:`FakeTensor`."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
@@ -21,7 +21,7 @@ class _Memory(Tensor):
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Equal for tensors, fake ones too, in the same memory."""
+    """An id of a tensor's storage: equal for tensors, fake ones too, in the same memory."""
     return tensor.untyped_storage()._cdata
 
 
@@ -33,7 +33,7 @@ class Layout:
     millisecond each time. Here that is done once, for the first.
 
     Attributes:
-        num_bytes: of the memory, in which the tensor may be a part.
+        num_bytes: size of the storage, of which the tensor may be a part.
     """
 
     mode: FakeTensorMode
@@ -47,7 +47,7 @@ class Layout:
 
     @classmethod
     def of(cls, fake: FakeTensor) -> Layout:
-        """Of a strided ``fake``."""
+        """The layout of ``fake``, which must be strided."""
         return cls(
             fake.fake_mode,
             tuple(fake.shape),
@@ -95,5 +95,5 @@ def layout_key(fake: Tensor) -> tuple[Any, ...]:
 
 
 def expressions(sizes: Iterable[Any]) -> tuple[Any, ...]:
-    """Of sizes, to compare without adding a guard."""
+    """The sympy expressions of symbolic sizes: comparing these adds no guard."""
     return tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in sizes)

@@ -53,6 +53,12 @@ def calls_op(node: object, name: str) -> TypeGuard[Any]:
     return calls_function(node, op, op.default)
 
 
+def is_ours(node: Node) -> bool:
+    """Does ``node`` call a kernel or an operator of this package?"""
+    module = getattr(node.target, "__module__", None) or ""
+    return module.startswith("pagespec") or str(node.target).startswith("pagespec.")
+
+
 def tensor_of(node: object) -> Tensor | None:
     """The fake tensor recorded for ``node``, or None."""
     value = example(node) if isinstance(node, Node) else None
@@ -216,7 +222,7 @@ GROUPED_MM_NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 def grouped_operands(node: Node) -> tuple[Node, Node, Node] | None:
-    """(rows ``[S, K]``, weights ``[E, K, N]``, offsets ``[E]``) if ``node`` is a grouped product
+    """(rows ``[S, K]``, weights ``[E, K, N]``, offsets ``[E]``) if ``node`` is a grouped matmul
     with no other argument (bias, output dtype), else None."""
     if node.op != "call_function":
         return None

@@ -1,4 +1,4 @@
-"""Compiles one region with Inductor; on a CPU without what costs more than the region itself."""
+"""Compiles one region with Inductor; on a CPU without AOTAutograd's wrappers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compiles a graph with Inductor region by region, each distinct region once.
 
-Matrix products, attention and our own kernels are calls that Inductor cannot look into. What lies
+Matmuls, attention and our own kernels are calls that Inductor cannot look into. What lies
 between two of them (norms, activations, residual sums, rotary embedding) is a *region*. The layers
 of a model are alike, so its regions are too, up to the weights they read: those are inputs, and a
 28-layer model needs about as many compilations as a 2-layer one. The graph around the regions is
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.nodes import example
+from ..fx.nodes import example, is_ours
 from .compile_region import Compiler, inductor, is_on_cpu
 
 _MATMULS = frozenset(
@@ -49,7 +49,7 @@ _COPIES = frozenset({torch.nn.functional.embedding, operator.getitem})
 
 
 def is_opaque(node: Node) -> bool:
-    """Is ``node`` a call that Inductor would only pass on (a product, or a kernel of ours)?"""
+    """Is ``node`` a call that Inductor would only pass on (a matmul, or a kernel of ours)?"""
     if node.op == "call_method":
         return node.target in _MATMULS
     if node.op != "call_function":
@@ -59,10 +59,7 @@ def is_opaque(node: Node) -> bool:
     name = getattr(node.target, "__name__", "")
     if any(part in name for part in _MATMUL_NAMES):
         return True
-    module = getattr(node.target, "__module__", None) or ""
-    if module.startswith("pagespec"):
-        return True
-    return str(node.target).startswith("pagespec.")
+    return is_ours(node)
 
 
 def _is_view(node: Node) -> bool:

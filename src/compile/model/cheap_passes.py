@@ -2,8 +2,8 @@
 
 - Of layers that are alike in classes, attributes and the shapes of their weights, and whose
   attention calls are alike, one is run: they are the same code at the same sizes.
-- Products with a weight see one row at a time. Others that do take their place, of the same shape
-  and at the price of an addition.
+- A matmul with a weight sees one row at a time. A sum of few inputs, of the same shape and at the
+  price of an addition, takes its place.
 - The head is left out: what it would be given is what passes return.
 
 A model that does not bear this is run as it is.
@@ -30,7 +30,7 @@ from .load import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost
 
-# A multiplication within a product takes this part of the time in which a number is written.
+# A multiplication within a matmul takes this part of the time in which a number is written.
 _MULTIPLICATIONS_PER_NUMBER = 32
 
 
@@ -95,7 +95,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _first_factor(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The first matrix of a product of matrices."""
+    """The first operand of a matmul, or None."""
     name = func.overloadpacket.__name__
     if name in ("mm", "bmm", "matmul", "linear", *GROUPED_MM_NAMES):
         return args[0]  # type: ignore[no-any-return]
@@ -105,7 +105,7 @@ def _first_factor(func: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 
 class _CheapMatmuls(TorchFunctionMode):
-    """Each output of a product with a weight is a sum of few inputs of its row, with factors that
+    """Each output of a matmul with a weight is a sum of few inputs of its row, with factors that
     are the weight's own, so that projections of one input differ."""
 
     def __init__(self) -> None:

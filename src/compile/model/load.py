@@ -106,17 +106,7 @@ def load_model(
             _cast(module, torch_dtype)
         return _described(module, tokenizer=None)
 
-    name = path_of(model)
-    if name is None:
-        raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
-    source = _resolved_source(name, cache_dir)
-    with as_input_error(name, "must have a readable config.json"):
-        try:
-            config = AutoConfig.from_pretrained(source)
-        except (ValueError, KeyError) as error:
-            if "model type" in str(error) or "model_type" in str(error):
-                raise UnsupportedModelError(f"{name}: {cause(error)}") from error
-            raise
+    name, source, config = _config_of(model, cache_dir)
     if torch_dtype is None:
         text_config = config.get_text_config(decoder=True)
         configured = text_config.dtype or config.dtype or torch.bfloat16
@@ -125,6 +115,29 @@ def load_model(
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
     described = _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
     return replace(described, shard=shard, vocab_sizes=vocab_sizes)
+
+
+def vocab_size_of(model: str | os.PathLike[str]) -> int:
+    """Rows of the head of a model that is not loaded. Raises as :func:`load_model`."""
+    _, _, config = _config_of(model, None)
+    return int(config.get_text_config(decoder=True).vocab_size)
+
+
+def _config_of(
+    model: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None
+) -> tuple[str, str, PreTrainedConfig]:
+    """A model's name, the folder or hub id that transformers reads, and its config."""
+    name = path_of(model)
+    if name is None:
+        raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
+    source = _resolved_source(name, cache_dir)
+    with as_input_error(name, "must have a readable config.json"):
+        try:
+            return name, source, AutoConfig.from_pretrained(source)
+        except (ValueError, KeyError) as error:
+            if "model type" in str(error) or "model_type" in str(error):
+                raise UnsupportedModelError(f"{name}: {cause(error)}") from error
+            raise
 
 
 def _cast(module: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""The eager probe: run the model on stand-in attention and see what its attention needs.
+"""Finds the attention calls of a model, and their scales and masks, on stand-in attention.
 
 No KV cache and no graph. On eight tokens, with the whole model:
 

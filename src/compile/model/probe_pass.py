@@ -1,6 +1,6 @@
 """Forward passes of an untouched model with stand-in attention: no KV cache, no mask, no graph.
 
-The stand-in mixes no tokens, so a pass of thousands of them costs no more than its products, and
+The stand-in mixes no tokens, so a pass of thousands of them costs no more than its matmuls, and
 whatever still reaches another token got there outside attention.
 """
 

@@ -1,8 +1,8 @@
 """Shards a model over the ranks of a group by the plan that transformers carries for it.
 
 Megatron-LM's tensor parallelism (Shoeybi et al. 2019): the layers into attention and the gated
-product hold a slice of their outputs, the layers out of them a slice of their inputs, and what those
-give is summed over the ranks. Attention follows by itself, since models view by head size::
+product hold a slice of their outputs, the layers out of them a slice of their inputs, and what the
+latter give is summed over the ranks. Attention follows by itself: models view by head size::
 
     x ──► q, k, v [columns r] ──► heads of rank r ──► o [rows r] ──► all_reduce ──► + x
     x ──► gate, up [columns r] ─────────────────────► down [rows r] ─► all_reduce ──► + x
@@ -208,9 +208,7 @@ class _Sharder:
             own = self._style_of(f"{name}.{parameter_name}") if name else None
             cut = (own or style or _REPLICATED).cut(parameter_name, parameter)
             if is_head and cut is not None:
-                sizes = self.vocab_sizes = vocab_sizes(
-                    parameter.shape[0], self._shard.num_ranks
-                )
+                sizes = self.vocab_sizes = vocab_sizes(parameter.shape[0], self._shard.num_ranks)
                 part = _gathered(parameter).detach()
                 if sizes is not None:
                     part = part.split(sizes)[self._shard.rank]
@@ -276,7 +274,7 @@ class _Sharder:
 
 @cache
 def _in_front(forward: type, own: type) -> type:
-    """The class of ``own`` with the forward of ``forward``; one for all modules, which are alike."""
+    """The class ``own`` with the forward of ``forward``; one class for modules that are alike."""
     return type(f"{forward.__name__.strip('_')}{own.__name__}", (forward, own), {})
 
 

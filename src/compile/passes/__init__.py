@@ -1,7 +1,7 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``merge_linear``, ``propagate``; on a CPU ``lower_cpu``; on a GPU ``rms_norm`` (recognised, not
+``merge_linear``; on a CPU ``lower_cpu``; on a GPU ``rms_norm`` (recognised, not
 rewritten), the ``fuse_*`` passes and ``lower_gpu``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
@@ -18,7 +18,6 @@ from .cleanup import cleanup
 from .context import PassContext
 from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
-from .propagate import propagate
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
@@ -26,7 +25,6 @@ GraphPass = Callable[[GraphModule, PassContext], int]
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
     "merge_linear": merge_linear,
-    "propagate": propagate,
     "bind_collectives": bind_collectives,
 }
 # For the graph that is run as it is, on a CPU: calls that a compiler could not look into.
@@ -43,7 +41,7 @@ __all__ = [
 
 
 def gpu_passes() -> dict[str, GraphPass]:
-    """For a graph run on a GPU: our fused kernels, then the products and attention.
+    """For a graph run on a GPU: our fused kernels, then the matmuls and attention.
 
     In this order: the rotary pass takes the norms of queries and keys, and it and the one that
     joins attention match the ops.
@@ -53,7 +51,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_norm import fuse_norm
     from .fuse_norm_linear import fuse_norm_linear
     from .fuse_rope_attention import fuse_rope_attention
-    from .fuse_rope_cos_sin import fuse_rope_table
+    from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
     from .lower_gpu import lower_gpu
 
@@ -62,7 +60,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_rope_attention": fuse_rope_attention,
         "fuse_norm": fuse_norm,
         "fuse_activation": fuse_activation,
-        "fuse_rope_table": fuse_rope_table,
+        "fuse_rope_cos_sin": fuse_rope_cos_sin,
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
     }

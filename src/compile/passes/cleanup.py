@@ -1,5 +1,5 @@
 """Removes calls that do nothing: conversions to the same dtype, API logging, dropout at rest. Turns
-outer products that are written as matrix products (rotary angles) into multiplications."""
+outer products that are written as matmuls (rotary angles) into multiplications."""
 
 from __future__ import annotations
 

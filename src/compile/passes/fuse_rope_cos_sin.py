@@ -24,7 +24,7 @@ from ..fx.nodes import (
 from .context import PassContext
 
 
-def fuse_rope_table(gm: GraphModule, _context: PassContext) -> int:
+def fuse_rope_cos_sin(gm: GraphModule, _context: PassContext) -> int:
     """Rewrites, and returns the number of pairs of tables. Results are unchanged bit for bit on a
     CPU.
 
@@ -67,12 +67,12 @@ def _angles(node: Node) -> tuple[Any, Any, Any, list[Node]] | None:
         return None
     parts = node.args[0]
     dim = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
-    turned = parts[0] if isinstance(parts, (tuple, list)) and len(parts) == 2 else None
-    if dim not in (-1, 2) or turned is None or parts[1] is not turned:
+    transposed = parts[0] if isinstance(parts, (tuple, list)) and len(parts) == 2 else None
+    if dim not in (-1, 2) or transposed is None or parts[1] is not transposed:
         return None
-    if not calls(turned, "transpose") or turned.args[1:] not in ((1, 2), (2, 1)):
+    if not calls(transposed, "transpose") or transposed.args[1:] not in ((1, 2), (2, 1)):
         return None
-    product = turned.args[0]
+    product = transposed.args[0]
     pair = operands(product) if calls(product, "mul") else None
     if pair is None or dtype_of(product) != torch.float32:
         return None
@@ -80,7 +80,7 @@ def _angles(node: Node) -> tuple[Any, Any, Any, list[Node]] | None:
         positions = cast_source(wide)
         if positions is None or not _fit(frequencies, wide, positions):
             continue
-        return frequencies, positions, product, [wide, product, turned]
+        return frequencies, positions, product, [wide, product, transposed]
     return None
 
 

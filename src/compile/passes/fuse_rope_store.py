@@ -179,11 +179,11 @@ def _full_rotation(node: Any) -> _Rotation | None:
 
 def _rotation_by_negation(node: Node) -> _Rotation | None:
     """``x * cos + cat((-x[..., R/2:], x[..., :R/2])) * sin``."""
-    straight, crossed = _product(node, 0), _product(node, 1)
+    straight, crossed = _factors(node, 0), _factors(node, 1)
     if straight is None or crossed is None:
         return None
-    source, turned = straight[0], crossed[0]
-    parts = _concatenated(turned)
+    source, half_swapped = straight[0], crossed[0]
+    parts = _concatenated(half_swapped)
     if parts is None or not calls(parts[0], "neg"):
         return None
     negated = parts[0].args[0]
@@ -193,7 +193,7 @@ def _rotation_by_negation(node: Node) -> _Rotation | None:
         return None
     if second != (source, width // 2, width) or first != (source, 0, width // 2):
         return None
-    nodes = (negated, parts[1], parts[0], turned, *node.args, node)
+    nodes = (negated, parts[1], parts[0], half_swapped, *node.args, node)
     return _checked(source, straight[1], crossed[1], width, width, nodes)
 
 
@@ -201,11 +201,11 @@ def _rotation_of_halves(node: Node, left: Node, right: Node) -> _Rotation | None
     """``cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin))`` with the halves x1, x2 of x."""
     if not calls(left, "sub") or not calls(right, "add"):
         return None
-    straight, crossed = _product(left, 0), _product(left, 1)
+    straight, crossed = _factors(left, 0), _factors(left, 1)
     if straight is None or crossed is None:
         return None
     (first, cos), (second, sin) = straight, crossed
-    if _product(right, 0) != (second, cos) or _product(right, 1) != (first, sin):
+    if _factors(right, 0) != (second, cos) or _factors(right, 1) != (first, sin):
         return None
     begin, end = last_dim_slice(first), last_dim_slice(second)
     if begin is None or end is None or begin[0] is not end[0]:
@@ -249,7 +249,7 @@ def _concatenated(node: object) -> tuple[Node, Node] | None:
     return tuple(parts) if isinstance(parts, tuple | list) and len(parts) == 2 else None
 
 
-def _product(node: Node, index: int) -> tuple[Node, Node] | None:
+def _factors(node: Node, index: int) -> tuple[Node, Node] | None:
     """The operands of operand ``index`` of ``node``, if both are products or sums of two nodes."""
     pair = operands(node)
     return operands(pair[index]) if pair is not None and calls(pair[index], "mul") else None

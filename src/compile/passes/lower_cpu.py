@@ -3,7 +3,7 @@
 - ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
   not once a layer;
 - ``kv_store`` is called without going through the dispatcher;
-- matrix products, and the activations whose bits depend on where an element lies, become calls of
+- matmuls, and the activations whose bits depend on where an element lies, become calls of
   :mod:`.cpu_invariant` if the context is transparent, with packed weights as far as
   the context has room for them; if not, ``linear`` with a float32
   constant weight becomes :func:`~.cpu_few_rows.linear_few_rows`.
@@ -100,7 +100,7 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
 
 
 class _FastCalls:
-    """The quickest product, whose order of summation follows the number of rows."""
+    """The quickest matmul, whose order of summation follows the number of rows."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
@@ -117,33 +117,30 @@ class _FastCalls:
 
 
 class _InvariantCalls:
-    """Calls with the same bits for a row in any batch. A product is chosen once for all weights
-    of one shape."""
+    """Calls with the same bits for a row in any batch. A recipe is chosen once for all weights of
+    one shape."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
         self._room = context.packing_bytes
         self._packed: dict[Node, Node] = {}
-        self._products: dict[tuple[object, ...], invariant_linear.MatmulRecipe] = {}
+        self._recipes: dict[tuple[object, ...], invariant_linear.MatmulRecipe] = {}
 
     def __call__(self, node: Node) -> _Call | None:
         if is_linear(node):
             x, matrix, addend = linear_operands(node)
-            product = self._product(matrix, (0, 1), may_pack=self._has_room(matrix))
-            if product.is_packed:
+            recipe = self._recipe(matrix, (0, 1), may_pack=self._has_room(matrix))
+            if recipe.is_packed:
                 matrix = self._packed_weight(matrix)
-            return invariant_linear.linear, (x, matrix, addend, product), {}
+            return invariant_linear.linear, (x, matrix, addend, recipe), {}
         grouped = grouped_operands(node)
         if grouped is not None:
-            return invariant_linear.grouped_mm, (*grouped, self._product(grouped[1], (2, 1))), {}
+            return invariant_linear.grouped_mm, (*grouped, self._recipe(grouped[1], (2, 1))), {}
         if node.target in (torch.addmm, "addmm") and not node.kwargs:
             bias, rows, weight = node.args
             if isinstance(weight, Node):
-                return (
-                    invariant_linear.addmm,
-                    (bias, rows, weight, self._product(weight, (1, 0))),
-                    {},
-                )
+                recipe = self._recipe(weight, (1, 0))
+                return invariant_linear.addmm, (bias, rows, weight, recipe), {}
         name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
         # In float32 rsqrt is the same everywhere, and its input one number a row.
         is_float32 = getattr(example(node), "dtype", None) == torch.float32
@@ -170,7 +167,7 @@ class _InvariantCalls:
             self._packed[weight] = packed
         return self._packed[weight]
 
-    def _product(
+    def _recipe(
         self, weight: Node, dims: tuple[int, int], *, may_pack: bool = False
     ) -> invariant_linear.MatmulRecipe:
         """For the weight whose outputs and inputs lie at ``dims``."""
@@ -180,12 +177,12 @@ class _InvariantCalls:
         if dims == (2, 1):
             is_contiguous = value.stride(1) == 1
         key = (num_outputs, num_inputs, value.dtype, is_contiguous, may_pack)
-        if key not in self._products:
-            self._products[key] = invariant_linear.choose_recipe(
+        if key not in self._recipes:
+            self._recipes[key] = invariant_linear.choose_recipe(
                 num_outputs,
                 num_inputs,
                 value.dtype,
                 is_contiguous=is_contiguous,
                 may_pack=may_pack,
             )
-        return self._products[key]
+        return self._recipes[key]

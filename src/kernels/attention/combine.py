@@ -18,20 +18,9 @@ from .online_softmax import finish, fold
 
 @triton.jit
 def _fold_segments(  # type: ignore[no-untyped-def]
-    partial,
-    stats,
-    index,
-    first,
-    num_segments,
-    total_row_max,
-    total_row_sum,
-    total_acc,
-    factor,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    partial, stats, index, first, num_segments, total_row_max, total_row_sum, total_acc, factor,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The total with segments ``first`` to ``first + CHUNK``, loaded together and folded in order.
 
     Beyond the last segment there are empty ones, which change nothing.
@@ -58,24 +47,10 @@ def _fold_segments(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def combine(  # type: ignore[no-untyped-def]
-    partial,
-    stats,
-    out,
-    sinks,
-    unit,
-    token,
-    head,
-    num_segments,
-    max_segments,
-    factor,
-    HQ: tl.constexpr,
-    G: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FEW: tl.constexpr,
-):
+    partial, stats, out, sinks, unit, token, head, num_segments, max_segments, factor,
+    HQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
     """Fold the segments of the query heads of one unit and KV head, and store the outputs.
 
     Args:

@@ -88,38 +88,22 @@ def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "slot_mapping"],
 )  # fmt: skip
 def decode_kernel(  # type: ignore[no-untyped-def]
-    query,
-    k_cache,
-    v_cache,
-    out,
+    query, k_cache, v_cache, out,
     partial,  # float32 [units, HQ, max_segments, DV]
     stats,  # float32 [units, HQ, max_segments, 2]: row_max and row_sum
     arrival_counters,  # int32 [units * HKV], zeros, and zeros again at the end
-    starts,
-    contexts,
-    tables,
-    sinks,
-    factor,
-    cap_in,
-    cap_out,
-    window,
+    starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
     q_token_stride,  # in units of STEP elements
-    q_head_stride,
-    table_stride,
-    num_rows,
-    num_workers,
-    max_segments,
+    q_head_stride, table_stride, num_rows, num_workers, max_segments,
     # To fuse RoPE, else None; norms None without FORM.
     key, value, cos, sin, q_weight, k_weight, slot_mapping, eps,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of STEP
     cos_stride, cos_step, sin_stride, sin_step,  # steps None if both are 1
-    HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    STEP: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
     FIRST_SPLITS: tl.constexpr, UNSPLIT_BELOW: tl.constexpr, LONG_CONTEXT: tl.constexpr,
-    PAGE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr,
     R: tl.constexpr,  # the first R of DK elements are rotated; TABLE angles serve them
     TABLE: tl.constexpr,
     FORM: tl.constexpr,
@@ -243,18 +227,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
         end = split_begin(segment + num_first, SPLITS)
         total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
-            q,
-            HeadPages(k_cache + head * DK, v_cache + head * DV, table),
-            blocks,
-            begin,
-            tl.minimum(end, position + 1),
-            position,
-            positions,
-            Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)),
-            SPLITS,
-            SHAPE,
-            FOLD,
-        )
+            q, HeadPages(k_cache + head * DK, v_cache + head * DV, table), blocks, begin,
+            tl.minimum(end, position + 1), position, positions,
+            Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)), SPLITS,
+            SHAPE, FOLD,
+        )  # fmt: skip
         begin = next_begin
         blocks = next_blocks
         # The last split of the segment, if its end was not reached; else empty, which is harmless.

@@ -157,21 +157,10 @@ def prefetch_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_new(  # type: ignore[no-untyped-def]
-    new,
-    angles,
-    norm,
-    k_cache,
-    v_cache,
-    head,
+    new, angles, norm, k_cache, v_cache, head,
     HKV: tl.constexpr,
-    token,
-    position,
-    share,
-    dims,
-    partners,
-    splits,
-    shape,
-):
+    token, position, share, dims, partners, splits, shape,
+):  # fmt: skip
     """Store what this program's segments hold of the tokens ``first_new`` to ``end_new``.
 
     By segment, not by what the window shows: values of hidden slots are multiplied by zero.

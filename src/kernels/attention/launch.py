@@ -223,13 +223,7 @@ def _decode(
     is_late = shared["key"] is not None and triggers_dependents_late(num_tokens)
     trigger = "" if not overlap else "late" if is_late else "early"
     decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
-        query,
-        kv.k_cache,
-        kv.v_cache,
-        out,
-        partial,
-        stats,
-        arrival_counters,
+        query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
         *kv[2:],
         table_stride=kv.block_tables.stride(0),
         num_rows=num_rows,
@@ -245,4 +239,4 @@ def _decode(
         num_warps=t.decode_warps,
         num_stages=t.decode_stages,
         launch_pdl=overlap,
-    )
+    )  # fmt: skip

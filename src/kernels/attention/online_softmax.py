@@ -177,17 +177,10 @@ def block_ids(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  #
 
 @triton.jit
 def load_rows(  # type: ignore[no-untyped-def]
-    cache,
-    blocks,
-    start,
-    last,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ZEROED: tl.constexpr,
-):
+    cache, blocks, start, last,
+    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, ZEROED: tl.constexpr,
+):  # fmt: skip
     """``[BLOCK_N, D_PAD]`` of one KV head, zeros beyond D, and beyond ``last`` if ZEROED.
 
     ``cache`` points to that head; WIDTH are the elements of a slot. The kernels are bound by
@@ -229,18 +222,9 @@ def load_tile(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def
 
 @triton.jit
 def attend_tiles(  # type: ignore[no-untyped-def]
-    q,
-    pages,
-    blocks,
-    begin,
-    end,
-    last,
-    positions,
-    scoring,
-    splits,
-    shape,
+    q, pages, blocks, begin, end, last, positions, scoring, splits, shape,
     FOLD: tl.constexpr,
-):
+):  # fmt: skip
     """The decode kernel's loop over the tiles that begin in ``[begin, end)``: the total of the
     splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
 

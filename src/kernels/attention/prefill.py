@@ -117,37 +117,14 @@ def num_leading_singles(starts, num_rows, WIDTH: tl.constexpr):  # type: ignore[
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
 )
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    query,
-    k_cache,
-    v_cache,
-    out,
-    starts,
-    contexts,
-    tables,
-    sinks,
-    factor,
-    cap_in,
-    cap_out,
-    window,
+    query, k_cache, v_cache, out, starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
     q_token_stride,  # in units of STEP elements
-    q_head_stride,
-    table_stride,
-    num_tokens,
-    num_rows,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NEAR_SPLIT: tl.constexpr,
-    FAR_SPLIT: tl.constexpr,
-    SPLIT_CHANGE: tl.constexpr,
-    PAGE: tl.constexpr,
-    PARTS: tl.constexpr,
+    q_head_stride, table_stride, num_tokens, num_rows,
+    HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr,
+    SPLIT_CHANGE: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr,  # rows looked at together
-):
+):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V``, causal, for rows of several queries.
 
     Grid: ``(tiles * HKV * PARTS,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query

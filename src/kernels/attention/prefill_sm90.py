@@ -2,7 +2,7 @@
 
 The grid and the arithmetic are those of :mod:`.prefill`, and so are the
 bits: the same tiles of ``BLOCK_N`` positions in the same order, the same matmuls, each one chain
-over k, and the same operations a row. What differs is who does what when:
+over k, and the same operations a row. What differs is how warps share the work:
 
 - one warp loads. Keys and values come through TMA, a part of a block (up to ``BLOCK_N`` slots by
   64 elements) a message, into a ring of ``STAGES`` units: unit u holds the keys of tile u and the
@@ -83,19 +83,9 @@ def _load_tile_async(
 
 @gluon.jit
 def _produce(
-    k_desc,
-    v_desc,
-    table,
-    head,
-    last,
-    ring,
-    full,
-    empty,
-    PAGE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    k_desc, v_desc, table, head, last, ring, full, empty,
+    PAGE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """The warp that loads: units 0 (keys alone), 1 to n - 1, and n (values alone)."""
     ROWS: gl.constexpr = k_desc.block_type.shape[0]
     SEGMENTS: gl.constexpr = [BLOCK_N // ROWS * (D // 64), ROWS, 64]
@@ -134,30 +124,13 @@ def _produce(
 )
 def prefill_kernel(
     k_desc,  # [slots, HKV * D], boxes [min(PAGE, BLOCK_N), 64]
-    v_desc,
-    query,
-    out,
-    starts,
-    contexts,
-    tables,
-    factor,
+    v_desc, query, out, starts, contexts, tables, factor,
     q_token_stride,  # in units of STEP elements
-    q_head_stride,
-    table_stride,
-    num_tokens,
-    num_rows,
-    HQ: gl.constexpr,
-    HKV: gl.constexpr,
-    D: gl.constexpr,
-    STEP: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    NEAR_SPLIT: gl.constexpr,
-    FAR_SPLIT: gl.constexpr,
-    SPLIT_CHANGE: gl.constexpr,
-    PAGE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_head_stride, table_stride, num_tokens, num_rows,
+    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
+    SPLIT_CHANGE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """As :func:`.prefill.prefill_kernel`, without window, softcap or sinks.
 
     Grid: ``(tiles * HKV,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query and out
@@ -284,16 +257,12 @@ def launch(
         TensorDescriptor(x, sizes, [sizes[1], 1], box, layout) for x in (k_cache, v_cache)
     )
     prefill_kernel[(num_tiles * num_kv_heads,)](
-        k_desc,
-        v_desc,
-        query,
-        out,
-        *metadata,
+        k_desc, v_desc, query, out, *metadata,
         **{name: shared[name] for name in ("factor", "q_token_stride", "q_head_stride")},
         table_stride=metadata[2].stride(0),
         num_tokens=num_tokens,
         num_rows=num_rows,
         **constants_of(query, shared),
         num_warps=4,
-    )
+    )  # fmt: skip
     return True

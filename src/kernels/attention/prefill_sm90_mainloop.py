@@ -90,17 +90,10 @@ def _fold(state, factor):
 @gluon.jit
 def _add(
     MAY_BEGIN_SPLIT: gl.constexpr,
-    tile,
-    scores,
-    state,
-    ones,
-    v,
-    factor,
-    BLOCK_N: gl.constexpr,
-    NEAR_SPLIT: gl.constexpr,
-    FAR_SPLIT: gl.constexpr,
+    tile, scores, state, ones, v, factor,
+    BLOCK_N: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
     SPLIT_CHANGE: gl.constexpr,
-):
+):  # fmt: skip
     """:func:`.online_softmax.add_tile`, its values' sums under way.
 
     Args:
@@ -141,22 +134,10 @@ def _masked(scores, tile, positions, BLOCK_N: gl.constexpr):
 def _step(
     MASKED: gl.constexpr,
     MAY_BEGIN_SPLIT: gl.constexpr,
-    tile,
-    scores,
-    state,
-    at,
-    q_smem,
-    ring,
-    ones,
-    bars,
-    positions,
-    factor,
-    BLOCK_N: gl.constexpr,
-    NEAR_SPLIT: gl.constexpr,
-    FAR_SPLIT: gl.constexpr,
-    SPLIT_CHANGE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    tile, scores, state, at, q_smem, ring, ones, bars, positions, factor,
+    BLOCK_N: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
+    SPLIT_CHANGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Softmax and sums of ``tile`` and, beside them, the scores of the next."""
     slot, _, before = at
     full, empty = bars
@@ -172,18 +153,9 @@ def _step(
     if MASKED:
         scores = _masked(scores, tile, positions, BLOCK_N)
     state = _add(
-        MAY_BEGIN_SPLIT,
-        tile,
-        scores,
-        state,
-        ones,
-        v,
-        factor,
-        BLOCK_N,
-        NEAR_SPLIT,
-        FAR_SPLIT,
+        MAY_BEGIN_SPLIT, tile, scores, state, ones, v, factor, BLOCK_N, NEAR_SPLIT, FAR_SPLIT,
         SPLIT_CHANGE,
-    )
+    )  # fmt: skip
     state = _wait(state)
     scores = warpgroup_mma_wait(0, deps=(following,))
     return scores, state, at
@@ -199,21 +171,11 @@ def _next(at, STAGES: gl.constexpr):
 @gluon.jit
 def consume(
     WARPGROUP: gl.constexpr,
-    q_smem,
-    ring,
-    bars,
-    task,
-    HQ: gl.constexpr,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    STEP: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    NEAR_SPLIT: gl.constexpr,
-    FAR_SPLIT: gl.constexpr,
-    SPLIT_CHANGE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_smem, ring, bars, task,
+    HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
+    SPLIT_CHANGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """A warpgroup: 64 lines from queries to outputs.
 
     ``task``: ``start`` is the position of the row's first query, ``last`` the tile's last.

@@ -31,7 +31,7 @@ class Communicator(Protocol):
         ...
 
     def connect(self) -> None:
-        """From here on the ranks compute together; before, each may by itself (:class:`LoneRank`)."""
+        """From here on the ranks compute together; before, each may do so by itself."""
         ...
 
     def all_reduce(self, partial: Tensor) -> Tensor:

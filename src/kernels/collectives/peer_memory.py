@@ -1,16 +1,17 @@
 """All-reduce and all-gather in one launch, by writing into the memory of the other GPUs.
 
-Grid: ``(rows, ceil(columns / CHUNK))``, where a chunk has :data:`CHUNK_BYTES`. Program (i, j) of every rank has the same chunk of a row::
+Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of :data:`CHUNK_BYTES`. Program (i, j) of every
+rank has the same chunk of a row::
 
     push     its part into the box that each peer keeps for this rank
     flag     at each peer: a number, one more than at the last call (release, system scope)
     wait     for the same number from each peer (acquire)
     combine  the parts in rank order, in float32 (all-reduce), or side by side (all-gather)
 
-One shot, as in the "one-shot" kernels of TensorRT-LLM and vLLM, at every size: an element's sum has
-one order whatever the batch, and no element waits for another program. A box has two halves, used in
-turn: a peer that writes call n + 2 has seen the flags of call n + 1, which the reader of call n set
-after it. Numbers are kept per chunk, so they need no reset and calls may differ in size.
+One shot, as the "one-shot" kernels of TensorRT-LLM and vLLM for few rows, but at every size: an
+element's sum has one order whatever the batch. A box has two halves, used in turn: a peer that
+writes call n + 2 has seen the flags of call n + 1, which the reader of call n set after it. Numbers
+are kept per chunk, so they need no reset, and calls may differ in size.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def make_boxes(max_chunks: int, num_ranks: int, device: torch.device) -> Boxes:
     memory = symmetric.empty(num_box_bytes + num_flag_bytes, dtype=torch.uint8, device=device)
     memory[num_box_bytes:].zero_()
     torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(memory, dist.group.WORLD)
+    handle = symmetric.rendezvous(memory, dist.distributed_c10d._get_default_group())
     handle.barrier()  # no rank writes flags that another has still to clear
     boxes = torch.tensor(list(handle.buffer_ptrs), device=device)
     numbers = torch.zeros(max_chunks, dtype=torch.int32, device=device)
@@ -59,8 +59,8 @@ def make_boxes(max_chunks: int, num_ranks: int, device: torch.device) -> Boxes:
 class PeerCommunicator:
     """Meets :class:`.communicator.Communicator`.
 
-    Until it is connected it computes by itself, as :class:`.communicator.LoneRank`: ranks warm up at
-    their own pace.
+    Until it is connected it computes by itself, as :class:`.communicator.LoneRank`, so that ranks
+    warm up at their own pace.
 
     Args:
         host: the same ranks, for numbers of the host.

@@ -27,16 +27,9 @@ def _gelu_tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _act_mul_kernel(  # type: ignore[no-untyped-def]
-    gate,
-    up,
-    out,
-    gate_stride,
-    up_stride,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate, up, out, gate_stride, up_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """``out = activation(gate) * up``, ``[rows, N]``. Grid: ``(rows * ceil(N / BLOCK),)``."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -65,11 +58,7 @@ def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     num_rows, width = gate_rows.shape
     overlap = has_dependent_launch(gate.device)
     _act_mul_kernel[(num_rows * triton.cdiv(width, _BLOCK),)](
-        gate_rows,
-        up_rows,
-        out,
-        gate_rows.stride(0),
-        up_rows.stride(0),
+        gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0),
         N=width,
         BLOCK=_BLOCK,
         KIND=kind,
@@ -77,5 +66,5 @@ def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         num_warps=4,
         enable_fp_fusion=False,
         launch_pdl=overlap,
-    )
+    )  # fmt: skip
     return out

@@ -126,7 +126,7 @@ def norm_rope_store_reference(
 def rope_table(
     frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Tables of a packed batch.
+    """Cosines and sines of the rotary angles ``frequencies * positions`` of a packed batch.
 
     Args:
         frequencies: float32 ``[1, H, 1]``. positions: int64 ``[1, 1, T]``.

@@ -16,21 +16,14 @@ from ..device import has_dependent_launch, vector_strides
     do_not_specialize_on_alignment=["slot_mapping"],
 )
 def _store_kernel(  # type: ignore[no-untyped-def]
-    key,
-    value,
-    k_cache,
-    v_cache,
-    slot_mapping,
+    key, value, k_cache, v_cache, slot_mapping,
     k_token_stride,  # all in units of STEP elements
     k_head_stride,
     v_token_stride,
     v_head_stride,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    HKV: tl.constexpr,
-    STEP: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, HKV: tl.constexpr, STEP: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """``k_cache[slot_mapping[t]] = key[t]``, values alike. Grid: ``(T,)``.
 
     Shapes: key ``[T, HKV, K_DIM]``, value ``[T, HKV, V_DIM]``, caches ``[slots, WIDTH]``,
@@ -56,7 +49,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
 def kv_store(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """As :func:`.reference.kv_store`; T programs, no synchronisation.
+    """As :func:`.dispatch.kv_store`; T programs, no synchronisation.
 
     ``key`` and ``value`` may be strided in tokens and heads, as the transposed views of a model
     are. What ends up in the null block, where many tokens write, is not determined.
@@ -70,16 +63,11 @@ def kv_store(
         value = value.contiguous()
     *strides, step = vector_strides(key, value)
     _store_kernel[(num_tokens,)](
-        key,
-        value,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        *strides,
+        key, value, k_cache, v_cache, slot_mapping, *strides,
         K_DIM=key.shape[2],
         V_DIM=value.shape[2],
         HKV=num_heads,
         STEP=step,
         PDL=has_dependent_launch(key.device),
         num_warps=4,
-    )
+    )  # fmt: skip

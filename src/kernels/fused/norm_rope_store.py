@@ -54,16 +54,11 @@ class HeadNorm(NamedTuple):
 
 @triton.jit
 def norm_and_rotate(  # type: ignore[no-untyped-def]
-    x,
-    y,
-    norm,
-    c,
-    s,
-    offsets,
+    x, y, norm, c, s, offsets,
     D: tl.constexpr,
     R: tl.constexpr,
     DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """Heads ``x [M, D_PAD]``, normalised if ``norm.FORM`` and rotated, in DTYPE.
 
     The same bits in whichever kernel, if that is compiled without contraction and the sum over D is
@@ -93,17 +88,9 @@ def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
     target,
     weight,
     cos,  # pointers to D_PAD elements
-    sin,
-    eps,
-    head_stride,
-    offsets,
-    heads,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    FORM: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    sin, eps, head_stride, offsets, heads,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target."""
     partners = partners_of(offsets, R)
     mask = (heads < H)[:, None] & (offsets < D)[None, :]
@@ -136,37 +123,12 @@ def _copy_heads(  # type: ignore[no-untyped-def]
     do_not_specialize_on_alignment=["cos", "sin", "slot_mapping"],
 )
 def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
-    query,
-    key,
-    value,
-    cos,
-    sin,
-    q_weight,
-    k_weight,
-    out,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    eps,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    k_head_stride,
-    v_stride,
-    v_head_stride,
-    cos_stride,
-    cos_step,
-    sin_stride,
-    sin_step,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    R: tl.constexpr,
-    TABLE: tl.constexpr,
-    FORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, key, value, cos, sin, q_weight, k_weight, out, k_cache, v_cache, slot_mapping, eps,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cos_stride, cos_step,
+    sin_stride, sin_step,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
+    TABLE: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """``rope(norm(q))`` to ``out``, ``rope(norm(k))`` and ``v`` to their slots of the caches, with
     ``norm(x) = x / sqrt(mean(x**2) + eps) * weight`` and
     ``rope(x) = x * cos + rotate_half(x) * sin``.
@@ -240,28 +202,10 @@ def norm_rope_store(
     )
     overlap = has_dependent_launch(query.device)
     _norm_rope_store_kernel[(num_tokens * num_tiles,)](
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        query if q_weight is None else q_weight,
-        query if k_weight is None else k_weight,
-        out,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        eps,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        cos.stride(1),
-        cos.stride(2),
-        sin.stride(1),
-        sin.stride(2),
+        query, key, value, cos, sin, query if q_weight is None else q_weight,
+        query if k_weight is None else k_weight, out, k_cache, v_cache, slot_mapping, eps,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0),
+        value.stride(1), cos.stride(1), cos.stride(2), sin.stride(1), sin.stride(2),
         HQ=num_heads,
         HKV=num_kv_heads,
         D=dim,
@@ -273,5 +217,5 @@ def norm_rope_store(
         num_warps=4,
         enable_fp_fusion=False,
         launch_pdl=overlap,
-    )
+    )  # fmt: skip
     return out

@@ -18,20 +18,10 @@ from .rounding import rounded, scaled
 
 @triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x,
-    residual,
-    weight,
-    out,
-    hidden,
-    eps,
-    x_stride,
-    residual_stride,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    x, residual, weight, out, hidden, eps, x_stride, residual_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """``out = h / sqrt(mean(h**2) + eps) * weight`` with ``h = residual + x`` if HAS_RESIDUAL,
     which goes to ``hidden``, else ``h = x``.
 
@@ -68,14 +58,7 @@ def _launch(
     block = triton.next_power_of_2(width)
     overlap = has_dependent_launch(x.device)
     _norm_kernel[(rows.shape[0],)](
-        rows,
-        residual_rows,
-        weight,
-        out,
-        hidden,
-        eps,
-        rows.stride(0),
-        residual_rows.stride(0),
+        rows, residual_rows, weight, out, hidden, eps, rows.stride(0), residual_rows.stride(0),
         N=width,
         BLOCK=block,
         FORM=form,
@@ -84,7 +67,7 @@ def _launch(
         num_warps=min(max(block // 256, 1), 16),
         enable_fp_fusion=False,
         launch_pdl=overlap,
-    )
+    )  # fmt: skip
     return out, hidden
 
 

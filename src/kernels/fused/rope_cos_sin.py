@@ -52,7 +52,7 @@ def _rope_table_kernel(  # type: ignore[no-untyped-def]
 def rope_table(
     frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`.rope_table.rope_table`."""
+    """As :func:`.dispatch.rope_table`."""
     num_tokens, half = positions.shape[-1], frequencies.shape[1]
     cos, sin = (
         torch.empty(1, num_tokens, 2 * half, dtype=dtype, device=positions.device) for _ in "cs"
@@ -61,12 +61,7 @@ def rope_table(
         return cos, sin
     overlap = has_dependent_launch(positions.device)
     _rope_table_kernel[(num_tokens,)](
-        frequencies,
-        positions,
-        cos,
-        sin,
-        frequencies.stride(1),
-        positions.stride(2),
+        frequencies, positions, cos, sin, frequencies.stride(1), positions.stride(2),
         float(scaling),
         H=half,
         BLOCK=triton.next_power_of_2(half),
@@ -74,5 +69,5 @@ def rope_table(
         num_warps=1,
         enable_fp_fusion=False,
         launch_pdl=overlap,
-    )
+    )  # fmt: skip
     return cos, sin

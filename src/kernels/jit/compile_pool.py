@@ -2,8 +2,8 @@
 
 A fifth of a compilation holds Python's lock, so threads do not get far beyond five kernels at a
 time, and not even there while the main thread has work of its own. A process costs imports, which
-take seconds, and so there is one (:mod:`.compile_worker`), started before it is
-needed, that forks. It has never seen the GPU; what it makes is found in Triton's cache on disk.
+take seconds, and so there is one (:mod:`.compile_worker`), started before it is needed, whose
+forks compile. It has never seen the GPU; what it makes is found in Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATIENCE_S = 120.0
 
 
 class Compilers:
-    """The worker, and how many answers it owes."""
+    """Starts and stops one compile worker, sends it kernels and counts its answers."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -122,7 +122,7 @@ _CURRENT: ContextVar[Compilers | None] = ContextVar("compilers", default=None)
 
 @contextmanager
 def compilers() -> Iterator[Compilers]:
-    """Another process for kernels that this thread asks for in the block, once it is started."""
+    """In this block :func:`current_compilers` returns what it yields, which is not started yet."""
     made = Compilers()
     token = _CURRENT.set(made)
     try:

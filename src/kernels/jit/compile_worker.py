@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """A child that waits for work would not notice that nobody is left to give it any."""
+    """End this child with the worker: one that waits for tasks would not notice, and stay."""
 
     def wait() -> None:
         multiprocessing.parent_process().join()  # type: ignore[union-attr]

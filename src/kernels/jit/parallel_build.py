@@ -30,7 +30,7 @@ _MAX_THREADS = 16
 
 
 class _Missing:
-    """The kernels that launches of one thread asked for, each form once.
+    """A hook that records the kernels one thread wants to launch but has not compiled, once each.
 
     Attributes:
         found: what makes it, then the form, as Triton names it.

@@ -66,7 +66,7 @@ class MatmulRecipe(NamedTuple):
     """How to multiply rows with one weight. A named tuple, which a graph can hold.
 
     Attributes:
-        library: who multiplies.
+        library: that which multiplies.
         row_unit: rows are filled up with zeros to a multiple of this.
         tile: if above 0, every call has exactly this many rows.
         is_even: every call has a number of outputs that 16 divides; the last ones are filled up.

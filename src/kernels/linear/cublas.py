@@ -41,8 +41,7 @@ def without_split_k() -> Iterator[None]:
 
     **Enter it before the first matmul on the GPU.** torch and cuBLAS read the two variables once
     a process, at their first matmul, and keep what they read: entered later it changes nothing,
-    and what was read inside stays after the end. Only :func:`.dispatch.sweep`
-    shows what is in force.
+    and what was read inside stays after the end. Only :func:`.plan.sweep` shows what is in force.
     """
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)

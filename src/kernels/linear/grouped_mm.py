@@ -15,24 +15,11 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["x_stride"], do_not_specialize_on_alignment=["x", "offs"])
 def _grouped_kernel(  # type: ignore[no-untyped-def]
-    x,
-    weight,
-    offs,
-    out,
-    x_stride,
-    expert_stride,
-    k_stride,
-    n_stride,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    E_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    K_IS_INNER: tl.constexpr,
+    x, weight, offs, out, x_stride, expert_stride, k_stride, n_stride,
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_IS_INNER: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``.
 
     Grid: ``(tiles of rows, tiles of N)``. Shapes: x ``[rows, K]``, weight ``[E, K, N]`` with any
@@ -108,14 +95,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     block_k = 32 if is_wide else 64
     grid = (num_rows // block_m + num_experts, triton.cdiv(num_outs, block_n))
     _grouped_kernel[grid](
-        x,
-        weight,
-        offs,
-        out,
-        x.stride(0),
-        weight.stride(0),
-        weight.stride(1),
-        weight.stride(2),
+        x, weight, offs, out, x.stride(0), weight.stride(0), weight.stride(1), weight.stride(2),
         N=num_outs,
         K=k_size,
         E=num_experts,
@@ -127,5 +107,5 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         PRECISION="ieee" if is_wide else "tf32",
         num_warps=8 if block_m == 128 else 4,
         num_stages=3,
-    )
+    )  # fmt: skip
     return out

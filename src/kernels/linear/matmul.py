@@ -94,15 +94,9 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     x_stride,
     w_stride,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """``out = x @ weight.T + bias``, with a gate ``silu(gate) * up`` of its two halves.
 
     Grid: tiles of BLOCK_M rows by BLOCK_N outputs; each sums over K in order, without split-K.
@@ -215,15 +209,8 @@ def matmul(
         weight_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
     grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outs, tile.block_n),)
     _linear_kernel[grid](
-        x,
-        weight,
-        x_tiles,
-        weight_tiles,
-        bias if bias is None else bias.contiguous(),
-        out,
-        num_rows,
-        x.stride(0),
-        weight.stride(0),
+        x, weight, x_tiles, weight_tiles, bias if bias is None else bias.contiguous(), out,
+        num_rows, x.stride(0), weight.stride(0),
         N=num_outs,
         K=k_size,
         BLOCK_M=tile.block_m,
@@ -235,7 +222,7 @@ def matmul(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
     return out
 
 

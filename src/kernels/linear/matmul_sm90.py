@@ -48,15 +48,9 @@ def _weight_stage(smem, slot, PIECES: gl.constexpr, w_desc):
 
 @gluon.jit
 def load_weights_async(
-    smem,
-    bars,
-    w_desc,
-    begin,
-    PIECES: gl.constexpr,
-    BYTES: gl.constexpr,
-    FROM: gl.constexpr,
-    TO: gl.constexpr,
-):
+    smem, bars, w_desc, begin,
+    PIECES: gl.constexpr, BYTES: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr,
+):  # fmt: skip
     """Load stages FROM to TO of weights from ``begin`` on, each with a barrier for BYTES."""
     ATOMS: gl.constexpr = w_desc.block_type.shape[0]
     for slot in gl.static_range(FROM, TO):
@@ -79,13 +73,9 @@ def _add_stage(
     smem,
     slot,
     total,
-    OPERAND: gl.constexpr,
-    ATOMS: gl.constexpr,
-    W_ROWS: gl.constexpr,
-    X_ROWS: gl.constexpr,
-    X_FROM: gl.constexpr,
-    LEFT: gl.constexpr,
-):
+    OPERAND: gl.constexpr, ATOMS: gl.constexpr, W_ROWS: gl.constexpr, X_ROWS: gl.constexpr,
+    X_FROM: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
     """total + the matmuls of one stage's atoms, not waited for."""
     for atom in gl.static_range(ATOMS):
         weights = smem.index((slot * ATOMS + atom) * (W_ROWS // 8))
@@ -101,16 +91,9 @@ def _add_stage(
 
 @gluon.jit
 def store_outputs(
-    total,
-    out,
-    begin,
-    begin_m,
-    num_rows,
-    N: gl.constexpr,
-    HALVES: gl.constexpr,
-    PART: gl.constexpr,
-    X_ROWS: gl.constexpr,
-):
+    total, out, begin, begin_m, num_rows,
+    N: gl.constexpr, HALVES: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr,
+):  # fmt: skip
     """Round the sums ``total [LEFT, X_ROWS]``, gate and multiply them if HALVES are 2, and store
     those of weight rows ``begin`` to ``begin + PART`` and rows of x from ``begin_m`` on."""
     LEFT: gl.constexpr = total.shape[0]
@@ -155,17 +138,12 @@ def prefetch_matmul_kernel(
     w_desc,  # [K / 64, HALVES, N, 64], boxes [ATOMS, HALVES, PART, 64]
     out,  # [M, N], contiguous
     num_rows,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    HALVES: gl.constexpr,
-    PART: gl.constexpr,
-    X_ROWS: gl.constexpr,
-    ATOMS: gl.constexpr,
-    STAGES: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr, PART: gl.constexpr,
+    X_ROWS: gl.constexpr, ATOMS: gl.constexpr, STAGES: gl.constexpr,
     PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
     LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
-):
+):  # fmt: skip
     """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``.
 
     Grid: ``(N / PART * ceil(M / X_ROWS),)``.
@@ -272,12 +250,8 @@ def matmul(
         x, [k_size // 64, num_rows, 64], [64, x.stride(0), 1], launch.x_box, launch.x_layout
     )
     prefetch_matmul_kernel[(launch.num_programs,)](
-        x_desc,
-        launch.describe(weight),
-        out,
-        num_rows,
-        **launch.constants,
+        x_desc, launch.describe(weight), out, num_rows, **launch.constants,
         num_warps=launch.num_warps,
         launch_pdl=overlap,
-    )
+    )  # fmt: skip
     return out

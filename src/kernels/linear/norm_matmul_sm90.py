@@ -45,19 +45,13 @@ def normed_kernel(
     out,  # [M, N]
     num_rows,
     eps,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    HALVES: gl.constexpr,
-    PART: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr, PART: gl.constexpr,
     ROWS: gl.constexpr,  # M, padded to a power of two; at most 8
-    ATOMS: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK: gl.constexpr,
-    FORM: gl.constexpr,
+    ATOMS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, FORM: gl.constexpr,
     PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
     LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
-):
+):  # fmt: skip
     """``hidden = residual + x``, ``out = rms_norm(hidden, norm_weight, eps) @ weight.T``, with two
     HALVES ``silu(gate) * up``. Grid: ``(N / PART,)``.
     """
@@ -173,21 +167,14 @@ def matmul(
     launch = plan_launch(num_rows, num_outs, k_size, has_gate, tile, overlap)
     out, hidden = x.new_empty(num_rows, num_outs), x.new_empty(num_rows, k_size)
     normed_kernel[(launch.num_programs,)](
-        x,
-        residual,
-        norm_weight,
-        hidden,
-        launch.describe(weight),
-        out,
-        num_rows,
-        eps,
+        x, residual, norm_weight, hidden, launch.describe(weight), out, num_rows, eps,
         **constants_of(launch.constants, num_rows, form),
         num_warps=4,
         # As for the norm alone. In the gate, which has it otherwise without a norm, it concerns
         # exp's last factor, a power of two, and the sum with 1: exact either way.
         enable_fp_fusion=False,
         launch_pdl=overlap,
-    )
+    )  # fmt: skip
     return out, hidden
 
 

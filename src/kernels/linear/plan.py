@@ -18,11 +18,7 @@ from .dispatch import ALL_ROWS, _ours
 from .tiles import fastest_custom_rows, has_one_tile
 
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
-
-
 REFERENCE_ROWS = 512
-
-
 _MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above what is ours and this, it is not used at all
 
 
@@ -43,11 +39,11 @@ class SweepReport:
 
 @dataclass(frozen=True, slots=True)
 class MatmulPlan:
-    """Who computes a shape. ``max_custom_rows`` is what the functions above take.
+    """Up to how many rows our kernel computes matmuls with weights of a shape; above, cuBLAS.
 
     Attributes:
         num_outs, k_size: of the weight.
-        max_custom_rows: up to how many rows our kernel computes; :data:`ALL_ROWS` for all.
+        max_custom_rows: as :func:`.dispatch.linear` takes it; :data:`ALL_ROWS` for no cuBLAS.
     """
 
     num_outs: int

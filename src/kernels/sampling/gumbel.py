@@ -173,8 +173,8 @@ def _choose_own_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """As :func:`_choose_kernel` with the weights of all ranks' groups and this rank's logits: a row's
-    token if it is among them, else -1."""
+    """As :func:`_choose_kernel`, from the weights of all ranks' groups and this rank's logits: a
+    row's token if this rank has it, else -1."""
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     seed = tl.load(seeds + row)

@@ -25,22 +25,10 @@ the float32 top_p, bits of the float32 -log(min_p), which is infinite if min_p i
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["fields"])
 def _truncated_kernel(  # type: ignore[no-untyped-def]
-    logits,
-    fields,
-    temperatures,
-    seeds,
-    positions,
-    sampled,
-    results,
-    result_row,
-    logits_stride,
-    results_stride,
-    num_rows,
-    VOCAB: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    logits, fields, temperatures, seeds, positions, sampled, results, result_row, logits_stride,
+    results_stride, num_rows,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """A token per row from what top-k, top-p and min-p keep of it, by the Gumbel-max trick.
 
     Grid: ``(rows,)``. Shapes: logits ``[.., VOCAB]``.
@@ -120,20 +108,11 @@ def sample_truncated(
     tokens, result_row, results_stride = places_of(results)
     vocab_size = logits.shape[1]
     _truncated_kernel[(num_rows,)](
-        logits,
-        fields,
-        temperatures,
-        seeds,
-        positions,
-        sampled,
-        tokens,
-        result_row,
-        logits.stride(0),
-        results_stride,
-        num_rows,
+        logits, fields, temperatures, seeds, positions, sampled, tokens, result_row,
+        logits.stride(0), results_stride, num_rows,
         VOCAB=vocab_size,
         TILE=tile,
         NUM_TILES=triton.next_power_of_2(triton.cdiv(vocab_size, tile)),
         GROUP=GROUP,
         num_warps=num_warps,
-    )
+    )  # fmt: skip

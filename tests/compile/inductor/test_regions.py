@@ -23,8 +23,9 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts
+from tests.support.captures import graph_cache
 from tests.support.driving import drive, make_requests
-from tests.support.models import ARCHITECTURES, tiny_model
+from tests.support.models import BY_DAY, tiny_model
 
 
 class AsItIs:
@@ -44,7 +45,7 @@ def captured(arch: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Capt
     monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", {})
     monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, AsItIs()))
     loaded = load_model(tiny_model(arch, **changes))
-    return capture_model(loaded, probe_model(loaded), compile="inductor")
+    return capture_model(loaded, probe_model(loaded), compile="inductor", graph_cache=graph_cache())
 
 
 def logits_of(captured: CapturedModel) -> dict[tuple[str, int], torch.Tensor]:
@@ -54,11 +55,11 @@ def logits_of(captured: CapturedModel) -> dict[tuple[str, int], torch.Tensor]:
     return recorder.logits
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", BY_DAY)
 def test_a_cut_graph_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"num_hidden_layers": 2} if arch != "deepseek_v3" else {}
     cut = captured(arch, monkeypatch, **changes)
-    whole = capture_model(cut.loaded, cut.specs, compile="graph")
+    whole = capture_model(cut.loaded, cut.specs, compile="graph", graph_cache=graph_cache())
     assert cut.rewrites["regions"] > 0
     found, expected = logits_of(cut), logits_of(whole)
     assert found.keys() == expected.keys()

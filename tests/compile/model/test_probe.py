@@ -8,17 +8,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    sliding_window_causal_mask_function,
-)
 
 from pagespec.compile.kv_cache import kv_bytes_per_block
 from pagespec.compile.model.cheap_passes import twins
 from pagespec.compile.model.load import load_model
-from pagespec.compile.model.masks import window_of_mask
 from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from tests.support.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, tiny_model
@@ -52,20 +45,6 @@ def test_finds_what_the_config_says(arch: str) -> None:
     assert model.config._attn_implementation == implementation
     calls = [m.pagespec_call for m in model.modules() if hasattr(m, "pagespec_call")]
     assert sorted(calls) == list(range(len(specs)))
-
-
-def test_windows_of_mask_closures() -> None:
-    zero = torch.zeros(1, dtype=torch.int64)
-    assert window_of_mask(causal_mask_function, 4) == 0
-    for window in (1, 2, 24, 4096):
-        assert window_of_mask(sliding_window_causal_mask_function(window), 4) == window
-    assert window_of_mask(bidirectional_mask_function, 4) is None
-    for chunk in (7, 64, 8192):
-        assert window_of_mask(chunked_causal_mask_function(chunk, zero), 4) is None
-    # A window for one head only, and a mask that is known at the probe's own positions only.
-    assert window_of_mask(lambda b, h, q, k: (k <= q) & ((h == 0) | (k > q - 5)), 4) is None
-    packed = torch.zeros(1, 8)
-    assert window_of_mask(lambda b, h, q, k: packed[b, q] == packed[b, k], 4) is None
 
 
 class Wrapped(nn.Module):

@@ -17,6 +17,7 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes.context import PassContext
 from pagespec.kernels.fused import dispatch as fused
+from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -121,5 +122,7 @@ def test_finds_the_norms_of_models(
     """Of two layers all but the first, and the last, which is not the head's alone."""
     loaded = load_model(tiny_model(arch, num_hidden_layers=2).to(torch.bfloat16))
     monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", capture_module.gpu_passes())
-    captured = capture_model(loaded, probe_model(loaded), transparent=False)
+    captured = capture_model(
+        loaded, probe_model(loaded), transparent=False, graph_cache=graph_cache()
+    )
     assert captured.rewrites["fuse_norm_linear"] == num_joined == len(weights_asked_about)

@@ -17,7 +17,7 @@ from pagespec.kernels.arguments import AttentionParams, PagedKV, RopeInputs
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
-from tests.compile.passes.test_fusion import capture_plain, generate
+from tests.support.captures import capture_plain, generate
 
 OPS = torch.ops.pagespec
 
@@ -35,15 +35,13 @@ JOINING = AttentionBackend("triton", "", reference.paged_attention, fused.kv_sto
 
 @pytest.fixture(scope="module")
 def qwen3() -> CapturedModel:
-    with pytest.MonkeyPatch.context() as patch:
-        return capture_plain("qwen3", torch.bfloat16, patch)
+    return capture_plain("qwen3", torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def gemma() -> CapturedModel:
     """Two layers, of which one has a window."""
-    with pytest.MonkeyPatch.context() as patch:
-        return capture_plain("gemma3_text", torch.float32, patch)
+    return capture_plain("gemma3_text", torch.float32)
 
 
 def graph_of(captured: CapturedModel) -> tuple[GraphModule, PassContext]:

@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import PassContext
-from pagespec.compile.passes.fuse_rope_cos_sin import fuse_rope_table
+from pagespec.compile.passes.fuse_rope_cos_sin import fuse_rope_cos_sin
 from pagespec.kernels.fused.dispatch import rope_table
-from tests.compile.passes.test_fusion import capture_plain, first, generate
+from tests.support.captures import capture_plain, first, generate
 
 # gemma3 has two kinds of layers with a table each; gpt_oss does not double its angles.
 EXPECTED = {"llama": 1, "gpt_neox": 1, "gemma3_text": 2, "deepseek_v3": 1, "gpt_oss": 0}
@@ -24,7 +24,7 @@ EXPECTED = {"llama": 1, "gpt_neox": 1, "gemma3_text": 2, "deepseek_v3": 1, "gpt_
 def fused_copy(captured: CapturedModel) -> tuple[GraphModule, int]:
     assert captured.graph is not None
     gm = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    count = fuse_rope_table(gm, PassContext(captured.loaded.module, {}))
+    count = fuse_rope_cos_sin(gm, PassContext(captured.loaded.module, {}))
     gm.graph.lint()
     gm.recompile()
     return gm, count
@@ -33,10 +33,8 @@ def fused_copy(captured: CapturedModel) -> tuple[GraphModule, int]:
 @pytest.mark.parametrize(
     ("arch", "dtype"), [("llama", torch.float32), *((arch, torch.bfloat16) for arch in EXPECTED)]
 )
-def test_finds_the_tables_and_changes_no_bit(
-    arch: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captured = capture_plain(arch, dtype, monkeypatch)
+def test_finds_the_tables_and_changes_no_bit(arch: str, dtype: torch.dtype) -> None:
+    captured = capture_plain(arch, dtype)
     gm, count = fused_copy(captured)
     assert count == EXPECTED[arch]
     assert [node.target for node in gm.graph.nodes].count(rope_table) == count
@@ -89,9 +87,9 @@ def _positions_of_another_kind(gm: GraphModule) -> None:
     ],
 )
 def test_what_is_not_quite_the_pattern_is_left_alone(
-    change: Callable[[GraphModule], None], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[GraphModule], None],
 ) -> None:
-    captured = capture_plain("llama", torch.bfloat16, monkeypatch)
+    captured = capture_plain("llama", torch.bfloat16)
     assert fused_copy(captured)[1] == 1
     assert captured.graph is not None
     change(captured.graph)

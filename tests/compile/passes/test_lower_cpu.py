@@ -10,6 +10,7 @@ from pagespec import LLM, SamplingParams, build
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
+from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 
 
@@ -21,9 +22,9 @@ def packed_names(captured: CapturedModel) -> list[str]:
 
 def test_packs_what_there_is_room_for() -> None:
     loaded = load_model(tiny_model("llama"))
-    specs = probe_model(loaded)
+    specs, cache = probe_model(loaded), graph_cache()
     counts = [
-        len(packed_names(capture_model(loaded, specs, packing_bytes=room)))
+        len(packed_names(capture_model(loaded, specs, packing_bytes=room, graph_cache=cache)))
         for room in (0, 60_000, 1 << 30)
     ]
     # Two layers of four products, and the head.

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Node
+from torch.utils._pytree import tree_map_only
 
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import capture_model
+from pagespec.compile.fx.fake_tensors import expressions
+from pagespec.compile.fx.nodes import example
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_storage
 from pagespec.runner.cpu_runner import ModelRunner
+from tests.support.captures import graph_cache
 from tests.support.driving import drive, make_requests
 from tests.support.models import tiny_model
 
@@ -31,7 +39,7 @@ def test_merges_and_changes_nothing(arch: str, monkeypatch: pytest.MonkeyPatch) 
                 passes = dict(capture_module.COMMON_PASSES)
                 del passes["merge_linear"]
                 patch.setattr(capture_module, "COMMON_PASSES", passes)
-            captured = capture_model(loaded, probe_model(loaded))
+            captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
         seen: list[torch.Tensor] = []
         runner = ModelRunner(
             captured,
@@ -48,6 +56,34 @@ def test_merges_and_changes_nothing(arch: str, monkeypatch: pytest.MonkeyPatch) 
         assert captured.rewrites.get("merge_linear", 0) == (MERGED[arch] if merge else 0)
     assert tokens[True] == tokens[False]
     torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", MERGED)
+def test_records_what_running_every_node_gives(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", {})
+    loaded = load_model(tiny_model(arch))
+    captured = capture_model(loaded, probe_model(loaded))
+    assert captured.graph is not None
+    num_strided = 0
+    with torch.inference_mode(False), torch.no_grad(), enable_python_dispatcher():
+        for node in captured.graph.graph.nodes:
+            if node.op not in ("call_function", "call_method") or example(node) is None:
+                continue
+            args, kwargs = tree_map_only(Node, example, (node.args, node.kwargs))
+            if node.op == "call_method":
+                result = getattr(args[0], node.target)(*args[1:], **kwargs)
+            else:
+                result = node.target(*args, **kwargs)
+            assert layout(result) == layout(example(node)), node.format_node()
+            num_strided += isinstance(result, torch.Tensor) and not result.is_contiguous()
+    assert num_strided > 4
+
+
+def layout(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # As expressions: to compare symbolic sizes would add a guard.
+        return (expressions(value.shape), expressions(value.stride()), value.dtype)
+    return tuple(map(layout, value)) if isinstance(value, (tuple, list)) else None
 
 
 def test_originals_are_views_and_hold_no_second_copy() -> None:

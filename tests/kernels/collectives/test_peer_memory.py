@@ -1,4 +1,4 @@
-"""The collectives over peer memory, under the interpreter: processes that share memory are ranks."""
+"""Collectives over peer memory, under the interpreter: ranks are processes that share memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ class Group:
             numbers = torch.zeros(max_chunks, dtype=torch.int32)
             return Boxes(max_chunks, boxes, flags, numbers, self._boxes[rank])
 
-        communicator = PeerCommunicator(
-            LoneRank(rank, self.num_ranks), torch.device("cpu"), make
-        )
+        communicator = PeerCommunicator(LoneRank(rank, self.num_ranks), torch.device("cpu"), make)
         communicator.reserve((MAX_CHUNKS, 1))
         communicator.connect()
         return communicator
@@ -119,11 +117,17 @@ def test_ranks_choose_the_tokens_that_one_would() -> None:
     def run(rank: int) -> None:
         shard = VocabShard(tuple(sizes), group.rank(rank))
         own = logits.split(sizes, 1)[rank].contiguous()
-        gumbel.sample_simple(
-            own, temperatures, seeds, positions, found[rank], shard=shard
-        )
+        gumbel.sample_simple(own, temperatures, seeds, positions, found[rank], shard=shard)
 
     fork_ranks(len(sizes), run)
     for rank in range(len(sizes)):
         assert found[rank].tolist() == alone.tolist(), rank
-    assert len({int(torch.bucketize(token, torch.tensor(sizes).cumsum(0), right=True)) for token in alone}) == 3
+    assert (
+        len(
+            {
+                int(torch.bucketize(token, torch.tensor(sizes).cumsum(0), right=True))
+                for token in alone
+            }
+        )
+        == 3
+    )

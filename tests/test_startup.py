@@ -1,13 +1,14 @@
-"""The GPU is opened early where the engine may use one, and nothing else is done."""
+"""The GPU is opened early where the engine may use one; the collector is off in its block only."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from typing import Any
 
 import pytest
 
-from pagespec.startup import create_cuda_context_async
+from pagespec.startup import create_cuda_context_async, gc_paused
 
 
 class FakeDriver:
@@ -67,3 +68,29 @@ def test_without_a_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
     assert thread is not None
     thread.join()
     assert asked == ["libcuda.so.1"]
+
+
+def test_it_is_off_in_the_block_only() -> None:
+    assert gc.isenabled()
+    with gc_paused():
+        assert not gc.isenabled()
+        with gc_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_it_comes_back_after_an_error() -> None:
+    with pytest.raises(KeyError), gc_paused():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_who_has_it_off_keeps_it_off() -> None:
+    gc.disable()
+    try:
+        with gc_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

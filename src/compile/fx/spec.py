@@ -1,0 +1,123 @@
+"""What may stand in a graph, as a table of rules, and a check of a graph against it.
+
+Tests check after every pass, so that a pass is blamed for what it broke, not the pass or the kernel
+that stumbles over it. A start does not: a graph that was right once is right every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from .nodes import (
+    PLAIN,
+    calls,
+    calls_op,
+    example,
+    grouped_operands,
+    is_linear,
+    is_ours,
+    linear_operands,
+)
+
+Stage = Literal["common", "cpu", "gpu"]
+"""After the passes for all devices, and those for a CPU or a GPU."""
+
+
+class SpecError(AssertionError):
+    """A node breaks a rule."""
+
+
+class Bindings(NamedTuple):
+    """What placeholders stand for, by name.
+
+    Attributes:
+        constants: parameters and buffers. sources: what differs from step to step.
+    """
+
+    constants: Mapping[str, Tensor]
+    sources: Mapping[str, object]
+
+
+class Rule(NamedTuple):
+    text: str
+    stages: tuple[Stage, ...]
+    holds: Callable[[Node, Bindings], bool]
+
+
+def _is_bound(node: Node, bound: Bindings) -> bool:
+    places = (bound.constants, bound.sources)
+    return node.op != "placeholder" or sum(node.name in place for place in places) == 1
+
+
+def _describes_its_constant(node: Node, bound: Bindings) -> bool:
+    constant, recorded = bound.constants.get(node.name), example(node)
+    if node.op != "placeholder" or constant is None:
+        return True
+    if not isinstance(recorded, Tensor) or recorded.dtype != constant.dtype:
+        return False
+    # A packed copy of a weight has a layout of its own library.
+    return constant.is_mkldnn or constant.shape == recorded.shape
+
+
+def _takes_data(node: Node, _: Bindings) -> bool:
+    kinds = (*PLAIN, Node, slice, complex, type(...), torch.dtype, torch.device, torch.layout)
+    return all(isinstance(leaf, kinds) for leaf in tree_leaves((node.args, node.kwargs)))
+
+
+def _is_recorded(node: Node, _: Bindings) -> bool:
+    """Kernels of ours ask for no record; what one returns together is recorded part by part."""
+
+    def needs_none(user: Node) -> bool:
+        if is_ours(node) and calls(user, "getitem"):
+            return True
+        # A view, to which this rule applies in its turn.
+        return is_ours(user) or (user.op == "call_method" and example(user) is None)
+
+    return example(node) is not None or all(map(needs_none, node.users))
+
+
+def _is_no_matmul(node: Node, _: Bindings) -> bool:
+    is_matmul = is_linear(node) or grouped_operands(node) or node.target == torch.addmm
+    return is_ours(node) or not is_matmul
+
+
+def _has_no_constant_weight(node: Node, bound: Bindings) -> bool:
+    weight = bound.constants.get(linear_operands(node)[1].name) if is_linear(node) else None
+    return weight is None or weight.dim() != 2 or not weight.is_contiguous()
+
+
+_ALL: tuple[Stage, ...] = ("common", "cpu", "gpu")
+_OPS = ("placeholder", "call_function", "call_method", "output")
+RULES = (
+    Rule("nothing is read off a module", _ALL, lambda node, _: node.op in _OPS),
+    Rule("a placeholder is a constant or a step's input", _ALL, _is_bound),
+    Rule("a constant has its own shape and dtype on record", _ALL, _describes_its_constant),
+    Rule("arguments are nodes and plain data", _ALL, _takes_data),
+    Rule("what a call that is not ours reads is on record", _ALL, _is_recorded),
+    Rule(
+        "attention and KV store are lowered",
+        ("cpu", "gpu"),
+        lambda node, _: not calls_op(node, "paged_attention") and not calls_op(node, "kv_store"),
+    ),
+    Rule("all matmuls are ours", ("cpu",), _is_no_matmul),
+    Rule("all matmuls with constant weights are ours", ("gpu",), _has_no_constant_weight),
+)
+
+
+def verify_graph(gm: GraphModule, stage: Stage, bound: Bindings) -> None:
+    """Check every node against the rules of a stage.
+
+    Raises:
+        SpecError: the first node that breaks a rule, and the rule.
+    """
+    gm.graph.lint()
+    for node in gm.graph.nodes:
+        for rule in RULES:
+            if stage in rule.stages and not rule.holds(node, bound):
+                raise SpecError(f"{node.format_node() or node.name}: not so: {rule.text}")

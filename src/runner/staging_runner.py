@@ -1,0 +1,49 @@
+"""The interfaces of model runners: with times, and with steps that are staged as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ..engine.plan import StepPlan
+from ..engine.runner import Runner
+
+
+class TimedRunner(Runner, Protocol):
+    """A runner over a KV cache.
+
+    Attributes:
+        num_blocks: KV blocks. pack_s, wait_s: seconds of the host so far.
+    """
+
+    num_blocks: int
+
+    @property
+    def pack_s(self) -> float: ...
+
+    @property
+    def wait_s(self) -> float: ...
+
+
+class StagingRunner(TimedRunner, Protocol):
+    """The runner of one rank. ``dispatch`` does in one what ``stage`` does on rank 0, and ``launch``
+    on every rank."""
+
+    @property
+    def max_staged_bytes(self) -> int:
+        """Most bytes of a step."""
+        ...
+
+    def stage(self, plan: StepPlan) -> Sequence[NDArray[Any]]:
+        """The step as arrays."""
+        ...
+
+    def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> object:
+        """Compute a staged step, or queue it; rank 0 gives its plan, for ``on_logits``."""
+        ...
+
+    def is_computed(self, handle: Any, wait_s: float) -> bool:
+        """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
+        ...

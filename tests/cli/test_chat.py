@@ -1,0 +1,135 @@
+"""`pagespec chat`: what it remembers, refuses and goes on after."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pagespec.cli import chat, make_llm
+from pagespec.cli.chat import ctrl_c_sets
+from pagespec.cli.main import app
+from pagespec.engine.inputs import PromptInput, PromptReader
+from pagespec.errors import InvalidInputError
+
+
+class FakeTokenizer:
+    chat_template: str | None = "fake"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return "|".join(f"{m['role']}:{m['content']}" for m in messages)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+
+class FakeLLM:
+    """Streams an answer in two pieces."""
+
+    def __init__(self) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.device = "cpu"
+        self.asked: list[str] = []
+        self.closed = 0
+        self.interrupt = False
+
+    def read_messages(self, messages: Any) -> PromptInput:
+        return PromptReader(self.tokenizer, 1 << 21, 1000).read_messages(messages)
+
+    def stream(self, prompt: dict[str, list[int]], params: Any) -> Iterator[str]:
+        text = "".join(chr(i) for i in prompt["prompt_token_ids"])
+        if "too long" in text:
+            raise InvalidInputError("prompt", "9000 tokens", "must be at most 8191 tokens")
+        self.asked.append(text)
+        try:
+            if self.interrupt:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield "very "
+            yield "well"
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    fake = FakeLLM()
+    monkeypatch.setattr(make_llm, "make_llm", lambda model, **arguments: fake)
+    return fake
+
+
+def call(*arguments: str, typed: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=typed, env={"COLUMNS": "100"})
+
+
+def test_chat_remembers_resets_and_leaves(llm: FakeLLM) -> None:
+    typed = "hi\nagain\n/reset\n\nnew\n/what\n/exit\nnever\n"
+    result = call("chat", "-m", "x", "--system", "be kind", typed=typed)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "very well\n" * 3
+    assert llm.asked == [
+        "system:be kind|user:hi",
+        "system:be kind|user:hi|assistant:very well|user:again",
+        "system:be kind|user:new",
+    ]
+    assert "unknown command /what" in result.stderr
+
+
+def test_chat_ends_with_its_input(llm: FakeLLM) -> None:
+    assert call("chat", "-m", "x", typed="").exit_code == 0
+
+
+def test_chat_ctrl_c_stops_the_answer_only(llm: FakeLLM) -> None:
+    llm.interrupt = True
+    result = call("chat", "-m", "x", typed="hi\nagain\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[:2] == ["very ", "very "]
+    assert llm.asked[1] == "user:hi|assistant:very |user:again"
+    assert llm.closed == 2
+
+
+def test_a_second_ctrl_c_interrupts() -> None:
+    before = signal.getsignal(signal.SIGINT)  # ignored, where a shell started this behind it
+    with ctrl_c_sets() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_chat_refuses_one_question_and_goes_on(llm: FakeLLM) -> None:
+    result = call("chat", "-m", "x", typed="too long\nhi\n")
+    assert result.exit_code == 0
+    assert "refused: " in result.stderr
+    assert llm.asked == ["user:hi"]
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"wrong \xc3"])
+def test_chat_drops_a_line_that_is_no_text_and_goes_on(llm: FakeLLM, line: bytes) -> None:
+    result = call("chat", "-m", "x", typed=line + b"\r\nhi\r\nbye")
+    assert result.exit_code == 0, result.output
+    assert "refused: the line is not utf-8 text" in result.stderr
+    assert [asked.split("user:")[-1] for asked in llm.asked] == ["hi", "bye"]
+
+
+def test_chat_refuses_lone_surrogates(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal gives them under a locale without UTF-8."""
+    lines = iter(["\ud800", "hi", "/exit"])
+    monkeypatch.setattr(chat, "_read", lambda: next(lines))
+    result = call("chat", "-m", "x")
+    assert "refused: message" in result.stderr
+    assert llm.asked == ["user:hi"]
+    result = call("chat", "-m", "x", "--system", "\ud800")
+    assert result.exit_code == 2
+    assert "--system" in result.stderr
+
+
+def test_chat_without_a_template_is_refused(llm: FakeLLM) -> None:
+    llm.tokenizer.chat_template = None
+    result = call("chat", "-m", "x", typed="hi\n")
+    assert result.exit_code == 2
+    assert "no chat template" in result.stderr

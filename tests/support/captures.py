@@ -1,0 +1,94 @@
+"""Captured tiny models, each traced once per test process, and what to do with their graphs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+from pagespec.compile import captured_model as capture_module
+from pagespec.compile.capture.graph_cache import GraphCache
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.fx.nodes import calls
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.compile.passes import PassContext
+from pagespec.compile.passes.fuse_activation import fuse_activation
+from pagespec.compile.passes.fuse_norm import fuse_norm
+from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
+from pagespec.runner.cpu_runner import ModelRunner
+from tests.support.driving import drive, make_requests
+from tests.support.models import tiny_model
+
+PASSES = {"rope": fuse_rope_store, "norm": fuse_norm, "activation": fuse_activation}
+# One layer is enough where all are alike and others stand for what lies between two.
+OVERRIDES = {
+    "qwen3": {"num_hidden_layers": 1},
+    "qwen2": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 1},
+    "phi3": {"num_hidden_layers": 1},
+    "gpt2": {"n_layer": 1},
+    "gpt_neox": {"num_hidden_layers": 1},
+    "qwen3_moe": {"num_hidden_layers": 1},
+}
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def graph_cache() -> GraphCache:
+    """For tests of what comes after tracing: the same model, or an equal one, is traced once.
+    Tracing is most of the time of a capture."""
+    return GraphCache(Path(_folder().name))
+
+
+def capture_plain(arch: str, dtype: torch.dtype) -> CapturedModel:
+    """A model captured with the passes that every machine runs, and no others."""
+    loaded = load_model(tiny_model(arch, **OVERRIDES.get(arch, {})).to(dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture_module, "CPU_GRAPH_PASSES", {})
+        return capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
+
+
+def fuse(
+    captured: CapturedModel, change: Callable[[GraphModule], None] | None = None
+) -> tuple[GraphModule, dict[str, int]]:
+    """A copy of the graph, changed and then fused, and the rewrites of each pass."""
+    assert captured.graph is not None
+    gm = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    if change is not None:
+        change(gm)
+    context = PassContext(captured.loaded.module, {})
+    counts = {name: graph_pass(gm, context) for name, graph_pass in PASSES.items()}
+    gm.graph.lint()
+    gm.recompile()
+    return gm, counts
+
+
+def generate(captured: CapturedModel, gm: GraphModule) -> list[torch.Tensor]:
+    """Logits of every step and what is in the caches afterwards."""
+    captured = replace(captured, graph=gm)
+    seen: list[torch.Tensor] = []
+    runner = ModelRunner(
+        captured,
+        block_size=8,
+        num_blocks=12,
+        on_logits=lambda plan, logits: seen.append(logits.clone()),
+    )
+    requests = make_requests([[5, 9, 200, 31, 8, 90, 2, 40, 41], [77, 3, 5]], 5)
+    drive(runner, requests, block_size=8, num_blocks=12, chunk=4)
+    # The last block is the null block, in which many tokens may write one slot.
+    return [*seen, *(cache[:-1].clone() for pair in runner.kv_caches for cache in pair)]
+
+
+def first(gm: GraphModule, *names: str) -> Node:
+    return next(node for node in gm.graph.nodes if calls(node, *names))
