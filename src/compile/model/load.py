@@ -109,7 +109,7 @@ def load_model(
     name, source, config = _config_of(model, cache_dir)
     if torch_dtype is None:
         text_config = config.get_text_config(decoder=True)
-        configured = text_config.dtype or config.dtype or torch.bfloat16
+        configured: Any = text_config.dtype or config.dtype or torch.bfloat16
         torch_dtype = torch.float32 if device.type == "cpu" else configured
     module = _built(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None

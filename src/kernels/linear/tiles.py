@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..device import Gpu
 from .matmul import Tile
-from .tuned_tiles import TUNED, TUNED_PREFETCH, PrefetchTile, _swapped, _tile
+from .tuned_tiles import GATED, TUNED, TUNED_PREFETCH, PrefetchTile, _swapped, _tile
 
 _SHORT_PRODUCT_BYTES = 24 << 20
 _BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
@@ -43,7 +43,8 @@ def choose_tile(
     bucket = _bucket_of(num_rows) or _BUCKETS[-1]
     if not card.is_large:
         return _small_tile(bucket, num_outs, k_size, has_gate, card.num_sms)
-    tuned = TUNED.get((num_outs, k_size), {}).get(bucket)
+    shape = num_outs, k_size
+    tuned = TUNED.get(shape, {}).get(bucket) if shape in GATED or not has_gate else None
     if tuned is not None:
         return tuned
     if bucket == 16:
@@ -91,7 +92,8 @@ def choose_prefetch_tile(
 
 
 def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> PrefetchTile | None:
-    tuned = TUNED_PREFETCH.get((num_outs, k_size))
+    shape = num_outs, k_size
+    tuned = TUNED_PREFETCH.get(shape) if shape in GATED or not has_gate else None
     if tuned is not None:
         return tuned.get(bucket)
     if bucket > 64 or num_outs * k_size * 2 >= _SHORT_PRODUCT_BYTES:

@@ -18,6 +18,10 @@ def _swapped(m: int, n: int, k: int, stages: int) -> Tile:
     return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=4, swap_ab=True)
 
 
+GATED = frozenset({(3072, 1024), (12288, 4096)})
+"""Shapes (N, K) that were measured with a gate: 2 N rows of weight, twice the shared memory. The
+others hold for matmuls without one only."""
+
 # (N, K) and rows: the weights of Qwen3-0.6B and 8B in bfloat16 on an H100, each matmul timed among
 # 256 MB of others so that no weight was in the L2 cache; docs/notes/matmul.md. N is that
 # of the matmul: gate and up are a weight of 2 N rows.
@@ -37,7 +41,7 @@ TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
             128: _tile(64, 32, 128, 5),
             256: _tile(64, 32, 128, 6),
         },
-        (3072, 1024): {  # gate and up
+        (3072, 1024): {
             16: _tile(16, 32, 256, 4),
             32: _swapped(32, 64, 128, 5),
             64: _tile(64, 32, 128, 5),
@@ -57,7 +61,7 @@ TUNED: Mapping[tuple[int, int], Mapping[int, Tile]] = MappingProxyType(
         },
         (6144, 4096): {16: _swapped(16, 64, 256, 3), 32: _swapped(32, 64, 128, 5)},
         (4096, 4096): {16: _swapped(16, 64, 256, 4), 32: _tile(32, 16, 256, 4)},
-        (12288, 4096): {16: _tile(16, 32, 128, 5), 32: _swapped(32, 64, 128, 5)},  # gate and up
+        (12288, 4096): {16: _tile(16, 32, 128, 5), 32: _swapped(32, 64, 128, 5)},
         (4096, 12288): {16: _swapped(16, 64, 256, 4)},
         (151936, 4096): {16: _tile(16, 32, 256, 6), 32: _swapped(32, 128, 128, 3)},
     }

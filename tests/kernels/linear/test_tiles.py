@@ -1,0 +1,38 @@
+"""The tiles that are chosen for matmuls, of whole models and of their shards."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from pagespec.kernels.device import _LARGE_SHARED_BYTES, Gpu
+from pagespec.kernels.linear.tiles import choose_prefetch_tile, choose_tile
+
+HOPPER = Gpu(132, _LARGE_SHARED_BYTES, has_prefetch=True)
+# Of Qwen3-0.6B, 8B and 32B, whole and in halves, quarters and eighths.
+OUTS = (384, 512, 768, 1024, 1536, 2560, 3072, 4096, 5120, 6144, 6400, 10240, 12288, 12800, 25600)
+SUMMANDS = (512, 768, 1024, 1536, 2048, 3072, 3200, 4096, 5120, 6144, 6400, 8192, 12288, 25600)
+ROWS = (1, 8, 9, 16, 17, 32, 64, 128, 256, 257)
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_every_tile_that_is_chosen_fits(has_gate: bool) -> None:
+    num_chosen = 0
+    for num_rows in ROWS:
+        for num_outs in OUTS:
+            for k_size in SUMMANDS:
+                tile = choose_prefetch_tile(num_rows, num_outs, k_size, has_gate, HOPPER)
+                if tile is not None:
+                    num_chosen += 1
+                    assert tile.fits(num_outs, k_size, has_gate), (num_rows, num_outs, k_size)
+    assert num_chosen > 500
+
+
+def test_a_tile_measured_without_a_gate_is_not_taken_with_one() -> None:
+    shape = 6144, 4096
+    for num_rows in (16, 32):
+        plain = choose_tile(num_rows, *shape, 2, False, HOPPER)
+        assert plain != choose_tile(num_rows, *shape, 2, True, HOPPER) or num_rows == 32
+    assert choose_prefetch_tile(32, *shape, False, HOPPER) is not None
+    assert choose_prefetch_tile(32, *shape, True, HOPPER) is None
