@@ -109,6 +109,14 @@ BY_DAY = [
     pytest.param(arch, marks=pytest.mark.nightly if arch in _BY_NIGHT else ())
     for arch in ARCHITECTURES
 ]
+# For four ranks: heads that can be divided.
+TP_OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "qwen2": {"num_attention_heads": 4},
+    "mistral": {"num_attention_heads": 4},
+}
+# transformers has no plan to share their layers over several ranks.
+WITHOUT_PLAN = ("gpt2", "gpt_oss")
 # Not in the golden table: what the probe refuses, and what has a test of its own.
 _OTHERS: dict[str, dict[str, Any]] = {
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},

@@ -147,6 +147,9 @@ _STYLES = {
 }
 # What it remembers of a model it has distributed; it is none of its own any more.
 _LEFT_BY_TRANSFORMERS = ("distributed_config", "_device_mesh", "_mesh_manager", "_tp_size")
+# Layers whose outputs are heads, by the names that all models of transformers give them.
+_OF_ALL_HEADS = ("q_proj", "q_b_proj", "kv_b_proj", "query_key_value")
+_OF_KV_HEADS = ("k_proj", "v_proj")
 # Linear layers alone have these forwards.
 _OF_LINEAR = (_RowParallel, _ColumnParallelGathered)
 
@@ -174,10 +177,16 @@ def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
         UnsupportedModelError: no plan, or a style that is not known here.
         InvalidInputError: ``tensor_parallel_size`` does not divide what is to be shared.
     """
-    plan = model.tp_plan or {}
-    if not any(_STYLES.get(style, _REPLICATED).forward for style in plan.values()):
+    plan, head = model.tp_plan or {}, model.get_output_embeddings()
+    of_head = [name for name, module in model.named_modules() if module is head]
+    if not any(
+        _STYLES.get(style, _REPLICATED).forward
+        for name, style in plan.items()
+        if name not in of_head
+    ):
         raise UnsupportedModelError(
-            f"{type(model).__name__}: transformers {_version()} has no tensor-parallel plan for it"
+            f"{type(model).__name__}: transformers {_version()} has no tensor-parallel plan for "
+            "its layers"
         )
     sharder = _Sharder(model, plan, shard)
     for name, module in list(model.named_modules()):
@@ -193,8 +202,10 @@ class _Sharder:
         self._name, self._plan = type(model).__name__, plan
         self._shard = shard
         config: Any = model.config.get_text_config(decoder=True)
-        self._num_kv_heads = getattr(config, "num_key_value_heads", None)
-        self._num_heads = getattr(config, "num_attention_heads", None)
+        num_heads = getattr(config, "num_attention_heads", None)
+        num_kv_heads = getattr(config, "num_key_value_heads", None)
+        self._num_heads = dict.fromkeys(_OF_ALL_HEADS, num_heads)
+        self._num_heads |= dict.fromkeys(_OF_KV_HEADS, num_kv_heads)
         self._head = model.get_output_embeddings()
         self.vocab_sizes: list[int] | None = None
 
@@ -206,7 +217,8 @@ class _Sharder:
         is_head = module is self._head
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             own = self._style_of(f"{name}.{parameter_name}") if name else None
-            cut = (own or style or _REPLICATED).cut(parameter_name, parameter)
+            of_parameter = own or style or _REPLICATED
+            cut = of_parameter.cut(parameter_name, parameter)
             if is_head and cut is not None:
                 sizes = self.vocab_sizes = vocab_sizes(parameter.shape[0], self._shard.num_ranks)
                 part = _gathered(parameter).detach()
@@ -215,7 +227,9 @@ class _Sharder:
             elif cut is None:
                 part = _gathered(parameter).detach()
             else:
-                part = self._part(f"{name}.{parameter_name}", parameter, cut)
+                # What is gathered again may be cut inside a head.
+                num_heads = None if of_parameter is _GATHERED else self._num_heads_of(name)
+                part = self._part(f"{name}.{parameter_name}", parameter, cut, num_heads)
             if part is not parameter:
                 kept = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 setattr(module, parameter_name, kept)
@@ -231,18 +245,20 @@ class _Sharder:
             )
         return None if style is None else _STYLES[style]
 
-    def _part(self, name: str, parameter: Tensor, cut: _Slices) -> Tensor:
+    def _num_heads_of(self, name: str) -> int | None:
+        """How many heads the outputs of a layer are, which are not to be cut."""
+        return self._num_heads.get(name.rpartition(".")[2])
+
+    def _part(self, name: str, parameter: Tensor, cut: _Slices, num_heads: int | None) -> Tensor:
         """This rank's slice of a parameter."""
         rank, num_parts = self._shard.rank, self._shard.num_ranks
         size = parameter.shape[cut.dim]
         layer = name.split(".")[-2]
-        heads = {"q_proj": self._num_heads, "k_proj": self._num_kv_heads}
-        num_heads = (heads | {"v_proj": self._num_kv_heads}).get(layer)
-        if layer != "q_proj" and num_heads and num_parts % num_heads == 0 < num_parts - num_heads:
+        if num_heads and num_heads % num_parts:
+            if layer not in _OF_KV_HEADS or num_parts % num_heads:
+                raise self._indivisible(f"the {num_heads} heads of {layer}")
             # Fewer KV heads than ranks: each has the one that its query heads read.
             rank, num_parts = rank * num_heads // num_parts, num_heads
-        elif num_heads and num_heads % num_parts:
-            raise self._indivisible(f"the {num_heads} heads of {layer}")
         if size % (num_parts * cut.num_groups):
             raise self._indivisible(f"{name}, which has {size} in dimension {cut.dim}")
         local = getattr(parameter, "to_local", None)
