@@ -68,12 +68,12 @@ def build_distributed(
     except BaseException as error:
         try:
             # A rank that refused the model says more than the connection it closed.
-            workers.check()
-        except Exception as reason:
-            raise reason from error
+            reason = workers.reason_of(error)
         finally:
             workers.end()
             leave_group()
+        if reason is not error:
+            raise reason from error
         raise
     runner = DistributedRunner(local, workers, channel, leave_group)
     return replace(built, runner=runner)

@@ -35,12 +35,22 @@ class _Launch:
 class _LaunchThread:
     """Rank 0's thread, which knows nothing of the runner: that may go away.
 
+    Args:
+        on_close: called in the thread at its end, so once, and in no collective.
+
     Attributes:
         error: of the step that failed; none is computed after it.
     """
 
-    def __init__(self, local: StagingRunner, workers: Workers, channel: Channel) -> None:
+    def __init__(
+        self,
+        local: StagingRunner,
+        workers: Workers,
+        channel: Channel,
+        on_close: Callable[[], None],
+    ) -> None:
         self._local, self._workers, self._channel = local, workers, channel
+        self._on_close = on_close
         self.launches: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -54,6 +64,7 @@ class _LaunchThread:
                 except BaseException as error:
                     self.error = error
             launch.is_done.set()
+        self._on_close()
 
     def _launch(self, launch: _Launch, plan: StepPlan) -> None:
         cell = self._channel.cells[0]
@@ -64,13 +75,15 @@ class _LaunchThread:
         launch.handle = self._local.launch(arrays, plan)
         cell.num_finished = launch.number + 1
 
-    def close(self, on_close: Callable[[], None]) -> None:
+    def close(self) -> None:
+        """End the workers, then the thread; may be called again."""
         self.launches.put(None)
+        if threading.current_thread() is self._thread:  # which collected the garbage
+            self._workers.end()
+            return
         self._thread.join(1)
-        self._workers.end()
+        self._workers.end()  # which ends a collective that waits for them
         self._thread.join(5)
-        if not self._thread.is_alive():  # else it is in a collective, and needs its group
-            on_close()
 
 
 class DistributedRunner:
@@ -95,12 +108,12 @@ class DistributedRunner:
         self.num_blocks = local.num_blocks
         self._workers, self._channel = workers, channel
         self._watch = Watch(workers, channel)
-        self._thread = _LaunchThread(local, workers, channel)
+        self._thread = _LaunchThread(local, workers, channel, on_close)
         self._last: _Launch | None = None
         self._failure: EngineError | None = None
         self._num_steps = 0
         # Not a method of this object, which would then live for ever.
-        self._close = weakref.finalize(self, self._thread.close, on_close)
+        self._close = weakref.finalize(self, self._thread.close)
 
     @property
     def pack_s(self) -> float:
@@ -154,7 +167,8 @@ class DistributedRunner:
         if launch is not None:
             self._wait(launch.is_done.wait)
         if self._thread.error is not None:
-            raise self._failed(self._thread.error)
+            # What a rank says of itself says more than what rank 0 saw of it: a closed connection.
+            raise self._failed(self._workers.reason_of(self._thread.error))
 
     def _have_finished(self, number: int, wait_s: float) -> bool:
         end = time.monotonic() + wait_s
@@ -173,13 +187,10 @@ class DistributedRunner:
     def _failed(self, error: BaseException) -> EngineError:
         """The group's end: ranks that computed different parts cannot go on together."""
         if self._failure is None:
-            # What a rank says of itself says more than what rank 0 saw of it: a closed connection.
-            try:
-                self._workers.check()
-            except Exception as reason:
-                error = reason
             self._failure = EngineError(f"{error}; make a new engine")
             self._workers.end()
+            # The error may keep this object alive for long, and a new engine needs a new group.
+            self._thread.close()
         return self._failure
 
     def _check_same_steps(self) -> None:

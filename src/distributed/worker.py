@@ -35,8 +35,6 @@ def main() -> None:
 
         cell.text = describe_error(error)
         cell.state = State.FAILED
-        if os.environ.get("PAGESPEC_DEBUG"):
-            raise
         os._exit(1)  # nothing here waits for the others, who may wait for this rank
 
 
@@ -68,11 +66,11 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
     from .group import join_group, join_store, make_communicator
 
     cell = channel.cells[rank]
-    cell.state = State.IMPORTED
     settings = json.loads(messages.get())
     torch.set_num_threads(settings["num_threads"])
     device = torch.device(settings["devices"][rank])
     config = EngineConfig(**settings["config"] | {"device": settings["devices"][rank]})
+    cell.state = State.IMPORTED  # from here on rank 0 waits in the library, and cannot look
     join_group(join_store(settings["port"], num_ranks), rank, num_ranks, device)
     built = build(
         settings["model"],

@@ -15,12 +15,22 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import EngineError, InvalidInputError, PagespecError, UnsupportedModelError
+from ..errors import (
+    EngineError,
+    InvalidInputError,
+    PagespecError,
+    UnsupportedModelError,
+    shortened,
+)
 from .channel import Channel, State
 
 _STALL_S = 20.0
 """A group that has not moved for so long while a step runs has a rank that hangs."""
+_LAST_WORDS_S = 2.0
+"""A rank has closed its connections before it is seen to have ended."""
 _POLL_S = 0.02
+_MAX_TEXT = 400
+"""Characters of a part of an error: all fit into a cell, escaped."""
 _ERRORS: dict[str, type[PagespecError]] = {
     "InvalidInputError": InvalidInputError,
     "UnsupportedModelError": UnsupportedModelError,
@@ -113,6 +123,19 @@ class Workers:
                 how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
                 raise EngineError(f"rank {rank} (process {process.pid}) has ended {how}")
 
+    def reason_of(self, error: BaseException) -> BaseException:
+        """What ended a rank, if that is why rank 0 met ``error``; else the error itself."""
+        end = time.monotonic() + (_LAST_WORDS_S if isinstance(error, Exception) else 0)
+        while True:
+            try:
+                self.check()
+            except PagespecError as reason:
+                # What all ranks refuse is told without naming one.
+                return error if str(reason).startswith(str(error)) else reason
+            if time.monotonic() >= end:
+                return error
+            time.sleep(_POLL_S)
+
     def end(self) -> None:
         """End all, at once; may be called again."""
         for process in self._processes:
@@ -159,8 +182,11 @@ def describe_error(error: BaseException) -> str:
     """An error as text for a rank's cell."""
     fields = None
     if isinstance(error, InvalidInputError):
-        fields = [error.field, repr(error.value), error.limit]
-    return json.dumps([type(error).__name__, str(error), fields])
+        value = error.value
+        if value is not None and not isinstance(value, (bool, int, float)):
+            value = shortened(value if isinstance(value, str) else repr(value), _MAX_TEXT)
+        fields = [error.field, value, shortened(error.limit, _MAX_TEXT)]
+    return json.dumps([type(error).__name__, shortened(str(error), _MAX_TEXT), fields])
 
 
 def _error_of(rank: int, text: str) -> PagespecError:
@@ -171,5 +197,5 @@ def _error_of(rank: int, text: str) -> PagespecError:
     if name == "InvalidInputError" and fields is not None:
         return InvalidInputError(fields[0], fields[1], f"{fields[2]} (rank {rank})")
     if name in _ERRORS:
-        return _ERRORS[name](f"rank {rank}: {message}")
+        return _ERRORS[name](f"{message} (rank {rank})")
     return EngineError(f"rank {rank} has failed: {name}: {message}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -15,13 +13,13 @@ DTYPES = [np.int32, np.int64, np.float32, np.bool_]
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
+def ends() -> tuple[Channel, Channel]:
     """Rank 0's and rank 1's, with slots."""
     first = Channel(3)
     second = Channel(3, first.descriptor)
     for channel in (first, second):
         channel.make_slots(NUM_SLOTS, SLOT_BYTES)
-    yield first, second
+    return first, second
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -161,7 +161,7 @@ def reference_of(
 
 
 @dataclass
-class _Watcher:
+class Watcher:
     """Looks at every step of a golden run."""
 
     row: GoldenRow
@@ -216,40 +216,37 @@ class Subject:
                 setattr(build_module, name, function)
 
     def run(self, condition: Condition, reference: Reference) -> GoldenRow:
-        row = GoldenRow(self.name, condition.name, len(reference.prompts))
-        watcher = _Watcher(row)
+        watcher = Watcher(GoldenRow(self.name, condition.name, len(reference.prompts)))
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace.jsonl"
             llm = watcher.llm = self.llm(on_logits=watcher, trace=trace, **condition.settings)
-            self._compare(llm, condition, reference, watcher)
+            compare(llm, condition.num_rounds, reference, watcher)
             with trace.open() as lines:
-                row.trace = replay.check(lines)
-        return row
+                watcher.row.trace = replay.check(lines)
+        return watcher.row
 
-    def _compare(
-        self, llm: LLM, condition: Condition, reference: Reference, watcher: _Watcher
-    ) -> None:
-        row = watcher.row
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=len(output), ignore_eos=True)
-            for output in reference.outputs
-        ]
-        for _ in range(condition.num_rounds):
-            results = llm.generate(reference.prompts, params, use_tqdm=False)
-            for result, output, logits in zip(
-                results, reference.outputs, reference.logits, strict=True
-            ):
-                got = result.outputs[0].token_ids
-                row.num_tokens += len(output)
-                row.num_wrong_tokens += sum(a != b for a, b in zip(got, output, strict=True))
-                row.num_cached_tokens += result.metrics.num_cached_tokens
-                ours = torch.stack(
-                    [watcher.logits[result.request_id, i] for i in range(len(output))]
-                )
-                error = (ours - logits).abs().amax(-1) / logits.abs().amax(-1)
-                # NaN stays, which max would drop.
-                largest = np.maximum(row.max_relative_error, error.max().item())
-                row.max_relative_error = float(largest)
+
+def compare(llm: LLM, num_rounds: int, reference: Reference, watcher: Watcher) -> None:
+    """Serve what the reference was asked, and note in the row of the watcher how far that is."""
+    row = watcher.row
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=len(output), ignore_eos=True)
+        for output in reference.outputs
+    ]
+    for _ in range(num_rounds):
+        results = llm.generate(reference.prompts, params, use_tqdm=False)
+        for result, output, logits in zip(
+            results, reference.outputs, reference.logits, strict=True
+        ):
+            got = result.outputs[0].token_ids
+            row.num_tokens += len(output)
+            row.num_wrong_tokens += sum(a != b for a, b in zip(got, output, strict=True))
+            row.num_cached_tokens += result.metrics.num_cached_tokens
+            ours = torch.stack([watcher.logits[result.request_id, i] for i in range(len(output))])
+            error = (ours - logits).abs().amax(-1) / logits.abs().amax(-1)
+            # NaN stays, which max would drop.
+            largest = np.maximum(row.max_relative_error, error.max().item())
+            row.max_relative_error = float(largest)
 
 
 def check(row: GoldenRow, condition: Condition) -> None:
