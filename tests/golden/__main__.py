@@ -1,6 +1,7 @@
 """`python -m tests.golden [device [names]]`: the golden table, every architecture (or the named
 ones) under every condition. `python -m tests.golden --thresholds` prints instead at which integers
-of their configs the probe looked.
+of their configs the probe looked. `python -m tests.golden --ranks N [names]` shares each model over
+N processes of this CPU, under one condition that is all the hostile ones at once.
 
 Exits with 1 if any row differs from Hugging Face `generate`."""
 
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import sys
 
+from pagespec import InvalidInputError, UnsupportedModelError
 from tests.golden.harness import GoldenRow, check
 from tests.golden.subjects import (
     BEYOND_CONDITIONS,
+    RANKS_CONDITION,
     SMOLLM2_CONDITIONS,
     TINY_CONDITIONS,
     beyond,
+    on_ranks,
     reach,
     smollm2,
     tiny,
@@ -33,7 +37,29 @@ def print_thresholds() -> None:
             print(f"{'':<12} not reached: {'; '.join(map(str, plan.beyond))}")
 
 
+def print_ranks(num_ranks: int, names: list[str]) -> int:
+    """A row an architecture, or why it is refused. Returns how many failed."""
+    num_failed = 0
+    print(GoldenRow.HEADER)
+    for name in names:
+        try:
+            row = on_ranks(name, num_ranks)
+        except (InvalidInputError, UnsupportedModelError) as error:
+            print(f"{name:<16} refused: {error}", flush=True)
+            continue
+        try:
+            check(row, RANKS_CONDITION)
+            print(row, flush=True)
+        except AssertionError as error:
+            num_failed += 1
+            print(f"{row}  FAILED: {str(error).splitlines()[0]}", flush=True)
+    return num_failed
+
+
 def main() -> int:
+    if "--ranks" in sys.argv:
+        num_ranks, *names = sys.argv[sys.argv.index("--ranks") + 1 :]
+        return 1 if print_ranks(int(num_ranks), names or ARCHITECTURES) else 0
     if "--thresholds" in sys.argv:
         print_thresholds()
         return 0

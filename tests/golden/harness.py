@@ -219,7 +219,9 @@ class Subject:
         watcher = Watcher(GoldenRow(self.name, condition.name, len(reference.prompts)))
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace.jsonl"
-            llm = watcher.llm = self.llm(on_logits=watcher, trace=trace, **condition.settings)
+            llm = self.llm(on_logits=watcher, trace=trace, **condition.settings)
+            # With ranks it is called in a thread, beside which the scheduler goes on.
+            watcher.llm = llm if llm.config.tensor_parallel_size == 1 else None
             compare(llm, condition.num_rounds, reference, watcher)
             with trace.open() as lines:
                 watcher.row.trace = replay.check(lines)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import tempfile
+from typing import Any
 
 import torch
 
+from pagespec import LLM
 from pagespec.compile.model.gguf import embedded_model_path
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_with_reach
 from pagespec.compile.model.thresholds import ReachPlan
 from tests.golden.harness import (
     Condition,
+    GoldenRow,
     Reference,
     Subject,
     conditions,
     mixed_prompts,
     reference_of,
 )
-from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.models import TP_OVERRIDES, VOCAB_SIZE, tiny_model
 
 TINY_PROMPT_LENGTHS = [1, 2, 17, 40, 64, 90, 33, 48, 5, 70]
 TINY_NUM_OUTPUTS = [24, 20, 24, 16, 24, 24, 12, 24, 8, 24]
@@ -48,6 +53,51 @@ def tiny(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
     judge.set_attn_implementation("eager")  # its sdpa path leaves gemma2's softcap out
     reference = reference_of(judge, prompts, TINY_NUM_OUTPUTS)
     return Subject(arch, model, device=device, max_num_seqs=16), reference
+
+
+RANKS_CONDITION = Condition(
+    "all at once",
+    {
+        "block_size": 4,
+        "num_blocks": 34,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 16,
+        "overlap": True,
+        "check_invariants": True,
+    },
+    must_preempt=True,
+    must_hit=True,
+    must_chunk=True,
+    num_rounds=2,
+)
+
+
+class SubjectOnRanks(Subject):
+    """A model in a folder, of which each engine starts ranks."""
+
+    def llm(self, **settings: Any) -> LLM:
+        gc.collect()  # a process has one group at a time
+        return LLM(self._model, **{**self._settings, **settings})
+
+
+def on_ranks(arch: str, num_ranks: int) -> GoldenRow:
+    """A tiny model on several ranks of the CPU, beside `generate`; with more than two its heads are
+    such that they can be shared.
+
+    Raises:
+        InvalidInputError, UnsupportedModelError: it cannot be shared.
+    """
+    model = tiny_model(arch, **(TP_OVERRIDES.get(arch, {}) if num_ranks > 2 else {}))
+    settings = {"device": "cpu", "tensor_parallel_size": num_ranks}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        model.set_attn_implementation("eager")
+        prompts = mixed_prompts(TINY_PROMPT_LENGTHS, VOCAB_SIZE)
+        reference = reference_of(model, prompts, TINY_NUM_OUTPUTS)
+        return SubjectOnRanks(f"{arch} x {num_ranks}", folder, **settings).run(
+            RANKS_CONDITION, reference
+        )
 
 
 BEYOND_NUM_OUTPUTS = 4
