@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..build import BuiltEngine, build, resolve_device
+from ..compile.model.load import check_shared
 from ..compile.model.tensor_parallel import Shard
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
@@ -42,6 +43,7 @@ def build_distributed(
             "a model in memory is in one process; give a folder or a hub id",
         )
     devices = _devices(config, num_ranks)
+    check_shared(name, num_ranks)
     channel = Channel(num_ranks)
     store = make_store(num_ranks)
     workers = Workers(channel, num_ranks)

@@ -21,7 +21,7 @@ from ...errors import InvalidInputError, UnsupportedModelError
 from ...validation import path_of
 from .gguf import converted_folder
 from .refusal import as_input_error, cause
-from .tensor_parallel import WHOLE, Shard, shard_model
+from .tensor_parallel import WHOLE, Shard, check_heads, shard_model
 
 _DTYPES = {
     "float32": torch.float32,
@@ -121,6 +121,13 @@ def vocab_size_of(model: str | os.PathLike[str]) -> int:
     """Rows of the head of a model that is not loaded. Raises as :func:`load_model`."""
     _, _, config = _config_of(model, None)
     return int(config.get_text_config(decoder=True).vocab_size)
+
+
+def check_shared(model: str | os.PathLike[str], num_ranks: int) -> None:
+    """Refuses a model that is not there, or whose heads so many ranks cannot share; in a fraction
+    of the time that it takes to start them. Raises as :func:`load_model`."""
+    _, _, config = _config_of(model, None)
+    check_heads(config, num_ranks)
 
 
 def _config_of(

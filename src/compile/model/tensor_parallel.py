@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels import ops
@@ -165,6 +165,39 @@ def vocab_sizes(vocab_size: int, num_ranks: int) -> list[int] | None:
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
+def check_heads(config: PreTrainedConfig, num_ranks: int) -> None:
+    """Refuses, before anything is loaded, what :func:`shard_model` would refuse for its heads.
+
+    Raises:
+        InvalidInputError: ``tensor_parallel_size`` does not divide them.
+    """
+    text_config: Any = config.get_text_config(decoder=True)
+    num_heads = _num_heads(text_config)
+    for pattern, style in (text_config.base_model_tp_plan or {}).items():
+        layer = pattern.rpartition(".")[2]
+        if _STYLES.get(style) is _STYLES["colwise"] and num_heads.get(layer):
+            _parts_of_heads(layer, num_heads[layer], num_ranks, text_config.model_type)
+
+
+def _num_heads(config: Any) -> dict[str, int | None]:
+    """Of the layers whose outputs are heads."""
+    found = dict.fromkeys(_OF_ALL_HEADS, getattr(config, "num_attention_heads", None))
+    return found | dict.fromkeys(_OF_KV_HEADS, getattr(config, "num_key_value_heads", None))
+
+
+def _parts_of_heads(layer: str, num_heads: int, num_ranks: int, model: str) -> int:
+    """Into how many parts a layer is cut between its heads."""
+    if num_heads % num_ranks == 0:
+        return num_ranks
+    if layer in _OF_KV_HEADS and num_ranks % num_heads == 0:
+        return num_heads  # fewer than ranks: each has the one that its query heads read
+    raise _indivisible(f"the {num_heads} heads of {layer}", num_ranks, model)
+
+
+def _indivisible(what: str, num_ranks: int, model: str) -> InvalidInputError:
+    return InvalidInputError("tensor_parallel_size", num_ranks, f"does not divide {what} ({model})")
+
+
 def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
     """Keep this rank's part of ``model``, in place, and have its modules reduce and gather.
 
@@ -202,10 +235,7 @@ class _Sharder:
         self._name, self._plan = type(model).__name__, plan
         self._shard = shard
         config: Any = model.config.get_text_config(decoder=True)
-        num_heads = getattr(config, "num_attention_heads", None)
-        num_kv_heads = getattr(config, "num_key_value_heads", None)
-        self._num_heads = dict.fromkeys(_OF_ALL_HEADS, num_heads)
-        self._num_heads |= dict.fromkeys(_OF_KV_HEADS, num_kv_heads)
+        self._num_heads = _num_heads(config)
         self._head = model.get_output_embeddings()
         self.vocab_sizes: list[int] | None = None
 
@@ -227,9 +257,8 @@ class _Sharder:
             elif cut is None:
                 part = _gathered(parameter).detach()
             else:
-                # What is gathered again may be cut inside a head.
-                num_heads = None if of_parameter is _GATHERED else self._num_heads_of(name)
-                part = self._part(f"{name}.{parameter_name}", parameter, cut, num_heads)
+                is_gathered = of_parameter is _GATHERED
+                part = self._part(f"{name}.{parameter_name}", parameter, cut, is_gathered)
             if part is not parameter:
                 kept = nn.Parameter(part, requires_grad=parameter.requires_grad)
                 setattr(module, parameter_name, kept)
@@ -245,22 +274,17 @@ class _Sharder:
             )
         return None if style is None else _STYLES[style]
 
-    def _num_heads_of(self, name: str) -> int | None:
-        """How many heads the outputs of a layer are, which are not to be cut."""
-        return self._num_heads.get(name.rpartition(".")[2])
-
-    def _part(self, name: str, parameter: Tensor, cut: _Slices, num_heads: int | None) -> Tensor:
+    def _part(self, name: str, parameter: Tensor, cut: _Slices, is_gathered: bool) -> Tensor:
         """This rank's slice of a parameter."""
         rank, num_parts = self._shard.rank, self._shard.num_ranks
-        size = parameter.shape[cut.dim]
-        layer = name.split(".")[-2]
-        if num_heads and num_heads % num_parts:
-            if layer not in _OF_KV_HEADS or num_parts % num_heads:
-                raise self._indivisible(f"the {num_heads} heads of {layer}")
-            # Fewer KV heads than ranks: each has the one that its query heads read.
-            rank, num_parts = rank * num_heads // num_parts, num_heads
+        size, layer = parameter.shape[cut.dim], name.split(".")[-2]
+        num_heads = self._num_heads.get(layer)
+        if num_heads and not is_gathered:  # which may be cut inside a head
+            num_parts = _parts_of_heads(layer, num_heads, num_parts, self._name)
+            rank = rank * num_parts // self._shard.num_ranks
         if size % (num_parts * cut.num_groups):
-            raise self._indivisible(f"{name}, which has {size} in dimension {cut.dim}")
+            what = f"{name}, which has {size} in dimension {cut.dim}"
+            raise _indivisible(what, self._shard.num_ranks, self._name)
         local = getattr(parameter, "to_local", None)
         if local is not None and num_parts == self._shard.num_ranks:
             return local().detach()  # type: ignore[no-any-return]
@@ -268,11 +292,6 @@ class _Sharder:
         groups = whole.chunk(cut.num_groups, cut.dim)
         parts = [group.chunk(num_parts, cut.dim)[rank] for group in groups]
         return torch.cat(parts, cut.dim)  # a copy: the whole goes
-
-    def _indivisible(self, what: str) -> InvalidInputError:
-        return InvalidInputError(
-            "tensor_parallel_size", self._shard.num_ranks, f"does not divide {what} ({self._name})"
-        )
 
     def _replace_forward(self, name: str, module: nn.Module, forward: type) -> None:
         own: Any = type(module)

@@ -1,0 +1,99 @@
+"""What is refused before any process is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pagespec import LLM, InvalidInputError, UnsupportedModelError
+from pagespec.distributed import launch
+from pagespec.engine.config import EngineConfig
+from tests.support.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("llama", num_attention_heads=4).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(launch, "make_store", start)
+
+
+def refuse(what: str, model: Any, **settings: Any) -> InvalidInputError:
+    with pytest.raises(InvalidInputError, match=what) as caught:
+        LLM(model, **{"device": "cpu", "tensor_parallel_size": 2, **settings})
+    assert not dist.is_initialized()
+    return caught.value
+
+
+@pytest.mark.parametrize("value", [0, -1, "2", True, 2.0, None, [2], 65, 1 << 40])
+def test_no_number_of_ranks(value: Any, folder: Path) -> None:
+    error = refuse("tensor_parallel_size = .*must be ", folder, tensor_parallel_size=value)
+    assert (error.field, error.value) == ("tensor_parallel_size", value)
+
+
+def test_heads_that_cannot_be_divided(folder: Path, tmp_path: Path) -> None:
+    refuse("= 3: does not divide the 4 heads of q_proj .llama", folder, tensor_parallel_size=3)
+    tiny_model("llama", num_attention_heads=12, num_key_value_heads=3).save_pretrained(tmp_path)
+    refuse("= 4: does not divide the 3 heads of k_proj", tmp_path, tensor_parallel_size=4)
+
+
+@pytest.mark.parametrize(("arch", "size"), [("phi3", 4), ("gpt2", 3), ("llama", 6), ("olmo2", 4)])
+def test_heads_are_not_looked_at_where_they_stay_whole(
+    arch: str, size: int, tmp_path: Path
+) -> None:
+    tiny_model(arch).config.save_pretrained(tmp_path)
+    with pytest.raises(AssertionError, match="started"):
+        LLM(tmp_path, device="cpu", tensor_parallel_size=size)
+
+
+def test_a_model_in_memory() -> None:
+    error = refuse("model in memory is in one process", tiny_model("llama"))
+    assert error.field == "tensor_parallel_size"
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    refuse("existing folder", tmp_path / "none")
+    refuse("config.json", tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    refuse("must have a readable config.json", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}))
+    with pytest.raises(UnsupportedModelError, match="abacus"):
+        LLM(tmp_path, device="cpu", tensor_parallel_size=2)
+
+
+def test_devices_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse("0 GPUs are visible" if not torch.cuda.is_available() else "", folder, device="cuda:99")
+    refuse("must be", folder, device="tpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("cuda:0", "cuda:1"):
+        error = refuse("must be cuda: 2 ranks take the first GPUs", folder, device=device)
+        assert (error.field, error.value) == ("device", device)
+    for device in ("cuda", "auto"):
+        error = refuse("at most the 4 GPUs", folder, device=device, tensor_parallel_size=8)
+        assert error.field == "tensor_parallel_size"
+    assert launch._devices(build_config("cuda", 4), 4) == [
+        torch.device("cuda", i) for i in range(4)
+    ]
+
+
+def test_a_process_of_another_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(InvalidInputError, match=r"torch.distributed is in use in this process"):
+        LLM(folder, device="cpu", tensor_parallel_size=2)
