@@ -128,7 +128,7 @@ class PeerCommunicator:
             return self._alone.all_gather(part, sizes)
         from .peer_memory import CHUNK_BYTES, all_gather_kernel
 
-        rows = part.reshape(-1, part.shape[-1])
+        rows = part.reshape(part.shape[:-1].numel(), part.shape[-1])
         num_all = sum(sizes)
         out = torch.empty(*part.shape[:-1], num_all, dtype=part.dtype, device=part.device)
         chunk = CHUNK_BYTES // part.element_size()
