@@ -77,7 +77,7 @@ def actions(world: World, state: State, bug: str = "") -> Iterator[tuple[str, St
     if state.is_failed:
         return
     yield from _main(world, state, bug)
-    yield from _ranks(world, state, bug)
+    yield from _ranks(world, state)
     if world.may_die and state.dead < 0:
         for rank in range(1, world.num_ranks):
             yield f"rank {rank} dies", state._replace(dead=rank)
@@ -117,7 +117,7 @@ def _main(world: World, state: State, bug: str) -> Iterator[tuple[str, State]]:
         yield f"step {state.put[state.num_settled]} settles", after
 
 
-def _ranks(world: World, state: State, bug: str) -> Iterator[tuple[str, State]]:
+def _ranks(world: World, state: State) -> Iterator[tuple[str, State]]:
     """Rank 0's launch thread, and the workers."""
     if state.sent < len(state.put) and state.sent == state.started[0]:
         yield f"step {state.put[state.sent]} is sent", state._replace(sent=state.sent + 1)
