@@ -19,6 +19,7 @@ PACKAGE = (
     ("cli",),
     ("verify",),
     ("llm",),
+    ("distributed",),
     ("build",),
     ("runner",),
     ("compile",),
@@ -36,10 +37,11 @@ KERNELS = (
     ("ops",),
     ("attention", "linear"),
     ("fused", "sampling"),
+    ("collectives",),
     ("arguments", "jit", "device"),
 )
 # The engine stands beside: these may import it, and it knows the lowest line only.
-ABOVE_ENGINE = ("cli", "verify", "llm", "build", "runner")
+ABOVE_ENGINE = ("cli", "verify", "llm", "distributed", "build", "runner")
 NOT_FOR_ENGINE = ("torch", "triton", "transformers", "numpy")
 # The package's own `__init__` hands on public names on first use, and says its version.
 ROOT, ABOVE_ROOT = "", ("cli",)

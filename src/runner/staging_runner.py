@@ -28,8 +28,7 @@ class TimedRunner(Runner, Protocol):
 
 
 class StagingRunner(TimedRunner, Protocol):
-    """The runner of one rank. ``dispatch`` does in one what ``stage`` does on rank 0, and
-    ``launch`` on every rank."""
+    """The runner of one rank: ``dispatch`` in two, ``stage`` on rank 0 and ``launch`` on all."""
 
     @property
     def max_staged_bytes(self) -> int:

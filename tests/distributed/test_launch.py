@@ -87,7 +87,7 @@ def test_devices_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatc
     for device in ("cuda", "auto"):
         error = refuse("at most the 4 GPUs", folder, device=device, tensor_parallel_size=8)
         assert error.field == "tensor_parallel_size"
-    assert launch._devices(build_config("cuda", 4), 4) == [
+    assert launch._devices(EngineConfig(device="cuda"), 4) == [
         torch.device("cuda", i) for i in range(4)
     ]
 

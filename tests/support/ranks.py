@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,8 +85,11 @@ def fork_ranks(num_ranks: int, function: Callable[[int], None]) -> None:
     processes = [context.Process(target=function, args=(rank,)) for rank in range(num_ranks)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(120)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and any(process.exitcode is None for process in processes):
+        if any(process.exitcode for process in processes):  # the others may wait for it
+            break
+        time.sleep(0.02)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

@@ -56,7 +56,11 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     NUM_RANKS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:  # the next kernel loads its weights while this one waits for its peers
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     chunk = row * tl.num_programs(1) + tl.program_id(1)
     number = tl.load(numbers + chunk) + 1
@@ -107,8 +111,12 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     NUM_RANKS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: ``(rows, ceil(most columns of a rank / CHUNK))``."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     chunk = row * tl.num_programs(1) + tl.program_id(1)
     number = tl.load(numbers + chunk) + 1

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..device import has_dependent_launch
 from .communicator import Communicator, LoneRank
 
 
@@ -97,13 +98,14 @@ class PeerCommunicator:
             return self._alone.all_reduce(partial)
         from .peer_memory import CHUNK_BYTES, all_reduce_kernel
 
-        rows = partial.view(-1, partial.shape[-1])
+        rows = partial.reshape(-1, partial.shape[-1])
         out = torch.empty(partial.shape, dtype=partial.dtype, device=partial.device)
         num_rows, num_columns = rows.shape
         chunk = CHUNK_BYTES // partial.element_size()
         grid = num_rows, -(-num_columns // chunk)
         self._check_room(grid)
         b = self._boxes
+        overlap = has_dependent_launch(self._device)
         all_reduce_kernel[grid](
             rows,
             out,
@@ -116,6 +118,8 @@ class PeerCommunicator:
             NUM_RANKS=self.num_ranks,
             MAX_CHUNKS=b.max_chunks,
             CHUNK=chunk,
+            PDL=overlap,
+            launch_pdl=overlap,
         )
         return out
 
@@ -124,13 +128,14 @@ class PeerCommunicator:
             return self._alone.all_gather(part, sizes)
         from .peer_memory import CHUNK_BYTES, all_gather_kernel
 
-        rows = part.reshape(-1, part.shape[-1])
+        rows = part.reshape(part.shape[:-1].numel(), part.shape[-1])
         num_all = sum(sizes)
         out = torch.empty(*part.shape[:-1], num_all, dtype=part.dtype, device=part.device)
         chunk = CHUNK_BYTES // part.element_size()
         grid = rows.shape[0], -(-max(sizes) // chunk)
         self._check_room(grid)
         b = self._boxes
+        overlap = has_dependent_launch(self._device)
         all_gather_kernel[grid](
             rows,
             out,
@@ -144,6 +149,8 @@ class PeerCommunicator:
             NUM_RANKS=self.num_ranks,
             MAX_CHUNKS=b.max_chunks,
             CHUNK=chunk,
+            PDL=overlap,
+            launch_pdl=overlap,
         )
         return out
 
