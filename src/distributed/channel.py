@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -90,6 +91,7 @@ class Channel:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
             os.ftruncate(descriptor, self._begin)
+            weakref.finalize(self, os.close, descriptor)
         self.descriptor = descriptor
         self._status = memoryview(mmap.mmap(descriptor, self._begin))
         self.cells = [

@@ -18,6 +18,7 @@ from .channel import Cell
 # Ranks read weights at their own pace before they first meet.
 _TIMEOUT = timedelta(minutes=30)
 _HOST = "127.0.0.1"
+_LOCAL_RANK = "LOCAL_RANK"  # by which transformers takes a GPU
 
 
 def make_store(num_ranks: int) -> dist.TCPStore:
@@ -43,7 +44,7 @@ def join_store(port: int, num_ranks: int) -> dist.TCPStore:
 def join_group(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> None:
     """Meet the other ranks. transformers reads slices of weights over this group, too."""
     is_cuda = device.type == "cuda"
-    os.environ["LOCAL_RANK"] = str(rank)  # by which transformers takes a GPU
+    os.environ[_LOCAL_RANK] = str(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=store,
@@ -56,6 +57,7 @@ def join_group(store: dist.Store, rank: int, num_ranks: int, device: torch.devic
 
 def leave_group() -> None:
     """Undo :func:`join_group`."""
+    os.environ.pop(_LOCAL_RANK, None)
     if dist.is_initialized():
         dist.destroy_process_group()
 

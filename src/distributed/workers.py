@@ -28,7 +28,7 @@ _STALL_S = 20.0
 """A group that has not moved for so long while a step runs has a rank that hangs."""
 _LAST_WORDS_S = 2.0
 """A rank has closed its connections before it is seen to have ended."""
-_POLL_S = 0.02
+_POLL_S, _MAX_POLL_S = 0.02, 1.0
 _MAX_TEXT = 400
 """Characters of a part of an error: all fit into a cell, escaped."""
 _ERRORS: dict[str, type[PagespecError]] = {
@@ -155,7 +155,6 @@ class Watch:
     def __init__(self, workers: Workers, channel: Channel) -> None:
         self._workers, self._channel = workers, channel
         self._seen: list[tuple[int, int, int]] = []
-        self._since = 0.0
 
     def wait(self, is_done: Callable[[float], bool]) -> None:
         """Call ``is_done`` with seconds it may wait, until it is True.
@@ -163,7 +162,7 @@ class Watch:
         Raises:
             EngineError: a rank has ended, or hangs; it is named.
         """
-        self._since = time.monotonic()
+        stalled_s, last = 0.0, time.monotonic()
         while not is_done(_POLL_S):
             self._workers.check()
             seen = [
@@ -171,9 +170,12 @@ class Watch:
                 for cell in self._channel.cells
             ]
             now = time.monotonic()
+            # While this process was stopped itself (Ctrl-Z) it has not waited.
+            stalled_s += min(now - last, _MAX_POLL_S)
+            last = now
             if seen != self._seen:
-                self._seen, self._since = seen, now
-            elif now - self._since > _STALL_S:
+                self._seen, stalled_s = seen, 0.0
+            elif stalled_s > _STALL_S:
                 behind = min(range(len(seen)), key=seen.__getitem__)
                 raise EngineError(f"rank {behind} has made no progress for {_STALL_S:.0f} s")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 import numpy as np
 import pytest
 
@@ -96,3 +99,14 @@ def test_texts_are_cut_to_their_cell(ends: tuple[Channel, Channel]) -> None:
     assert len(second.cells[1].text) == room // 2 + 1  # the last one in half
     assert second.cells[0].text == second.cells[2].text == ""
     assert second.cells[2].state == State.STARTING
+
+
+def test_the_file_is_closed_with_its_channel() -> None:
+    channel = Channel(2)
+    channel.make_slots(NUM_SLOTS, SLOT_BYTES)
+    descriptor = channel.descriptor
+    os.fstat(descriptor)
+    del channel
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
