@@ -17,7 +17,7 @@ from ..errors import InvalidInputError
 from ..validation import path_of
 from .channel import Channel, State
 from .group import join_group, leave_group, make_communicator, make_store
-from .runner import DistributedRunner
+from .runner import DistributedRunner, LogitsCallback
 from .workers import Workers
 
 # Imports, and weights from a slow disk.
@@ -63,7 +63,8 @@ def build_distributed(
         join_group(store, 0, num_ranks, devices[0])
         communicator = make_communicator(devices[0], channel.cells[0])
         own = replace(config, device=str(devices[0]))
-        built = build(model, own, on_logits, shard=Shard(0, num_ranks), communicator=communicator)
+        callback = None if on_logits is None else LogitsCallback(on_logits)
+        built = build(model, own, callback, shard=Shard(0, num_ranks), communicator=communicator)
         local: Any = built.runner
         channel.make_slots(_NUM_SLOTS, local.max_staged_bytes)
         workers.wait_for(State.BUILT, _BUILD_TIMEOUT_S)
@@ -77,7 +78,7 @@ def build_distributed(
         if reason is not error:
             raise reason from error
         raise
-    runner = DistributedRunner(local, workers, channel, leave_group)
+    runner = DistributedRunner(local, workers, channel, leave_group, callback)
     return replace(built, runner=runner)
 
 

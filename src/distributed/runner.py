@@ -86,6 +86,26 @@ class _LaunchThread:
         self._thread.join(5)
 
 
+class LogitsCallback:
+    """The user's ``on_logits``, called in the launch thread. All ranks have computed a step when it
+    is called, so what it raises fails the step and not the group."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._error: Exception | None = None
+
+    def __call__(self, *arguments: object) -> None:
+        try:
+            self._function(*arguments)
+        except Exception as error:
+            self._error = error
+
+    def take_error(self) -> Exception | None:
+        """What it raised since this was asked last."""
+        error, self._error = self._error, None
+        return error
+
+
 class DistributedRunner:
     """Meets :class:`.engine.runner.Runner` for a group of ranks.
 
@@ -94,6 +114,7 @@ class DistributedRunner:
         workers: the others.
         channel: shared with them, with slots.
         on_close: called once the group has ended.
+        on_logits: as the local runner calls it.
     """
 
     def __init__(
@@ -102,8 +123,10 @@ class DistributedRunner:
         workers: Workers,
         channel: Channel,
         on_close: Callable[[], None],
+        on_logits: LogitsCallback | None = None,
     ) -> None:
         self.local = local
+        self._on_logits = on_logits
         self.pipeline_depth = local.pipeline_depth
         self.num_blocks = local.num_blocks
         self._workers, self._channel = workers, channel
@@ -146,6 +169,9 @@ class DistributedRunner:
         self._wait(lambda wait_s: self.local.is_computed(handle.handle, wait_s))
         self._wait(lambda wait_s: self._have_finished(handle.number, wait_s))
         self._check_same_steps()
+        error = self._on_logits and self._on_logits.take_error()
+        if error:
+            raise error
         return self.local.collect(handle.handle)
 
     def reset(self) -> None:
@@ -154,6 +180,8 @@ class DistributedRunner:
         mark = _Launch(-1, None)
         self._thread.launches.put(mark)
         self._wait_for(mark)
+        if self._on_logits is not None:
+            self._on_logits.take_error()
         self.local.reset()
 
     def close(self) -> None:

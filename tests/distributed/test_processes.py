@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pagespec.distributed
-from pagespec import LLM, InvalidInputError, SamplingParams
+from pagespec import LLM, EngineError, InvalidInputError, SamplingParams
 from pagespec.distributed import workers as workers_module
 from pagespec.engine.plan import StepPlan
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
@@ -52,6 +52,7 @@ def test_a_hostile_run_equals_generate(group: Group, reference: Reference) -> No
     given_up.close()
     watcher = group.watch()
     compare(llm, 2, reference, watcher)
+    # The trace is of all that this engine ever did.
     verdict = watcher.row.trace = check_trace(group)
     watcher.row.num_steps = verdict.num_steps
     check(watcher.row, Condition("", {}, must_preempt=True, must_hit=True, must_chunk=True))
@@ -127,6 +128,21 @@ def test_a_bad_prompt_disturbs_nothing(group: Group, reference: Reference) -> No
         assert isinstance(found[i], InvalidInputError)
     good: list[Any] = [found[i] for i in (0, 2, 4, 5)]
     assert [list(result.outputs[0].token_ids) for result in good] == expected
+
+
+def test_a_callback_that_raises_fails_its_step_alone(group: Group, reference: Reference) -> None:
+    prompts = reference.prompts[:4]
+    expected = group.tokens(prompts)
+
+    def fail(plan: StepPlan) -> None:
+        if any(plan.sampled):
+            raise ValueError("not wanted")
+
+    group.before_logits = fail
+    with pytest.raises(EngineError, match="a step failed: not wanted"):
+        group.tokens(prompts)
+    group.before_logits = lambda _: None
+    assert group.tokens(prompts) == expected
 
 
 # Interrupts -------------------------------------------------------------------------------------

@@ -172,11 +172,12 @@ def check_heads(config: PreTrainedConfig, num_ranks: int) -> None:
         InvalidInputError: ``tensor_parallel_size`` does not divide them.
     """
     text_config: Any = config.get_text_config(decoder=True)
-    num_heads = _num_heads(text_config)
+    num_heads_of = _num_heads(text_config)
     for pattern, style in (text_config.base_model_tp_plan or {}).items():
         layer = pattern.rpartition(".")[2]
-        if _STYLES.get(style) is _STYLES["colwise"] and num_heads.get(layer):
-            _parts_of_heads(layer, num_heads[layer], num_ranks, text_config.model_type)
+        num_heads = num_heads_of.get(layer)
+        if num_heads and _STYLES.get(style) is _STYLES["colwise"]:
+            _parts_of_heads(layer, num_heads, num_ranks, text_config.model_type)
 
 
 def _num_heads(config: Any) -> dict[str, int | None]:
