@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pagespec import LLM, EngineError, InvalidInputError
 from tests.support.models import tiny_model
-from tests.support.rank_group import BOUND_S, HOSTILE, Group, assert_gone, is_there, lose
+from tests.support.rank_group import BOUND_S, GREEDY, HOSTILE, Group, assert_gone, is_there, lose
 
 _PROGRAM = """
 import json, sys
@@ -55,19 +55,19 @@ def pids_of(program: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.nightly
-def test_a_rank_out_of_memory_says_so(group: Group) -> None:
+def test_a_rank_out_of_memory_is_named(group: Group) -> None:
     assert group.llm
     (pid,) = group.pids
 
     def leave_no_memory() -> None:
         resource.prlimit(pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
 
-    text = lose(group, "rank 1 has failed", leave_no_memory, at=2)
-    assert any(word in text.lower() for word in ("memory", "alloc", "mmap")), text
+    # An exception; or a signal, if it is the stack that cannot grow.
+    lose(group, "rank 1 .*(has failed: .*(memory|alloc|mmap)|has ended by signal)", leave_no_memory)
 
 
 @pytest.mark.nightly
-def test_an_engine_that_is_collected_ends_its_workers(group: Group, folder: Path) -> None:
+def test_an_engine_that_is_collected_ends_its_workers(group: Group) -> None:
     num_files = []
     for _ in range(3):  # the first opens what a process has once
         group.tokens([[2, 3]])
@@ -136,10 +136,16 @@ def test_a_rank_that_is_killed_during_the_start_is_named(
 
     thread = threading.Thread(target=kill)
     thread.start()
+
+    def start_and_serve() -> None:
+        llm = LLM(folder, device="cpu", tensor_parallel_size=2, **HOSTILE)
+        while True:  # the start was over before
+            llm.generate([[2, 3]], GREEDY, use_tqdm=False)
+
     with pytest.raises(EngineError, match=r"rank 1 .*by signal 9"):
-        LLM(folder, device="cpu", tensor_parallel_size=2, **HOSTILE)
-    thread.join()
+        start_and_serve()
     assert time.monotonic() - killed < BOUND_S
+    thread.join()
     assert set(children_of(os.getpid())) <= before
 
 
