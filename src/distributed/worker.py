@@ -85,7 +85,7 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
     while True:
         step = int.from_bytes(messages.get(), "little")
         arrays = channel.read(step)
-        cell.digest = digest_of(arrays, cell.digest)
+        cell.digest = digest_of(step, arrays, cell.digest)
         cell.num_started = step + 1
         runner.launch(arrays)
         cell.num_finished = step + 1
@@ -95,11 +95,13 @@ def _no_logits(*_: object) -> None:
     """Rank 0 is asked for whole logits; the others give their parts."""
 
 
-def digest_of(arrays: list[NDArray[np.generic]], before: int) -> int:
-    """A checksum of the steps of a rank so far, to tell that all ranks run the same (R1)."""
+def digest_of(step: int, arrays: list[NDArray[np.generic]], before: int) -> int:
+    """A checksum of the steps of a rank so far, to tell that all ranks run the same (R1); with the
+    number of the step above it in one word, which others read while this rank goes on."""
+    checksum = before & 0xFFFFFFFF
     for array in arrays:
-        before = zlib.crc32(array.tobytes(), before)
-    return before
+        checksum = zlib.crc32(array.tobytes(), checksum)
+    return (step + 1 & 0x7FFFFFFF) << 32 | checksum
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_a_step_is_any_number_of_arrays(ends: tuple[Channel, Channel]) -> None:
     found = ends[1].read(5)
     assert len(found) == len(arrays)
     assert all(np.array_equal(a, b) for a, b in zip(found, arrays, strict=True))
-    assert digest_of(found, 3) == digest_of(arrays, 3)
+    assert digest_of(7, found, 3) == digest_of(7, arrays, 3)
     ends[0].write(6, [])
     assert ends[1].read(6) == []
 
