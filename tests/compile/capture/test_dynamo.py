@@ -9,18 +9,17 @@ from pagespec.compile.capture import dynamo
 from pagespec.compile.fx.nodes import example
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
-from tests.support.captures import OVERRIDES
 from tests.support.models import tiny_model
 
 
-# The last has layers of both kinds, as the one before it.
+# The last has layers of both kinds, as the one before it has.
 @pytest.mark.parametrize(
     "arch", ["llama", pytest.param("gemma3_text", marks=pytest.mark.nightly), "gpt_oss"]
 )
 def test_the_sizes_of_the_caches_are_not_in_the_graph(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load_model(tiny_model(arch, **OVERRIDES.get(arch, {})))
+    loaded = load_model(tiny_model(arch))
     specs = probe_model(loaded)
     found = []
     for num_blocks, block_size in ((12, 17), (31, 64)):
