@@ -255,6 +255,16 @@ def test_what_has_no_form_in_a_file_is_not_kept(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_graph_with_a_size_of_data_is_traced_each_time(tmp_path: Path) -> None:
+    """jetmoe splits rows by expert: how many each gets has no hint."""
+    loaded, specs = probed("jetmoe")
+    graph_cache = GraphCache(tmp_path)
+    for _ in range(2):
+        traced, is_new = graph_cache.get(loaded, specs)
+        assert is_new
+        assert len(traced.gm.graph.nodes) > 100
+
+
 def test_an_engine_keeps_the_graph_of_a_folder_but_not_of_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
