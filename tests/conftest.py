@@ -38,6 +38,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One folder of traced graphs for all processes of a test run (tests/support/captures.py)."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGESPEC_TEST_GRAPHS", str(folder / "graphs"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _quiet_dynamo() -> Iterator[None]:
     """Keep Dynamo's structured trace away from pytest's log capture, which formats every record
     and makes a capture several times slower."""

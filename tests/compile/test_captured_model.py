@@ -15,6 +15,7 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.engine.plan import StepPlan
 from pagespec.runner.cpu_runner import ModelRunner
+from tests.support.captures import graph_cache
 from tests.support.driving import drive, hf_greedy, hf_logits, make_requests
 from tests.support.models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
@@ -79,7 +80,7 @@ def test_tokens_and_logits_equal_hugging_face(arch: str) -> None:
     expected = [hf_greedy(model, prompt, NUM_TOKENS) for prompt in prompts()]
     assert len({tuple(tokens) for tokens in expected}) > 1
     loaded = load_model(model)
-    captured = capture_model(loaded, probe_model(loaded))
+    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     for block_size, chunk, num_blocks in ((16, 10, 40), (1, 64, 300), (256, 3, 4)):
         recorder = LogitRecorder()
         runner = ModelRunner(
@@ -92,7 +93,6 @@ def test_tokens_and_logits_equal_hugging_face(arch: str) -> None:
         drive(runner, requests, block_size=block_size, num_blocks=num_blocks, chunk=chunk)
         assert [r.output_token_ids for r in requests] == expected
         assert worst_error(recorder, model, requests) < 1e-4
-    assert captured.num_captures == 1
 
 
 @pytest.mark.parametrize("arch", ["mistral", "gemma2", "gpt_oss"])

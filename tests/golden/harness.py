@@ -24,6 +24,7 @@ from pagespec import build as build_module
 from pagespec.engine.invariants import check_plan, check_state
 from pagespec.engine.plan import StepPlan
 from spec import replay
+from tests.support.captures import graph_cache
 
 MAX_RELATIVE_ERROR = 1e-4
 
@@ -198,6 +199,8 @@ class Subject:
     def _once(self, name: str, function: Any) -> Any:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "capture_model" and not isinstance(self._model, str):
+                kwargs["graph_cache"] = graph_cache()  # the model is this subject's alone
             if name not in self._cache:
                 self._cache[name] = function(*args, **kwargs)
             return self._cache[name]

@@ -21,6 +21,7 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.kernels.sampling.sampler import SamplingInputs, sample
 from pagespec.runner.step_shapes import StepShape
+from tests.support.captures import graph_cache
 from tests.support.driving import hf_greedy
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -69,7 +70,7 @@ def events_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_are_those_of_hugging_face(overlap: bool, num_blocks: int, caching: bool) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     loaded = load_model(model)
-    captured = capture_model(loaded, probe_model(loaded))
+    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     runner = gpu_runner.GpuRunner(
         captured,
         block_size=BLOCK_SIZE,
@@ -120,7 +121,7 @@ def test_tokens_are_those_of_hugging_face(overlap: bool, num_blocks: int, cachin
         assert any(r.num_cached_tokens for r in requests)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_every_row_gets_the_token_the_torch_sampler_draws(overlap: bool) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     loaded = load_model(model)
@@ -143,7 +144,7 @@ def test_every_row_gets_the_token_the_torch_sampler_draws(overlap: bool) -> None
             expected.setdefault(request.request_id, []).append(token)
 
     runner = gpu_runner.GpuRunner(
-        capture_model(loaded, probe_model(loaded)),
+        capture_model(loaded, probe_model(loaded), graph_cache=graph_cache()),
         block_size=BLOCK_SIZE,
         num_blocks=60,
         max_num_tokens=24,
@@ -193,7 +194,7 @@ def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.Monk
     """Kernels that are being built are not launched, the one that unpacks the inputs among them."""
     loaded = load_model(tiny_model("llama", num_hidden_layers=1))
     runner = gpu_runner.GpuRunner(
-        capture_model(loaded, probe_model(loaded)),
+        capture_model(loaded, probe_model(loaded), graph_cache=graph_cache()),
         block_size=BLOCK_SIZE,
         num_blocks=2,
         max_num_tokens=24,

@@ -1,9 +1,10 @@
-"""Captured tiny models, each traced once per test process, and what to do with their graphs."""
+"""Captured tiny models, each traced once per test run, and what to do with their graphs."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,9 @@ from tests.support.driving import drive, make_requests
 from tests.support.models import tiny_model
 
 PASSES = {"rope": fuse_rope_store, "norm": fuse_norm, "activation": fuse_activation}
+# Names the folder of graphs that the processes of a test run share; set by tests/conftest.py, which
+# does without this module's imports.
+_SHARED_GRAPHS = "PAGESPEC_TEST_GRAPHS"
 # One layer is enough where all are alike and others stand for what lies between two.
 OVERRIDES = {
     "qwen3": {"num_hidden_layers": 1},
@@ -41,14 +45,14 @@ OVERRIDES = {
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
 def graph_cache() -> GraphCache:
-    """For tests of what comes after tracing: the same model, or an equal one, is traced once.
-    Tracing is most of the time of a capture."""
-    return GraphCache(Path(_folder().name))
+    """For tests of what comes after tracing: the same model, or an equal one, is traced once, by
+    whichever process of a test run comes first. Tracing is most of the time of a capture."""
+    return GraphCache(Path(os.environ.get(_SHARED_GRAPHS) or _own_folder().name))
 
 
 def capture_plain(arch: str, dtype: torch.dtype) -> CapturedModel:

@@ -100,6 +100,8 @@ class ResultEncoder:
             return int(size)
         self._shape_env = size.node.shape_env
         if isinstance(size.node._expr, sympy.Symbol):
+            if size.node.hint is None:
+                raise NotSerializable(f"size {size}, which depends on data")
             self._hints[size.node._expr] = int(size.node.hint)
         return self._expression(size.node.expr)
 

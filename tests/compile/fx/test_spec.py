@@ -20,6 +20,7 @@ from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
+from tests.support.captures import graph_cache
 from tests.support.models import ARCHITECTURES, tiny_model
 
 
@@ -66,7 +67,11 @@ def capture(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Capture
     # Transparent, the passes for a GPU would try their kernels out.
     is_cpu = stage == "cpu"
     return capture_model(
-        loaded, probe_model(loaded), transparent=is_cpu, attention=None if is_cpu else JOINING
+        loaded,
+        probe_model(loaded),
+        transparent=is_cpu,
+        attention=None if is_cpu else JOINING,
+        graph_cache=graph_cache(),
     )
 
 

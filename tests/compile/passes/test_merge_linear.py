@@ -62,7 +62,7 @@ def test_merges_and_changes_nothing(arch: str, monkeypatch: pytest.MonkeyPatch) 
 def test_records_what_running_every_node_gives(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", {})
     loaded = load_model(tiny_model(arch))
-    captured = capture_model(loaded, probe_model(loaded))
+    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     assert captured.graph is not None
     num_strided = 0
     with torch.inference_mode(False), torch.no_grad(), enable_python_dispatcher():
@@ -110,7 +110,7 @@ def test_originals_are_views_and_hold_no_second_copy() -> None:
 
 def test_weight_updates_reach_the_graph() -> None:
     loaded = load_model(tiny_model("llama"))
-    captured = capture_model(loaded, probe_model(loaded))
+    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
     results = []
     for _ in range(2):
         runner = ModelRunner(captured, block_size=16, num_blocks=8)

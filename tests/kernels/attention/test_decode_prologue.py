@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpreterBuilder
 
+from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import decode_prologue, triton_backend
 from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
@@ -49,10 +51,22 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_decode(shape: Shape, spread: dict[str, int]) -> None:
-    Case(shape, ROWS["decode"]).check(replace(SMALL, **spread))
+# By day every spread with the last shape, which has no window, and a third of them with each other.
+@pytest.mark.parametrize(
+    ("shape", "spread"),
+    [
+        pytest.param(
+            shape,
+            spread,
+            marks=() if shape is SHAPES[-1] or (i + j) % 3 == 0 else pytest.mark.nightly,
+        )
+        for i, shape in enumerate(SHAPES)
+        for j, spread in enumerate(SPREADS)
+    ],
+    ids=str,
+)
+def test_decode(shape: Shape, spread: str) -> None:
+    Case(shape, ROWS["decode"]).check(replace(SMALL, **SPREADS[spread]))
 
 
 @pytest.mark.parametrize("spread", ["a program a piece", "three lanes"])
@@ -114,7 +128,12 @@ def test_refuses_what_it_cannot_serve() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "dtype", "num_launches"),
-    [(3, torch.float16, 1), (3, torch.float32, 2), (64, torch.float16, 1), (65, torch.float16, 2)],
+    [
+        (3, torch.float16, 1),
+        (3, torch.float32, 2),
+        pytest.param(64, torch.float16, 1, marks=pytest.mark.nightly),
+        pytest.param(65, torch.float16, 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_an_engine_joins_small_decode_steps(
     num_rows: int, dtype: torch.dtype, num_launches: int, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +156,28 @@ def test_an_engine_joins_small_decode_steps(
     mixed = Case(shape, [(3, 2), (0, 0), (5, 1), (0, 0)], num_padding=0, form="")
     mixed.check(call=TritonBackend().fused_rope_attention)
     assert calls == ["norm_rope_store", "paged_attention"]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "launched"),
+    [(64, ["fused_rope_attention"]), (65, ["norm_rope_store", "paged_attention"])],
+)
+def test_a_step_of_many_rows_is_launched_in_two(
+    num_rows: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which kernels are launched; to interpret them for so many rows takes seconds."""
+    calls: list[str] = []
+
+    def note(given: RopeInputs | torch.Tensor, *_: object, name: str, **__: object) -> torch.Tensor:
+        calls.append(name)
+        return given.query if isinstance(given, RopeInputs) else given
+
+    for name in ("norm_rope_store", "paged_attention", "fused_rope_attention"):
+        monkeypatch.setattr(triton_backend, name, partial(note, name=name))
+    shape = Shape(hq=2, hkv=1, dk=32, dv=32, dtype=torch.float16)
+    case = Case(shape, [(3, 1)] * num_rows, num_padding=0, form="")
+    case.one(call=TritonBackend().fused_rope_attention)
+    assert calls == launched
 
 
 def test_one_launch_only_where_squares_are_added_up_alike() -> None:

@@ -67,7 +67,7 @@ def test_a_row_depends_on_nothing_beside_it() -> None:
 
 
 def test_many_rows_of_any_temperature_get_the_tokens_of_the_cpu() -> None:
-    n = 96
+    n = 64
     logits = torch.randn(n, 1777, generator=torch.Generator().manual_seed(3)) * 3
     temperatures = [0.0, 1e-30, 1e-5, 0.05, 0.6, 1.0, 3.0, 1e6] * (n // 8)
     seeds = [(-1) ** i * (i << 37) + i for i in range(n)]
@@ -112,12 +112,13 @@ def test_masked_infinite_and_missing_logits(dtype: torch.dtype) -> None:
 
 
 def test_each_of_several_infinite_logits_is_as_likely() -> None:
-    logits = torch.zeros(120, 600)
+    n = 60
+    logits = torch.zeros(n, 600)
     logits[:, [3, 100, 599]] = INF
-    counts = torch.bincount(torch.tensor(draw(logits, [1.0] * 120, list(range(120)), [1] * 120)))
+    counts = torch.bincount(torch.tensor(draw(logits, [1.0] * n, list(range(n)), [1] * n)))
     assert counts.sum() == counts[[3, 100, 599]].sum()
-    # 40 expected of each, of deviation 5.2.
-    assert counts[[3, 100, 599]].min() > 18
+    # 20 expected of each, of deviation 3.7.
+    assert counts[[3, 100, 599]].min() > 5
 
 
 def test_ties_go_to_the_lowest_id() -> None:
@@ -127,11 +128,24 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert draw(logits, [0.0] * 3, [0] * 3, [0] * 3) == [30, 4100, 0]
 
 
-@pytest.mark.parametrize(("sampler", "n"), [(draw, 400), (expected, 4000)])
-def test_frequencies_follow_the_softmax(sampler: Callable[..., list], n: int) -> None:
-    """Of tokens of three groups, the last of which has one; most have hardly a chance."""
+def three_groups() -> Tensor:
+    """The last group has one token; most tokens have hardly a chance."""
     row = torch.full((513,), -12.0)
     row[[0, 1, 255, 256, 300, 511, 512]] = torch.tensor([1.0, 0.2, 2.0, 1.5, -INF, 0.7, 1.8]) * 0.7
+    return row
+
+
+def test_tokens_of_three_groups_are_those_of_the_cpu() -> None:
+    """So that their frequencies, below, are the kernel's as well."""
+    rows = three_groups().repeat(40, 1), [0.7] * 40, list(range(40)), [3] * 40
+    assert draw(*rows) == expected(*rows)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "n"), [pytest.param(draw, 400, marks=pytest.mark.nightly), (expected, 4000)]
+)
+def test_frequencies_follow_the_softmax(sampler: Callable[..., list], n: int) -> None:
+    row = three_groups()
     tokens = sampler(row.repeat(n, 1), [0.7] * n, list(range(n)), [3] * n)
     probabilities = (row.double() / 0.7).softmax(-1)
     counts = torch.bincount(torch.tensor(tokens), minlength=513).double()

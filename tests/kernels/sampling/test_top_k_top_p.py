@@ -45,8 +45,15 @@ def kinds(seed: int, vocab: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", list(kinds(0, 8)))
+# By day one vocabulary for each kind of logits, by night both.
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        pytest.param(kind, seed, marks=() if i % 2 == seed else pytest.mark.nightly)
+        for i, kind in enumerate(kinds(0, 8))
+        for seed in range(2)
+    ],
+)
 def test_keeps_and_draws_what_the_torch_sampler_does(kind: str, seed: int) -> None:
     rng = random.Random(f"{kind} {seed}")
     vocab = [2000, 1537][seed]
