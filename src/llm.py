@@ -51,7 +51,8 @@ class LLM:
 
     Threads may share it: what they ask for is computed together. A failed step, or an interrupt
     such as Ctrl-C in one, ends every request that is being served, also those of other calls, which
-    raise EngineError; the next call is served as ever, with an empty prefix cache.
+    raise EngineError; the next call is served as ever, with an empty prefix cache. Of several ranks
+    (``tensor_parallel_size``) the loss of one is the end of the engine: make a new one.
 
     Args:
         model: a local folder, a hub id, a GGUF file, or a ``transformers`` causal language model
