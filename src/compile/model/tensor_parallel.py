@@ -8,27 +8,33 @@ latter give is summed over the ranks. Attention follows by itself: models view b
     x ──► gate, up [columns r] ─────────────────────► down [rows r] ─► all_reduce ──► + x
     x ──► head [tokens r] ──► logits of rank r
 
-The plan (``model.tp_plan``) names a style per module or parameter. A style says how parameters are
-sliced, and what the module's forward does beyond its class': :data:`_STYLES`. There is no code of
-any model here, and no process group is needed to trace the result.
+The plan (``model.tp_plan``) names a style per module or parameter (:mod:`.parallel_styles`). There
+is no code of any model here, and no process group is needed to trace the result.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from ...kernels import ops
 from ...kernels.sampling.sampler import GROUP
+from .parallel_styles import (
+    GATHERED,
+    REPLICATED,
+    STYLES,
+    ColumnParallelGathered,
+    RowParallel,
+    RowParallelSplit,
+    Slices,
+    Style,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,112 +52,13 @@ class Shard:
 WHOLE = Shard()
 
 
-@dataclass(frozen=True, slots=True)
-class _Slices:
-    """Where a parameter is cut: along ``dim``, in each of ``num_groups`` equal stretches of it."""
-
-    dim: int
-    num_groups: int = 1
-
-
-_Cut = Callable[[str, Tensor], _Slices | None]
-
-
-def _columns(_: str, parameter: Tensor) -> _Slices:
-    return _Slices(max(parameter.dim() - 2, 0))
-
-
-def _rows(name: str, parameter: Tensor) -> _Slices | None:
-    # A bias is added once, behind the sum.
-    return None if name == "bias" else _Slices(parameter.dim() - 1)
-
-
-def _packed_columns(_: str, parameter: Tensor) -> _Slices:
-    return _Slices(max(parameter.dim() - 2, 0), 2)
-
-
-def _packed_rows(name: str, parameter: Tensor) -> _Slices | None:
-    return None if name == "bias" else _Slices(parameter.dim() - 1, 2)
-
-
-def _whole(_: str, __: Tensor) -> None:
-    return None
-
-
-# What a style does to a module's forward, by the class that is put in front of the module's own.
-
-
-class _Reduced:
-    """A module whose result is a part of a sum."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return ops.all_reduce(super().forward(*args, **kwargs))  # type: ignore[misc]
-
-
-class _RowParallel:
-    """A linear layer over this rank's slice of the inputs."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = ops.all_reduce(F.linear(x, self.weight))
-        return total if self.bias is None else total + self.bias
-
-
-class _RowParallelSplit(_RowParallel):
-    """The same, given all inputs."""
-
-    pagespec_begin: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.narrow(-1, self.pagespec_begin, self.weight.shape[1]))
-
-
-class _ColumnParallelGathered:
-    """A linear layer that computes its slice of the outputs and gives all of them."""
-
-    pagespec_sizes: list[int]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.all_gather(super().forward(x), self.pagespec_sizes)  # type: ignore[misc]
-
-
-@dataclass(frozen=True, slots=True)
-class _Style:
-    cut: _Cut = _whole
-    forward: type | None = None
-
-
-_GATHERED = _Style(_columns, _ColumnParallelGathered)
-_SPLIT = _Style(_rows, _RowParallelSplit)
-_REPLICATED = _Style()
-_STYLES = {
-    "colwise": _Style(_columns),
-    "rowwise": _Style(_rows, _RowParallel),
-    "packed_colwise": _Style(_packed_columns),
-    "packed_rowwise": _Style(_packed_rows, _RowParallel),
-    "colwise_gather_output": _GATHERED,
-    "colwise_rep": _GATHERED,
-    "rowwise_split_input": _SPLIT,
-    "rowwise_rep": _SPLIT,
-    "moe_tp_experts": _Style(forward=_Reduced),
-    "all_reduce": _Style(forward=_Reduced),
-    # Whole on every rank. In training these reduce gradients; a lookup is no work worth sharing.
-    "replicated_with_grad_allreduce": _REPLICATED,
-    "mla_kv_a_proj": _REPLICATED,
-    "embedding_rowwise": _REPLICATED,
-    "embedding_colwise": _REPLICATED,
-    "replicate": _REPLICATED,
-    "local_params": _REPLICATED,
-}
 # What it remembers of a model it has distributed; it is none of its own any more.
 _LEFT_BY_TRANSFORMERS = ("distributed_config", "_device_mesh", "_mesh_manager", "_tp_size")
 # Layers whose outputs are heads, by the names that all models of transformers give them.
 _OF_ALL_HEADS = ("q_proj", "q_b_proj", "kv_b_proj", "query_key_value")
 _OF_KV_HEADS = ("k_proj", "v_proj")
 # Linear layers alone have these forwards.
-_OF_LINEAR = (_RowParallel, _ColumnParallelGathered)
+_OF_LINEAR = (RowParallel, ColumnParallelGathered)
 
 
 def vocab_sizes(vocab_size: int, num_ranks: int) -> list[int] | None:
@@ -176,7 +83,7 @@ def check_heads(config: PreTrainedConfig, num_ranks: int) -> None:
     for pattern, style in (text_config.base_model_tp_plan or {}).items():
         layer = pattern.rpartition(".")[2]
         num_heads = num_heads_of.get(layer)
-        if num_heads and _STYLES.get(style) is _STYLES["colwise"]:
+        if num_heads and STYLES.get(style) is STYLES["colwise"]:
             _parts_of_heads(layer, num_heads, num_ranks, text_config.model_type)
 
 
@@ -214,9 +121,7 @@ def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
     plan, head = model.tp_plan or {}, model.get_output_embeddings()
     of_head = [name for name, module in model.named_modules() if module is head]
     if not any(
-        _STYLES.get(style, _REPLICATED).forward
-        for name, style in plan.items()
-        if name not in of_head
+        STYLES.get(style, REPLICATED).forward for name, style in plan.items() if name not in of_head
     ):
         raise UnsupportedModelError(
             f"{type(model).__name__}: transformers {_version()} has no tensor-parallel plan for "
@@ -248,7 +153,7 @@ class _Sharder:
         is_head = module is self._head
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             own = self._style_of(f"{name}.{parameter_name}") if name else None
-            of_parameter = own or style or _REPLICATED
+            of_parameter = own or style or REPLICATED
             cut = of_parameter.cut(parameter_name, parameter)
             if is_head and cut is not None:
                 sizes = self.vocab_sizes = vocab_sizes(parameter.shape[0], self._shard.num_ranks)
@@ -258,7 +163,7 @@ class _Sharder:
             elif cut is None:
                 part = _gathered(parameter).detach()
             else:
-                is_gathered = of_parameter is _GATHERED
+                is_gathered = of_parameter is GATHERED
                 part = self._part(f"{name}.{parameter_name}", parameter, cut, is_gathered)
             if part is not parameter:
                 kept = nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -266,16 +171,16 @@ class _Sharder:
         if style is not None and style.forward is not None and not is_head:
             self._replace_forward(name, module, style.forward)
 
-    def _style_of(self, name: str) -> _Style | None:
+    def _style_of(self, name: str) -> Style | None:
         pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
         style = self._plan.get(pattern)
-        if style is not None and style not in _STYLES:
+        if style is not None and style not in STYLES:
             raise UnsupportedModelError(
                 f"{self._name}: its tensor-parallel plan has the style {style!r} for {pattern}"
             )
-        return None if style is None else _STYLES[style]
+        return None if style is None else STYLES[style]
 
-    def _part(self, name: str, parameter: Tensor, cut: _Slices, is_gathered: bool) -> Tensor:
+    def _part(self, name: str, parameter: Tensor, cut: Slices, is_gathered: bool) -> Tensor:
         """This rank's slice of a parameter."""
         rank, num_parts = self._shard.rank, self._shard.num_ranks
         size, layer = parameter.shape[cut.dim], name.split(".")[-2]
@@ -301,9 +206,9 @@ class _Sharder:
                 f"{self._name}: its plan shards {name}, a {own.__name__} and no nn.Linear"
             )
         sharded: Any = module
-        if issubclass(forward, _RowParallelSplit):
+        if issubclass(forward, RowParallelSplit):
             sharded.pagespec_begin = self._shard.rank * sharded.weight.shape[1]
-        if issubclass(forward, _ColumnParallelGathered):
+        if issubclass(forward, ColumnParallelGathered):
             sharded.pagespec_sizes = [sharded.weight.shape[0]] * self._shard.num_ranks
         sharded.__class__ = _in_front(forward, own)
 
@@ -311,7 +216,7 @@ class _Sharder:
 @cache
 def _in_front(forward: type, own: type) -> type:
     """The class ``own`` with the forward of ``forward``; one class for modules that are alike."""
-    return type(f"{forward.__name__.strip('_')}{own.__name__}", (forward, own), {})
+    return type(f"{forward.__name__}{own.__name__}", (forward, own), {})
 
 
 def _gathered(parameter: Tensor) -> Tensor:

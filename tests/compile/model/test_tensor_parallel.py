@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagespec.compile.model import tensor_parallel
+from pagespec.compile.model import parallel_styles
 from pagespec.compile.model.tensor_parallel import Shard, shard_model, vocab_sizes
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from pagespec.kernels.collectives.communicator import LoneRank, communicator_scope
@@ -152,18 +152,18 @@ def test_tokens_of_a_head_are_shared_in_whole_groups() -> None:
 
 
 def _plant_bias_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    style = tensor_parallel._Style(tensor_parallel._rows, tensor_parallel._Reduced)
-    monkeypatch.setitem(tensor_parallel._STYLES, "rowwise", style)
+    style = parallel_styles.Style(parallel_styles._rows, parallel_styles.Reduced)
+    monkeypatch.setitem(parallel_styles.STYLES, "rowwise", style)
 
 
 def _plant_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    style = tensor_parallel._Style(tensor_parallel._columns)
-    monkeypatch.setitem(tensor_parallel._STYLES, "packed_colwise", style)
+    style = parallel_styles.Style(parallel_styles._columns)
+    monkeypatch.setitem(parallel_styles.STYLES, "packed_colwise", style)
 
 
 def _plant_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    style = tensor_parallel._Style(tensor_parallel._rows, type("_Summand", (), {}))
-    monkeypatch.setitem(tensor_parallel._STYLES, "rowwise", style)
+    style = parallel_styles.Style(parallel_styles._rows, type("_Summand", (), {}))
+    monkeypatch.setitem(parallel_styles.STYLES, "rowwise", style)
 
 
 @pytest.mark.parametrize(
