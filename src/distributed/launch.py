@@ -61,7 +61,9 @@ def build_distributed(
         )
         workers.wait_for(State.IMPORTED, _IMPORT_TIMEOUT_S)
         join_group(store, 0, num_ranks, devices[0])
-        communicator = make_communicator(devices[0], channel.cells[0])
+        communicator = make_communicator(
+            devices[0], channel.cells[0], transparent=config.transparent
+        )
         own = replace(config, device=str(devices[0]))
         callback = None if on_logits is None else LogitsCallback(on_logits)
         built = build(model, own, callback, shard=Shard(0, num_ranks), communicator=communicator)
@@ -100,5 +102,10 @@ def _devices(config: EngineConfig, num_ranks: int) -> list[torch.device]:
     if num_gpus < num_ranks:
         raise InvalidInputError(
             "tensor_parallel_size", num_ranks, f"must be at most the {num_gpus} GPUs visible"
+        )
+    apart = [r for r in range(1, num_ranks) if not torch.cuda.can_device_access_peer(0, r)]
+    if apart:
+        raise InvalidInputError(
+            "tensor_parallel_size", num_ranks, f"GPU 0 does not reach the memory of GPUs {apart}"
         )
     return [torch.device("cuda", rank) for rank in range(num_ranks)]

@@ -10,17 +10,16 @@ from torch import Tensor
 
 
 class GatherCommunicator:
-    """Meets :class:`.communicator.Communicator` with one library call, which moves bytes alone.
-
-    A library's own sum has an order that follows the size of the message. It serves any backend;
-    on a GPU it is the way where peers cannot reach each other's memory.
+    """Meets :class:`.communicator.Communicator` with one library call, which moves bytes alone: the
+    library's own sum has an order that follows the size of the message.
 
     Args:
         group: None for the default group.
+        transparent: False takes the library's sum, for an engine that is not transparent either.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, *, transparent: bool = True) -> None:
+        self._group, self._transparent = group, transparent
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
 
@@ -31,6 +30,10 @@ class GatherCommunicator:
         """The group has met."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
+        if not self._transparent:
+            out = partial.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(out, group=self._group)
+            return out
         parts = self._gather(partial.contiguous())
         total = parts[0].to(torch.float32, copy=True)
         for part in parts[1:]:
