@@ -79,7 +79,7 @@ _CURRENT: ContextVar[Communicator | None] = ContextVar("communicator", default=N
 
 
 @contextmanager
-def communicator_scope(communicator: Communicator | None) -> Iterator[None]:
+def communicator_scope(communicator: Communicator) -> Iterator[None]:
     """Within the block, the custom ops of this thread call ``communicator``."""
     token = _CURRENT.set(communicator)
     try:

@@ -14,14 +14,12 @@ class GatherCommunicator:
     library's own sum has an order that follows the size of the message.
 
     Args:
-        group: None for the default group.
         transparent: False takes the library's sum, for an engine that is not transparent either.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, transparent: bool = True) -> None:
-        self._group, self._transparent = group, transparent
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
+    def __init__(self, *, transparent: bool = True) -> None:
+        self._transparent = transparent
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
     def reserve(self, *_: tuple[int, int]) -> None:
         """The library has its own memory."""
@@ -32,7 +30,7 @@ class GatherCommunicator:
     def all_reduce(self, partial: Tensor) -> Tensor:
         if not self._transparent:
             out = partial.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(out, group=self._group)
+            dist.all_reduce(out)
             return out
         parts = self._gather(partial.contiguous())
         total = parts[0].to(torch.float32, copy=True)
@@ -48,10 +46,10 @@ class GatherCommunicator:
 
     def least(self, number: int) -> int:
         value = torch.tensor([number])
-        dist.all_reduce(value, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(value, dist.ReduceOp.MIN)
         return int(value)
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.num_ranks)]
-        dist.all_gather(parts, part, group=self._group)
+        dist.all_gather(parts, part)
         return parts

@@ -36,6 +36,27 @@ def _part_of(box, half, sender, chunk, MAX_CHUNKS: tl.constexpr, CHUNK: tl.const
 
 
 @triton.jit
+def _push(  # type: ignore[no-untyped-def]
+    values, mask, boxes, flags, number, half, chunk,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's part of a chunk into each peer's box, then ``number`` into its flag."""
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            box = tl.load(boxes + peer).to(tl.pointer_type(values.dtype))
+            there = _part_of(box, half, RANK, chunk, MAX_CHUNKS, CHUNK)
+            tl.store(there + tl.arange(0, CHUNK), values, mask=mask)
+    tl.debug_barrier()
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            flag = _flag_of(flags, peer, RANK, chunk, MAX_CHUNKS)
+            tl.atomic_xchg(flag, number, sem="release", scope="sys")
+
+
+@triton.jit
 def _wait_for(flag, number):  # type: ignore[no-untyped-def]
     """Until ``flag`` is ``number``: what was pushed before it is then there to read."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
@@ -69,18 +90,8 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     mask = columns < num_columns
     part = tl.load(partial + row.to(tl.int64) * row_stride + columns, mask=mask, other=0.0)
     half = (number % 2) * NUM_RANKS
-    element = tl.pointer_type(part.dtype)
-    own = tl.load(boxes + RANK).to(element)
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            box = tl.load(boxes + peer).to(element)
-            there = _part_of(box, half, RANK, chunk, MAX_CHUNKS, CHUNK)
-            tl.store(there + inside, part, mask=mask)
-    tl.debug_barrier()
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            flag = _flag_of(flags, peer, RANK, chunk, MAX_CHUNKS)
-            tl.atomic_xchg(flag, number, sem="release", scope="sys")
+    own = tl.load(boxes + RANK).to(tl.pointer_type(part.dtype))
+    _push(part, mask, boxes, flags, number, half, chunk, RANK, NUM_RANKS, MAX_CHUNKS, CHUNK)
     total = tl.zeros([CHUNK], tl.float32)
     for peer in tl.static_range(NUM_RANKS):
         term = part.to(tl.float32)
@@ -126,18 +137,8 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     mask = columns < tl.load(begins + RANK + 1) - begin
     values = tl.load(part + row.to(tl.int64) * row_stride + columns, mask=mask, other=0)
     half = (number % 2) * NUM_RANKS
-    element = tl.pointer_type(values.dtype)
-    own = tl.load(boxes + RANK).to(element)
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            box = tl.load(boxes + peer).to(element)
-            there = _part_of(box, half, RANK, chunk, MAX_CHUNKS, CHUNK)
-            tl.store(there + inside, values, mask=mask)
-    tl.debug_barrier()
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            flag = _flag_of(flags, peer, RANK, chunk, MAX_CHUNKS)
-            tl.atomic_xchg(flag, number, sem="release", scope="sys")
+    own = tl.load(boxes + RANK).to(tl.pointer_type(values.dtype))
+    _push(values, mask, boxes, flags, number, half, chunk, RANK, NUM_RANKS, MAX_CHUNKS, CHUNK)
     base = out + row.to(tl.int64) * num_all
     for peer in tl.static_range(NUM_RANKS):
         begin = tl.load(begins + peer)

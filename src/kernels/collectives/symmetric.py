@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,55 +97,58 @@ class PeerCommunicator:
     def all_reduce(self, partial: Tensor) -> Tensor:
         if not self._is_connected or self._boxes is None:
             return self._alone.all_reduce(partial)
-        from .peer_memory import CHUNK_BYTES, all_reduce_kernel
+        from .peer_memory import all_reduce_kernel
 
         rows = partial.reshape(-1, partial.shape[-1])
         out = torch.empty(partial.shape, dtype=partial.dtype, device=partial.device)
-        num_rows, num_columns = rows.shape
-        chunk = CHUNK_BYTES // partial.element_size()
-        grid = num_rows, -(-num_columns // chunk)
-        self._check_room(grid)
-        b = self._boxes
-        overlap = has_dependent_launch(self._device)
-        all_reduce_kernel[grid](
-            rows,
-            out,
-            b.boxes,
-            b.flags,
-            b.numbers,
-            num_columns,
-            rows.stride(0),
-            RANK=self.rank,
-            NUM_RANKS=self.num_ranks,
-            MAX_CHUNKS=b.max_chunks,
-            CHUNK=chunk,
-            PDL=overlap,
-            launch_pdl=overlap,
+        num_columns = rows.shape[1]
+        self._launch(
+            all_reduce_kernel, self._boxes, rows, out, num_columns, num_columns, rows.stride(0)
         )
         return out
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         if not self._is_connected or self._boxes is None:
             return self._alone.all_gather(part, sizes)
-        from .peer_memory import CHUNK_BYTES, all_gather_kernel
+        from .peer_memory import all_gather_kernel
 
         rows = part.reshape(part.shape[:-1].numel(), part.shape[-1])
-        num_all = sum(sizes)
-        out = torch.empty(*part.shape[:-1], num_all, dtype=part.dtype, device=part.device)
-        chunk = CHUNK_BYTES // part.element_size()
-        grid = rows.shape[0], -(-max(sizes) // chunk)
-        self._check_room(grid)
-        b = self._boxes
+        out = torch.empty(*part.shape[:-1], sum(sizes), dtype=part.dtype, device=part.device)
+        begins = self._begins_of(tuple(sizes))
+        self._launch(
+            all_gather_kernel,
+            self._boxes,
+            rows,
+            out,
+            max(sizes),
+            begins,
+            rows.stride(0),
+            sum(sizes),
+        )
+        return out
+
+    def _launch(
+        self, kernel: Any, b: Boxes, rows: Tensor, out: Tensor, num_columns: int, *arguments: Any
+    ) -> None:
+        """Launch a kernel over chunks of ``num_columns`` of each row.
+
+        Raises:
+            ValueError: there are more of them than room was made for.
+        """
+        from .peer_memory import CHUNK_BYTES
+
+        chunk = CHUNK_BYTES // rows.element_size()
+        grid = rows.shape[0], -(-num_columns // chunk)
+        if grid[0] * grid[1] > b.max_chunks:
+            raise ValueError(f"{grid[0]} rows of {grid[1]} chunks for {b.max_chunks}")
         overlap = has_dependent_launch(self._device)
-        all_gather_kernel[grid](
+        kernel[grid](
             rows,
             out,
             b.boxes,
             b.flags,
             b.numbers,
-            self._begins_of(tuple(sizes)),
-            rows.stride(0),
-            num_all,
+            *arguments,
             RANK=self.rank,
             NUM_RANKS=self.num_ranks,
             MAX_CHUNKS=b.max_chunks,
@@ -152,7 +156,6 @@ class PeerCommunicator:
             PDL=overlap,
             launch_pdl=overlap,
         )
-        return out
 
     def least(self, number: int) -> int:
         return self._host.least(number)
@@ -162,8 +165,3 @@ class PeerCommunicator:
             begins = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
             self._begins[sizes] = torch.tensor(begins, dtype=torch.int32, device=self._device)
         return self._begins[sizes]
-
-    def _check_room(self, grid: tuple[int, int]) -> None:
-        assert self._boxes is not None
-        if grid[0] * grid[1] > self._boxes.max_chunks:
-            raise ValueError(f"{grid[0]} rows of {grid[1]} chunks for {self._boxes.max_chunks}")
