@@ -15,9 +15,10 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ _NUM_WORDS = 64
 _TEXT_AT = 8 * _NUM_WORDS
 _DTYPES = tuple(map(np.dtype, (np.int32, np.int64, np.float32, np.bool_)))
 _ALIGNMENT = 16
+_T = TypeVar("_T")
 
 
 class State(IntEnum):
@@ -146,6 +148,24 @@ class Channel:
             arrays.append(array)
             at += _aligned(array.nbytes)
         return arrays
+
+    def run(self, rank: int, step: int, launch: Callable[[list[NDArray[Any]]], _T]) -> _T:
+        """Launch a step on this rank, and tell the others in its cell: before, and after."""
+        cell, arrays = self.cells[rank], self.read(step)
+        cell.digest = digest_of(step, arrays, cell.digest)
+        cell.num_started = step + 1
+        handle = launch(arrays)
+        cell.num_finished = step + 1
+        return handle
+
+
+def digest_of(step: int, arrays: list[NDArray[np.generic]], before: int) -> int:
+    """A checksum of the steps of a rank so far, to tell that all ranks run the same (R1); with the
+    number of the step above it in one word, which others read while this rank goes on."""
+    checksum = before & 0xFFFFFFFF
+    for array in arrays:
+        checksum = zlib.crc32(array.tobytes(), checksum)
+    return (step + 1 & 0x7FFFFFFF) << 32 | checksum
 
 
 def _aligned(num_bytes: int) -> int:

@@ -22,6 +22,8 @@ from .workers import Workers
 
 # Imports, and weights from a slow disk.
 _IMPORT_TIMEOUT_S, _BUILD_TIMEOUT_S = 300.0, 3600.0
+_NUM_SLOTS = 4
+"""Steps that may be under way: one more is written only once the thread has taken the last."""
 
 
 def build_distributed(
@@ -82,10 +84,6 @@ def build_distributed(
         raise
     runner = DistributedRunner(local, workers, channel, leave_group, callback)
     return replace(built, runner=runner)
-
-
-_NUM_SLOTS = 4
-"""Steps that may be under way: one more is written only once the thread has taken the last."""
 
 
 def _devices(config: EngineConfig, num_ranks: int) -> list[torch.device]:

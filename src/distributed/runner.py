@@ -18,7 +18,6 @@ from ..engine.plan import StepPlan, StepResult
 from ..errors import EngineError
 from ..runner.staging_runner import StagingRunner
 from .channel import Channel
-from .worker import digest_of
 from .workers import Watch, Workers
 
 
@@ -67,13 +66,10 @@ class _LaunchThread:
         self._on_close()
 
     def _launch(self, launch: _Launch, plan: StepPlan) -> None:
-        cell = self._channel.cells[0]
         self._workers.send_step(launch.number)
-        arrays = self._channel.read(launch.number)
-        cell.digest = digest_of(launch.number, arrays, cell.digest)
-        cell.num_started = launch.number + 1
-        launch.handle = self._local.launch(arrays, plan)
-        cell.num_finished = launch.number + 1
+        launch.handle = self._channel.run(
+            0, launch.number, lambda arrays: self._local.launch(arrays, plan)
+        )
 
     def close(self) -> None:
         """End the workers, then the thread; may be called again."""

@@ -12,11 +12,7 @@ import queue
 import signal
 import sys
 import threading
-import zlib
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from .channel import Channel, State
 
@@ -83,25 +79,11 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
     channel.make_slots(settings["num_slots"], runner.max_staged_bytes)
     cell.state = State.BUILT
     while True:
-        step = int.from_bytes(messages.get(), "little")
-        arrays = channel.read(step)
-        cell.digest = digest_of(step, arrays, cell.digest)
-        cell.num_started = step + 1
-        runner.launch(arrays)
-        cell.num_finished = step + 1
+        channel.run(rank, int.from_bytes(messages.get(), "little"), runner.launch)
 
 
 def _no_logits(*_: object) -> None:
     """Rank 0 is asked for whole logits; the others give their parts."""
-
-
-def digest_of(step: int, arrays: list[NDArray[np.generic]], before: int) -> int:
-    """A checksum of the steps of a rank so far, to tell that all ranks run the same (R1); with the
-    number of the step above it in one word, which others read while this rank goes on."""
-    checksum = before & 0xFFFFFFFF
-    for array in arrays:
-        checksum = zlib.crc32(array.tobytes(), checksum)
-    return (step + 1 & 0x7FFFFFFF) << 32 | checksum
 
 
 if __name__ == "__main__":

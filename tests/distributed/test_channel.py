@@ -8,8 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from pagespec.distributed.channel import _CELL_BYTES, _TEXT_AT, Channel, State
-from pagespec.distributed.worker import digest_of
+from pagespec.distributed.channel import _CELL_BYTES, _TEXT_AT, Channel, State, digest_of
 
 NUM_SLOTS, SLOT_BYTES = 3, 4096
 DTYPES = [np.int32, np.int64, np.float32, np.bool_]

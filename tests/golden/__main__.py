@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from pagespec import InvalidInputError, UnsupportedModelError
-from tests.golden.harness import GoldenRow, check
+from tests.golden.harness import Condition, GoldenRow, check
 from tests.golden.subjects import (
     BEYOND_CONDITIONS,
     RANKS_CONDITION,
@@ -37,6 +37,17 @@ def print_thresholds() -> None:
             print(f"{'':<12} not reached: {'; '.join(map(str, plan.beyond))}")
 
 
+def print_row(row: GoldenRow, condition: Condition) -> int:
+    """Prints it with the reason if it failed; returns 1 then."""
+    try:
+        check(row, condition)
+    except AssertionError as error:
+        print(f"{row}  FAILED: {str(error).splitlines()[0]}", flush=True)
+        return 1
+    print(row, flush=True)
+    return 0
+
+
 def print_ranks(num_ranks: int, names: list[str]) -> int:
     """A row an architecture, or why it is refused. Returns how many failed."""
     num_failed = 0
@@ -47,12 +58,7 @@ def print_ranks(num_ranks: int, names: list[str]) -> int:
         except (InvalidInputError, UnsupportedModelError) as error:
             print(f"{name:<16} refused: {error}", flush=True)
             continue
-        try:
-            check(row, RANKS_CONDITION)
-            print(row, flush=True)
-        except AssertionError as error:
-            num_failed += 1
-            print(f"{row}  FAILED: {str(error).splitlines()[0]}", flush=True)
+        num_failed += print_row(row, RANKS_CONDITION)
     return num_failed
 
 
@@ -75,13 +81,7 @@ def main() -> int:
             runs = [(condition, usual) for condition in TINY_CONDITIONS]
             runs += [(condition, beyond(name, device)[1]) for condition in BEYOND_CONDITIONS]
         for condition, reference in runs:
-            row = subject.run(condition, reference)
-            try:
-                check(row, condition)
-                print(row, flush=True)
-            except AssertionError as error:
-                num_failed += 1
-                print(f"{row}  FAILED: {str(error).splitlines()[0]}", flush=True)
+            num_failed += print_row(subject.run(condition, reference), condition)
     print("all equal" if not num_failed else f"{num_failed} rows FAILED")
     return 1 if num_failed else 0
 
