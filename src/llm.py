@@ -87,6 +87,9 @@ class LLM:
             or "priority", which a prompt's dict gives (see ``generate``).
         seed: seed of the requests that bring none of their own.
         load_format: "auto", or "dummy" for random weights from the config alone.
+        logprobs_mode: what ``logprobs`` of sampled tokens are of: "raw_logprobs", the model's own
+            distribution; "processed_logprobs", the one that was sampled from, after temperature,
+            top_k, top_p and min_p (of a greedy request the model's own). Those of prompts are raw.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
@@ -120,6 +123,7 @@ class LLM:
         policy: str = "fcfs",
         seed: int = 0,
         load_format: str = "auto",
+        logprobs_mode: str = "raw_logprobs",
         tensor_parallel_size: int = 1,
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
@@ -146,6 +150,7 @@ class LLM:
             policy=policy,
             seed=seed,
             load_format=load_format,
+            logprobs_mode=logprobs_mode,
             tensor_parallel_size=tensor_parallel_size,
         )
         build = import_engine(config.device, config.tensor_parallel_size)
@@ -164,6 +169,7 @@ class LLM:
             eos_token_ids=frozenset(built.eos_token_ids),
             max_model_len=built.max_model_len,
             seed=config.seed,
+            can_score=built.can_score,
         )
         self._reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
         scheduler = Scheduler(

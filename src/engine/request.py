@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from .logprobs import RequestLogprobs
 from .sampling_params import SamplingParams
 
 
@@ -28,6 +29,7 @@ class RequestInfo:
         seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
             parameters and the absolute position only (T7).
         cache_salt: requests share cached blocks only with requests of the same salt.
+        prompt_token_ids: only where the parameters ask for the prompt's log-probabilities.
     """
 
     request_id: str
@@ -35,6 +37,14 @@ class RequestInfo:
     sampling_params: SamplingParams
     seed: int
     cache_salt: bytes
+    prompt_token_ids: tuple[int, ...] | None = None
+
+    def num_prompt_rows(self, start: int, num_tokens: int) -> int:
+        """How many of the positions ``[start, start + num_tokens)`` have log-probabilities to be
+        told: those whose next token lies in a prompt that asks for them."""
+        if self.prompt_token_ids is None:
+            return 0
+        return max(0, min(start + num_tokens, self.num_prompt_tokens - 1) - start)
 
 
 class Request:
@@ -64,6 +74,7 @@ class Request:
             never changed.
         num_published: how many of its leading blocks are cache hits or offered to the index.
         num_slots: ``len(block_table) * block_size``.
+        logprobs: what its parameters ask for, as far as it is settled.
         num_cached_tokens: prompt tokens its first admission found in the prefix cache.
         next_event: smallest ``num_computed`` at which commit must look closer (block full, length
             reached); 0 makes every commit look closer. Derived; see ``Queues.set_next_event``.
@@ -74,6 +85,7 @@ class Request:
         "block_table",
         "finish_reason",
         "info",
+        "logprobs",
         "max_num_tokens",
         "next_event",
         "num_admissions",
@@ -108,8 +120,15 @@ class Request:
         cache_salt: bytes = b"",
     ) -> None:
         self.info = RequestInfo(
-            request_id, len(prompt_token_ids), sampling_params, seed, cache_salt
+            request_id,
+            len(prompt_token_ids),
+            sampling_params,
+            seed,
+            cache_salt,
+            None if sampling_params.prompt_logprobs is None else tuple(prompt_token_ids),
         )
+        is_asked = sampling_params.logprobs is not None or self.info.prompt_token_ids is not None
+        self.logprobs = RequestLogprobs() if is_asked else None
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_num_tokens = max_num_tokens

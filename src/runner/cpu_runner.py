@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches
+from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import sample
+from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 
 OnLogits = Callable[[StepPlan, Tensor], None]
@@ -26,6 +28,7 @@ class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device."""
 
     token_ids: Tensor
+    logprobs: StepLogprobs | None
 
 
 class ModelRunner:
@@ -89,7 +92,8 @@ class ModelRunner:
 
     def _compute(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
-            logits = self.captured.whole_logits(self._forward(packed.inputs))[: packed.num_sampled]
+            logits, hidden = self._forward(packed.inputs)
+            logits = self.captured.whole_logits(logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)
             if packed.num_sampled == 0:
@@ -97,14 +101,17 @@ class ModelRunner:
             else:
                 tokens = sample(logits, packed.sampling)
             self._packer.remember(tokens.cpu().numpy())
-            return StepHandle(tokens)
+            found = step_logprobs(
+                packed.logprobs, self.captured, logits.__getitem__, tokens, hidden
+            )
+            return StepHandle(tokens, found)
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
     @property
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
-        per_token, per_row = 3 * 8, 5 * 8 + 2 * 4
+        per_token, per_row = 3 * 8 + 3 * 4, 5 * 8 + 5 * 4
         tables = self._max_num_rows * self._max_num_blocks * 4
         return self._max_num_tokens * per_token + self._max_num_rows * per_row + tables + 4096
 
@@ -121,10 +128,10 @@ class ModelRunner:
         return True
 
     def collect(self, handle: object) -> StepResult:
-        """The tokens of a dispatched step."""
+        """The results of a dispatched step."""
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
-        return StepResult(handle.token_ids.tolist())
+        return StepResult(handle.token_ids.tolist(), handle.logprobs)
 
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""
