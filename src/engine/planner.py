@@ -100,7 +100,10 @@ class Planner:
                 end = bisect_left(running, head.rank, key=by_rank)
             if position < end:
                 self._serve(position, end)
-                position = min(end, len(running))
+                # Not ``end``: victims of a preemption may have left from before it.
+                position = len(running)
+                if head is not None:
+                    position = bisect_left(running, head.rank, key=by_rank)
             elif head is None or not self._admit(head, position):
                 break
         # A refused head leaves the younger running ones to serve, if any.
