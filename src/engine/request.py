@@ -29,6 +29,8 @@ class RequestInfo:
         seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
             parameters and the absolute position only (T7).
         cache_salt: requests share cached blocks only with requests of the same salt.
+        needs_history: a runner has to know all its tokens: plans tell it those that its rows do
+            not compute (``StepPlan.prefixes``).
         prompt_token_ids: only where the parameters ask for the prompt's log-probabilities.
     """
 
@@ -37,6 +39,7 @@ class RequestInfo:
     sampling_params: SamplingParams
     seed: int
     cache_salt: bytes
+    needs_history: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
 
     def num_prompt_rows(self, start: int, num_tokens: int) -> int:
@@ -68,6 +71,8 @@ class Request:
         on_token: called with each settled output id, in order; True ends it with "stop" (stop
             strings). Must not raise.
         info: what never changes of it; plans refer to this.
+        reads_cache: False computes every position itself, at each admission (S38); it publishes
+            its blocks all the same. Always so where the prompt's log-probabilities are asked for.
         seniority: arrival number given by the scheduler. rank: place in the order of service
             (smaller is elder), fixed at arrival by the policy.
         block_keys: (chained prefix key, token ids as bytes) of its full blocks, computed on demand,
@@ -100,6 +105,7 @@ class Request:
         "on_token",
         "priority",
         "rank",
+        "reads_cache",
         "seniority",
         "state",
         "stop_token_ids",
@@ -118,6 +124,8 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         cache_salt: bytes = b"",
+        reads_cache: bool = True,
+        needs_history: bool = False,
     ) -> None:
         self.info = RequestInfo(
             request_id,
@@ -125,10 +133,14 @@ class Request:
             sampling_params,
             seed,
             cache_salt,
+            needs_history,
             None if sampling_params.prompt_logprobs is None else tuple(prompt_token_ids),
         )
-        is_asked = sampling_params.logprobs is not None or self.info.prompt_token_ids is not None
-        self.logprobs = RequestLogprobs() if is_asked else None
+        is_scored = self.info.prompt_token_ids is not None
+        self.logprobs: RequestLogprobs | None = None
+        if is_scored or sampling_params.logprobs is not None:
+            self.logprobs = RequestLogprobs()
+        self.reads_cache = reads_cache and not is_scored
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_num_tokens = max_num_tokens

@@ -76,9 +76,6 @@ class RequestFactory:
         seed = params.seed
         if seed is None:
             seed = xxhash.xxh3_64_intdigest(struct.pack("<qq", self._seed, number))
-        cache_salt = prompt.cache_salt
-        if params.prompt_logprobs is not None:
-            cache_salt = b"%d of %b" % (number, cache_salt)  # no hit: all positions are computed
         return Request(
             str(number),
             prompt.token_ids,
@@ -88,7 +85,7 @@ class RequestFactory:
             on_token=watcher,
             seed=seed,
             priority=prompt.priority,
-            cache_salt=cache_salt,
+            cache_salt=prompt.cache_salt,
         )
 
     def output(
