@@ -11,7 +11,7 @@ from .engine.config import EngineConfig, check_objects
 from .engine.core import Engine
 from .engine.generation import GenerationLoop
 from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
-from .engine.outputs import RequestOutput
+from .engine.outputs import RequestOutput, ScoreOutput
 from .engine.policy import Policy
 from .engine.request_factory import RequestFactory
 from .engine.sampling_params import SamplingParams
@@ -214,12 +214,16 @@ class LLM:
         """
         items = split_prompts(prompts)
         params = pair_params(items, sampling_params, SamplingParams())
-        single = len(items) == 1
-        inputs = [
-            self._reader.read(item, "prompt" if single else f"prompts[{i}]")
-            for i, item in enumerate(items)
-        ]
-        return self._loop.run(inputs, params, use_tqdm)
+        return self._loop.run(self._reader.read_all(items), params, use_tqdm)
+
+    def score(self, prompts: Any, *, use_tqdm: bool = True) -> list[ScoreOutput]:
+        """The log-probability of each token of each prompt but the first, given those before it:
+        the same float that ``logprobs`` of :class:`SamplingParams` gives when it is sampled there.
+
+        Args:
+            prompts: as of ``generate``.
+        """
+        return self._loop.score(self._reader.read_all(split_prompts(prompts)), use_tqdm)
 
     def chat(
         self,

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .logprobs import LogprobRows, StepLogprobs
-from .outputs import CompletionOutput, Logprob, RequestOutput
+from .outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
 from .plan import InFlightStep
 from .request import Request
+from .sampling_params import SamplingParams
+
+SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+"""Of a request that is only scored. Its one sampled token is of no use to anybody."""
 
 
 def keep_logprobs(step: InFlightStep, found: StepLogprobs) -> None:
@@ -57,6 +61,23 @@ def add_logprobs(
             None,
             *reader.read(token_ids, kept.prompt, params.prompt_logprobs),
         ]
+
+
+def score_of(output: RequestOutput, decode: Callable[[int], str] | None) -> ScoreOutput:
+    """The score of a finished request with :data:`SCORE_PARAMS`."""
+    token_ids = output.prompt_token_ids
+    entries = output.prompt_logprobs or [None] * len(token_ids)
+    own = [
+        None if found is None else found[token]
+        for token, found in zip(token_ids, entries, strict=True)
+    ]
+    return ScoreOutput(
+        prompt=output.prompt,
+        prompt_token_ids=token_ids,
+        tokens=None if decode is None else [decode(token) for token in token_ids],
+        logprobs=[None if entry is None else entry.logprob for entry in own],
+        ranks=[None if entry is None else entry.rank for entry in own],
+    )
 
 
 class _Reader:

@@ -89,3 +89,26 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = True
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """The log-probability of each token of a prompt, given those before it.
+
+    Attributes:
+        prompt: None when token ids were given.
+        tokens: the text of each token by itself; None if the model has no tokenizer.
+        logprobs: None for the first token, which follows nothing.
+        ranks: as of :class:`Logprob`; 1 for a token that greedy sampling would have chosen.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    tokens: list[str] | None
+    logprobs: list[float | None]
+    ranks: list[int | None]
+
+    @property
+    def total_logprob(self) -> float:
+        """The sum over all tokens but the first."""
+        return sum(logprob for logprob in self.logprobs if logprob is not None)

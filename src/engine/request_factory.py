@@ -109,10 +109,11 @@ class RequestFactory:
             metrics=metrics,
         )
         if request.logprobs is not None:
-            add_logprobs(output, request, self._decode_one)
+            add_logprobs(output, request, self.decode_one)
         return output
 
     @property
-    def _decode_one(self) -> Callable[[int], str] | None:
+    def decode_one(self) -> Callable[[int], str] | None:
+        """The text of a token by itself; None without a tokenizer."""
         tokenizer = self._tokenizer
         return None if tokenizer is None else lambda token_id: str(tokenizer.decode([token_id]))

@@ -16,7 +16,7 @@ from ..compile.kv_cache import allocate_kv_caches
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
-from ..kernels.sampling.sampler import sample
+from ..kernels.sampling.sampler import processed_scores, sample
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 
@@ -41,6 +41,7 @@ class ModelRunner:
             several ranks make room for.
         overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
             GPU does. It gains nothing on a CPU.
+        processed_logprobs: those of sampled tokens are of what they are sampled from.
         on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
             its sampled rows, before sampling. Must not keep the tensor without cloning it.
 
@@ -58,6 +59,7 @@ class ModelRunner:
         max_num_rows: int = 0,
         max_num_blocks: int = 0,
         overlap: bool = False,
+        processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
@@ -78,6 +80,7 @@ class ModelRunner:
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
         self._on_logits = on_logits
+        self._has_processed_logprobs = processed_logprobs
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Compute the step. If it raises, ``reset`` makes the runner usable again."""
@@ -101,10 +104,17 @@ class ModelRunner:
             else:
                 tokens = sample(logits, packed.sampling)
             self._packer.remember(tokens.cpu().numpy())
-            found = step_logprobs(
-                packed.logprobs, self.captured, logits.__getitem__, tokens, hidden
-            )
-            return StepHandle(tokens, found)
+            return StepHandle(tokens, self._logprobs(packed, logits, tokens, hidden))
+
+    def _logprobs(
+        self, packed: PackedStep, logits: Tensor, tokens: Tensor, hidden: Tensor | None
+    ) -> StepLogprobs | None:
+        def sampled_logits(places: Tensor) -> Tensor:
+            if self._has_processed_logprobs:
+                return processed_scores(logits, packed.sampling, places)
+            return logits[places]
+
+        return step_logprobs(packed.logprobs, self.captured, sampled_logits, tokens, hidden)
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 

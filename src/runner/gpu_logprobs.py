@@ -14,9 +14,11 @@ from ..compile.captured_model import CapturedModel
 from ..engine.logprobs import StepLogprobs
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, ROW_WORDS
 from ..kernels.sampling.logprobs import write_logprobs
+from ..kernels.sampling.processed import processed_scores
 from .logprob_fields import HostLogprobRows, IntArray
 
 CHUNK_ROWS = 256
+_PROCESSED_ROWS = 64
 
 
 def pad_positions(fields: IntArray) -> IntArray:
@@ -36,10 +38,19 @@ class GpuLogprobs:
     Args:
         num_steps: whose rows are kept: the ring of results has so many.
         max_num_rows: of a step, as of :func:`max_logprob_rows`.
+        temperatures: of the sampled rows, for the distributions that they are sampled from; None
+            for the model's own.
     """
 
-    def __init__(self, captured: CapturedModel, num_steps: int, max_num_rows: int) -> None:
+    def __init__(
+        self,
+        captured: CapturedModel,
+        num_steps: int,
+        max_num_rows: int,
+        temperatures: Tensor | None = None,
+    ) -> None:
         self._captured = captured
+        self._temperatures = temperatures
         device = captured.loaded.device
         self._host = torch.zeros(
             num_steps,
@@ -55,6 +66,7 @@ class GpuLogprobs:
         step: int,
         logits: Tensor,
         sampled: Tensor,
+        truncated: Tensor,
         sampled_fields: Tensor,
         prompt_fields: Tensor,
         hidden: Tensor | None,
@@ -64,6 +76,7 @@ class GpuLogprobs:
         Args:
             step: number in the ring.
             logits: ``[S, V]`` of the sampled rows. sampled: int64 ``[>= S]``, their tokens.
+            truncated: of those that use top_k, top_p or min_p, as of :func:`.sample_truncated`.
             sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprob_fields` says.
             prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of
                 ``hidden [T, H]``, the hidden states in front of the head.
@@ -72,8 +85,14 @@ class GpuLogprobs:
         positions = prompt_fields.view(LOGPROB_FIELDS, -1)
         num_sampled, num_rows = fields.shape[1], fields.shape[1] + positions.shape[1]
         rows = torch.empty(num_rows, ROW_WORDS, dtype=torch.int32, device=logits.device)
-        if num_sampled:
+        if num_sampled and self._temperatures is None:
             write_logprobs(logits, fields, sampled, rows[:num_sampled])
+        elif num_sampled and self._temperatures is not None:
+            for first in range(0, num_sampled, _PROCESSED_ROWS):
+                part = fields[:, first : first + _PROCESSED_ROWS]
+                scores = processed_scores(logits, part[0], truncated, self._temperatures)
+                own = torch.stack([self._places[: len(scores)], sampled[part[0]].int(), part[2]])
+                write_logprobs(scores, own, sampled, rows[first : first + len(scores)])
         if positions.shape[1]:
             if hidden is None:
                 raise RuntimeError("log-probabilities of a prompt, and no hidden states")

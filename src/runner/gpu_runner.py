@@ -60,7 +60,7 @@ class GpuRunner:
         max_num_blocks: most blocks of a request.
         transparent: keep float32 sums in matmuls.
         overlap: plan and queue a step before the tokens of the one before are known.
-        on_logits: as for :class:`.cpu_runner.ModelRunner`.
+        processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class GpuRunner:
         max_num_blocks: int,
         overlap: bool = True,
         transparent: bool = True,
+        processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
         loaded = captured.loaded
@@ -102,7 +103,10 @@ class GpuRunner:
         self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
         self._results = Results(self._ring.tensor, self.buffers.result_row)
         self._logprobs = GpuLogprobs(
-            captured, depth + 2, max_logprob_rows(max_num_tokens, max(max_num_rows, MIN_SIZE))
+            captured,
+            depth + 2,
+            max_logprob_rows(max_num_tokens, max(max_num_rows, MIN_SIZE)),
+            self.buffers.temperatures if processed_logprobs else None,
         )
         self._blank_hidden: Tensor | None = None
         self._graphs: StepGraphs | None = None
@@ -181,9 +185,10 @@ class GpuRunner:
             self._sample(logits)
             # So that no step waits for the compiler.
             logits = self.captured.whole_logits(logits)
-            self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
-            write = self._logprobs.queue
-            write(0, logits, b.sampled, b.staged[:LOGPROB_FIELDS].zero_(), b.staged[:0], None)
+            truncated = b.staged[:TRUNCATED_FIELDS].zero_()
+            self._sample_truncated(logits, truncated)
+            fields = b.staged[: LOGPROB_FIELDS * len(logits)].zero_()
+            self._logprobs.queue(0, logits, b.sampled, truncated, fields, b.staged[:0], None)
             self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
             self._run_prompt_chunk()
             torch.cuda.synchronize()
@@ -236,7 +241,9 @@ class GpuRunner:
         if has_logprobs:
             b = self.buffers
             fields = staged.logprob_fields(b.staged)
-            logprobs = self._logprobs.queue(staged.result_row, logits, b.sampled, *fields, hidden)
+            logprobs = self._logprobs.queue(
+                staged.result_row, logits, b.sampled, truncated, *fields, hidden
+            )
         token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
         event = self._ring.release(staged.result_row)
         return GpuStepHandle(event, token_ids, logprobs, staged.num_logprobs // LOGPROB_FIELDS)

@@ -53,6 +53,7 @@ def make_gpu_runner(
             max_num_blocks=-(-max_model_len // config.block_size),
             overlap=config.overlap is not False,
             transparent=config.transparent,
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
             on_logits=on_logits,
         )
 
