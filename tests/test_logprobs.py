@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import shutil
 from typing import Any
 
 import pytest
@@ -78,8 +79,8 @@ def test_beside_hugging_face(arch: str) -> None:
             for token, entry in entries.items():
                 assert abs(entry.logprob - float(expected[position, token])) < limit
                 assert entry.decoded_token is None
-        assert [entries[token].rank for token, entries in zip(answer.token_ids, answer.logprobs)] \
-            == [1] * NUM_TOKENS  # fmt: skip
+        own = zip(answer.token_ids, answer.logprobs, strict=True)
+        assert [entries[token].rank for token, entries in own] == [1] * NUM_TOKENS
 
 
 CONDITIONS: dict[str, dict[str, Any]] = {
@@ -87,11 +88,14 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
     "preempted": {"num_blocks": 20, "block_size": 4, "max_model_len": 76},
     "overlap": {"overlap": True},
+    "inductor": {"compile": "inductor"},
 }
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_a_score_is_the_float_that_was_sampled(condition: str) -> None:
+    if condition == "inductor" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler")
     llm = make_llm(**CONDITIONS[condition])
     given = prompts(3, 25, 17, 40, 1)
     asked = {"temperature": 0.8, "top_p": 0.95, "logprobs": 4, "prompt_logprobs": 1}
