@@ -28,6 +28,7 @@ from .jsonl import (
     read_lines,
     row_start,
 )
+from .logprob_columns import logprob_columns
 from .options import EngineOptions, SamplingOptions
 from .prompts import conversation_prompt, user_message
 
@@ -156,6 +157,7 @@ class _Run:
                     "finish_reason": answer.finish_reason,
                     "token_ids": list(answer.token_ids),
                     "num_prompt_tokens": len(result.prompt_token_ids),
+                    **logprob_columns(result),
                 }
                 self._write(job, fields)
             yield
