@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from pagespec.kernels.collectives.gloo import GatherCommunicator
+from pagespec.kernels.collectives.library import GatherCommunicator
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 
 _CALLS, _REPLAYS = 50, 7

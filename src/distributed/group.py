@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 from ..kernels.collectives.communicator import Communicator
-from ..kernels.collectives.gloo import GatherCommunicator
+from ..kernels.collectives.library import GatherCommunicator
 from .channel import Cell
 
 # Ranks read weights at their own pace before they first meet.
@@ -62,11 +62,18 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def make_communicator(device: torch.device, cell: Cell, *, transparent: bool) -> Communicator:
-    """The communicator of this rank, in its group. On GPUs sums have one order in any case: that is
-    the quickest way as well."""
-    inner: Communicator = GatherCommunicator(transparent=transparent)
-    if device.type != "cuda":
+def make_communicator(
+    device: torch.device, cell: Cell, *, transparent: bool, has_peer_access: bool
+) -> Communicator:
+    """The communicator of this rank, in its group.
+
+    Args:
+        has_peer_access: GPUs reach each other's memory. Sums then have one order in any case: that
+            is the quickest way as well.
+    """
+    is_cpu = device.type == "cpu"
+    inner = GatherCommunicator(transparent=transparent, is_connected=is_cpu)
+    if is_cpu or not has_peer_access:
         return CountingCommunicator(inner, cell)
     from ..kernels.collectives.symmetric import PeerCommunicator
 

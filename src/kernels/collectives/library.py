@@ -1,4 +1,5 @@
-"""Collectives over ``torch.distributed``: parts are gathered, and summed here in rank order."""
+"""Collectives over ``torch.distributed`` (gloo, NCCL): parts are gathered, and summed here in rank
+order."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .communicator import LoneRank
+
 
 class GatherCommunicator:
     """Meets :class:`.communicator.Communicator` with one library call, which moves bytes alone: the
@@ -15,19 +18,24 @@ class GatherCommunicator:
 
     Args:
         transparent: False takes the library's sum, for an engine that is not transparent either.
+        is_connected: False computes by itself until it is connected, as
+            :class:`.communicator.LoneRank`: ranks on GPUs warm up at their own pace.
     """
 
-    def __init__(self, *, transparent: bool = True) -> None:
-        self._transparent = transparent
+    def __init__(self, *, transparent: bool = True, is_connected: bool = True) -> None:
+        self._transparent, self._is_connected = transparent, is_connected
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self._alone = LoneRank(self.rank, self.num_ranks)
 
     def reserve(self, *_: tuple[int, int]) -> None:
         """The library has its own memory."""
 
     def connect(self) -> None:
-        """The group has met."""
+        self._is_connected = True
 
     def all_reduce(self, partial: Tensor) -> Tensor:
+        if not self._is_connected:
+            return self._alone.all_reduce(partial)
         if not self._transparent:
             out = partial.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(out)
@@ -39,6 +47,8 @@ class GatherCommunicator:
         return total.to(partial.dtype)
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        if not self._is_connected:
+            return self._alone.all_gather(part, sizes)
         # The library takes parts of one size.
         padded = torch.nn.functional.pad(part, (0, max(sizes) - part.shape[-1]))
         parts = self._gather(padded.contiguous())
