@@ -109,5 +109,8 @@ class CountingCommunicator:
         self._count()
         return self._inner.least(number)
 
+    def end(self) -> None:
+        self._inner.end()
+
     def _count(self) -> None:
         self._cell.num_collectives += 1

@@ -46,6 +46,10 @@ class Communicator(Protocol):
         """The smallest of the ranks' numbers."""
         ...
 
+    def end(self) -> None:
+        """A rank is lost: what waits for it on this rank's device stops waiting."""
+        ...
+
 
 class LoneRank:
     """Meets :class:`Communicator` without a group, with results of the right shapes.
@@ -73,6 +77,9 @@ class LoneRank:
 
     def least(self, number: int) -> int:
         return number
+
+    def end(self) -> None:
+        pass
 
 
 _CURRENT: ContextVar[Communicator | None] = ContextVar("communicator", default=None)

@@ -59,6 +59,11 @@ class GatherCommunicator:
         dist.all_reduce(value, dist.ReduceOp.MIN)
         return int(value)
 
+    def end(self) -> None:
+        """Of gloo, a connection that closes is an error by itself."""
+        if dist.get_backend() != "gloo":
+            dist.distributed_c10d._abort_process_group()
+
     def _gather(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.num_ranks)]
         dist.all_gather(parts, part)

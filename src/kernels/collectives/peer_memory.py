@@ -22,6 +22,8 @@ import triton.language as tl
 CHUNK_BYTES = 4096
 """Bytes of a program's part. Boxes are cut by bytes, so that calls of several dtypes share them."""
 
+_POLLS = tl.constexpr(10_000)
+
 
 @triton.jit
 def _flag_of(flags, owner, sender, chunk, MAX_CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -57,11 +59,17 @@ def _push(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _wait_for(flag, number):  # type: ignore[no-untyped-def]
-    """Until ``flag`` is ``number``: what was pushed before it is then there to read."""
+def _wait_for(flag, number, has_ended):  # type: ignore[no-untyped-def]
+    """Until ``flag`` is ``number``: what was pushed before it is then there to read. Or until the
+    group has ended, as when a peer is lost: nobody then reads what this gives."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    num_polls = 0
     while seen != number:
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        num_polls += 1
+        if num_polls % _POLLS == 0:  # seldom: it lies in the host's memory
+            if tl.load(has_ended, volatile=True) != 0:
+                seen = number
 
 
 @triton.jit
@@ -70,6 +78,7 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     out,  # [rows, columns], contiguous
     boxes,  # int64 [NUM_RANKS]: addresses of [2, NUM_RANKS, MAX_CHUNKS, CHUNK]
     flags,  # int64 [NUM_RANKS]: addresses of int32 [NUM_RANKS, MAX_CHUNKS]
+    has_ended,  # int32 [1], of the host: not 0 once the group has ended
     numbers,  # int32 [MAX_CHUNKS], this rank's own: how often each chunk was sent
     num_columns,
     row_stride,
@@ -96,7 +105,7 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     for peer in tl.static_range(NUM_RANKS):
         term = part.to(tl.float32)
         if peer != RANK:
-            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
+            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number, has_ended)
             here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
             # Past the first cache, which may hold what lay there two calls ago.
             term = tl.load(here + inside, mask=mask, other=0.0, cache_modifier=".cg")
@@ -114,6 +123,7 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     out,  # [rows, columns of all], contiguous
     boxes,
     flags,
+    has_ended,
     numbers,
     begins,  # int32 [NUM_RANKS + 1]: where each rank's columns begin in out
     row_stride,
@@ -144,7 +154,7 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
         begin = tl.load(begins + peer)
         mask = columns < tl.load(begins + peer + 1) - begin
         if peer != RANK:
-            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
+            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number, has_ended)
             here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
             values = tl.load(here + inside, mask=mask, other=0, cache_modifier=".cg")
         else:

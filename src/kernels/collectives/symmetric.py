@@ -25,6 +25,8 @@ class Boxes:
     Attributes:
         max_chunks: of a call.
         boxes, flags: int64 ``[num_ranks]``, addresses that this device may write to.
+        has_ended: int32 ``[1]``, memory of the host that the device reads: not 0 once nothing may
+            wait for a peer any more.
         numbers: int32 ``[max_chunks]``, zeros.
         memory: this rank's own, which lives as long as this.
     """
@@ -32,6 +34,7 @@ class Boxes:
     max_chunks: int
     boxes: Tensor
     flags: Tensor
+    has_ended: Tensor
     numbers: Tensor
     memory: Tensor
 
@@ -55,7 +58,8 @@ def make_boxes(max_chunks: int, num_ranks: int, device: torch.device) -> Boxes:
     handle.barrier()  # no rank writes flags that another has still to clear
     boxes = torch.tensor(list(handle.buffer_ptrs), device=device)
     numbers = torch.zeros(max_chunks, dtype=torch.int32, device=device)
-    return Boxes(max_chunks, boxes, boxes + num_box_bytes, numbers, memory)
+    has_ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    return Boxes(max_chunks, boxes, boxes + num_box_bytes, has_ended, numbers, memory)
 
 
 class PeerCommunicator:
@@ -147,6 +151,7 @@ class PeerCommunicator:
             out,
             b.boxes,
             b.flags,
+            b.has_ended,
             b.numbers,
             *arguments,
             RANK=self.rank,
@@ -159,6 +164,10 @@ class PeerCommunicator:
 
     def least(self, number: int) -> int:
         return self._host.least(number)
+
+    def end(self) -> None:
+        if self._boxes is not None:
+            self._boxes.has_ended.fill_(1)
 
     def _begins_of(self, sizes: tuple[int, ...]) -> Tensor:
         if sizes not in self._begins:

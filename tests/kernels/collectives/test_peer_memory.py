@@ -24,6 +24,7 @@ class Group:
         self.num_ranks = num_ranks
         num_box_bytes, num_flag_bytes = Boxes.num_bytes(MAX_CHUNKS, num_ranks)
         self._boxes = [shared(num_box_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
+        self._has_ended = shared(1, dtype=torch.int32)
         self._flags = [shared(num_flag_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
 
     def rank(self, rank: int) -> PeerCommunicator:
@@ -34,7 +35,7 @@ class Group:
                 for tensors in (self._boxes, self._flags)
             )
             numbers = torch.zeros(max_chunks, dtype=torch.int32)
-            return Boxes(max_chunks, boxes, flags, numbers, self._boxes[rank])
+            return Boxes(max_chunks, boxes, flags, self._has_ended, numbers, self._boxes[rank])
 
         communicator = PeerCommunicator(LoneRank(rank, self.num_ranks), torch.device("cpu"), make)
         communicator.reserve((MAX_CHUNKS, 1))
@@ -93,6 +94,13 @@ def test_parts_of_different_sizes_are_laid_side_by_side() -> None:
     fork_ranks(len(sizes), run)
     for rank in range(len(sizes)):
         assert torch.equal(found[rank], torch.cat(parts, -1)), rank
+
+
+def test_nothing_waits_for_a_lost_rank() -> None:
+    communicator = Group(2).rank(0)
+    communicator.end()
+    assert communicator.all_reduce(torch.ones(1, 8)).shape == (1, 8)
+    assert communicator.all_gather(torch.ones(1, 8), [8, 8]).shape == (1, 16)
 
 
 def test_a_call_that_does_not_fit_is_refused() -> None:
