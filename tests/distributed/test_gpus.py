@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def tokens(llm: LLM, order: list[int]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def over_peer_memory(folder: Path) -> Iterator[list[list[int]]]:
+def over_peer_memory(folder: Path) -> list[list[int]]:
     llm = make_llm(folder)
     order = list(range(len(PROMPTS)))
     answers = tokens(llm, order)
@@ -73,7 +72,7 @@ def over_peer_memory(folder: Path) -> Iterator[list[list[int]]]:
     pids = llm._runner._workers.pids
     del llm
     assert_gone(pids)
-    yield answers
+    return answers
 
 
 def test_nccl_moves_what_peers_cannot_reach(
@@ -95,8 +94,7 @@ def test_a_lost_rank_is_told_and_the_next_engine_starts(
     begin = time.monotonic()
     long = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
     with pytest.raises(EngineError, match="rank 1"):
-        while True:
-            llm.generate([[1, 2, 3]] * 8, long, use_tqdm=False)
+        llm.generate([[1, 2, 3]] * 500, long, use_tqdm=False)
     print(f"{how.name}: told after {time.monotonic() - begin - 1.0:.1f} s")
     assert time.monotonic() - begin < BOUND_S
     assert_gone(pids)

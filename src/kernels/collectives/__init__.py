@@ -1,8 +1,8 @@
 """Collectives of a tensor-parallel group: every element is summed in rank order, in float32.
 
 Read in this order: ``communicator`` (the interface, and which one the ops call), ``library`` (over
-``torch.distributed``: on a CPU, and on GPUs that do not reach each other's memory), ``symmetric`` and
-its kernels in ``peer_memory`` (over NVLink).
+``torch.distributed``: on a CPU, and on GPUs that do not reach each other's memory), ``symmetric``
+and its kernels in ``peer_memory`` (over NVLink).
 
 Imports torch, Triton and ``kernels.device``. Imported by ``kernels.ops`` and all above.
 """

@@ -5,7 +5,7 @@ rank has the same chunk of a row::
 
     push     its part into the box that each peer keeps for this rank
     flag     at each peer: a number, one more than at the last call (release, system scope)
-    wait     for the same number from each peer (acquire)
+    wait     for that number from each peer, or one beyond (acquire)
     combine  the parts in rank order, in float32 (all-reduce), or side by side (all-gather)
 
 One shot, as the "one-shot" kernels of TensorRT-LLM and vLLM for few rows, but at every size: an
@@ -21,8 +21,6 @@ import triton.language as tl
 
 CHUNK_BYTES = 4096
 """Bytes of a program's part. Boxes are cut by bytes, so that calls of several dtypes share them."""
-
-_POLLS = tl.constexpr(10_000)
 
 
 @triton.jit
@@ -59,17 +57,12 @@ def _push(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _wait_for(flag, number, has_ended):  # type: ignore[no-untyped-def]
-    """Until ``flag`` is ``number``: what was pushed before it is then there to read. Or until the
-    group has ended, as when a peer is lost: nobody then reads what this gives."""
+def _wait_for(flag, number):  # type: ignore[no-untyped-def]
+    """Until ``flag`` is ``number``, or beyond: a peer that has what it waited for may be a call
+    ahead. What was pushed before is then there to read. Numbers may wrap around."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    num_polls = 0
-    while seen != number:
+    while number - seen > 0:
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        num_polls += 1
-        if num_polls % _POLLS == 0:  # seldom: it lies in the host's memory
-            if tl.load(has_ended, volatile=True) != 0:
-                seen = number
 
 
 @triton.jit
@@ -78,7 +71,6 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     out,  # [rows, columns], contiguous
     boxes,  # int64 [NUM_RANKS]: addresses of [2, NUM_RANKS, MAX_CHUNKS, CHUNK]
     flags,  # int64 [NUM_RANKS]: addresses of int32 [NUM_RANKS, MAX_CHUNKS]
-    has_ended,  # int32 [1], of the host: not 0 once the group has ended
     numbers,  # int32 [MAX_CHUNKS], this rank's own: how often each chunk was sent
     num_columns,
     row_stride,
@@ -98,14 +90,14 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * CHUNK + inside
     mask = columns < num_columns
     part = tl.load(partial + row.to(tl.int64) * row_stride + columns, mask=mask, other=0.0)
-    half = (number % 2) * NUM_RANKS
+    half = (number & 1) * NUM_RANKS
     own = tl.load(boxes + RANK).to(tl.pointer_type(part.dtype))
     _push(part, mask, boxes, flags, number, half, chunk, RANK, NUM_RANKS, MAX_CHUNKS, CHUNK)
     total = tl.zeros([CHUNK], tl.float32)
     for peer in tl.static_range(NUM_RANKS):
         term = part.to(tl.float32)
         if peer != RANK:
-            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number, has_ended)
+            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
             here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
             # Past the first cache, which may hold what lay there two calls ago.
             term = tl.load(here + inside, mask=mask, other=0.0, cache_modifier=".cg")
@@ -123,7 +115,6 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     out,  # [rows, columns of all], contiguous
     boxes,
     flags,
-    has_ended,
     numbers,
     begins,  # int32 [NUM_RANKS + 1]: where each rank's columns begin in out
     row_stride,
@@ -146,7 +137,7 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(begins + RANK)
     mask = columns < tl.load(begins + RANK + 1) - begin
     values = tl.load(part + row.to(tl.int64) * row_stride + columns, mask=mask, other=0)
-    half = (number % 2) * NUM_RANKS
+    half = (number & 1) * NUM_RANKS
     own = tl.load(boxes + RANK).to(tl.pointer_type(values.dtype))
     _push(values, mask, boxes, flags, number, half, chunk, RANK, NUM_RANKS, MAX_CHUNKS, CHUNK)
     base = out + row.to(tl.int64) * num_all
@@ -154,7 +145,7 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
         begin = tl.load(begins + peer)
         mask = columns < tl.load(begins + peer + 1) - begin
         if peer != RANK:
-            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number, has_ended)
+            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
             here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
             values = tl.load(here + inside, mask=mask, other=0, cache_modifier=".cg")
         else:

@@ -17,6 +17,8 @@ from torch import Tensor
 from ..device import has_dependent_launch
 from .communicator import Communicator, LoneRank
 
+_FAR_AHEAD = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
@@ -25,16 +27,13 @@ class Boxes:
     Attributes:
         max_chunks: of a call.
         boxes, flags: int64 ``[num_ranks]``, addresses that this device may write to.
-        has_ended: int32 ``[1]``, memory of the host that the device reads: not 0 once nothing may
-            wait for a peer any more.
         numbers: int32 ``[max_chunks]``, zeros.
-        memory: this rank's own, which lives as long as this.
+        memory: this rank's own, which lives as long as this: its box, then its flags.
     """
 
     max_chunks: int
     boxes: Tensor
     flags: Tensor
-    has_ended: Tensor
     numbers: Tensor
     memory: Tensor
 
@@ -58,8 +57,7 @@ def make_boxes(max_chunks: int, num_ranks: int, device: torch.device) -> Boxes:
     handle.barrier()  # no rank writes flags that another has still to clear
     boxes = torch.tensor(list(handle.buffer_ptrs), device=device)
     numbers = torch.zeros(max_chunks, dtype=torch.int32, device=device)
-    has_ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    return Boxes(max_chunks, boxes, boxes + num_box_bytes, has_ended, numbers, memory)
+    return Boxes(max_chunks, boxes, boxes + num_box_bytes, numbers, memory)
 
 
 class PeerCommunicator:
@@ -151,7 +149,6 @@ class PeerCommunicator:
             out,
             b.boxes,
             b.flags,
-            b.has_ended,
             b.numbers,
             *arguments,
             RANK=self.rank,
@@ -166,8 +163,16 @@ class PeerCommunicator:
         return self._host.least(number)
 
     def end(self) -> None:
-        if self._boxes is not None:
-            self._boxes.has_ended.fill_(1)
+        """Set this rank's flags far ahead, by copies alone: kernels that wait may leave no room for
+        another."""
+        if self._boxes is None:
+            return
+        b = self._boxes
+        flags = b.memory.view(-1)[-4 * self.num_ranks * b.max_chunks :].view(torch.int32)
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with torch.cuda.stream(stream):  # of None: as it is
+            ahead = b.numbers.cpu() + _FAR_AHEAD
+            flags.copy_(ahead.repeat(self.num_ranks))
 
     def _begins_of(self, sizes: tuple[int, ...]) -> Tensor:
         if sizes not in self._begins:

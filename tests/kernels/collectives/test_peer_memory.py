@@ -23,19 +23,17 @@ class Group:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         num_box_bytes, num_flag_bytes = Boxes.num_bytes(MAX_CHUNKS, num_ranks)
-        self._boxes = [shared(num_box_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
-        self._has_ended = shared(1, dtype=torch.int32)
-        self._flags = [shared(num_flag_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
+        num_bytes = num_box_bytes + num_flag_bytes
+        self._num_box_bytes = num_box_bytes
+        self.memory = [shared(num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
 
     def rank(self, rank: int) -> PeerCommunicator:
         def make(max_chunks: int, _num_ranks: int, _device: torch.device) -> Boxes:
             assert max_chunks == MAX_CHUNKS
-            boxes, flags = (
-                torch.tensor([t.data_ptr() for t in tensors])
-                for tensors in (self._boxes, self._flags)
-            )
+            boxes = torch.tensor([memory.data_ptr() for memory in self.memory])
             numbers = torch.zeros(max_chunks, dtype=torch.int32)
-            return Boxes(max_chunks, boxes, flags, self._has_ended, numbers, self._boxes[rank])
+            flags = boxes + self._num_box_bytes
+            return Boxes(max_chunks, boxes, flags, numbers, self.memory[rank])
 
         communicator = PeerCommunicator(LoneRank(rank, self.num_ranks), torch.device("cpu"), make)
         communicator.reserve((MAX_CHUNKS, 1))
@@ -94,6 +92,20 @@ def test_parts_of_different_sizes_are_laid_side_by_side() -> None:
     fork_ranks(len(sizes), run)
     for rank in range(len(sizes)):
         assert torch.equal(found[rank], torch.cat(parts, -1)), rank
+
+
+def test_a_peer_may_be_a_call_ahead() -> None:
+    """It has what it waited for, and has begun the next call before this rank looks."""
+    group = Group(2)
+    size = 2 * MAX_CHUNKS * peer_memory.CHUNK_BYTES  # of a half of a box
+    box, flags = group.memory[0][: 2 * size], group.memory[0][2 * size :].view(torch.int32)
+    for number, value in ((1, 5.0), (2, 7.0)):
+        begin = (number % 2) * size + size // 2  # rank 1's part of chunk 0
+        box[begin : begin + 32].view(torch.float32).fill_(value)
+        flags[MAX_CHUNKS] = number
+    communicator = group.rank(0)
+    assert communicator.all_reduce(torch.ones(1, 8)).tolist() == [[6.0] * 8]
+    assert communicator.all_reduce(torch.ones(1, 8)).tolist() == [[8.0] * 8]
 
 
 def test_nothing_waits_for_a_lost_rank() -> None:
