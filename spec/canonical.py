@@ -3,8 +3,9 @@
 - Block ids are interchangeable: they are renamed in the order in which request tables, the LRU and
   the free stack mention them. The order of the free stack then disappears, since free blocks are
   alike.
-- The runner's tables of running requests are these requests' tables (S32, checked in every state),
-  and those of requests that left are never read again: that they left is all there is to tell.
+- The runner's tables of running requests are these requests' tables (S32, checked at every plan),
+  and those of requests that left are never read again: that they left is all there is to tell. The
+  same goes for its histories (S39).
 - A finished request with nothing in flight is forgotten. Under first come first served only the
   order of the others matters, not their numbers.
 """
@@ -45,7 +46,7 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
         table = [names[block] for block in q.table]
         queues = (state.running, state.waiting, state.paused, state.left)
         place = tuple(r in queue for queue in queues)
-        requests.append((q[:4], q[5:9], q.published, ranked, table, place))
+        requests.append((q[:4], q[5:9], q[10:], ranked, table, place))
     flight = [
         [(number[w.request], w.start, w.n, w.token, w.stale) for w in step] for step in state.flight
     ]

@@ -157,7 +157,7 @@ class Explorer:
         return self.report
 
     def fail(self, names: Iterable[str], trace: list[Label]) -> None:
-        self.report.violated, self.report.trace = tuple(names), trace
+        self.report.violated, self.report.trace = tuple(dict.fromkeys(names)), trace
 
     def search(self, max_states: int) -> None:
         start = model.initial(self.scope)

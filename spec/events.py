@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-VERSIONS = (1, 2)
+VERSIONS = (1, 2, 3)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 
@@ -80,6 +80,8 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "has_stop_strings": _is_flag,
         "salt": _is_text,
         "priority": _is_integer,
+        "reads_cache": _is_flag,
+        "needs_history": _is_flag,
     },
     "plan": {
         "step": _is_count,
@@ -88,6 +90,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "tables": _TABLES,
         "new_blocks": _TABLES,
         "released": _list_of(_is_text),
+        "prefixes": _TABLES,
         "pool": _POOL,
     },
     "result": {
@@ -103,7 +106,11 @@ _EVENTS: dict[str, dict[str, Shape]] = {
 }
 
 # Fields that events have from a version of the trace on.
-_SINCE = {("plan", "tables"): 2, ("plan", "new_blocks"): 2, ("plan", "released"): 2}
+_SINCE = {
+    **{("plan", field): 2 for field in ("tables", "new_blocks", "released")},
+    **{("add", field): 3 for field in ("reads_cache", "needs_history")},
+    ("plan", "prefixes"): 3,
+}
 
 
 def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:

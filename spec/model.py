@@ -70,6 +70,8 @@ class Machine(Scheduler):
                 template.salt,
                 self.rank(number, template),
                 total=len(prompt),
+                reads_cache=template.reads_cache,
+                needs_history=template.needs_history,
             )
         )
         self.enter(self.waiting, number)
@@ -83,6 +85,7 @@ class Machine(Scheduler):
             self.write(row.request, row.start, row.n, ids)
         self.write_padding(sum(row.n for row in plan.rows))
         self.tell_runner(plan)
+        self.tell_tokens(plan, known)
         self.flight.append(
             tuple(
                 Row(
@@ -100,10 +103,19 @@ class Machine(Scheduler):
         """The runner's block tables: it has the plans, in their order, and nothing else (S32)."""
         for r in plan.released:
             self.view.pop(r, None)
+            self.histories.pop(r, None)
         self.view.update(plan.tables)
         for r, blocks in plan.added:
             self.view[r] = self.view.get(r, ()) + blocks
         self.left.clear()
+
+    def tell_tokens(self, plan: Plan, known: list[tuple[int, ...]]) -> None:
+        """The runner's histories (S39): a plan names the tokens of its rows, also those that only
+        the device knows."""
+        self.histories.update(plan.prefixes)
+        for row, ids in zip(plan.rows, known, strict=True):
+            if row.request in self.histories:
+                self.histories[row.request] += ids[row.start : row.start + row.n]
 
     def all_tokens(self, r: int) -> tuple[int, ...]:
         """Settled tokens and those being sampled, which only the device knows."""
@@ -217,7 +229,7 @@ class Machine(Scheduler):
         self.waiting, self.running, self.paused = [], [], []
         self.forget_flight()
         self.reset_pool()
-        self.view, self.left = {}, []  # the runner forgets as well
+        self.view, self.left, self.histories = {}, [], {}  # the runner forgets as well
 
     def forget_flight(self) -> None:
         self.flight = []
@@ -243,7 +255,7 @@ def initial(scope: Scope) -> State:
     empty = (EMPTY,) * scope.block_size
     free = tuple(reversed(range(count)))  # block 0 on top
     pool = ((0,) * count, (None,) * count, (), free, (), (empty,) * count)
-    return State((), (), (), (), (), *pool, view=(), left=())
+    return State((), (), (), (), (), *pool, view=(), left=(), histories=())
 
 
 def can_schedule(state: State, scope: Scope) -> bool:

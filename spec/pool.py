@@ -30,6 +30,7 @@ class Pool:
         self.contents = list(state.contents)
         self.view = dict(state.view)
         self.left = list(state.left)
+        self.histories = dict(state.histories)
 
     def freeze(self) -> State:
         return State(
@@ -46,6 +47,7 @@ class Pool:
             tuple(self.contents),
             tuple(sorted(self.view.items())),
             tuple(sorted(self.left)),
+            tuple(sorted(self.histories.items())),
         )
 
     def update(self, r: int, **fields: object) -> None:
@@ -106,7 +108,7 @@ class Pool:
     def look_up(self, r: int) -> tuple[int, ...]:
         """The longest chain of published blocks. Changes nothing."""
         request, hits = self.requests[r], []
-        if self.scope.caching:
+        if self.scope.caching and request.reads_cache:
             for i in range(self.max_hit_blocks(request)):
                 block = self.index.get(self.block_key(request, i))
                 if block is None:

@@ -130,6 +130,26 @@ def s32(state: State, _: Scope) -> bool:
     )
 
 
+def s38(state: State, scope: Scope) -> bool:
+    """Whoever runs has offered its full, settled blocks, whether or not it reads the cache; that
+    it does not is in transitions.py."""
+    return not scope.caching or all(
+        request.published == request.computed // scope.block_size
+        for request in (state.requests[r] for r in state.running)
+    )
+
+
+def s39(state: State, _: Scope) -> bool:
+    """The runner knows all tokens of the running requests that need their history, up to where
+    they are dispatched, and of no others but those that the next plan will release."""
+    told, here = dict(state.histories), {*state.running, *state.left}
+    return told.keys() == {r for r in here if state.requests[r].needs_history} and all(
+        told[r] == all_tokens(state, r)[: state.requests[r].dispatched]
+        for r in state.running
+        if r in told
+    )
+
+
 # --------------------------------------------------------------------------- liveness, by state
 def l5(state: State, scope: Scope) -> bool:
     """The order of service is the order of ranks; who overtakes in it is bounded by K."""
@@ -165,6 +185,8 @@ STATE_PROPERTIES: dict[str, Callable[[State, Scope], bool]] = {
     "S28": s28,
     "S30": s30,
     "S32": s32,
+    "S38": s38,
+    "S39": s39,
     "L5": l5,
     "L7": l7,
 }

@@ -13,6 +13,7 @@ prefixes still, interned instead of spelt out, since real prompts are long.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from . import model
@@ -111,6 +112,7 @@ class Replay:
         self.steps_in_flight: list[int] = []
         self.next_step: int | None = 0  # None: any later one, as a failure may hide a plan
         self.has_tables = start["version"] >= 2
+        self.has_prefixes = start["version"] >= 3
         self.tables: dict[int, list[int]] = {}  # of the running requests, from the plans alone
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -127,6 +129,10 @@ class Replay:
         prompt = tuple(event["prompt"])
         limit = event["max_num_tokens"]
         template = Template(prompt, limit - len(prompt), salt, event["priority"])
+        if self.has_prefixes:
+            template = template._replace(
+                reads_cache=event["reads_cache"], needs_history=event["needs_history"]
+            )
         machine.stop_ids.append(frozenset(event["stop_token_ids"]))
         machine.watches_text.append(event["has_stop_strings"])
         machine.add(template)
@@ -152,6 +158,8 @@ class Replay:
             )
         if self.has_tables:
             self._take_tables(event)
+        if self.has_prefixes:
+            self._check_prefixes(event, made)
         machine.dispatch(made, ())
         self.num_steps += 1
         self.steps_in_flight.append(event["step"])
@@ -181,6 +189,19 @@ class Replay:
                     "S32",
                     f"request {r} is told the blocks {shortened(str(table), 80)}, it has "
                     f"{shortened(str(list(requests[r].table)), 80)}",
+                )
+
+    def _check_prefixes(self, event: dict[str, Any], made: Plan) -> None:
+        """S39: what an admitted row does not compute is told, token by token."""
+        told = [(self.numbers.get(name, -1), tuple(ids)) for name, ids in event["prefixes"]]
+        for (r, ids), (expected_r, expected) in zip_longest(
+            told, made.prefixes, fillvalue=(None, ())
+        ):
+            if (r, ids) != (expected_r, expected):
+                raise _Refused(
+                    "S39",
+                    f"request {r} is told {len(ids)} tokens before its row, the specification "
+                    f"tells request {expected_r} {len(expected)}",
                 )
 
     def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int]) -> None:

@@ -41,6 +41,7 @@ class Scheduler(Pool):
             self.whole_tables(),
             self.growth(known),
             tuple(sorted(self.left)),
+            self.history_before(),
         )
 
     # ------------------------------------------------------------------ what the runner is told
@@ -55,6 +56,15 @@ class Scheduler(Pool):
             (r, self.requests[r].table[length:])
             for r, length in grown
             if length is not None and len(self.requests[r].table) > length
+        )
+
+    def history_before(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """S39: of everyone admitted who needs it, the tokens it will not compute: all settled."""
+        starts = {row.request: row.start for row in self.rows}
+        return tuple(
+            (r, self.requests[r].tokens[: starts[r]])
+            for r, _ in self.admitted
+            if self.requests[r].needs_history and r in starts
         )
 
     def leave_running(self, r: int) -> None:

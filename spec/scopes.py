@@ -25,6 +25,15 @@ CI = (
     # a request that can never fit; equal prompts under different salts
     _TIGHT._replace(name="ci-door-and-salt", templates=(T((0, 0, 0), 3), T((0, 0), 2, salt=1))),
     _TIGHT._replace(name="ci-uncached", depth=1, templates=(LONG, SHORT), caching=False),
+    # one that computes its whole prompt, and one whose tokens the runner has to know
+    _TIGHT._replace(
+        name="ci-history",
+        templates=(T((0, 0), 2, reads_cache=False), T((0, 0), 3, needs_history=True)),
+        block_size=1,
+        num_blocks=4,
+        depth=1,
+        fail=True,
+    ),
     # three at once, so that an elder has a row while a victim is held to drain for another
     _TIGHT._replace(
         name="ci-hold",

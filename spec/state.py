@@ -44,12 +44,15 @@ def spell(prefix: int) -> str:
 
 # --------------------------------------------------------------------------- the world
 class Template(NamedTuple):
-    """A request the environment may send."""
+    """A request the environment may send. ``reads_cache``: takes prefix hits; all publish.
+    ``needs_history``: the runner has to know all its tokens, as penalties and grammars do."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     salt: int = 0
     priority: int = 0
+    reads_cache: bool = True
+    needs_history: bool = False
 
 
 class Scope(NamedTuple):
@@ -97,6 +100,8 @@ class Request(NamedTuple):
     total: int = 0
     table: tuple[int, ...] = ()
     published: int = 0
+    reads_cache: bool = True
+    needs_history: bool = False
 
     @property
     def in_flight(self) -> int:
@@ -135,6 +140,8 @@ class State(NamedTuple):
     contents: tuple[tuple[int, ...], ...]  # by block and slot: the prefix written there, or EMPTY
     view: tuple[tuple[int, tuple[int, ...]], ...]  # the runner's block tables, from plans alone
     left: tuple[int, ...]  # no longer running, which the next plan has to tell the runner
+    # What the runner makes of the plans: all tokens of the rows that need their history.
+    histories: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 # --------------------------------------------------------------------------- plans and labels
@@ -146,9 +153,9 @@ class PlanRow(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one schedule decided. ``rows``, ``preempted``, ``tables``, ``added`` and ``released``
-    leave the scheduler and are all that a runner ever learns; the rest is the account of why,
-    which the properties examine."""
+    """What one schedule decided. ``rows``, ``preempted``, ``tables``, ``added``, ``released`` and
+    ``prefixes`` leave the scheduler and are all that a runner ever learns; the rest is the account
+    of why, which the properties examine."""
 
     rows: tuple[PlanRow, ...]
     preempted: tuple[int, ...] = ()
@@ -159,6 +166,8 @@ class Plan(NamedTuple):
     tables: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (admitted request, its whole table)
     added: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (other row, blocks its table grew by)
     released: tuple[int, ...] = ()  # no longer running: their tables may be forgotten
+    # (admitted request that needs its history, its tokens before the row)
+    prefixes: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class Add(NamedTuple):

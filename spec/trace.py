@@ -30,6 +30,7 @@ def label_text(label: Label, plan: Plan | None) -> str:
     if isinstance(label, Add):
         t = label.template
         extra = f", salt {t.salt}" * bool(t.salt) + f", priority {t.priority}" * bool(t.priority)
+        extra += ", computes all" * (not t.reads_cache) + ", tells all" * t.needs_history
         prompt = tokens_text(t.prompt)
         return f"Add r{label.request}: prompt [{prompt}], max_tokens {t.max_tokens}{extra}"
     if isinstance(label, Settle):

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from . import model, progress
 from .move import Move
-from .properties import all_tokens, owners
+from .properties import all_tokens, owners, s32, s39
 from .state import (
     EMPTY,
     NO_TOKEN,
@@ -184,6 +184,14 @@ def s31(m: Move) -> bool:
     return model.plan(m.before._replace(flight=masked), m.scope)[0] == m.plan
 
 
+def s38(m: Move) -> bool:
+    """Whoever does not read the cache computes every position itself, at every admission."""
+    starts = {row.request: row.start for row in m.plan.rows}
+    return not any(
+        hits or starts.get(r) for r, hits in m.plan.admitted if not m.before.requests[r].reads_cache
+    )
+
+
 # --------------------------------------------------------------------------- life cycle
 def s24(m: Move) -> bool:
     return all(
@@ -260,6 +268,9 @@ ON_SCHEDULE: dict[str, Property] = {
     "S21": s21,
     "S22": s22,
     "S31": s31,
+    "S32": lambda m: s32(m.after, m.scope),  # no part of a state's name, so not looked at by state
+    "S38": s38,
+    "S39": lambda m: s39(m.after, m.scope),
     "L3": progress.l3,
     "L5": progress.l5,
     "L6": progress.l6,

@@ -25,7 +25,14 @@ def random_scope(rng: random.Random) -> Scope:
     policy = rng.choice(["fcfs", "shortest_first", "priority"])
     cap = rng.randint(2, 4)
     templates = tuple(
-        Template(prompt, rng.randint(1, 4), salt=rng.randint(0, 1), priority=rng.randint(0, 2))
+        Template(
+            prompt,
+            rng.randint(1, 4),
+            salt=rng.randint(0, 1),
+            priority=rng.randint(0, 2),
+            reads_cache=rng.random() < 0.8,
+            needs_history=rng.random() < 0.4,
+        )
         for prompt in rng.sample(PROMPTS, 3)
     )
     return Scope(

@@ -1,9 +1,10 @@
-"""Defects of what a plan tells the runner."""
+"""Defects of what a plan tells the runner, and of what is asked for one request alone."""
 
 from __future__ import annotations
 
 from ..model import Machine
-from .registry import LONG, defect
+from ..state import Template
+from .registry import LONG, A, defect
 
 Tables = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -41,3 +42,49 @@ class PausedIsNotReleased(Machine):
         before = list(self.left)
         super().pause(r)
         self.left = before
+
+
+_TELLS = Template((0, 0), 3, needs_history=True)
+_COMPUTES_ALL = A._replace(reads_cache=False)
+
+
+@defect("cached-tokens-are-not-told", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
+class CachedTokensAreNotTold(Machine):
+    def history_before(self) -> Tables:
+        return tuple((r, ()) for r, _ in super().history_before())
+
+
+@defect("history-ends-with-the-prompt", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
+class HistoryEndsWithThePrompt(Machine):
+    def history_before(self) -> Tables:
+        return tuple((r, ids[: self.requests[r].num_prompt]) for r, ids in super().history_before())
+
+
+@defect("history-is-told-once", "S39", block_size=1, num_blocks=4, templates=(_TELLS,))
+class HistoryIsToldOnce(Machine):
+    """A row that comes back is taken for known, although the runner forgot it when it left."""
+
+    def history_before(self) -> Tables:
+        return tuple((r, ids) for r, ids in super().history_before() if r not in self.histories)
+
+
+@defect("everybody-reads-the-cache", "S38", templates=(LONG, LONG._replace(reads_cache=False)))
+class EverybodyReadsTheCache(Machine):
+    def look_up(self, r: int) -> tuple[int, ...]:
+        self.update(r, reads_cache=True)
+        return super().look_up(r)
+
+
+@defect("readmitted-request-reads-the-cache", "S38", block_size=1, templates=(_COMPUTES_ALL,))
+class ReadmittedRequestReadsTheCache(Machine):
+    def look_up(self, r: int) -> tuple[int, ...]:
+        request = self.requests[r]
+        self.update(r, reads_cache=request.reads_cache or len(request.tokens) > request.num_prompt)
+        return super().look_up(r)
+
+
+@defect("private-request-publishes-nothing", "S38", templates=(_COMPUTES_ALL,))
+class PrivateRequestPublishesNothing(Machine):
+    def publish(self, r: int) -> None:
+        if self.requests[r].reads_cache:
+            super().publish(r)

@@ -83,9 +83,10 @@ class BlockManager:
         """Longest chain of published blocks that is a prefix of ``request``; changes nothing.
 
         Covers at most ``len - 1`` tokens, so that one token is always left to compute (S11). The
-        caller must ``acquire`` the result before anything else touches the pool (S12).
+        caller must ``acquire`` the result before anything else touches the pool (S12). Nothing
+        for a request that does not read the cache (S38).
         """
-        if not self.enable_prefix_caching:
+        if not (self.enable_prefix_caching and request.reads_cache):
             return []
         hits: list[int] = []
         index, contents = self.index, self._contents

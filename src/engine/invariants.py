@@ -140,10 +140,12 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 class RunnerView:
     """What a runner makes of the plans, given to it in their order, and of nothing else: the block
-    table of each running request. Checked against the scheduler's own (S32)."""
+    table of each running request (S32), and how far it knows the tokens of one that needs its
+    history (S39). Checked against the scheduler's own."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[int]] = {}
+        self._num_known: dict[str, int] = {}  # tokens of the requests that need their history
 
     def check(self, scheduler: Scheduler, plan: StepPlan) -> None:
         """Take in a plan that is to be dispatched.
@@ -161,10 +163,12 @@ class RunnerView:
             request = running[request_id]
             _require(table == request.block_table, "S32", f"told {table} for {request}")
         self._check_token_ids(scheduler, plan)
+        self._check_prefixes(scheduler, plan)
 
     def _take(self, plan: StepPlan) -> None:
         for request_id in plan.released:
             _require(self._tables.pop(request_id, None) is not None, "S32", "released twice")
+            self._num_known.pop(request_id, None)
         for row, blocks in plan.tables.items():
             self._tables[plan.requests[row].request_id] = list(blocks)
         for row, blocks in plan.new_blocks.items():
@@ -182,3 +186,17 @@ class RunnerView:
             is_fed = num_tokens == 1 and told[0] < 0
             _require(is_fed or told == known, "S32", f"told tokens {told} for {request}")
         _require(next(ids, None) is None, "S32", "more token ids than positions")
+
+    def _check_prefixes(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        requests = scheduler.in_flight[-1].requests
+        asked = {row for row in plan.tables if plan.requests[row].needs_history}
+        _require(plan.prefixes.keys() == asked, "S39", "told are the tokens of other rows")
+        for row, ids in plan.prefixes.items():
+            known = tuple(requests[row].token_ids[: len(ids)])
+            _require(ids == known, "S39", f"told other tokens before the row of {requests[row]}")
+            self._num_known[plan.requests[row].request_id] = len(ids)
+        for info, start, num_tokens, _ in plan.rows():
+            if info.needs_history:
+                begin = self._num_known.get(info.request_id)
+                _require(begin == start, "S39", f"{info.request_id} is known to {begin}: {start}")
+                self._num_known[info.request_id] = start + num_tokens

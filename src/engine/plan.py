@@ -28,6 +28,9 @@ class StepPlan:
             is the j-th token that the step before sampled, which its device knows first. (Beyond a
             pipeline depth of 1, j goes on into the steps before that, newest first.) A ``range``
             if each row feeds the token that the same row of the step before sampled.
+        prefixes: of each row admitted in this step whose request needs its history, the ids at
+            positions ``[0, start)``, which it does not compute, by row; all of them settled.
+            Together with ``token_ids`` of this and the later plans that is all its tokens (S39).
         tables: the whole block table of each row that was admitted in this step, by row.
         new_blocks: the ids appended to the block tables of other rows, by row.
         released: ids of requests that left the running ones since the plan before, those of
@@ -44,6 +47,7 @@ class StepPlan:
     token_ids: Sequence[int]
     tables: dict[int, Blocks] = field(default_factory=dict)
     new_blocks: dict[int, Blocks] = field(default_factory=dict)
+    prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     released: tuple[str, ...] = ()
     preempted: tuple[RequestInfo, ...] = ()
     is_decode_only: bool = False

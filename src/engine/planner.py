@@ -100,7 +100,10 @@ class Planner:
                 end = bisect_left(running, head.rank, key=by_rank)
             if position < end:
                 self._serve(position, end)
-                position = min(end, len(running))
+                # Not ``end``: victims of a preemption may have left from before it.
+                position = len(running)
+                if head is not None:
+                    position = bisect_left(running, head.rank, key=by_rank)
             elif head is None or not self._admit(head, position):
                 break
         # A refused head leaves the younger running ones to serve, if any.
@@ -241,10 +244,13 @@ class Planner:
         sampled = [True] * num_rows
         for row, (num_row_tokens, is_sampled) in self._unusual_rows.items():
             num_tokens[row], sampled[row] = num_row_tokens, is_sampled
-        tables = {}
+        tables, prefixes = {}, {}
         for row in self._admitted_rows:
-            tables[row] = tuple(self._requests[row].block_table)
+            request = self._requests[row]
+            tables[row] = tuple(request.block_table)
             self._new_blocks.pop(row, None)
+            if request.info.needs_history:
+                prefixes[row] = tuple(request.token_ids[: self._starts[row]])
         requests, infos, feeds_itself = self._batch()
         plan = StepPlan(
             step=self._step,
@@ -255,6 +261,7 @@ class Planner:
             token_ids=range(-1, -num_rows - 1, -1) if feeds_itself else self._token_ids(num_tokens),
             tables=tables,
             new_blocks=self._new_blocks,
+            prefixes=prefixes,
             released=tuple(self._queues.released),
             preempted=tuple(victim.info for victim in self._preempted),
             is_decode_only=num_rows > 0 and not self._unusual_rows,

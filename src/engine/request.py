@@ -28,6 +28,8 @@ class RequestInfo:
         seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
             parameters and the absolute position only (T7).
         cache_salt: requests share cached blocks only with requests of the same salt.
+        needs_history: a runner has to know all its tokens: plans tell it those that its rows do
+            not compute (``StepPlan.prefixes``).
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class RequestInfo:
     sampling_params: SamplingParams
     seed: int
     cache_salt: bytes
+    needs_history: bool = False
 
 
 class Request:
@@ -58,6 +61,8 @@ class Request:
         on_token: called with each settled output id, in order; True ends it with "stop" (stop
             strings). Must not raise.
         info: what never changes of it; plans refer to this.
+        reads_cache: False computes every position itself, at each admission (S38); it publishes
+            its blocks all the same.
         seniority: arrival number given by the scheduler. rank: place in the order of service
             (smaller is elder), fixed at arrival by the policy.
         block_keys: (chained prefix key, token ids as bytes) of its full blocks, computed on demand,
@@ -88,6 +93,7 @@ class Request:
         "on_token",
         "priority",
         "rank",
+        "reads_cache",
         "seniority",
         "state",
         "stop_token_ids",
@@ -106,10 +112,13 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         cache_salt: bytes = b"",
+        reads_cache: bool = True,
+        needs_history: bool = False,
     ) -> None:
         self.info = RequestInfo(
-            request_id, len(prompt_token_ids), sampling_params, seed, cache_salt
+            request_id, len(prompt_token_ids), sampling_params, seed, cache_salt, needs_history
         )
+        self.reads_cache = reads_cache
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_num_tokens = max_num_tokens

@@ -6,9 +6,10 @@ event      fields besides ``t`` (seconds since the trace began)
 =========  =====================================================================================
 start      version, and the scheduler's settings
 add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
-           priority
+           priority; since version 3 reads_cache, needs_history
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
-           tables and new_blocks ``[id, block ids]``, released ids (see ``StepPlan``)
+           tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
+           ``[id, token ids]`` (see ``StepPlan``)
 result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool
 abort      id, reason
 pause      id
@@ -35,7 +36,7 @@ from .plan import Blocks, StepPlan
 from .request import Request
 from .scheduler import Scheduler
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 
 
 def check_trace_path(trace: object) -> None:
@@ -111,6 +112,8 @@ class TraceWriter:
             has_stop_strings=request.on_token is not None,
             salt=request.cache_salt.hex(),
             priority=request.priority,
+            reads_cache=request.reads_cache,
+            needs_history=request.info.needs_history,
         )
 
     def plan(self, plan: StepPlan) -> None:
@@ -119,15 +122,16 @@ class TraceWriter:
             step=plan.step,
             rows=[[r.request_id, start, n, sampled] for r, start, n, sampled in plan.rows()],
             preempted=[r.request_id for r in plan.preempted],
-            tables=self._blocks(plan, plan.tables),
-            new_blocks=self._blocks(plan, plan.new_blocks),
+            tables=self._by_id(plan, plan.tables),
+            new_blocks=self._by_id(plan, plan.new_blocks),
+            prefixes=self._by_id(plan, plan.prefixes),
             released=plan.released,
             pool=self._pool(),
         )
 
     @staticmethod
-    def _blocks(plan: StepPlan, blocks: dict[int, Blocks]) -> list[tuple[str, Blocks]]:
-        return [(plan.requests[row].request_id, ids) for row, ids in blocks.items()]
+    def _by_id(plan: StepPlan, rows: dict[int, Blocks]) -> list[tuple[str, Blocks]]:
+        return [(plan.requests[row].request_id, ids) for row, ids in rows.items()]
 
     def result(self, plan: StepPlan, token_ids: Sequence[int], finished: Sequence[Request]) -> None:
         self._write(

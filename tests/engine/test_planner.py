@@ -154,3 +154,21 @@ def test_nobody_is_admitted_into_blocks_that_a_step_in_flight_still_writes() -> 
     plan = step(scheduler)
     assert rows(plan) == [("a", 0, 4, True)]
     assert plan.preempted == (victim.info,)
+
+
+def test_whoever_runs_behind_a_victim_is_served_although_another_waits_before_it() -> None:
+    """The victim leaves the running set while it is walked: the place in it is another one then."""
+    scheduler = make_scheduler(num_blocks=4, block_size=1)
+    add(scheduler, "a", 2, 3)
+    scheduler.pause("a")
+    victim = add(scheduler, "b", 1)
+    add(scheduler, "c", 1)
+    scheduler.pause("c")
+    add(scheduler, "d", 1, token=ord("a"))
+    step(scheduler)
+    scheduler.resume("a")
+    assert rows(step(scheduler)) == [("a", 1, 1, True), ("b", 1, 1, True)], "no block for d"
+    scheduler.resume("c")
+    plan = step(scheduler)
+    assert plan.preempted == (victim.info,), "d shares its only block with a"
+    assert rows(plan) == [("a", 2, 1, True), ("d", 1, 1, True)]

@@ -377,4 +377,55 @@ MUTANTS = [
         "            feeds_itself = last.plan.is_decode_only and not self._unusual_rows\n",
         "            feeds_itself = not self._unusual_rows\n",
     ),
+    Mutant(
+        0,
+        "a place among the running ones is kept while victims leave from before it",
+        _PLANNER,
+        "                    position = bisect_left(running, head.rank, key=by_rank)\n",
+        "                    position = min(end, len(running))\n",
+    ),
+    # Row 0, too: a request that does not read the cache (S38), and one whose history is told (S39).
+    Mutant(
+        0,
+        "a request that is not to read the cache reads it",
+        _BLOCKS,
+        "if not (self.enable_prefix_caching and request.reads_cache):",
+        "if not self.enable_prefix_caching:",
+    ),
+    Mutant(
+        0,
+        "a request that came back reads the cache",
+        _BLOCKS,
+        "(self.enable_prefix_caching and request.reads_cache):",
+        "(self.enable_prefix_caching and (request.reads_cache or request.num_admissions)):",
+    ),
+    Mutant(
+        0,
+        "a request that does not read the cache does not publish either",
+        _BLOCKS,
+        "        if not self.enable_prefix_caching:\n            return\n",
+        "        if not (self.enable_prefix_caching and request.reads_cache):\n"
+        "            return\n",
+    ),
+    Mutant(
+        0,
+        "a history ends with the prompt",
+        _PLANNER,
+        "request.token_ids[: self._starts[row]]",
+        "request.token_ids[: min(self._starts[row], request.num_prompt_tokens)]",
+    ),
+    Mutant(
+        0,
+        "a history is told at the first admission only",
+        _PLANNER,
+        "            if request.info.needs_history:\n",
+        "            if request.info.needs_history and request.num_admissions == 1:\n",
+    ),
+    Mutant(
+        0,
+        "no history is told where nothing was cached",
+        _PLANNER,
+        "            if request.info.needs_history:\n",
+        "            if request.info.needs_history and self._starts[row]:\n",
+    ),
 ]

@@ -84,9 +84,18 @@ class EngineMachine(RuleBasedStateMachine):
         has_stop=st.booleans(),
         salt=st.sampled_from([b"", b"", b"a"]),
         priority=st.integers(0, 1),
+        reads_cache=st.sampled_from([True, True, False]),
+        needs_history=st.booleans(),
     )
     def add(
-        self, prompt: list[int], num_outputs: int, has_stop: bool, salt: bytes, priority: int
+        self,
+        prompt: list[int],
+        num_outputs: int,
+        has_stop: bool,
+        salt: bytes,
+        priority: int,
+        reads_cache: bool,
+        needs_history: bool,
     ) -> None:
         prompt = [token * TOKEN_STRIDE for token in prompt[: self.capacity - 1]]
         request = Request(
@@ -98,6 +107,8 @@ class EngineMachine(RuleBasedStateMachine):
             seed=len(self.all) % 2,
             priority=priority,
             cache_salt=salt,
+            reads_cache=reads_cache,
+            needs_history=needs_history,
         )
         self.engine.add(request)
         self.all.append(request)
@@ -152,6 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
                 vocab_size=VOCAB_SIZE,
                 stop_token_ids=request.stop_token_ids,
                 salt=int.from_bytes(request.cache_salt, "little"),
+                needs_history=request.info.needs_history,
             )
             assert outputs == alone[: len(outputs)], f"T1: {request}"
             if request.finish_reason in ("stop", "length"):

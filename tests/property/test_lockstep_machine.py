@@ -77,14 +77,23 @@ class LockstepMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         salt=st.sampled_from([0, 0, 1]),
         priority=st.integers(0, 2),
+        reads_cache=st.sampled_from([True, True, False]),
+        needs_history=st.booleans(),
     )
     def add(
-        self, prompt: list[int], shared: int, max_tokens: int, salt: int, priority: int
+        self,
+        prompt: list[int],
+        shared: int,
+        max_tokens: int,
+        salt: int,
+        priority: int,
+        reads_cache: bool,
+        needs_history: bool,
     ) -> None:
         if self.state.requests:  # begin as an earlier request did, so that the cache is met
             old = self.state.requests[shared % len(self.state.requests)].tokens
             prompt = list(old[: shared % (len(old) + 1)]) + prompt
-        template = Template(tuple(prompt), max_tokens, salt, priority)
+        template = Template(tuple(prompt), max_tokens, salt, priority, reads_cache, needs_history)
         self.pair.apply(Add(len(self.state.requests), template))
 
     @precondition(lambda self: model.can_schedule(self.state, self.pair.scope))

@@ -2,16 +2,18 @@
 
 The "KV" of a slot is a hash chained over the token written there and the KV of the slot before,
 read through the block table; the next token is a hash of every KV the row reads. An aliased block,
-a stale hit, an unwritten slot or a wrong position therefore changes the stream. Block tables and
-tokens are those that the plans add up to: it sees no live request, as a real runner does not.
+a stale hit, an unwritten slot or a wrong position therefore changes the stream. Block tables,
+tokens and histories are those that the plans add up to: it sees no live request, as a real runner
+does not. The next token of a request that needs its history depends on that as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagespec.engine.plan import StepPlan, StepResult
-from tests.support.tables import TablesFromPlans
+from tests.support.tables import HistoriesFromPlans, TablesFromPlans
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1
@@ -25,10 +27,10 @@ def kv_of(token: int, previous_kv: int, position: int) -> int:
     return (previous_kv * 1_000_003 + token * 7_919 + position * 104_729 + 12_345) % _MODULUS
 
 
-def token_after(kvs: list[int], seed: int, vocab_size: int) -> int:
+def token_after(kvs: Sequence[int], seed: int, vocab_size: int, history: Sequence[int] = ()) -> int:
     mixed = seed
-    for kv in kvs:
-        mixed = (mixed * 31 + kv) % _MODULUS
+    for value in (*kvs, *history):
+        mixed = (mixed * 31 + value) % _MODULUS
     return (mixed >> 7) % vocab_size * TOKEN_STRIDE
 
 
@@ -40,6 +42,7 @@ def stream_alone(
     vocab_size: int,
     stop_token_ids: frozenset[int] = frozenset(),
     salt: int = 0,
+    needs_history: bool = False,
 ) -> list[int]:
     """The outputs of a request that no other ever met: no blocks, no schedule."""
     tokens: list[int] = list(prompt)
@@ -47,7 +50,8 @@ def stream_alone(
     while len(tokens) < max_num_tokens:
         for position in range(len(kvs), len(tokens)):
             kvs.append(kv_of(tokens[position], kvs[-1] if kvs else salt, position))
-        tokens.append(token_after(kvs, seed, vocab_size))
+        history = tokens if needs_history else ()
+        tokens.append(token_after(kvs, seed, vocab_size, history))
         if tokens[-1] in stop_token_ids:
             break
     return tokens[len(prompt) :]
@@ -73,6 +77,7 @@ class ContentRunner:
         self.num_steps = 0
         self.fail_at_step: int | None = None
         self._tables = TablesFromPlans()
+        self._histories = HistoriesFromPlans()
         self._sampled: list[int] = []  # by the steps before, newest first
         self._num_uncollected = 0
 
@@ -80,6 +85,7 @@ class ContentRunner:
         """Nothing of the cache can be read after: the pool promises to have forgotten it."""
         self.kv = [_POISON] * len(self.kv)
         self._tables.clear()
+        self._histories.clear()
         self._sampled.clear()
         self._num_uncollected = 0
 
@@ -92,7 +98,9 @@ class ContentRunner:
         writes: list[tuple[int, int]] = []
         sampled: list[int] = []
         self._tables.take(plan)
-        token_ids = iter([t if t >= 0 else self._sampled[-1 - t] for t in plan.token_ids])
+        known_ids = [t if t >= 0 else self._sampled[-1 - t] for t in plan.token_ids]
+        self._histories.take(plan, known_ids)
+        token_ids = iter(known_ids)
         for request, start, num_tokens, is_sampled in plan.rows():
             table = self._tables[request.request_id]
             slots = [
@@ -106,7 +114,8 @@ class ContentRunner:
                 kvs.append(kv_of(token, kvs[-1] if kvs else salt, position))
                 writes.append((slots[position], kvs[-1]))
             if is_sampled:
-                sampled.append(token_after(kvs, request.seed, self.vocab_size))
+                history = self._histories[request.request_id] if request.needs_history else ()
+                sampled.append(token_after(kvs, request.seed, self.vocab_size, history))
         assert next(token_ids, None) is None, "more token ids than positions"
         assert len({slot for slot, _ in writes}) == len(writes), "S15: two writes to one slot"
         for slot, kv in writes:

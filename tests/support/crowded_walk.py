@@ -31,6 +31,8 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
             rng.randint(1, 8),
             0,
             rng.randrange(2),
+            reads_cache=rng.random() < 0.8,
+            needs_history=rng.random() < 0.3,
         )
         for _ in range(3)
     )

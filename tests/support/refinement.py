@@ -40,9 +40,10 @@ from spec.state import (
     State,
     prefixes,
 )
-from tests.support.tables import RowSeen, TablesFromPlans
+from tests.support.tables import HistoriesFromPlans, RowSeen, TablesFromPlans
 
 _PARAMS = SamplingParams()
+_MAX_SAMPLED = 1024  # tokens of earlier steps that are kept: more than any steps in flight sample
 
 
 class RefinementError(AssertionError):
@@ -57,6 +58,12 @@ class Packer(Protocol):
     def sampled(self, token_ids: Sequence[int]) -> None: ...
 
     def reset(self) -> None: ...
+
+
+_SAVED = (
+    *("state", "scheduler", "requests", "view", "histories", "sampled"),
+    *("checker", "packers"),
+)
 
 
 def real_scheduler(scope: Scope) -> Scheduler:
@@ -84,6 +91,8 @@ class Pair:
         self.scheduler = real_scheduler(scope)
         self.requests: list[RealRequest] = []
         self.view = TablesFromPlans()
+        self.histories = HistoriesFromPlans()
+        self.sampled: list[int] = []  # by the steps before, newest first: on the device
         self.checker = RunnerView()
         self.packers = list(packers)
         self.num_packed_steps = 0
@@ -103,6 +112,9 @@ class Pair:
             self._compare_plans(made, plan)
             if plan.requests:
                 self.view.take(plan)
+                ids = [t if t >= 0 else self.sampled[-1 - t] for t in plan.token_ids]
+                self.histories.take(plan, ids)
+                self.sampled = [*label.tokens, *self.sampled][:_MAX_SAMPLED]
                 self.checker.check(self.scheduler, plan)
                 self._compare_packed(plan, label.tokens)
         self.compare(label)
@@ -146,6 +158,8 @@ class Pair:
                 stop_token_ids=frozenset({STOP}),
                 priority=template.priority,
                 cache_salt=bytes([template.salt]),
+                reads_cache=template.reads_cache,
+                needs_history=template.needs_history,
             )
             try:
                 scheduler.add(request)
@@ -163,6 +177,8 @@ class Pair:
         elif isinstance(label, Fail):
             scheduler.reset("error")
             self.view.clear()
+            self.histories.clear()
+            self.sampled.clear()
             self.checker = RunnerView()
             for packer in self.packers:
                 packer.reset()
@@ -181,7 +197,7 @@ class Pair:
 
     def compare(self, after: object) -> None:
         expected = _comparable(self.state)
-        got = _comparable(abstraction(self.scheduler, self.requests, self.view))
+        got = _comparable(abstraction(self.scheduler, self.requests, self.view, self.histories))
         for name, a, b in zip(State._fields, expected, got, strict=True):
             if a != b:
                 raise RefinementError(
@@ -189,15 +205,18 @@ class Pair:
                 )
 
     def save(self) -> bytes:
-        kept = (self.state, self.scheduler, self.requests, self.view, self.checker, self.packers)
-        return pickle.dumps(kept, protocol=5)
+        return pickle.dumps({name: getattr(self, name) for name in _SAVED}, protocol=5)
 
     def load(self, saved: bytes) -> None:
-        kept = pickle.loads(saved)
-        self.state, self.scheduler, self.requests, self.view, self.checker, self.packers = kept
+        vars(self).update(pickle.loads(saved))
 
 
-def abstraction(scheduler: Scheduler, requests: list[RealRequest], view: TablesFromPlans) -> State:
+def abstraction(
+    scheduler: Scheduler,
+    requests: list[RealRequest],
+    view: TablesFromPlans,
+    histories: HistoriesFromPlans,
+) -> State:
     """The specification's view of the real objects, but for the contents of blocks."""
     blocks = scheduler.blocks
     names: dict[bytes, int] = {}
@@ -222,6 +241,7 @@ def abstraction(scheduler: Scheduler, requests: list[RealRequest], view: TablesF
         contents=(),
         view=tuple(sorted((int(name), table) for name, table in view.items())),
         left=tuple(sorted(map(int, scheduler.queues.released))),
+        histories=tuple(sorted((int(name), ids) for name, ids in histories.items())),
     )
 
 
@@ -239,6 +259,8 @@ def _abstract_request(request: RealRequest) -> Request:
         total=request.num_total,
         table=tuple(request.block_table),
         published=request.num_published,
+        reads_cache=request.reads_cache,
+        needs_history=request.info.needs_history,
     )
 
 

@@ -61,6 +61,7 @@ class Scenario:
         self.runner.reset = lambda: self._forget_view(reset)  # type: ignore[method-assign]
         schedule = self.scheduler.schedule
         self.scheduler.schedule = lambda: self._watched(schedule)  # type: ignore[method-assign]
+        self.reads_cache = 0.8  # how many requests do
         self.requests: list[Request] = []
         self.prompts: dict[Request, list[int]] = {}
         self.reasons: dict[Request, str] = {}
@@ -109,6 +110,8 @@ class Scenario:
             seed=rng.randrange(2),
             priority=rng.randrange(2),
             cache_salt=rng.choice([b"", b"", b"a"]),
+            reads_cache=rng.random() < self.reads_cache,
+            needs_history=rng.random() < 0.3,
         )
         self.prompts[request] = prompt
         self.engine.add(request)
@@ -190,6 +193,7 @@ class Scenario:
             vocab_size=VOCAB_SIZE,
             stop_token_ids=request.stop_token_ids,
             salt=int.from_bytes(request.cache_salt, "little"),
+            needs_history=request.info.needs_history,
         )
         if len(outputs) > len(alone):
             raise PropertyError("S25", f"{request} went past its end")
@@ -281,5 +285,5 @@ def _twin(scheduler: Scheduler) -> Scheduler:
 def _shape(plan: StepPlan) -> tuple[object, ...]:
     rows = tuple((r.request_id, start, n, s) for r, start, n, s in plan.rows())
     preempted = tuple(r.request_id for r in plan.preempted)
-    told = (plan.tables, plan.new_blocks, plan.released, tuple(plan.token_ids))
+    told = (plan.tables, plan.new_blocks, plan.released, plan.prefixes, tuple(plan.token_ids))
     return rows, preempted, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagespec.engine.plan import StepPlan
@@ -26,3 +27,19 @@ class TablesFromPlans(dict[str, tuple[int, ...]]):
             self[plan.requests[row].request_id] = tuple(blocks)
         for row, blocks in plan.new_blocks.items():
             self[plan.requests[row].request_id] += tuple(blocks)
+
+
+class HistoriesFromPlans(dict[str, tuple[int, ...]]):
+    """All tokens of each running request that needs them, by its id (S39)."""
+
+    def take(self, plan: StepPlan, token_ids: Sequence[int]) -> None:
+        """The next plan, with the ids that its ``token_ids`` stand for on the device."""
+        for request_id in plan.released:
+            self.pop(request_id, None)
+        for row, ids in plan.prefixes.items():
+            self[plan.requests[row].request_id] = tuple(ids)
+        begin = 0
+        for request, _, num_tokens, _ in plan.rows():
+            if request.request_id in self:
+                self[request.request_id] += tuple(token_ids[begin : begin + num_tokens])
+            begin += num_tokens
