@@ -63,6 +63,7 @@ class _LaunchThread:
                 except BaseException as error:
                     self.error = error
             launch.is_done.set()
+        self._local.close()
         self._on_close()
 
     def _launch(self, launch: _Launch, plan: StepPlan) -> None:

@@ -120,6 +120,9 @@ class ModelRunner:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
         return True
 
+    def close(self) -> None:
+        """Nothing holds the group."""
+
     def collect(self, handle: object) -> StepResult:
         """The tokens of a dispatched step."""
         if not isinstance(handle, StepHandle):

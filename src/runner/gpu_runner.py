@@ -245,6 +245,10 @@ class GpuRunner:
             time.sleep(_POLL_S)
         return True
 
+    def close(self) -> None:
+        """NCCL's communicator does not end before the graphs that call it."""
+        self._graphs = None
+
     def collect(self, handle: object) -> StepResult:
         """The tokens of a dispatched step; waits for it."""
         if not isinstance(handle, GpuStepHandle):

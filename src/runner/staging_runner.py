@@ -53,3 +53,7 @@ class StagingRunner(TimedRunner, Protocol):
     def is_computed(self, handle: Any, wait_s: float) -> bool:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
         ...
+
+    def close(self) -> None:
+        """Nothing is launched any more; let go of what holds the group."""
+        ...
