@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..fused.dispatch import NormForm
+from .communicator import sum_then_norm
+
 
 class GatherCommunicator:
     """Meets :class:`.communicator.Communicator` with one library call, which moves bytes alone: the
@@ -37,6 +40,11 @@ class GatherCommunicator:
         for part in parts[1:]:
             total += part
         return total.to(partial.dtype)
+
+    def all_reduce_norm(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]:
+        return sum_then_norm(self, partial, residual, weight, eps, form)
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         # The library takes parts of one size.
