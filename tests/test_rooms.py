@@ -36,8 +36,9 @@ COMPILE = (
 KERNELS = (
     ("ops",),
     ("attention", "linear"),
-    ("fused", "sampling"),
+    ("sampling",),
     ("collectives",),
+    ("fused",),
     ("arguments", "jit", "device"),
 )
 # The engine stands beside: these may import it, and it knows the lowest line only.

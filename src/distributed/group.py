@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InvalidInputError
 from ..kernels.collectives.communicator import Communicator
 from ..kernels.collectives.library import GatherCommunicator
+from ..kernels.fused.dispatch import NormForm
 from .channel import Cell
 
 # Ranks read weights at their own pace before they first meet.
@@ -100,6 +101,12 @@ class CountingCommunicator:
     def all_reduce(self, partial: Tensor) -> Tensor:
         self._count()
         return self._inner.all_reduce(partial)
+
+    def all_reduce_norm(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]:
+        self._count()
+        return self._inner.all_reduce_norm(partial, residual, weight, eps, form)
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         self._count()

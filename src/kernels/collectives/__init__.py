@@ -4,5 +4,6 @@ Read in this order: ``communicator`` (the interface, and which one the ops call)
 ``torch.distributed``: on a CPU, and on GPUs that do not reach each other's memory), ``symmetric``
 and its kernels in ``peer_memory`` (over NVLink).
 
-Imports torch, Triton and ``kernels.device``. Imported by ``kernels.ops`` and all above.
+Imports torch, Triton, ``kernels.fused`` and ``kernels.device``. Imported by ``kernels.ops`` and all
+above.
 """

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import LoneRank
+from ..fused.dispatch import NormForm
+from .communicator import LoneRank, sum_then_norm
 
 
 class GatherCommunicator:
@@ -45,6 +46,11 @@ class GatherCommunicator:
         for part in parts[1:]:
             total += part
         return total.to(partial.dtype)
+
+    def all_reduce_norm(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]:
+        return sum_then_norm(self, partial, residual, weight, eps, form)
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         if not self._is_connected:

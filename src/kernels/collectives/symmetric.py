@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..device import has_dependent_launch
+from ..device import as_rows, has_dependent_launch
+from ..fused.dispatch import NormForm
 from .communicator import Communicator, LoneRank
 
 _FAR_AHEAD = 1 << 30
@@ -109,6 +110,44 @@ class PeerCommunicator:
         )
         return out
 
+    def all_reduce_norm(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]:
+        if not self._is_connected or self._boxes is None:
+            return self._alone.all_reduce_norm(partial, residual, weight, eps, form)
+        import triton
+
+        from ..fused.rms_norm import num_warps
+        from .peer_memory import all_reduce_norm_kernel
+
+        rows = as_rows(partial)
+        residual_rows = rows if residual is None else as_rows(residual)
+        out = torch.empty(partial.shape, dtype=partial.dtype, device=partial.device)
+        hidden = out if residual is None else torch.empty_like(out)
+        width = rows.shape[1]
+        block = triton.next_power_of_2(width)
+        self._launch(
+            all_reduce_norm_kernel,
+            self._boxes,
+            rows,
+            out,
+            width,
+            residual_rows,
+            hidden,
+            weight,
+            eps,
+            rows.stride(0),
+            residual_rows.stride(0),
+            whole_rows=True,
+            N=width,
+            BLOCK=block,
+            FORM=form,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=num_warps(block),
+            enable_fp_fusion=False,
+        )
+        return out, hidden
+
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         if not self._is_connected or self._boxes is None:
             return self._alone.all_gather(part, sizes)
@@ -130,9 +169,18 @@ class PeerCommunicator:
         return out
 
     def _launch(
-        self, kernel: Any, b: Boxes, rows: Tensor, out: Tensor, num_columns: int, *arguments: Any
+        self,
+        kernel: Any,
+        b: Boxes,
+        rows: Tensor,
+        out: Tensor,
+        num_columns: int,
+        *arguments: Any,
+        whole_rows: bool = False,
+        **constants: Any,
     ) -> None:
-        """Launch a kernel over chunks of ``num_columns`` of each row.
+        """Launch a kernel over chunks of ``num_columns`` of each row, a program each, or one for
+        all of a row.
 
         Raises:
             ValueError: there are more of them than room was made for.
@@ -140,11 +188,11 @@ class PeerCommunicator:
         from .peer_memory import CHUNK_BYTES
 
         chunk = CHUNK_BYTES // rows.element_size()
-        grid = rows.shape[0], -(-num_columns // chunk)
-        if grid[0] * grid[1] > b.max_chunks:
-            raise ValueError(f"{grid[0]} rows of {grid[1]} chunks for {b.max_chunks}")
+        num_rows, num_chunks = rows.shape[0], -(-num_columns // chunk)
+        if num_rows * num_chunks > b.max_chunks:
+            raise ValueError(f"{num_rows} rows of {num_chunks} chunks for {b.max_chunks}")
         overlap = has_dependent_launch(self._device)
-        kernel[grid](
+        kernel[num_rows, 1 if whole_rows else num_chunks](
             rows,
             out,
             b.boxes,
@@ -156,6 +204,7 @@ class PeerCommunicator:
             MAX_CHUNKS=b.max_chunks,
             CHUNK=chunk,
             PDL=overlap,
+            **constants,
             launch_pdl=overlap,
         )
 
