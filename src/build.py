@@ -40,7 +40,8 @@ _PACKING_PART = 4
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in."""
+    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
+    ``can_score``: whether its runner gives log-probabilities of prompts."""
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -51,6 +52,7 @@ class BuiltEngine:
     device: torch.device
     config: EngineConfig
     stats: EngineStats
+    can_score: bool = True
 
 
 def build(
@@ -161,6 +163,7 @@ def build(
         device=device,
         config=config,
         stats=stats,
+        can_score=captured.head is not None,
     )
 
 

@@ -129,6 +129,14 @@ class PromptReader:
             raise InvalidInputError(field, prompt, "must be text or a list of token ids")
         return PromptInput(None, self._check(list(prompt), field), cache_salt, priority)
 
+    def read_all(self, prompts: Sequence[Any]) -> list[PromptInput]:
+        """The prompts of one call; an error names the one it is about."""
+        is_single = len(prompts) == 1
+        return [
+            self.read(prompt, "prompt" if is_single else f"prompts[{i}]")
+            for i, prompt in enumerate(prompts)
+        ]
+
     def read_messages(self, messages: Any, field: str = "messages") -> PromptInput:
         """A conversation (list of {"role", "content"}) through the model's chat template."""
         if not getattr(self._tokenizer, "chat_template", None):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .logprobs import StepLogprobs
 from .request import Request, RequestInfo
 
 Blocks = tuple[int, ...]
@@ -70,9 +71,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a runner returns for a plan: one token id for each sampled row, in row order."""
+    """What a runner returns for a plan.
+
+    Attributes:
+        token_ids: one for each sampled row, in row order.
+        logprobs: if a row of the step asks for some.
+    """
 
     token_ids: Sequence[int]
+    logprobs: StepLogprobs | None = None
 
 
 class InFlightStep(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
@@ -11,6 +12,7 @@ import xxhash
 from ..errors import InvalidInputError
 from .detokenizer import Detokenizer, StopStringWatcher, decode_output
 from .inputs import PromptInput
+from .logprob_output import add_logprobs
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .request import Request
 from .sampling_params import SamplingParams
@@ -25,6 +27,7 @@ class RequestFactory:
         eos_token_ids: end a request unless it ignores them.
         max_model_len: most tokens of prompt plus output.
         seed: engine seed, from which requests without a seed get theirs.
+        can_score: whether the runner gives log-probabilities of prompts.
     """
 
     def __init__(
@@ -35,12 +38,14 @@ class RequestFactory:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         seed: int,
+        can_score: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._seed = seed
+        self._can_score = can_score
         self._numbers = itertools.count()  # threads share it
 
     def make(self, prompt: PromptInput, params: SamplingParams) -> Request:
@@ -52,6 +57,9 @@ class RequestFactory:
                 raise InvalidInputError(
                     "stop_token_ids", token_id, f"ids must be below {self._vocab_size}"
                 )
+        if params.prompt_logprobs is not None and not self._can_score:
+            limit = "must be None: this model's head is not found behind its hidden states"
+            raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
         watcher = None
         if params.stop_strings:
             if self._tokenizer is None:
@@ -93,10 +101,19 @@ class RequestFactory:
             text = decode_output(self._tokenizer, prompt.token_ids, request.text_token_ids)
         else:
             text = ""
-        return RequestOutput(
+        output = RequestOutput(
             request_id=request.request_id,
             prompt=prompt.text,
             prompt_token_ids=prompt.token_ids,
             outputs=[CompletionOutput(0, text, request.output_token_ids, finish_reason)],
             metrics=metrics,
         )
+        if request.logprobs is not None:
+            add_logprobs(output, request, self.decode_one)
+        return output
+
+    @property
+    def decode_one(self) -> Callable[[int], str] | None:
+        """The text of a token by itself; None without a tokenizer."""
+        tokenizer = self._tokenizer
+        return None if tokenizer is None else lambda token_id: str(tokenizer.decode([token_id]))

@@ -10,6 +10,7 @@ from ..errors import InvalidInputError
 from ..validation import is_int, is_list, is_number
 
 MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
 _SEED_BITS = 64
 
 
@@ -43,6 +44,10 @@ class SamplingParams:
             that does is in ``token_ids`` and not in ``text``.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         seed: 64-bit seed of this request's random numbers; None derives one from the engine's.
+        logprobs: give the log-probability of each sampled token, and of so many of the likeliest, 0
+            to 20; None gives none.
+        prompt_logprobs: the same of each prompt token but the first. Such a request computes all of
+            its prompt: it reads nothing from the prefix cache.
 
     Precedence when several conditions are met by one token: stop token, stop string, length.
 
@@ -59,6 +64,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
@@ -83,6 +90,10 @@ class SamplingParams:
         if self.seed is not None:
             bound = 1 << (_SEED_BITS - 1)
             _require_int("seed", self.seed, -bound, 2 * bound - 1, "that fits in 64 bits, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            if number is not None:
+                _require_int(name, number, 0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
         put(self, "stop_strings", self._checked_stop_strings())
         put(self, "stop_token_ids", self._checked_stop_token_ids())
 

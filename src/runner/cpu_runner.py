@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches
+from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
-from ..kernels.sampling.sampler import sample
+from ..kernels.sampling.sampler import processed_scores, sample
+from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 
 OnLogits = Callable[[StepPlan, Tensor], None]
@@ -26,6 +28,7 @@ class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device."""
 
     token_ids: Tensor
+    logprobs: StepLogprobs | None
 
 
 class ModelRunner:
@@ -38,6 +41,7 @@ class ModelRunner:
             several ranks make room for.
         overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
             GPU does. It gains nothing on a CPU.
+        processed_logprobs: those of sampled tokens are of what they are sampled from.
         on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
             its sampled rows, before sampling. Must not keep the tensor without cloning it.
 
@@ -55,6 +59,7 @@ class ModelRunner:
         max_num_rows: int = 0,
         max_num_blocks: int = 0,
         overlap: bool = False,
+        processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
@@ -75,6 +80,7 @@ class ModelRunner:
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
         self._on_logits = on_logits
+        self._has_processed_logprobs = processed_logprobs
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Compute the step. If it raises, ``reset`` makes the runner usable again."""
@@ -89,7 +95,8 @@ class ModelRunner:
 
     def _compute(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
-            logits = self.captured.whole_logits(self._forward(packed.inputs))[: packed.num_sampled]
+            logits, hidden = self._forward(packed.inputs)
+            logits = self.captured.whole_logits(logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)
             if packed.num_sampled == 0:
@@ -97,14 +104,24 @@ class ModelRunner:
             else:
                 tokens = sample(logits, packed.sampling)
             self._packer.remember(tokens.cpu().numpy())
-            return StepHandle(tokens)
+            return StepHandle(tokens, self._logprobs(packed, logits, tokens, hidden))
+
+    def _logprobs(
+        self, packed: PackedStep, logits: Tensor, tokens: Tensor, hidden: Tensor | None
+    ) -> StepLogprobs | None:
+        def sampled_logits(places: Tensor) -> Tensor:
+            if self._has_processed_logprobs:
+                return processed_scores(logits, packed.sampling, places)
+            return logits[places]
+
+        return step_logprobs(packed.logprobs, self.captured, sampled_logits, tokens, hidden)
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
     @property
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
-        per_token, per_row = 3 * 8, 5 * 8 + 2 * 4
+        per_token, per_row = 3 * 8 + 3 * 4, 5 * 8 + 5 * 4
         tables = self._max_num_rows * self._max_num_blocks * 4
         return self._max_num_tokens * per_token + self._max_num_rows * per_row + tables + 4096
 
@@ -124,10 +141,10 @@ class ModelRunner:
         """Nothing holds the group."""
 
     def collect(self, handle: object) -> StepResult:
-        """The tokens of a dispatched step."""
+        """The results of a dispatched step."""
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
-        return StepResult(handle.token_ids.tolist())
+        return StepResult(handle.token_ids.tolist(), handle.logprobs)
 
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""

@@ -19,16 +19,18 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches
-from ..compile.step_inputs import MIN_SIZE, StepInputs
+from ..compile.step_inputs import MIN_SIZE, StepInputs, StepOutputs
 from ..engine.plan import StepPlan, StepResult
 from ..kernels.jit.compile_pool import current_compilers
 from ..kernels.jit.parallel_build import parallel_build
 from ..kernels.linear.cublas import fp32_accumulation
 from ..kernels.sampling.gumbel import Results, sample_simple
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
+from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
@@ -39,10 +41,13 @@ _POLL_S = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class GpuStepHandle:
-    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed."""
+    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed, and so are
+    ``logprobs``, the first of which are of ``num_logprobs`` sampled rows."""
 
     event: torch.cuda.Event
     token_ids: Tensor
+    logprobs: Tensor | None = None
+    num_logprobs: int = 0
 
 
 class GpuRunner:
@@ -55,7 +60,7 @@ class GpuRunner:
         max_num_blocks: most blocks of a request.
         transparent: keep float32 sums in matmuls.
         overlap: plan and queue a step before the tokens of the one before are known.
-        on_logits: as for :class:`.cpu_runner.ModelRunner`.
+        processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class GpuRunner:
         max_num_blocks: int,
         overlap: bool = True,
         transparent: bool = True,
+        processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
         loaded = captured.loaded
@@ -78,7 +84,7 @@ class GpuRunner:
         self.kv_caches = allocate_kv_caches(
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
-        self._forward: Callable[[StepInputs], Tensor] = captured.bind(self.kv_caches)
+        self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(self.kv_caches)
         self._on_logits = on_logits
         self._device, self._transparent = loaded.device, transparent
         num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
@@ -96,6 +102,13 @@ class GpuRunner:
         self._staging = PinnedRing(depth + 2, num_staged, torch.int32)
         self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
         self._results = Results(self._ring.tensor, self.buffers.result_row)
+        self._logprobs = GpuLogprobs(
+            captured,
+            depth + 2,
+            max_logprob_rows(max_num_tokens, max(max_num_rows, MIN_SIZE)),
+            self.buffers.temperatures if processed_logprobs else None,
+        )
+        self._blank_hidden: Tensor | None = None
         self._graphs: StepGraphs | None = None
         self.pack_s = 0.0
         self.wait_s = 0.0
@@ -168,12 +181,28 @@ class GpuRunner:
             b.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
             b.context_lens.fill_(length)
             b.block_tables.fill_(self.num_blocks)
-            logits = self._forward(b.mixed_inputs(num_tokens, num_rows))
+            logits, hidden = self._forward(b.mixed_inputs(num_tokens, num_rows))
             self._sample(logits)
             # So that no step waits for the compiler.
             logits = self.captured.whole_logits(logits)
-            self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
+            truncated = b.staged[:TRUNCATED_FIELDS].zero_()
+            self._sample_truncated(logits, truncated)
+            fields = b.staged[: LOGPROB_FIELDS * len(logits)].zero_()
+            self._logprobs.queue(0, logits, b.sampled, truncated, fields, b.staged[:0], None)
+            self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
+            self._run_prompt_chunk()
             torch.cuda.synchronize()
+
+    def run_prompt_chunk(self) -> None:
+        """Compute log-probabilities of a chunk of prompt positions, after a worst case. Captured
+        steps have their memory in the graphs' pool, these have theirs beside it."""
+        with self._scope():
+            self._run_prompt_chunk()
+            torch.cuda.synchronize()
+
+    def _run_prompt_chunk(self) -> None:
+        if self._blank_hidden is not None:
+            self._logprobs.run_chunk(self._blank_hidden, self.buffers.sampled)
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -198,17 +227,26 @@ class GpuRunner:
     ) -> GpuStepHandle:
         truncated = send(self.buffers, staged, self._staging, index, array)
         if staged.is_captured and self._graphs is not None:
-            logits = self._graphs.replay(staged.shape)
+            logits, hidden = self._graphs.replay(staged.shape)
         else:
-            logits = self.run_staged(staged.shape)
-        if len(truncated) or self._on_logits is not None:
+            logits, hidden = self.run_staged(staged.shape)
+        has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
+        if len(truncated) or has_logprobs or self._on_logits is not None:
             logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
+        logprobs = None
+        if has_logprobs:
+            b = self.buffers
+            fields = staged.logprob_fields(b.staged)
+            logprobs = self._logprobs.queue(
+                staged.result_row, logits, b.sampled, truncated, *fields, hidden
+            )
         token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
-        return GpuStepHandle(self._ring.release(staged.result_row), token_ids)
+        event = self._ring.release(staged.result_row)
+        return GpuStepHandle(event, token_ids, logprobs, staged.num_logprobs // LOGPROB_FIELDS)
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
@@ -250,13 +288,15 @@ class GpuRunner:
         self._graphs = None
 
     def collect(self, handle: object) -> StepResult:
-        """The tokens of a dispatched step; waits for it."""
+        """The results of a dispatched step; waits for it."""
         if not isinstance(handle, GpuStepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
         begin = time.perf_counter()
         handle.event.synchronize()
         self.wait_s += time.perf_counter() - begin
-        return StepResult(handle.token_ids.tolist())
+        found = handle.logprobs
+        logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
+        return StepResult(handle.token_ids.tolist(), logprobs)
 
     def reset(self) -> None:
         """Wait for all that is queued, and take nothing for known on the device."""
@@ -264,15 +304,15 @@ class GpuRunner:
             torch.cuda.synchronize(self._device)
         self._packer.reset()
 
-    def run_staged(self, shape: StepShape) -> Tensor:
-        """Queue the step that is staged in this shape, zeros at first; returns its logits
-        ``[num_rows, V]``. This is what a graph captures."""
+    def run_staged(self, shape: StepShape) -> StepOutputs:
+        """Queue the step that is staged in this shape, zeros at first; returns its results, of
+        ``num_rows`` rows. This is what a graph captures."""
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
             inputs = unpack(self.buffers, shape, self.block_size, null_slot)
-            logits = self._forward(inputs)
+            logits, hidden = self._forward(inputs)
             self._sample(logits)
-        return logits
+        return StepOutputs(logits, None if hidden is None else hidden.contiguous())
 
     def _sample(self, logits: Tensor) -> None:
         b = self.buffers
