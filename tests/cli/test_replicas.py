@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 
-from pagespec.cli.options import EngineOptions
+from pagespec.cli.answer_lines import error_row
+from pagespec.cli.jsonl import Fingerprint, Line
+from pagespec.cli.options import EngineOptions, SamplingOptions
 from pagespec.cli.replicas import _num_places, _resources
 from pagespec.errors import InvalidInputError
 from tests.support.cli_fakes import Desk
@@ -114,6 +116,14 @@ def test_what_a_replica_takes_and_how_many_there_can_be(
     found, resources = _resources(ray, engine, num_replicas)
     assert (found, resources["num_cpus"], resources["num_gpus"]) == expected
     assert _num_places(ray, resources) >= num_replicas
+
+
+def test_the_row_of_a_line_that_is_given_up_belongs_to_the_run() -> None:
+    fingerprint = Fingerprint("tiny", False, SamplingOptions())
+    line = Line(7, b'{"prompt": "a", "id": "x"}')
+    row = error_row(fingerprint, line, "given up")
+    assert row == {"index": 7, "key": fingerprint.key(line), "id": "x", "error": "given up"}
+    assert "id" not in error_row(fingerprint, Line(8, b"{bad"), "given up")
 
 
 # A real cluster ---------------------------------------------------------------------------------
