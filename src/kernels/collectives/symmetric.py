@@ -25,14 +25,15 @@ class Boxes:
 
     Attributes:
         max_chunks: of a call.
-        boxes, flags: int64 ``[num_ranks]``, addresses that this device may write to.
+        boxes, flags: of each rank, addresses that this device may write to. Arguments of a launch:
+            to load them first would take the time of a load, once more behind what is pushed.
         numbers: int32 ``[max_chunks]``, zeros.
         memory: this rank's own, which lives as long as this.
     """
 
     max_chunks: int
-    boxes: Tensor
-    flags: Tensor
+    boxes: tuple[int, ...]
+    flags: tuple[int, ...]
     numbers: Tensor
     memory: Tensor
 
@@ -54,9 +55,10 @@ def make_boxes(max_chunks: int, num_ranks: int, device: torch.device) -> Boxes:
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(memory, dist.distributed_c10d._get_default_group())
     handle.barrier()  # no rank writes flags that another has still to clear
-    boxes = torch.tensor(list(handle.buffer_ptrs), device=device)
+    boxes = tuple(handle.buffer_ptrs)
+    flags = tuple(box + num_box_bytes for box in boxes)
     numbers = torch.zeros(max_chunks, dtype=torch.int32, device=device)
-    return Boxes(max_chunks, boxes, boxes + num_box_bytes, numbers, memory)
+    return Boxes(max_chunks, boxes, flags, numbers, memory)
 
 
 class PeerCommunicator:
