@@ -1,8 +1,8 @@
 """All-reduce, alone or with the norm behind it, and all-gather, each in one launch, by writing into
 the memory of the other GPUs.
 
-Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of :data:`CHUNK_BYTES`; with a norm ``(rows,)``.
-Program (i, j) of every rank has the same chunk of a row::
+Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of a few KB; with a norm ``(rows,)``. Program
+(i, j) of every rank has the same chunk of a row::
 
     push     its part into the box that each peer keeps for this rank
     flag     at each peer: a number, one more than at the last call (release, system scope)
@@ -22,9 +22,6 @@ import triton.language as tl
 
 from ..fused.rms_norm import mean_square
 from ..fused.rounding import rounded, scaled
-
-CHUNK_BYTES = 4096
-"""Bytes of a program's part. Boxes are cut by bytes, so that calls of several dtypes share them."""
 
 
 @triton.jit

@@ -20,6 +20,22 @@ from .communicator import Communicator, LoneRank
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How a call is cut into programs.
+
+    Attributes:
+        chunk_bytes: of a program's part of a row: of bytes, so that calls of several dtypes share
+            boxes.
+        num_warps: of a program.
+        norm_warps: of one with a norm; None as the norm alone, whose bits it then has.
+    """
+
+    chunk_bytes: int = 4096
+    num_warps: int = 4
+    norm_warps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Boxes:
     """The memory that the ranks push into.
 
@@ -38,18 +54,16 @@ class Boxes:
     memory: Tensor
 
     @staticmethod
-    def num_bytes(max_chunks: int, num_ranks: int) -> tuple[int, int]:
+    def num_bytes(max_chunks: int, chunk_bytes: int, num_ranks: int) -> tuple[int, int]:
         """Of a rank's box, and of its flags."""
-        from .peer_memory import CHUNK_BYTES
-
-        return 2 * num_ranks * max_chunks * CHUNK_BYTES, 4 * num_ranks * max_chunks
+        return 2 * num_ranks * max_chunks * chunk_bytes, 4 * num_ranks * max_chunks
 
 
-def make_boxes(max_chunks: int, num_ranks: int, device: torch.device) -> Boxes:
+def make_boxes(max_chunks: int, chunk_bytes: int, num_ranks: int, device: torch.device) -> Boxes:
     """Boxes in symmetric memory. All ranks make theirs at a time."""
     import torch.distributed._symmetric_memory as symmetric
 
-    num_box_bytes, num_flag_bytes = Boxes.num_bytes(max_chunks, num_ranks)
+    num_box_bytes, num_flag_bytes = Boxes.num_bytes(max_chunks, chunk_bytes, num_ranks)
     memory = symmetric.empty(num_box_bytes + num_flag_bytes, dtype=torch.uint8, device=device)
     memory[num_box_bytes:].zero_()
     torch.cuda.synchronize(device)
@@ -59,6 +73,9 @@ def make_boxes(max_chunks: int, num_ranks: int, device: torch.device) -> Boxes:
     flags = tuple(box + num_box_bytes for box in boxes)
     numbers = torch.zeros(max_chunks, dtype=torch.int32, device=device)
     return Boxes(max_chunks, boxes, flags, numbers, memory)
+
+
+_SHAPE = LaunchShape()
 
 
 class PeerCommunicator:
@@ -71,16 +88,18 @@ class PeerCommunicator:
         host: the same ranks, for numbers of the host.
         device: of this rank.
         make: makes the boxes.
+        shape: the same for all ranks.
     """
 
     def __init__(
         self,
         host: Communicator,
         device: torch.device,
-        make: Callable[[int, int, torch.device], Boxes] = make_boxes,
+        make: Callable[[int, int, int, torch.device], Boxes] = make_boxes,
+        shape: LaunchShape = _SHAPE,
     ) -> None:
         self.rank, self.num_ranks = host.rank, host.num_ranks
-        self._device, self._make = device, make
+        self._device, self._make, self._shape = device, make, shape
         self._alone = LoneRank(self.rank, self.num_ranks)
         self._host = host
         self._boxes: Boxes | None = None
@@ -89,10 +108,9 @@ class PeerCommunicator:
 
     def reserve(self, *calls: tuple[int, int]) -> None:
         """Make boxes. All ranks do it at a time."""
-        from .peer_memory import CHUNK_BYTES
-
-        most = max(num_rows * -(-num_bytes // CHUNK_BYTES) for num_rows, num_bytes in calls)
-        self._boxes = self._make(most, self.num_ranks, self._device)
+        size = self._shape.chunk_bytes
+        most = max(num_rows * -(-num_bytes // size) for num_rows, num_bytes in calls)
+        self._boxes = self._make(most, size, self.num_ranks, self._device)
 
     def connect(self) -> None:
         self._is_connected = True
@@ -143,7 +161,7 @@ class PeerCommunicator:
             BLOCK=block,
             FORM=form,
             HAS_RESIDUAL=residual is not None,
-            num_warps=num_warps(block),
+            num_warps=self._shape.norm_warps or num_warps(block),
             enable_fp_fusion=False,
         )
         return out, hidden
@@ -185,9 +203,7 @@ class PeerCommunicator:
         Raises:
             ValueError: there are more of them than room was made for.
         """
-        from .peer_memory import CHUNK_BYTES
-
-        chunk = CHUNK_BYTES // rows.element_size()
+        chunk = self._shape.chunk_bytes // rows.element_size()
         num_rows, num_chunks = rows.shape[0], -(-num_columns // chunk)
         if num_rows * num_chunks > b.max_chunks:
             raise ValueError(f"{num_rows} rows of {num_chunks} chunks for {b.max_chunks}")
@@ -204,8 +220,8 @@ class PeerCommunicator:
             MAX_CHUNKS=b.max_chunks,
             CHUNK=chunk,
             PDL=overlap,
-            **constants,
             launch_pdl=overlap,
+            **{"num_warps": self._shape.num_warps, **constants},
         )
 
     def least(self, number: int) -> int:

@@ -24,7 +24,7 @@ from tests.kernels.jit.parallel_build_cases import FakeDriver
 _RANK, _NUM_RANKS, _ADDRESS = 1, 2, 0x7F00_0000_0000
 
 
-def make_boxes(max_chunks: int, num_ranks: int, _device: torch.device) -> Boxes:
+def make_boxes(max_chunks: int, _chunk_bytes: int, num_ranks: int, _device: object) -> Boxes:
     boxes = tuple(_ADDRESS + rank * (1 << 30) for rank in range(num_ranks))
     numbers = torch.zeros(max_chunks, dtype=torch.int32)
     return Boxes(max_chunks, boxes, tuple(box + (1 << 29) for box in boxes), numbers, numbers)

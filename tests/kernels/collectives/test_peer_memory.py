@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels.collectives.communicator import LoneRank
-from pagespec.kernels.collectives.symmetric import Boxes, PeerCommunicator
+from pagespec.kernels.collectives.symmetric import Boxes, LaunchShape, PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
 from pagespec.kernels.sampling.sampler import GROUP, VocabShard
 from tests.support.apart import run_apart
@@ -22,20 +22,22 @@ peer_memory = pytest.importorskip("pagespec.kernels.collectives.peer_memory")
 rms_norm = pytest.importorskip("pagespec.kernels.fused.rms_norm")
 gumbel = pytest.importorskip("pagespec.kernels.sampling.gumbel")
 
-MAX_CHUNKS = 16
+MAX_CHUNKS, SHAPE = 16, LaunchShape()
 
 
 class Group:
     """Communicators of forked ranks."""
 
-    def __init__(self, num_ranks: int, max_chunks: int = MAX_CHUNKS) -> None:
-        self.num_ranks, self._max_chunks = num_ranks, max_chunks
-        num_box_bytes, num_flag_bytes = Boxes.num_bytes(max_chunks, num_ranks)
+    def __init__(
+        self, num_ranks: int, max_chunks: int = MAX_CHUNKS, shape: LaunchShape = SHAPE
+    ) -> None:
+        self.num_ranks, self._max_chunks, self._shape = num_ranks, max_chunks, shape
+        num_box_bytes, num_flag_bytes = Boxes.num_bytes(max_chunks, shape.chunk_bytes, num_ranks)
         self.boxes = [shared(num_box_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
         self._flags = [shared(num_flag_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
 
     def rank(self, rank: int) -> PeerCommunicator:
-        def make(max_chunks: int, _num_ranks: int, _device: torch.device) -> Boxes:
+        def make(max_chunks: int, *_: object) -> Boxes:
             assert max_chunks == self._max_chunks
             boxes, flags = (
                 tuple(t.data_ptr() for t in tensors) for tensors in (self.boxes, self._flags)
@@ -43,7 +45,8 @@ class Group:
             numbers = torch.zeros(max_chunks, dtype=torch.int32)
             return Boxes(max_chunks, boxes, flags, numbers, self.boxes[rank])
 
-        communicator = PeerCommunicator(LoneRank(rank, self.num_ranks), torch.device("cpu"), make)
+        host = LoneRank(rank, self.num_ranks)
+        communicator = PeerCommunicator(host, torch.device("cpu"), make, self._shape)
         communicator.reserve((self._max_chunks, 1))
         communicator.connect()
         return communicator
@@ -127,6 +130,22 @@ def test_a_sum_joined_with_its_norm_has_the_bits_of_two_launches(dtype: torch.dt
             if residual is not None:
                 hidden = residual + in_rank_order(parts[call])
                 assert torch.equal(joined[call][rank][1], hidden), (call, rank)
+
+
+def test_calls_may_be_cut_otherwise() -> None:
+    num_ranks, shape = 2, LaunchShape(1024, 2, 8)
+    parts = torch.randn(num_ranks, 3, 1200, generator=torch.Generator().manual_seed(5))
+    group = Group(num_ranks, shape=shape)
+    sums = [shared(2, *parts.shape[1:]) for _ in range(num_ranks)]
+
+    def run(rank: int) -> None:
+        communicator, part = group.rank(rank), parts[rank]
+        _, total = communicator.all_reduce_norm(part, 0 * part, part[0], 1e-6, "wide")
+        sums[rank].copy_(torch.stack([communicator.all_reduce(part), total]))
+
+    fork_ranks(num_ranks, run)
+    for found in sums:
+        assert torch.equal(found, in_rank_order(list(parts)).expand(2, -1, -1))
 
 
 def test_halves_of_a_box_are_used_in_turn_however_calls_are_cut() -> None:
