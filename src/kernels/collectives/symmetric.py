@@ -6,6 +6,7 @@ used. Everything runs inside CUDA graphs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ class PeerCommunicator:
     """Meets :class:`.communicator.Communicator`.
 
     Until it is connected it computes by itself, as :class:`.communicator.LoneRank`, so that ranks
-    warm up at their own pace.
+    warm up at their own pace. Given boxes it compiles meanwhile what it will launch.
 
     Args:
         host: the same ranks, for numbers of the host.
@@ -116,7 +117,7 @@ class PeerCommunicator:
         self._is_connected = True
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        if not self._is_connected or self._boxes is None:
+        if self._boxes is None:
             return self._alone.all_reduce(partial)
         from .peer_memory import all_reduce_kernel
 
@@ -126,12 +127,15 @@ class PeerCommunicator:
         self._launch(
             all_reduce_kernel, self._boxes, rows, out, num_columns, num_columns, rows.stride(0)
         )
-        return out
+        if self._is_connected:
+            return out
+        del out  # memory is measured meanwhile, too
+        return self._alone.all_reduce(partial)
 
     def all_reduce_norm(
         self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
     ) -> tuple[Tensor, Tensor]:
-        if not self._is_connected or self._boxes is None:
+        if self._boxes is None:
             return self._alone.all_reduce_norm(partial, residual, weight, eps, form)
         import triton
 
@@ -164,10 +168,13 @@ class PeerCommunicator:
             num_warps=self._shape.norm_warps or num_warps(block),
             enable_fp_fusion=False,
         )
-        return out, hidden
+        if self._is_connected:
+            return out, hidden
+        del out, hidden
+        return self._alone.all_reduce_norm(partial, residual, weight, eps, form)
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        if not self._is_connected or self._boxes is None:
+        if self._boxes is None:
             return self._alone.all_gather(part, sizes)
         from .peer_memory import all_gather_kernel
 
@@ -184,7 +191,10 @@ class PeerCommunicator:
             rows.stride(0),
             sum(sizes),
         )
-        return out
+        if self._is_connected:
+            return out
+        del out
+        return self._alone.all_gather(part, sizes)
 
     def _launch(
         self,
@@ -198,7 +208,7 @@ class PeerCommunicator:
         **constants: Any,
     ) -> None:
         """Launch a kernel over chunks of ``num_columns`` of each row, a program each, or one for
-        all of a row.
+        all of a row; until connected, only compile it.
 
         Raises:
             ValueError: there are more of them than room was made for.
@@ -208,7 +218,8 @@ class PeerCommunicator:
         if num_rows * num_chunks > b.max_chunks:
             raise ValueError(f"{num_rows} rows of {num_chunks} chunks for {b.max_chunks}")
         overlap = has_dependent_launch(self._device)
-        kernel[num_rows, 1 if whole_rows else num_chunks](
+        grid = num_rows, 1 if whole_rows else num_chunks
+        (kernel[grid] if self._is_connected else functools.partial(kernel.warmup, grid=grid))(
             rows,
             out,
             b.boxes,

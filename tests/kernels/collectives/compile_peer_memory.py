@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime import driver
 
 from pagespec.kernels.collectives import symmetric
@@ -19,6 +21,7 @@ from pagespec.kernels.collectives.communicator import LoneRank
 from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel
 from pagespec.kernels.collectives.symmetric import Boxes, PeerCommunicator
 from pagespec.kernels.fused import rms_norm
+from pagespec.kernels.jit.parallel_build import parallel_build
 from tests.kernels.jit.parallel_build_cases import FakeDriver
 
 _RANK, _NUM_RANKS, _ADDRESS = 1, 2, 0x7F00_0000_0000
@@ -60,13 +63,31 @@ def events(ptx: str) -> str:
     return "".join(list(kinds.values())[match.lastindex - 1] for match in found if match.lastindex)
 
 
+def check_compiled_before_ranks_meet(ours: PeerCommunicator, fake: FakeDriver) -> None:
+    x = torch.ones(3, 48, dtype=torch.bfloat16)
+
+    def call_all() -> Tensor:
+        normed, _ = ours.all_reduce_norm(ours.all_reduce(x), x, x[0], 1e-6, "wide")
+        return ours.all_gather(normed, [40, 48])
+
+    torch.cuda.device = lambda _: nullcontext()  # type: ignore
+    with parallel_build(torch.device("cuda", 0)):
+        expected = call_all()
+    assert torch.equal(call_all(), expected)  # until then a rank computes by itself
+    assert (len(fake.loaded), fake.launched) == (3, [])
+    ours.connect()
+    call_all()
+    assert (len(fake.loaded), len(fake.launched)) == (3, 3)
+
+
 def main() -> None:
-    driver.set_active(FakeDriver())  # type: ignore[arg-type]
+    fake = FakeDriver()
+    driver.set_active(fake)  # type: ignore[arg-type]
     symmetric.has_dependent_launch = rms_norm.has_dependent_launch = lambda _: True  # type: ignore
     device = torch.device("cpu")
     ours = PeerCommunicator(LoneRank(_RANK, _NUM_RANKS), device, make_boxes)
     ours.reserve((64, 1))
-    ours.connect()
+    check_compiled_before_ranks_meet(ours, fake)
     answer = []
     for name, width, gap in json.loads(sys.argv[1]):
         dtype: torch.dtype = getattr(torch, name)

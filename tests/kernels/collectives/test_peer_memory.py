@@ -241,7 +241,8 @@ SHAPES = [
 
 
 def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
-    """With the sum or alone: the bits of a norm are the order of its additions."""
+    """With the sum or alone: the bits of a norm are the order of its additions. It is checked as
+    well that kernels are compiled before ranks meet."""
     script = Path(__file__).with_name("compile_peer_memory.py")
     printed = run_apart(str(script), json.dumps(SHAPES))
     for shape, (joined, alone, order) in zip(SHAPES, json.loads(printed), strict=True):
