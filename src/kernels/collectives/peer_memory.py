@@ -1,8 +1,8 @@
 """All-reduce, alone or with the norm behind it, and all-gather, each in one launch, by writing into
 the memory of the other GPUs.
 
-Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of :data:`CHUNK_BYTES`; with a norm ``(rows,)``.
-Program (i, j) of every rank has the same chunk of a row::
+Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of a few KB; with a norm ``(rows,)``. Program
+(i, j) of every rank has the same chunk of a row::
 
     push     its part into the box that each peer keeps for this rank
     flag     at each peer: a number, one more than at the last call (release, system scope)
@@ -23,14 +23,11 @@ import triton.language as tl
 from ..fused.rms_norm import mean_square
 from ..fused.rounding import rounded, scaled
 
-CHUNK_BYTES = 4096
-"""Bytes of a program's part. Boxes are cut by bytes, so that calls of several dtypes share them."""
-
 
 @triton.jit
 def _flag_of(flags, owner, sender, chunk, MAX_CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where ``owner`` reads what ``sender`` has pushed of a chunk."""
-    return tl.load(flags + owner).to(tl.pointer_type(tl.int32)) + sender * MAX_CHUNKS + chunk
+    return flags[owner].to(tl.pointer_type(tl.int32)) + sender * MAX_CHUNKS + chunk
 
 
 @triton.jit
@@ -50,7 +47,7 @@ def _push(  # type: ignore[no-untyped-def]
     """Write this rank's part into each peer's box, then ``number`` into the flag of one chunk."""
     for peer in tl.static_range(NUM_RANKS):
         if peer != RANK:
-            box = tl.load(boxes + peer).to(tl.pointer_type(values.dtype))
+            box = boxes[peer].to(tl.pointer_type(values.dtype))
             there = _part_of(box, half, RANK, chunk, MAX_CHUNKS, CHUNK)
             tl.store(there + inside, values, mask=mask)
     tl.debug_barrier()
@@ -78,7 +75,7 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Push ``part``, wait for the peers', and add: float32, rounded to the dtype of ``part``."""
-    own = tl.load(boxes + RANK).to(tl.pointer_type(part.dtype))
+    own = boxes[RANK].to(tl.pointer_type(part.dtype))
     _push(
         part, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
         RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,
@@ -101,8 +98,8 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
 def all_reduce_kernel(  # type: ignore[no-untyped-def]
     partial,  # [rows, columns]
     out,  # [rows, columns], contiguous
-    boxes,  # int64 [NUM_RANKS]: addresses of [2, NUM_RANKS, MAX_CHUNKS, CHUNK]
-    flags,  # int64 [NUM_RANKS]: addresses of int32 [NUM_RANKS, MAX_CHUNKS]
+    boxes,  # a tuple: address of each rank's [2, NUM_RANKS, MAX_CHUNKS, CHUNK]
+    flags,  # a tuple: address of each rank's int32 [NUM_RANKS, MAX_CHUNKS]
     numbers,  # int32 [MAX_CHUNKS], this rank's own: how often each chunk was sent
     num_columns,
     row_stride,
@@ -222,7 +219,7 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     mask = columns < tl.load(begins + RANK + 1) - begin
     values = tl.load(part + row.to(tl.int64) * row_stride + columns, mask=mask, other=0)
     half = (number & 1) * NUM_RANKS
-    own = tl.load(boxes + RANK).to(tl.pointer_type(values.dtype))
+    own = boxes[RANK].to(tl.pointer_type(values.dtype))
     _push(
         values, mask, boxes, flags, number, chunk, half, chunk, inside,
         RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels.collectives.communicator import LoneRank
-from pagespec.kernels.collectives.symmetric import Boxes, PeerCommunicator
+from pagespec.kernels.collectives.symmetric import Boxes, LaunchShape, PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
 from pagespec.kernels.sampling.sampler import GROUP, VocabShard
 from tests.support.apart import run_apart
@@ -22,30 +22,33 @@ peer_memory = pytest.importorskip("pagespec.kernels.collectives.peer_memory")
 rms_norm = pytest.importorskip("pagespec.kernels.fused.rms_norm")
 gumbel = pytest.importorskip("pagespec.kernels.sampling.gumbel")
 
-MAX_CHUNKS = 16
+MAX_CHUNKS, SHAPE = 16, LaunchShape()
 
 
 class Group:
     """Communicators of forked ranks."""
 
-    def __init__(self, num_ranks: int, max_chunks: int = MAX_CHUNKS) -> None:
-        self.num_ranks, self._max_chunks = num_ranks, max_chunks
-        self._num_box_bytes, num_flag_bytes = Boxes.num_bytes(max_chunks, num_ranks)
-        num_bytes = self._num_box_bytes + num_flag_bytes
-        self.boxes = [shared(num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
+    def __init__(
+        self, num_ranks: int, max_chunks: int = MAX_CHUNKS, shape: LaunchShape = SHAPE
+    ) -> None:
+        self.num_ranks, self._max_chunks, self._shape = num_ranks, max_chunks, shape
+        sizes = Boxes.num_bytes(max_chunks, shape.chunk_bytes, num_ranks)
+        self._num_box_bytes = sizes[0]
+        self.boxes = [shared(sum(sizes), dtype=torch.uint8) for _ in range(num_ranks)]
 
     def box(self, rank: int) -> Tensor:
         return self.boxes[rank][: self._num_box_bytes]
 
     def rank(self, rank: int) -> PeerCommunicator:
-        def make(max_chunks: int, _num_ranks: int, _device: torch.device) -> Boxes:
+        def make(max_chunks: int, *_: object) -> Boxes:
             assert max_chunks == self._max_chunks
-            boxes = torch.tensor([memory.data_ptr() for memory in self.boxes])
+            boxes = tuple(memory.data_ptr() for memory in self.boxes)
             numbers = torch.zeros(max_chunks, dtype=torch.int32)
-            flags = boxes + self._num_box_bytes
+            flags = tuple(box + self._num_box_bytes for box in boxes)
             return Boxes(max_chunks, boxes, flags, numbers, self.boxes[rank])
 
-        communicator = PeerCommunicator(LoneRank(rank, self.num_ranks), torch.device("cpu"), make)
+        host = LoneRank(rank, self.num_ranks)
+        communicator = PeerCommunicator(host, torch.device("cpu"), make, self._shape)
         communicator.reserve((self._max_chunks, 1))
         communicator.connect()
         return communicator
@@ -131,6 +134,22 @@ def test_a_sum_joined_with_its_norm_has_the_bits_of_two_launches(dtype: torch.dt
                 assert torch.equal(joined[call][rank][1], hidden), (call, rank)
 
 
+def test_calls_may_be_cut_otherwise() -> None:
+    num_ranks, shape = 2, LaunchShape(1024, 2, 8)
+    parts = torch.randn(num_ranks, 3, 1200, generator=torch.Generator().manual_seed(5))
+    group = Group(num_ranks, shape=shape)
+    sums = [shared(2, *parts.shape[1:]) for _ in range(num_ranks)]
+
+    def run(rank: int) -> None:
+        communicator, part = group.rank(rank), parts[rank]
+        _, total = communicator.all_reduce_norm(part, 0 * part, part[0], 1e-6, "wide")
+        sums[rank].copy_(torch.stack([communicator.all_reduce(part), total]))
+
+    fork_ranks(num_ranks, run)
+    for found in sums:
+        assert torch.equal(found, in_rank_order(list(parts)).expand(2, -1, -1))
+
+
 def test_halves_of_a_box_are_used_in_turn_however_calls_are_cut() -> None:
     """A peer may still read what the call before has pushed."""
     num_ranks, max_chunks = 2, 8
@@ -181,7 +200,7 @@ def test_parts_of_different_sizes_are_laid_side_by_side() -> None:
 def test_a_peer_may_be_a_call_ahead() -> None:
     """It has what it waited for, and has begun the next call before this rank looks."""
     group = Group(2)
-    size = 2 * MAX_CHUNKS * peer_memory.CHUNK_BYTES  # of a half of a box
+    size = 2 * MAX_CHUNKS * SHAPE.chunk_bytes  # of a half of a box
     box, flags = group.boxes[0][: 2 * size], group.boxes[0][2 * size :].view(torch.int32)
     for number, value in ((1, 5.0), (2, 7.0)):
         begin = (number % 2) * size + size // 2  # rank 1's part of chunk 0
@@ -238,17 +257,19 @@ def test_ranks_choose_the_tokens_that_one_would() -> None:
 
 
 SHAPES = [
-    (dtype, width, is_aligned)
-    for dtype in ("bf16", "fp32")
-    for width, is_aligned in [(576, True), (896, False), (1000, True), (4096, True), (5120, True)]
+    (dtype, width, gap)
+    for dtype in ("bfloat16", "float32")
+    for width, gap in [(576, 0), (896, 1), (1000, 0), (4096, 0), (5120, 16)]
 ]
 
 
 def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
-    """With the sum or alone: the bits of a norm are the order of its additions."""
+    """With the sum or alone: the bits of a norm are the order of its additions. It is checked as
+    well that kernels are compiled before ranks meet."""
     script = Path(__file__).with_name("compile_peer_memory.py")
     printed = run_apart(str(script), json.dumps(SHAPES))
     for shape, (joined, alone, order) in zip(SHAPES, json.loads(printed), strict=True):
         assert joined == alone, shape
-        # The weight is asked for before the wait; the flag comes behind what is pushed.
-        assert re.match(r"l+wdl*s+bfp", order), (shape, order)
+        # The weight is asked for before the wait; the flag comes behind what is pushed, and nothing
+        # is loaded between the two.
+        assert re.match(r"l+wd[lo]+s+bfp", order), (shape, order)
