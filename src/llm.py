@@ -10,7 +10,13 @@ from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_objects
 from .engine.core import Engine
 from .engine.generation import GenerationLoop
-from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
+from .engine.inputs import (
+    PromptInput,
+    PromptReader,
+    pair_params,
+    split_prompts,
+    truncation_of,
+)
 from .engine.outputs import RequestOutput, ScoreOutput
 from .engine.policy import Policy
 from .engine.request_factory import RequestFactory
@@ -163,6 +169,7 @@ class LLM:
         self.device = str(built.device)
         self._device = built.device
         self._runner = built.runner
+        self._reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
         factory = RequestFactory(
             built.tokenizer,
             vocab_size=built.vocab_size,
@@ -170,8 +177,9 @@ class LLM:
             max_model_len=built.max_model_len,
             seed=config.seed,
             can_score=built.can_score,
+            encode=self._reader.encode,
+            num_ranks=config.tensor_parallel_size,
         )
-        self._reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
         scheduler = Scheduler(
             BlockManager(
                 built.num_blocks,
@@ -214,7 +222,9 @@ class LLM:
         """
         items = split_prompts(prompts)
         params = pair_params(items, sampling_params, SamplingParams())
-        return self._loop.run(self._reader.read_all(items), params, use_tqdm)
+        return self._loop.run(
+            self._reader.read_all(items, [truncation_of(p) for p in params]), params, use_tqdm
+        )
 
     def score(self, prompts: Any, *, use_tqdm: bool = True) -> list[ScoreOutput]:
         """The log-probability of each token of each prompt but the first, given those before it:
@@ -246,7 +256,9 @@ class LLM:
         conversations = list(messages) if is_many else [messages]
         params = pair_params(conversations, sampling_params, SamplingParams())
         inputs = [
-            self._reader.read_messages(item, f"messages[{i}]" if is_many else "messages")
+            self._reader.read_messages(
+                item, f"messages[{i}]" if is_many else "messages", truncation_of(params[i])
+            )
             for i, item in enumerate(conversations)
         ]
         return self._loop.run(inputs, params, use_tqdm)
@@ -290,10 +302,13 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._loop.stream(self._read(prompt), params, self.tokenizer)
+        return self._loop.stream(self._read(prompt, params), params, self.tokenizer)
 
-    def _read(self, prompt: Any) -> PromptInput:
-        return prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)
+    def _read(self, prompt: Any, params: Any) -> PromptInput:
+        truncate = truncation_of(params)
+        if isinstance(prompt, PromptInput):
+            return self._reader.truncated(prompt, truncate)
+        return self._reader.read(prompt, truncate=truncate)
 
     def stats(self) -> EngineStats:
         """Counters, start-up times and memory as they are now."""

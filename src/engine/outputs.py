@@ -62,6 +62,8 @@ class CompletionOutput:
             parameters have no ``logprobs``.
         logprobs: for each of ``token_ids`` its own log-probability and those of the ``logprobs``
             likeliest tokens, by id; None if the parameters have no ``logprobs``.
+        stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None for
+            the model's end tokens and every other end.
     """
 
     index: int
@@ -70,6 +72,7 @@ class CompletionOutput:
     finish_reason: str | None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from .logit_edits import LogitEdits
 from .logprobs import RequestLogprobs
 from .sampling_params import SamplingParams
 
@@ -32,6 +33,7 @@ class RequestInfo:
         needs_history: a runner has to know all its tokens: plans tell it those that its rows do
             not compute (``StepPlan.prefixes``).
         prompt_token_ids: only where the parameters ask for the prompt's log-probabilities.
+        edits: what is done to its logits; None for nothing.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class RequestInfo:
     cache_salt: bytes
     needs_history: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
+    edits: LogitEdits | None = None
 
     def num_prompt_rows(self, start: int, num_tokens: int) -> int:
         """How many of the positions ``[start, start + num_tokens)`` have log-probabilities to be
@@ -126,6 +129,7 @@ class Request:
         cache_salt: bytes = b"",
         reads_cache: bool = True,
         needs_history: bool = False,
+        edits: LogitEdits | None = None,
     ) -> None:
         self.info = RequestInfo(
             request_id,
@@ -133,8 +137,9 @@ class Request:
             sampling_params,
             seed,
             cache_salt,
-            needs_history,
+            needs_history or (edits is not None and edits.needs_history),
             None if sampling_params.prompt_logprobs is None else tuple(prompt_token_ids),
+            edits,
         )
         is_scored = self.info.prompt_token_ids is not None
         self.logprobs: RequestLogprobs | None = None
@@ -190,11 +195,18 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def stop_token_id(self) -> int | None:
+        """The stop token that ended it; it can only be the last."""
+        last = self.token_ids[-1]
+        has_output = len(self.token_ids) > self.num_prompt_tokens
+        return last if has_output and last in self.stop_token_ids else None
+
+    @property
     def text_token_ids(self) -> list[int]:
-        """The settled outputs that have text: all but a stop token, which can only be the last."""
-        token_ids = self.output_token_ids
-        is_stopped = bool(token_ids) and token_ids[-1] in self.stop_token_ids
-        return token_ids[:-1] if is_stopped else token_ids
+        """The settled outputs that have text: without the stop token, unless it is asked for."""
+        is_cut = self.stop_token_id is not None
+        is_cut = is_cut and not self.sampling_params.include_stop_str_in_output
+        return self.output_token_ids[:-1] if is_cut else self.output_token_ids
 
     def __repr__(self) -> str:
         return (

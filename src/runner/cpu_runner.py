@@ -17,6 +17,7 @@ from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import processed_scores, sample
+from .cpu_edits import CpuEdits
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 
@@ -79,6 +80,7 @@ class ModelRunner:
         self._packer = CpuStepPacker(
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
+        self._edits = CpuEdits()
         self._on_logits = on_logits
         self._has_processed_logprobs = processed_logprobs
 
@@ -103,6 +105,9 @@ class ModelRunner:
                 tokens = torch.empty(0, dtype=torch.int64)
             else:
                 tokens = sample(logits, packed.sampling)
+            if plan is not None:
+                ids, sampling = packed.inputs.input_ids, packed.sampling
+                self._edits.apply(plan, ids, sampling, logits, tokens)
             self._packer.remember(tokens.cpu().numpy())
             return StepHandle(tokens, self._logprobs(packed, logits, tokens, hidden))
 
@@ -137,6 +142,9 @@ class ModelRunner:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
         return True
 
+    def close(self) -> None:
+        """Nothing holds the group."""
+
     def collect(self, handle: object) -> StepResult:
         """The results of a dispatched step."""
         if not isinstance(handle, StepHandle):
@@ -146,3 +154,4 @@ class ModelRunner:
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""
         self._packer.reset()
+        self._edits.reset()

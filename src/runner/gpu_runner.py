@@ -30,6 +30,7 @@ from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
+from .gpu_edits import GpuEdits
 from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .pinned_ring import IntArray, PinnedRing
@@ -109,6 +110,7 @@ class GpuRunner:
             self.buffers.temperatures if processed_logprobs else None,
         )
         self._blank_hidden: Tensor | None = None
+        self._edits = GpuEdits(self.buffers, self._results, self.buffers.width * block_size)
         self._graphs: StepGraphs | None = None
         self.pack_s = 0.0
         self.wait_s = 0.0
@@ -191,6 +193,7 @@ class GpuRunner:
             self._logprobs.queue(0, logits, b.sampled, truncated, fields, b.staged[:0], None)
             self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
             self._run_prompt_chunk()
+            self._edits.run_worst_case(StepShape(num_tokens, num_rows, False), logits)
             torch.cuda.synchronize()
 
     def run_prompt_chunk(self) -> None:
@@ -231,10 +234,16 @@ class GpuRunner:
         else:
             logits, hidden = self.run_staged(staged.shape)
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
-        if len(truncated) or has_logprobs or self._on_logits is not None:
+        # Other ranks have no plan, and nothing to edit.
+        edited = plan if plan is not None and self._edits.needs(plan) else None
+        is_whole = has_logprobs or edited is not None or self._on_logits is not None
+        if len(truncated) or is_whole:
             logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
+        if edited is not None:
+            self._edits.keep_history(edited, staged.shape, self._packer.store_rows)
+            self._edits.sample(edited, logits[: staged.num_sampled], self._packer.store_rows)
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
         logprobs = None
@@ -282,6 +291,10 @@ class GpuRunner:
                 return False
             time.sleep(_POLL_S)
         return True
+
+    def close(self) -> None:
+        """NCCL's communicator does not end before the graphs that call it."""
+        self._graphs = None
 
     def collect(self, handle: object) -> StepResult:
         """The results of a dispatched step; waits for it."""
