@@ -2,6 +2,7 @@
 and logits are the same to the bit, whatever else runs.
 
 Read in this order: ``stepped_engine`` (an engine stepped by hand), ``cases`` (the schedules tried),
+``score_cases`` (scores beside sampled log-probabilities),
 ``gate`` (compares each answer with the one given alone), ``report`` (how much is tried, what is
 found).
 

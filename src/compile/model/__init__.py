@@ -5,6 +5,8 @@ model calls in place of its own), ``probe`` (what that function is asked for), `
 of a mask), ``probe_pass``, ``reach_probe``, ``thresholds`` (does a token depend on others outside
 attention, at any length?), ``cheap_passes`` and ``layers`` (the same in less time).
 
+``eager_head`` gives the head of a module that runs as it is.
+
 ``tensor_parallel`` and ``parallel_styles`` keep one rank's part of a model, by the plan that
 transformers has for it.
 

@@ -2,7 +2,9 @@
 
 Read in this order: ``sampler`` (how a token is chosen, in torch), ``philox`` (random numbers by
 counter), ``gumbel`` (greedy and temperature sampling as kernels), ``top_k_top_p`` and
-``top_k_top_p_threshold`` (truncated sampling without a sort).
+``top_k_top_p_threshold`` (truncated sampling without a sort). ``logprob_rows`` says what a
+log-probability is, ``logprobs`` computes it in kernels, ``processed`` is for those of what a row is
+sampled from.
 
 May be imported by ``runner`` and ``compile``.
 """
