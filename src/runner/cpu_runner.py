@@ -80,7 +80,7 @@ class ModelRunner:
         self._packer = CpuStepPacker(
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
-        self._edits = CpuEdits()
+        self._edits = CpuEdits(keeps_rows=processed_logprobs)
         self._on_logits = on_logits
         self._has_processed_logprobs = processed_logprobs
 
@@ -116,7 +116,7 @@ class ModelRunner:
     ) -> StepLogprobs | None:
         def sampled_logits(places: Tensor) -> Tensor:
             if self._has_processed_logprobs:
-                return processed_scores(logits, packed.sampling, places)
+                return processed_scores(self._edits.replaced(logits), packed.sampling, places)
             return logits[places]
 
         return step_logprobs(packed.logprobs, self.captured, sampled_logits, tokens, hidden)

@@ -47,17 +47,16 @@ class StagedStep:
 
     @property
     def num_elements(self) -> int:
-        return self.num_unpacked + 2 * self.num_writes
+        return self.num_before_writes + 2 * self.num_writes
 
     @property
-    def num_unpacked(self) -> int:
-        """All but the writes."""
+    def num_before_writes(self) -> int:
         return self.num_step + self.num_truncated + self.num_logprobs + self.num_prompt_logprobs
 
     def logprob_fields(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         """Those of sampled rows and of prompt positions, in the step as it was sent."""
         middle = self.num_step + self.num_truncated + self.num_logprobs
-        return sent[middle - self.num_logprobs : middle], sent[middle : self.num_unpacked]
+        return sent[middle - self.num_logprobs : middle], sent[middle : self.num_before_writes]
 
     def to_array(self) -> IntArray:
         """All of it, for another process."""
@@ -114,8 +113,9 @@ class GpuStepPacker:
                 max(num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False
             )
             num_step, params, writes = self._pack_mixed(plan, packed_shape, result_row, array)
-        truncated, logprobs = params.truncated.reshape(-1), params.logprobs.reshape(-1)
-        prompt = pad_positions(prompt_fields(plan)).reshape(-1)
+        truncated, logprobs = params.truncated.reshape(-1), params.logprobs
+        # No position of a decode step lies in front of a token of a prompt.
+        prompt = None if plan.is_decode_only else pad_positions(prompt_fields(plan))
         staged = StagedStep(
             packed_shape,
             shape is not None,
@@ -125,14 +125,17 @@ class GpuStepPacker:
             truncated.size,
             len(writes[0]),
             logprobs.size,
-            prompt.size,
+            0 if prompt is None else prompt.size,
         )
         if staged.num_elements > len(array):  # many requests with long prefix hits at once
             array = np.concatenate([array, np.empty(staged.num_elements - len(array), np.int32)])
-        end = staged.num_unpacked
+        end = staged.num_before_writes
         array[num_step : num_step + truncated.size] = truncated
-        if logprobs.size or prompt.size:
-            array[num_step + truncated.size : end] = np.concatenate([logprobs, prompt])
+        if logprobs.size:
+            begin = num_step + truncated.size
+            array[begin : begin + logprobs.size] = logprobs
+        if staged.num_prompt_logprobs and prompt is not None:
+            array[end - prompt.size : end] = prompt.reshape(-1)
         array[end : end + len(writes[0])] = writes[0]
         array[end + len(writes[0]) : staged.num_elements] = writes[1]
         return staged, array
@@ -213,7 +216,7 @@ def send(
         On the device, the fields of the rows that use top_k, top_p or min_p, int32
         ``[TRUNCATED_FIELDS * n]``; valid until the next step is sent.
     """
-    begin, end = staged.num_step, staged.num_unpacked
+    begin, end = staged.num_step, staged.num_before_writes
     pinned = ring.tensor[index]
     if staged.num_elements <= pinned.numel():
         b.staged[: staged.num_elements].copy_(pinned[: staged.num_elements], non_blocking=True)
@@ -246,7 +249,7 @@ class RowParams:
         seeds: uint32 words as int32, ``[2, S]``, low words first. temperature_bits: int32 ``[S]``.
         truncated: int32 ``[4, n]``, of the n rows that use top_k, top_p or min_p: what
             ``TRUNCATED_FIELDS`` in :mod:`.top_k_top_p` lists.
-        logprobs: what :func:`.sampled_fields` makes of them.
+        logprobs: what :func:`.sampled_fields` makes of them, flat.
     """
 
     seeds: IntArray
@@ -262,7 +265,7 @@ class RowParams:
             np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
             np.array([p.temperature for p in params], np.float32).view(np.int32),
             truncated_fields(params),
-            sampled_fields(requests),
+            sampled_fields(requests).reshape(-1),
         )
 
 

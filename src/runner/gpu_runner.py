@@ -110,7 +110,9 @@ class GpuRunner:
             self.buffers.temperatures if processed_logprobs else None,
         )
         self._blank_hidden: Tensor | None = None
-        self._edits = GpuEdits(self.buffers, self._results, self.buffers.width * block_size)
+        self._edits = GpuEdits(
+            self.buffers, self._results, self.buffers.width * block_size, processed_logprobs
+        )
         self._graphs: StepGraphs | None = None
         self.pack_s = 0.0
         self.wait_s = 0.0
@@ -251,7 +253,9 @@ class GpuRunner:
             b = self.buffers
             fields = staged.logprob_fields(b.staged)
             logprobs = self._logprobs.queue(
-                staged.result_row, logits, b.sampled, truncated, *fields, hidden
+                staged.result_row,
+                *(logits, b.sampled, truncated, *fields, hidden),
+                self._edits.logprobs,
             )
         token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
         event = self._ring.release(staged.result_row)

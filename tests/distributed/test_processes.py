@@ -25,6 +25,7 @@ from tests.golden.harness import (
     reference_of,
 )
 from tests.support import interrupts
+from tests.support.driving import hf_logits
 from tests.support.interrupts import LineRaiser
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.rank_group import GREEDY, HOSTILE, Group, check_trace, is_there, lose
@@ -115,6 +116,27 @@ def test_sampled_tokens_are_those_of_one_rank(group: Group, reference: Reference
     assert num_greedy < 60  # of 80
     again = group.tokens(reference.prompts[::-1], params[::-1])[::-1]
     assert again == [list(result.outputs[0].token_ids) for result in results]
+
+
+def test_scores_are_the_logprobs_of_sampled_tokens(group: Group, reference: Reference) -> None:
+    prompts = [prompt for prompt in reference.prompts if len(prompt) < 70]
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=9, ignore_eos=True, logprobs=2)
+    group.watch()
+    both = [params if i % 2 else GREEDY for i in range(len(prompts))]
+    outputs = group.llm.generate(prompts, both, use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    full = [p + list(a.token_ids) for p, a in zip(prompts, answers, strict=True)]
+    scores = group.llm.score(full, use_tqdm=False)
+    judge = tiny_model("qwen3")
+    for prompt, token_ids, answer, score in zip(prompts, full, answers, scores, strict=True):
+        expected = hf_logits(judge, token_ids).log_softmax(-1)
+        for position, logprob in enumerate(score.logprobs[1:], 1):
+            assert logprob is not None
+            assert abs(logprob - float(expected[position - 1, token_ids[position]])) < 2e-5
+        if answer.logprobs is not None:
+            own = zip(answer.token_ids, answer.logprobs, strict=True)
+            found = [entries[token].logprob for token, entries in own]
+            assert score.logprobs[len(prompt) :] == found
 
 
 def test_a_bad_prompt_disturbs_nothing(group: Group, reference: Reference) -> None:
