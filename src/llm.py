@@ -172,7 +172,6 @@ class LLM:
             max_model_len=built.max_model_len,
             seed=config.seed,
             encode=self._reader.encode,
-            num_ranks=config.tensor_parallel_size,
         )
         scheduler = Scheduler(
             BlockManager(

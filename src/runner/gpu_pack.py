@@ -30,6 +30,7 @@ class StagedStep:
     Attributes:
         shape: of the step. is_captured: whether there is a graph of that shape.
         result_row: where its tokens go. num_sampled: how many.
+        is_edited: whether rows may be sampled from edited logits: then all ranks gather them.
     """
 
     shape: StepShape
@@ -39,6 +40,7 @@ class StagedStep:
     num_step: int
     num_truncated: int
     num_writes: int
+    is_edited: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -49,14 +51,14 @@ class StagedStep:
         shape = self.shape
         fields = (shape.num_tokens, shape.num_rows, shape.is_decode, self.is_captured)
         counts = (self.result_row, self.num_sampled, self.num_step, self.num_truncated)
-        return np.array([*fields, *counts, self.num_writes], np.int32)
+        return np.array([*fields, *counts, self.num_writes, self.is_edited], np.int32)
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
         """What :meth:`to_array` gave."""
-        num_tokens, num_rows, is_decode, is_captured, *counts = array.tolist()
+        num_tokens, num_rows, is_decode, is_captured, *counts, is_edited = array.tolist()
         shape = StepShape(num_tokens, num_rows, bool(is_decode))
-        return cls(shape, bool(is_captured), *counts)
+        return cls(shape, bool(is_captured), *counts, bool(is_edited))
 
 
 class GpuStepPacker:
@@ -81,7 +83,13 @@ class GpuStepPacker:
         return self._tables.rows
 
     def pack(
-        self, plan: StepPlan, shape: StepShape | None, result_row: int, array: IntArray
+        self,
+        plan: StepPlan,
+        shape: StepShape | None,
+        result_row: int,
+        array: IntArray,
+        *,
+        is_edited: bool = False,
     ) -> tuple[StagedStep, IntArray]:
         """Write a plan into ``array``, padded to ``shape``, or to the smallest sizes there can be.
 
@@ -107,6 +115,7 @@ class GpuStepPacker:
             num_step,
             truncated.size,
             len(writes[0]),
+            is_edited,
         )
         if staged.num_elements > len(array):  # many requests with long prefix hits at once
             array = np.concatenate([array, np.empty(staged.num_elements - len(array), np.int32)])
@@ -238,16 +247,19 @@ class RowParams:
         return cls(
             np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
             np.array([p.temperature for p in params], np.float32).view(np.int32),
-            truncated_fields(params),
+            # Rows that are always edited are sampled from what the edits make of them.
+            truncated_fields(
+                [None if r.edits and r.edits.is_lasting else r.sampling_params for r in requests]
+            ),
         )
 
 
-def truncated_fields(params: Sequence[SamplingParams]) -> IntArray:
-    """What :attr:`RowParams.truncated` says, of rows with these parameters."""
+def truncated_fields(params: Sequence[SamplingParams | None]) -> IntArray:
+    """What :attr:`RowParams.truncated` says, of rows with these parameters; None: not here."""
     rows = [
         (place, p)
         for place, p in enumerate(params)
-        if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        if p is not None and p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
     ]
     top_p = np.array([p.top_p for _, p in rows], np.float32)
     min_p_distance = np.array([_min_p_distance(p.min_p) for _, p in rows], np.float32)

@@ -176,6 +176,7 @@ class GpuRunner:
             logits = self.captured.whole_logits(logits)
             self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
             self._edits.run_worst_case(StepShape(num_tokens, num_rows, False), logits)
+            self._take_rank_0_tokens(num_rows)
             torch.cuda.synchronize()
 
     # Steps ------------------------------------------------------------------------------------
@@ -194,7 +195,9 @@ class GpuRunner:
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
-        return self._packer.pack(plan, shape, self._ring.take()[0], array)
+        is_edited = self._edits.look(plan)
+        result_row = self._ring.take()[0]
+        return self._packer.pack(plan, shape, result_row, array, is_edited=is_edited)
 
     def _launch(
         self, staged: StagedStep, index: int, array: IntArray, plan: StepPlan | None
@@ -204,15 +207,17 @@ class GpuRunner:
             logits = self._graphs.replay(staged.shape)
         else:
             logits = self.run_staged(staged.shape)
-        # Other ranks have no plan, and nothing to edit.
-        edited = plan if plan is not None and self._edits.needs(plan) else None
-        if len(truncated) or edited is not None or self._on_logits is not None:
+        if len(truncated) or staged.is_edited or self._on_logits is not None:
             logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
-        if edited is not None:
-            self._edits.keep_history(edited, staged.shape, self._packer.store_rows)
-            self._edits.sample(edited, logits[: staged.num_sampled], self._packer.store_rows)
+        if plan is not None:
+            rows = self._packer.store_rows
+            self._edits.keep_history(plan, staged.shape, rows)
+            if staged.is_edited:
+                self._edits.sample(plan, logits[: staged.num_sampled], rows)
+        if staged.is_edited:
+            self._take_rank_0_tokens(len(logits))
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
         token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
@@ -296,3 +301,10 @@ class GpuRunner:
         sample_truncated(
             logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results
         )
+
+    def _take_rank_0_tokens(self, num_rows: int) -> None:
+        """Over several ranks, the tokens of rows that rank 0 has edited; it alone has the plan."""
+        communicator, sampled = self.captured.communicator, self.buffers.sampled[:num_rows]
+        if communicator.num_ranks > 1:
+            own = sampled.to(torch.int32).unsqueeze(1)
+            sampled.copy_(communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0])
