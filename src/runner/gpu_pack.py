@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,9 +56,10 @@ class StagedStep:
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
         """What :meth:`to_array` gave."""
-        num_tokens, num_rows, is_decode, is_captured, *counts, is_edited = array.tolist()
+        num_tokens, num_rows, is_decode, is_captured, *counts = array[:-1].tolist()
         shape = StepShape(num_tokens, num_rows, bool(is_decode))
-        return cls(shape, bool(is_captured), *counts, bool(is_edited))
+        staged = cls(shape, bool(is_captured), *counts)
+        return replace(staged, is_edited=bool(array[-1]))
 
 
 class GpuStepPacker:

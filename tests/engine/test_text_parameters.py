@@ -133,7 +133,7 @@ def test_spaces_between_special_tokens_are_refused_where_there_are_any() -> None
             return 9
 
     params = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
-    with pytest.raises(InvalidInputError, match="^spaces_between_special_tokens = False"):
+    with pytest.raises(InvalidInputError, match=r"^spaces_between_special_tokens = False"):
         serving_of(Spaced(), [1])._factory.make(PromptInput(None, [1]), params)
 
 
@@ -142,7 +142,7 @@ def test_an_answer_without_text(tokenizer: Any) -> None:
     script = tokens(tokenizer, "ab")
     assert outcome(tokenizer, script, detokenize=False) == ("", None, "length")
     params = SamplingParams(detokenize=False)
-    with pytest.raises(InvalidInputError, match="^detokenize = False"):
+    with pytest.raises(InvalidInputError, match=r"^detokenize = False"):
         serving_of(tokenizer, script).stream(PromptInput(None, [1]), params, tokenizer)
 
 
@@ -182,7 +182,7 @@ def test_what_does_not_suit_the_model_is_refused(params: dict[str, Any], field: 
 def test_bad_words_are_tokens_with_and_without_a_space() -> None:
     factory = serving_of(LEVEL, [1])._factory
     prompt = PromptInput(None, [1])
-    with pytest.raises(InvalidInputError, match="^bad_words = .*no tokenizer"):
+    with pytest.raises(InvalidInputError, match=r"^bad_words = .*no tokenizer"):
         factory.make(prompt, SamplingParams(bad_words=["a"]))
     factory._encode = lambda text: tokens(LEVEL, text)
     edits = factory.make(prompt, SamplingParams(bad_words=[" a", "bb"])).info.edits
