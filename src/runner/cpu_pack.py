@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -55,16 +56,18 @@ class PackedStep:
     Attributes:
         num_sampled: how many of ``inputs.logits_to_keep`` are real.
         sampling: None if every sampled row is greedy.
+        copies: (source, destination) block ids, to be copied before the step is computed.
     """
 
     inputs: StepInputs
     num_sampled: int
     sampling: SamplingInputs | None
+    copies: Sequence[tuple[int, int]] = ()
 
     def to_arrays(self) -> list[NDArray[Any]]:
         """All of it, for another process."""
         arrays = [getattr(self.inputs, name).numpy() for name in INPUT_NAMES]
-        arrays.append(np.array([self.num_sampled], np.int64))
+        arrays.append(np.array([self.num_sampled, *chain(*self.copies)], np.int64))
         if self.sampling is not None:
             arrays += [tensor.numpy() for tensor in self.sampling.tensors()]
         return arrays
@@ -75,10 +78,12 @@ class PackedStep:
         tensors = list(map(torch.from_numpy, arrays))
         num_inputs = len(INPUT_NAMES)
         sampling = tensors[num_inputs + 1 :]
+        num_sampled, *blocks = arrays[num_inputs].tolist()
         return cls(
             StepInputs(*tensors[:num_inputs]),
-            int(arrays[num_inputs][0]),
+            num_sampled,
             SamplingInputs.from_tensors(*sampling) if sampling else None,
+            list(zip(blocks[::2], blocks[1::2], strict=True)),
         )
 
 
@@ -149,7 +154,8 @@ class CpuStepPacker:
             context_lens=self._to_device(context_lens),
             block_tables=self._to_device(tables),
         )
-        return PackedStep(inputs, len(sampled), self._sampling(plan, sampled.tolist()))
+        sampling = self._sampling(plan, sampled.tolist())
+        return PackedStep(inputs, len(sampled), sampling, plan.copies)
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -91,6 +91,10 @@ class ModelRunner:
 
     def _compute(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
+            for caches in self.kv_caches if packed.copies else ():
+                for cache in caches:
+                    for source, destination in packed.copies:
+                        cache[destination] = cache[source]
             logits = self.captured.whole_logits(self._forward(packed.inputs))[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)
@@ -109,7 +113,7 @@ class ModelRunner:
     @property
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
-        per_token, per_row = 3 * 8, 5 * 8 + 2 * 4
+        per_token, per_row = 3 * 8, 7 * 8 + 2 * 4
         tables = self._max_num_rows * self._max_num_blocks * 4
         return self._max_num_tokens * per_token + self._max_num_rows * per_row + tables + 4096
 

@@ -25,7 +25,7 @@ from .unpack_kernels import update_tables
 class StagedStep:
     """What the host sends of a step, as integers: in this order ``num_step`` that the kernels
     unpack, ``num_truncated`` of rows that use top_k, top_p or min_p, and two for each of
-    ``num_writes`` to the table store.
+    ``num_writes`` to the table store and of ``num_copies`` of blocks.
 
     Attributes:
         shape: of the step. is_captured: whether there is a graph of that shape.
@@ -40,18 +40,20 @@ class StagedStep:
     num_step: int
     num_truncated: int
     num_writes: int
+    num_copies: int
     is_edited: bool = False
 
     @property
     def num_elements(self) -> int:
-        return self.num_step + self.num_truncated + 2 * self.num_writes
+        return self.num_step + self.num_truncated + 2 * (self.num_writes + self.num_copies)
 
     def to_array(self) -> IntArray:
         """All of it, for another process."""
         shape = self.shape
         fields = (shape.num_tokens, shape.num_rows, shape.is_decode, self.is_captured)
         counts = (self.result_row, self.num_sampled, self.num_step, self.num_truncated)
-        return np.array([*fields, *counts, self.num_writes, self.is_edited], np.int32)
+        last = (self.num_writes, self.num_copies, self.is_edited)
+        return np.array([*fields, *counts, *last], np.int32)
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
@@ -116,6 +118,7 @@ class GpuStepPacker:
             num_step,
             truncated.size,
             len(writes[0]),
+            len(plan.copies),
             is_edited,
         )
         if staged.num_elements > len(array):  # many requests with long prefix hits at once
@@ -123,7 +126,10 @@ class GpuStepPacker:
         end = num_step + truncated.size
         array[num_step:end] = truncated
         array[end : end + len(writes[0])] = writes[0]
-        array[end + len(writes[0]) : staged.num_elements] = writes[1]
+        end += len(writes[0])
+        array[end : end + len(writes[1])] = writes[1]
+        if plan.copies:
+            array[end + len(writes[1]) : staged.num_elements] = np.array(plan.copies).T.ravel()
         return staged, array
 
     def _pack_decode(
@@ -192,15 +198,16 @@ class GpuStepPacker:
 
 def send(
     b: StepBuffers, staged: StagedStep, ring: PinnedRing, index: int, array: IntArray
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Copy a step to the device from buffer ``index`` of a ring, and do its writes to the store.
 
     Args:
         array: the step; that buffer, or one of its own that is longer.
 
     Returns:
-        On the device, the fields of the rows that use top_k, top_p or min_p, int32
-        ``[TRUNCATED_FIELDS * n]``; valid until the next step is sent.
+        On the device, valid until the next step is sent: the fields of the rows that use top_k,
+        top_p or min_p, int32 ``[TRUNCATED_FIELDS * n]``, and the blocks to be copied, sources, then
+        destinations, int32 ``[2 * n]``.
     """
     begin, end = staged.num_step, staged.num_step + staged.num_truncated
     pinned = ring.tensor[index]
@@ -208,13 +215,13 @@ def send(
         b.staged[: staged.num_elements].copy_(pinned[: staged.num_elements], non_blocking=True)
         writes = b.staged[end : staged.num_elements]
     else:
-        # The writes from pageable memory.
+        # The writes and copies from pageable memory.
         pinned[:end].copy_(torch.from_numpy(array[:end]))
         b.staged[:end].copy_(pinned[:end], non_blocking=True)
         writes = torch.from_numpy(array[end : staged.num_elements]).to(b.staged.device)
     ring.release(index)
     update_tables(writes, b.table_store, staged.num_writes)
-    return b.staged[begin:end]
+    return b.staged[begin:end], writes[2 * staged.num_writes :]
 
 
 def _as_array(token_ids: Sequence[int]) -> Sequence[int] | IntArray:

@@ -26,6 +26,7 @@ from ..kernels.jit.parallel_build import parallel_build
 from ..kernels.linear.cublas import fp32_accumulation
 from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
+from .block_copies import BlockCopier
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
@@ -80,11 +81,13 @@ class GpuRunner:
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
         self._forward: Callable[[StepInputs], Tensor] = captured.bind(self.kv_caches)
+        self._copier = BlockCopier(self.kv_caches)
         self._on_logits = on_logits
         self._device, self._transparent = loaded.device, transparent
         num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
-        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is.
-        num_staged += 2 * (max_num_tokens // block_size + 2 * max_num_rows)
+        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is,
+        # and those of copied ones.
+        num_staged += 2 * (max_num_tokens // block_size + 3 * max_num_rows)
         self.buffers = StepBuffers(
             max_num_tokens=max_num_tokens,
             max_num_rows=max_num_rows,
@@ -164,6 +167,7 @@ class GpuRunner:
             for tensor in (b.input_ids, b.position_ids, b.logit_rows, b.temperatures):
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
+            self._copier.copy(b.staged[:2].fill_(self.num_blocks))
             # Every row has tokens, so that each attention kernel has its work space; but not more
             # than a request can have. What is left over belongs to no row, like padding.
             length = min(num_tokens // num_rows, b.width * self.block_size)
@@ -202,7 +206,8 @@ class GpuRunner:
     def _launch(
         self, staged: StagedStep, index: int, array: IntArray, plan: StepPlan | None
     ) -> GpuStepHandle:
-        truncated = send(self.buffers, staged, self._staging, index, array)
+        truncated, copies = send(self.buffers, staged, self._staging, index, array)
+        self._copier.copy(copies)
         if staged.is_captured and self._graphs is not None:
             logits = self._graphs.replay(staged.shape)
         else:
