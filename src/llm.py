@@ -179,7 +179,6 @@ class LLM:
             seed=config.seed,
             can_score=built.can_score,
             encode=self._reader.encode,
-            num_ranks=config.tensor_parallel_size,
         )
         scheduler = Scheduler(
             BlockManager(

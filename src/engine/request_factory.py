@@ -30,7 +30,6 @@ class RequestFactory:
         seed: engine seed, from which requests without a seed get theirs.
         can_score: whether the runner gives log-probabilities of prompts.
         encode: gives a text's tokens, none added, for ``bad_words``.
-        num_ranks: of the engine.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class RequestFactory:
         seed: int,
         can_score: bool = True,
         encode: Callable[[str], Sequence[int]] | None = None,
-        num_ranks: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
-        self._encode, self._num_ranks = encode, num_ranks
+        self._encode = encode
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
@@ -129,12 +127,7 @@ class RequestFactory:
             self._check_token_ids("bad_words", itertools.chain(*bad_words))
         # min_tokens keeps the model's end tokens away also where they would not end the request.
         stop_token_ids = self._eos_token_ids | set(params.stop_token_ids or ())
-        edits = LogitEdits.of(params, stop_token_ids, bad_words)
-        if edits is not None and self._num_ranks > 1:
-            name = edits.names[0]
-            limit = "is not supported with tensor_parallel_size > 1"
-            raise InvalidInputError(name, getattr(params, name), limit)
-        return edits
+        return LogitEdits.of(params, stop_token_ids, bad_words)
 
     def output(
         self, request: Request, prompt: PromptInput, metrics: RequestMetrics

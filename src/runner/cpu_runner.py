@@ -97,6 +97,10 @@ class ModelRunner:
 
     def _compute(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
+            for caches in self.kv_caches if packed.copies else ():
+                for cache in caches:
+                    for source, destination in packed.copies:
+                        cache[destination] = cache[source]
             logits, hidden = self._forward(packed.inputs)
             logits = self.captured.whole_logits(logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
@@ -126,7 +130,7 @@ class ModelRunner:
     @property
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
-        per_token, per_row = 3 * 8 + 3 * 4, 5 * 8 + 5 * 4
+        per_token, per_row = 3 * 8 + 3 * 4, 7 * 8 + 5 * 4
         tables = self._max_num_rows * self._max_num_blocks * 4
         return self._max_num_tokens * per_token + self._max_num_rows * per_row + tables + 4096
 

@@ -91,11 +91,11 @@ class GpuEdits:
         )
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
-    def needs(self, plan: StepPlan) -> bool:
-        """Whether there is anything to do for a plan."""
+    def look(self, plan: StepPlan) -> bool:
+        """Whether rows of a plan may be edited. Asked before anything else is done for it."""
         self.logprobs.clear()
         self._packer.look(plan)
-        return self._packer.any_edited or self._packer.any_history
+        return self._packer.any_edited
 
     def keep_history(self, plan: StepPlan, shape: StepShape, history_rows: Sequence[int]) -> None:
         """Take in the tokens of the step that runs, once its inputs are unpacked."""

@@ -27,6 +27,7 @@ from ..kernels.linear.cublas import fp32_accumulation
 from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
+from .block_copies import BlockCopier
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
@@ -86,11 +87,13 @@ class GpuRunner:
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
         self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(self.kv_caches)
+        self._copier = BlockCopier(self.kv_caches)
         self._on_logits = on_logits
         self._device, self._transparent = loaded.device, transparent
         num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
-        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is.
-        num_staged += 2 * (max_num_tokens // block_size + 2 * max_num_rows)
+        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is,
+        # and those of copied ones.
+        num_staged += 2 * (max_num_tokens // block_size + 3 * max_num_rows)
         self.buffers = StepBuffers(
             max_num_tokens=max_num_tokens,
             max_num_rows=max_num_rows,
@@ -179,6 +182,7 @@ class GpuRunner:
             for tensor in (b.input_ids, b.position_ids, b.logit_rows, b.temperatures):
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
+            self._copier.copy(b.staged[:2].fill_(self.num_blocks))
             # Every row has tokens, so that each attention kernel has its work space; but not more
             # than a request can have. What is left over belongs to no row, like padding.
             length = min(num_tokens // num_rows, b.width * self.block_size)
@@ -196,6 +200,7 @@ class GpuRunner:
             self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
             self._run_prompt_chunk()
             self._edits.run_worst_case(StepShape(num_tokens, num_rows, False), logits)
+            self._take_rank_0_tokens(num_rows)
             torch.cuda.synchronize()
 
     def run_prompt_chunk(self) -> None:
@@ -225,27 +230,32 @@ class GpuRunner:
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
-        return self._packer.pack(plan, shape, self._ring.take()[0], array)
+        is_edited = self._edits.look(plan)
+        result_row = self._ring.take()[0]
+        return self._packer.pack(plan, shape, result_row, array, is_edited=is_edited)
 
     def _launch(
         self, staged: StagedStep, index: int, array: IntArray, plan: StepPlan | None
     ) -> GpuStepHandle:
-        truncated = send(self.buffers, staged, self._staging, index, array)
+        truncated, copies = send(self.buffers, staged, self._staging, index, array)
+        self._copier.copy(copies)
         if staged.is_captured and self._graphs is not None:
             logits, hidden = self._graphs.replay(staged.shape)
         else:
             logits, hidden = self.run_staged(staged.shape)
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
-        # Other ranks have no plan, and nothing to edit.
-        edited = plan if plan is not None and self._edits.needs(plan) else None
-        is_whole = has_logprobs or edited is not None or self._on_logits is not None
+        is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
         if len(truncated) or is_whole:
             logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
-        if edited is not None:
-            self._edits.keep_history(edited, staged.shape, self._packer.store_rows)
-            self._edits.sample(edited, logits[: staged.num_sampled], self._packer.store_rows)
+        if plan is not None:
+            rows = self._packer.store_rows
+            self._edits.keep_history(plan, staged.shape, rows)
+            if staged.is_edited:
+                self._edits.sample(plan, logits[: staged.num_sampled], rows)
+        if staged.is_edited:
+            self._take_rank_0_tokens(len(logits))
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
         logprobs = None
@@ -345,3 +355,10 @@ class GpuRunner:
         sample_truncated(
             logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results
         )
+
+    def _take_rank_0_tokens(self, num_rows: int) -> None:
+        """Over several ranks, the tokens of rows that rank 0 has edited; it alone has the plan."""
+        communicator, sampled = self.captured.communicator, self.buffers.sampled[:num_rows]
+        if communicator.num_ranks > 1:
+            own = sampled.to(torch.int32).unsqueeze(1)
+            sampled.copy_(communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0])
