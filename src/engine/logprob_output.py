@@ -54,7 +54,7 @@ def add_logprobs(
         answer.logprobs = reader.read(answer.token_ids, kept.sampled, params.logprobs)
         own = zip(answer.token_ids, answer.logprobs, strict=True)
         answer.cumulative_logprob = sum(entries[token].logprob for token, entries in own)
-    if params.prompt_logprobs is not None:
+    if request.info.prompt_token_ids is not None and params.prompt_logprobs is not None:
         # All of them, unless the request was aborted in its prompt.
         token_ids = output.prompt_token_ids[1 : len(kept.prompt) + 1]
         output.prompt_logprobs = [

@@ -37,7 +37,8 @@ class Logprob:
             maximum.
         rank: 1 plus the number of tokens before it, by logit downwards and then by id upwards. So
             ranks are distinct, and a greedy token has rank 1.
-        decoded_token: its text by itself; None if the model has no tokenizer.
+        decoded_token: its text by itself; None if the model has no tokenizer, or with
+            ``detokenize=False``.
     """
 
     logprob: float

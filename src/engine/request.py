@@ -134,7 +134,9 @@ class Request:
         reads_cache: bool = True,
         needs_history: bool = False,
         edits: LogitEdits | None = None,
+        scores_prompt: bool = True,
     ) -> None:
+        is_scored = scores_prompt and sampling_params.prompt_logprobs is not None
         self.info = RequestInfo(
             request_id,
             len(prompt_token_ids),
@@ -142,10 +144,9 @@ class Request:
             seed,
             cache_salt,
             needs_history or (edits is not None and edits.needs_history),
-            None if sampling_params.prompt_logprobs is None else tuple(prompt_token_ids),
+            tuple(prompt_token_ids) if is_scored else None,
             edits,
         )
-        is_scored = self.info.prompt_token_ids is not None
         self.logprobs: RequestLogprobs | None = None
         if is_scored or sampling_params.logprobs is not None:
             self.logprobs = RequestLogprobs()
@@ -190,6 +191,7 @@ class Request:
             priority=self.priority,
             cache_salt=info.cache_salt,
             needs_history=info.needs_history,
+            scores_prompt=False,
         )
         sibling.leader = self
         return sibling

@@ -168,7 +168,7 @@ class RequestFactory:
             metrics=metrics,
         )
         if request.logprobs is not None:
-            add_logprobs(output, request, self.decode_one)
+            add_logprobs(output, request, self.decode_one if params.detokenize else None)
         return output
 
     @property

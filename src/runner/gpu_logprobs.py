@@ -113,20 +113,25 @@ class GpuLogprobs:
         found.copy_(rows, non_blocking=True)
         return found
 
-    def _write_chunk(self, hidden: Tensor, chunk: Tensor, sampled: Tensor, rows: Tensor) -> None:
+    def _write_chunk(self, hidden: Tensor, chunk: Tensor, sampled: Tensor, rows: Tensor) -> Tensor:
+        """The rows of a chunk; returns its logits."""
         captured = self._captured
         if captured.head is None:
             raise RuntimeError("log-probabilities of a prompt, and no head to compute them with")
         logits = captured.whole_logits(captured.head(hidden.index_select(0, chunk[0])))
         fields = torch.stack([self._places, chunk[1], chunk[2]])
         write_logprobs(logits, fields, sampled, rows)
+        return logits
 
     def run_chunk(self, hidden: Tensor, sampled: Tensor) -> None:
         """Compute a chunk of nothing: its kernels are there then, and its memory is counted."""
         if self._captured.head is not None:
             blank = torch.zeros(LOGPROB_FIELDS, CHUNK_ROWS, dtype=torch.int32, device=hidden.device)
             rows = torch.empty(CHUNK_ROWS, ROW_WORDS, dtype=torch.int32, device=hidden.device)
-            self._write_chunk(hidden, blank, sampled, rows)
+            logits = self._write_chunk(hidden, blank, sampled, rows)
+            if self._temperatures is not None:
+                num_rows = min(_PROCESSED_ROWS, len(self._temperatures))
+                processed_rows(logits[:num_rows], blank[0, :0], self._temperatures, sampled)
 
 
 def processed_rows(
@@ -136,9 +141,10 @@ def processed_rows(
     from, with as many of the likeliest tokens as there can be.
 
     Args:
-        truncated, temperatures: as of :func:`.processed_scores`. tokens: int64 ``[n]``, sampled.
+        truncated, temperatures: as of :func:`.processed_scores`. tokens: int64 ``[>= n]``, sampled.
     """
     num_rows, device = len(logits), logits.device
+    tokens = tokens[:num_rows]
     places = torch.arange(num_rows, dtype=torch.int32, device=device)
     scores = processed_scores(logits, places, truncated, temperatures)
     fields = torch.stack([places, tokens.int(), torch.full_like(places, MAX_TOP)])

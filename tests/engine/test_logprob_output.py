@@ -151,3 +151,14 @@ def test_positions_cannot_be_skipped() -> None:
     assert kept.prompt == [(rows, 0), (rows, 1), (rows, 2)]
     with pytest.raises(RuntimeError, match="never computed"):
         kept.add_prompt(rows, 0, 4, 1)
+
+
+def test_siblings_leave_the_prompt_to_their_leader() -> None:
+    params = SamplingParams(logprobs=1, prompt_logprobs=1)
+    leader = Request("a", [0, TOKEN_STRIDE], params, max_num_tokens=4)
+    sibling = leader.sibling("b", 1, None)
+    assert leader.info.num_prompt_rows(0, 2) == 1
+    assert not leader.reads_cache
+    assert sibling.info.num_prompt_rows(0, 2) == 0
+    assert sibling.reads_cache
+    assert sibling.logprobs is not None
