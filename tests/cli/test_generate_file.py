@@ -97,6 +97,19 @@ def test_an_output_of_another_run_is_refused_untouched(desk: Desk, change: Any) 
     assert [row["index"] for row in desk.rows()] == list(range(len(desk.rows())))
 
 
+def test_a_line_has_any_parameter_or_is_refused_by_its_name(desk: Desk) -> None:
+    desk.lines(
+        {"prompt": "a", "logit_bias": {"5": 2}, "bad_words": ["x"], "min_tokens": 1},
+        {"prompt": "b", "best_of": 2},
+        {"prompt": "c", "best_of": None, "detokenize": False},
+    )
+    assert desk.run_file().exit_code == 1
+    assert "best_of = 2: is not supported" in desk.rows()[1]["error"]
+    first, last = (params for _, params in desk.llm.seen)
+    assert (first.logit_bias, first.bad_words, first.min_tokens) == ({5: 2.0}, ("x",), 1)
+    assert last.detokenize is False
+
+
 def test_the_input_is_never_the_output(desk: Desk) -> None:
     desk.lines({"prompt": "a"})
     desk.output = desk.source
