@@ -223,3 +223,14 @@ def test_blank_lines_get_no_row_and_are_numbered(desk: Desk) -> None:
         desk.output.write_bytes(whole[:size])
         assert "keeping" in desk.run_file().stderr or not whole[:size].count(b"\n")
         assert desk.output.read_bytes() == whole
+
+
+def test_several_answers_are_a_list_and_have_seeds_of_their_own(desk: Desk) -> None:
+    desk.lines({"prompt": "a"}, {"prompt": "b", "n": 1}, {"prompt": "c"})
+    desk.run_file("--n", "2", "--seed", "5")
+    two, one, _ = desk.rows()
+    assert [answer["text"] for answer in two["outputs"]] == ["A", "A!"]
+    assert two["num_prompt_tokens"] == 1
+    assert "text" not in two
+    assert (one["text"], "outputs" in one) == ("B", False)
+    assert [params.seed for _, params in desk.llm.seen] == [5, 7, 9]
