@@ -37,6 +37,7 @@ except ImportError:  # Windows has no flock; there two runs on one output are no
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    from ..engine.outputs import CompletionOutput
     from ..engine.sampling_params import SamplingParams
     from ..llm import LLM
 
@@ -128,6 +129,14 @@ class _Job:
     error: str | None = None
 
 
+def _fields(answer: CompletionOutput) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "token_ids": list(answer.token_ids),
+    }
+
+
 class _Run:
     """Answers lines in order and writes their rows.
 
@@ -150,14 +159,10 @@ class _Run:
             if isinstance(result, Exception):
                 self._write(job, {"error": str(result)})
             else:
-                answer = result.outputs[0]
-                fields = {
-                    "text": answer.text,
-                    "finish_reason": answer.finish_reason,
-                    "token_ids": list(answer.token_ids),
-                    "num_prompt_tokens": len(result.prompt_token_ids),
-                }
-                self._write(job, fields)
+                answers = [_fields(answer) for answer in result.outputs]
+                fields = answers[0] if len(answers) == 1 else {"outputs": answers}
+                num_prompt_tokens = len(result.prompt_token_ids)
+                self._write(job, fields | {"num_prompt_tokens": num_prompt_tokens})
             yield
         yield from self._write_errors()
         if self._pending:

@@ -173,6 +173,7 @@ class Request:
             priority=self.priority,
             cache_salt=info.cache_salt,
             needs_history=info.needs_history,
+            edits=info.edits,
         )
         sibling.leader = self
         return sibling

@@ -142,3 +142,18 @@ def test_siblings_are_the_same_as_requests_alone_and_their_trace_is_accepted(tmp
                     )
                 verdict = replay.check(path.read_text().splitlines())
                 assert (verdict.property_id, verdict.num_requests) == ("", 4)
+
+
+def test_nothing_is_shared_with_a_younger_one_which_the_admission_may_preempt() -> None:
+    scheduler = make_scheduler(num_blocks=3, caching=False)
+    leader, sibling = add_group(scheduler, "a", 4, 1, num_outputs=3)
+    step(scheduler)
+    scheduler.pause("a")
+    step(scheduler)
+    step(scheduler)
+    assert len(sibling.block_table) == 3
+    scheduler.resume("a")
+    plan = step(scheduler)
+    assert plan.preempted == (sibling.info,)
+    assert (rows(plan), plan.copies) == ([("a", 0, 5, True)], ())
+    assert len(leader.block_table) == 3

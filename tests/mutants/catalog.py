@@ -329,9 +329,9 @@ MUTANTS = [
         0,
         "hits are lost when an admitted row grows by one block",
         _PLANNER,
-        "            tables[row] = tuple(self._requests[row].block_table)\n"
+        "            tables[row] = tuple(request.block_table)\n"
         "            self._new_blocks.pop(row, None)\n",
-        "            table = tuple(self._requests[row].block_table)\n"
+        "            table = tuple(request.block_table)\n"
         "            added = self._new_blocks.pop(row, ())\n"
         "            tables[row] = added if len(added) == 1 else table\n",
     ),
@@ -346,8 +346,8 @@ MUTANTS = [
         0,
         "a plan keeps the live block table",
         _PLANNER,
-        "            tables[row] = tuple(self._requests[row].block_table)\n",
-        "            tables[row] = self._requests[row].block_table\n",
+        "            tables[row] = tuple(request.block_table)\n",
+        "            tables[row] = request.block_table\n",
     ),
     Mutant(
         0,
