@@ -146,14 +146,15 @@ def test_siblings_are_the_same_as_requests_alone_and_their_trace_is_accepted(tmp
 
 def test_nothing_is_shared_with_a_younger_one_which_the_admission_may_preempt() -> None:
     scheduler = make_scheduler(num_blocks=3, caching=False)
-    leader, sibling = add_group(scheduler, "a", 4, 1, num_outputs=3)
+    _, elder, younger = add_group(scheduler, "a", 4, 2, num_outputs=3)
+    scheduler.pause("a1")
     step(scheduler)
-    scheduler.pause("a")
+    scheduler.abort("a")
     step(scheduler)
     step(scheduler)
-    assert len(sibling.block_table) == 3
-    scheduler.resume("a")
+    assert len(younger.block_table) == 3
+    scheduler.resume("a1")
     plan = step(scheduler)
-    assert plan.preempted == (sibling.info,)
-    assert (rows(plan), plan.copies) == ([("a", 0, 5, True)], ())
-    assert len(leader.block_table) == 3
+    assert plan.preempted == (younger.info,)
+    assert (rows(plan), plan.copies) == ([("a1", 0, 4, True)], ())
+    assert len(elder.block_table) == 2

@@ -14,6 +14,7 @@ _SCHEDULER = "engine/scheduler.py"
 _QUEUES = "engine/queues.py"
 _VICTIMS = "engine/preemption.py"
 _REQUEST = "engine/request.py"
+_SIBLINGS = "engine/siblings.py"
 _RING = "runner/pinned_ring.py"
 
 
@@ -460,7 +461,7 @@ MUTANTS = [
     Mutant(
         0,
         "a sibling takes what is in flight for computed",
-        _PLANNER,
+        _SIBLINGS,
         "if is_alike and other.num_computed >= num_shared:",
         "if is_alike and other.num_dispatched >= num_shared:",
     ),
@@ -468,13 +469,13 @@ MUTANTS = [
         0,
         "a request shares blocks of a younger one, which it may preempt",
         _PLANNER,
-        "        for other in self._running[:position]:\n",
-        "        for other in self._running:\n",
+        "find_source(self._running[:position], request, num_tokens)",
+        "find_source(self._running, request, num_tokens)",
     ),
     Mutant(
         0,
         "a prompt is shared with the siblings of another",
-        _PLANNER,
+        _SIBLINGS,
         "is_alike = other is request.leader or other.leader is request.leader",
         "is_alike = True",
     ),
