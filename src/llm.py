@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_objects
 from .engine.core import Engine
-from .engine.generation import GenerationLoop
+from .engine.generation import GenerationLoop, only_text
 from .engine.inputs import (
     PromptInput,
     PromptReader,
@@ -69,7 +69,7 @@ class LLM:
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         max_model_len: most tokens of prompt plus output a request may have; None takes the
             model's own limit, or what the KV cache holds if that is less.
-        max_num_seqs: most requests running at a time.
+        max_num_seqs: most requests running at a time; each of ``n`` continuations is one.
         max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``; default
             2,048, on a GPU 8,192.
         block_size: tokens in a KV block.
@@ -295,6 +295,22 @@ class LLM:
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one answer as it grows; the pieces together are the text of
         ``generate``. Closing the iterator aborts the request.
+
+        Args:
+            prompt: as one item of ``generate``, or a ``PromptInput``.
+
+        Raises:
+            InvalidInputError: the prompt or a parameter is refused; ``n`` must be 1.
+        """
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n > 1:
+            raise InvalidInputError("n", sampling_params.n, "must be 1 here: see stream_all")
+        return only_text(self.stream_all(prompt, sampling_params))
+
+    def stream_all(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> Generator[tuple[int, str]]:
+        """Yield the texts of all ``n`` answers as they grow: (index of the answer, piece). Closing
+        the iterator aborts all of them.
 
         Args:
             prompt: as one item of ``generate``, or a ``PromptInput``.

@@ -85,6 +85,24 @@ def test_edited_requests_are_served_beside_others(llm: LLM) -> None:
     assert [o.outputs[0].token_ids for o in iterated] == ids(found)  # type: ignore[union-attr]
 
 
+def test_continuations_are_edited_each_by_its_own_tokens(llm: LLM) -> None:
+    prompt = list(range(3, 40))
+    asked = {
+        "temperature": 1.0,
+        "max_tokens": 12,
+        "repetition_penalty": 3.0,
+        "frequency_penalty": 2.0,
+        "allowed_token_ids": range(30, 60),
+        "ignore_eos": True,
+    }
+    [together] = llm.generate(prompt, SamplingParams(n=3, seed=5, **asked), use_tqdm=False)
+    alone = [SamplingParams(seed=5 + i, **asked) for i in range(3)]
+    apart = ids(llm.generate([prompt] * 3, alone, use_tqdm=False))
+    assert [output.token_ids for output in together.outputs] == apart
+    assert len({tuple(tokens) for tokens in apart}) == 3
+    assert all(set(tokens) <= {*range(30, 60)} for tokens in apart)
+
+
 def test_a_function_that_raises_fails_its_step_and_not_the_engine(llm: LLM) -> None:
     def wrong(_: list[int], row: Any) -> Any:
         return row[1:]

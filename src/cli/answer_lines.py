@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, PagespecError
 from .jsonl import Fingerprint, Line, Question, Row, parse_question, row_start
-from .logprob_columns import logprob_columns
+from .logprob_columns import answer_columns, prompt_columns
 from .prompts import conversation_prompt, user_message
 
 if TYPE_CHECKING:
+    from ..engine.outputs import CompletionOutput
     from ..engine.sampling_params import SamplingParams
     from ..llm import LLM
 
@@ -51,6 +52,15 @@ def _row(job: _Job, fingerprint: Fingerprint, fields: Row) -> Row:
     return row | fields
 
 
+def _fields(answer: CompletionOutput) -> Row:
+    return {
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "token_ids": list(answer.token_ids),
+        **answer_columns(answer),
+    }
+
+
 class _Answering:
     """Lines that were pulled and have no row yet.
 
@@ -71,15 +81,10 @@ class _Answering:
             if isinstance(result, Exception):
                 yield _row(job, self._fingerprint, {"error": str(result)})
             else:
-                answer = result.outputs[0]
-                fields = {
-                    "text": answer.text,
-                    "finish_reason": answer.finish_reason,
-                    "token_ids": list(answer.token_ids),
-                    "num_prompt_tokens": len(result.prompt_token_ids),
-                    **logprob_columns(result),
-                }
-                yield _row(job, self._fingerprint, fields)
+                answers = [_fields(answer) for answer in result.outputs]
+                fields: Row = answers[0] if len(answers) == 1 else {"outputs": answers}
+                fields["num_prompt_tokens"] = len(result.prompt_token_ids)
+                yield _row(job, self._fingerprint, fields | prompt_columns(result))
         yield from self._errors()
         if self._pending:
             raise PagespecError(f"the engine left {len(self._pending)} lines unanswered")

@@ -39,19 +39,21 @@ def answer_prompts(
     for text, result in zip(prompts, results, strict=True):
         if isinstance(result, Exception):
             raise result
-        answer = result.outputs[0]
-        if len(prompts) > 1:
-            typer.echo(f"==> {text} <==")
-        typer.echo(answer.text)
+        for answer in result.outputs:
+            number = f" ({answer.index + 1} of {sampling.n})" if sampling.n > 1 else ""
+            if len(prompts) > 1 or number:
+                typer.echo(f"==> {text}{number} <==")
+            typer.echo(answer.text)
+            num_out += len(answer.token_ids)
         num_in += len(result.prompt_token_ids)
-        num_out += len(answer.token_ids)
         last = result.metrics
     seconds = time.perf_counter() - began
     cost = (
         f"{num_in} prompt tokens in, {num_out} tokens out in {seconds:.2f} s: "
         f"{num_out / max(seconds, 1e-9):.1f} tokens/s"
     )
-    note(cost + (_pace(last) if len(prompts) == 1 and last is not None else ""))
+    is_one = len(prompts) == sampling.n == 1
+    note(cost + (_pace(last) if is_one and last is not None else ""))
 
 
 def _pace(metrics: RequestMetrics) -> str:

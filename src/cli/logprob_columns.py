@@ -6,19 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.outputs import Logprob, RequestOutput
+from ..engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 
-def logprob_columns(result: RequestOutput) -> dict[str, Any]:
-    """What the parameters of a request asked for; nothing if they did not."""
-    columns: dict[str, Any] = {}
-    answer = result.outputs[0]
-    if answer.logprobs is not None:
-        columns["cumulative_logprob"] = _number(answer.cumulative_logprob)
-        columns["logprobs"] = _places(answer.logprobs)
-    if result.prompt_logprobs is not None:
-        columns["prompt_logprobs"] = _places(result.prompt_logprobs)
-    return columns
+def answer_columns(answer: CompletionOutput) -> dict[str, Any]:
+    """What the parameters of a request asked for of its tokens; nothing if they did not."""
+    if answer.logprobs is None:
+        return {}
+    total = _number(answer.cumulative_logprob)
+    return {"cumulative_logprob": total, "logprobs": _places(answer.logprobs)}
+
+
+def prompt_columns(result: RequestOutput) -> dict[str, Any]:
+    """The same of its prompt."""
+    places = result.prompt_logprobs
+    return {} if places is None else {"prompt_logprobs": _places(places)}
 
 
 def _places(places: Sequence[Mapping[int, Logprob] | None]) -> list[Any]:

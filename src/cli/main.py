@@ -92,6 +92,7 @@ def generate(
     The output has one row for each line that is not blank, in order; "index" is
     the number of the line, from 0. A bad line (not JSON, an unknown field, a
     value outside its limits) becomes a row with "error", and the rest goes on.
+    With --n (or "n" in a line) above 1 the answers are a list, "outputs".
     The run can be interrupted at any moment: the same command again keeps the
     finished rows and does the rest. It refuses an output that was written for
     another input, model or sampling flags.

@@ -147,6 +147,9 @@ class SamplingOptions:
 
     PANEL: ClassVar = "Sampling"
 
+    n: int = option(
+        1, "N", "Answers to each prompt, which is computed once; 1 at temperature 0.", "--n"
+    )
     temperature: float = option(
         1.0,
         "X",
@@ -189,8 +192,8 @@ class SamplingOptions:
     seed: int = option(
         0,
         "N",
-        "Seed of the first request; request number i uses seed + i. The same command gives the "
-        "same answers, also when it was interrupted and resumed.",
+        "Seed of the first answer; answer j to request number i uses seed + n * i + j. The same "
+        "command gives the same answers, also when it was interrupted and resumed.",
     )
 
     def params(self, index: int, overrides: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -206,11 +209,11 @@ class SamplingOptions:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values.update(overrides or {})
         if (overrides or {}).get("seed") is None:
-            values["seed"] = self._seed_of(index)
+            values["seed"] = self._seed_of(index * self.n)
         return SamplingParams(**values)
 
-    def _seed_of(self, index: int) -> int:
+    def _seed_of(self, offset: int) -> int:
         if not -(_SEED_SPAN // 2) <= self.seed < _SEED_SPAN:
             raise InvalidInputError("seed", self.seed, "must be an integer that fits in 64 bits")
-        total = self.seed + index
+        total = self.seed + offset
         return total if total < _SEED_SPAN else total - _SEED_SPAN

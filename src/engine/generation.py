@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -31,7 +31,7 @@ class _Caller:
     __slots__ = ("__weakref__",)
 
 
-_Started = tuple[Request, PromptInput, _Caller]
+_Started = tuple[list[Request], PromptInput, _Caller]
 
 
 class GenerationLoop:
@@ -56,23 +56,23 @@ class GenerationLoop:
             InvalidInputError: one was refused; none is served.
             EngineError: a step failed.
         """
-        requests = [self._factory.make(*pair) for pair in zip(inputs, params, strict=True)]
+        groups = [self._factory.make(*pair) for pair in zip(inputs, params, strict=True)]
         caller: _Caller | None = _Caller()
         try:
-            for request in requests:
-                self._engine.add(request, caller)
+            for leader, *siblings in groups:
+                self._engine.add(leader, caller, siblings)
             is_shown = use_tqdm and sys.stderr is not None  # there is none under pythonw
-            with tqdm(total=len(requests), desc="generate", disable=not is_shown) as bar:
+            with tqdm(total=len(groups), desc="generate", disable=not is_shown) as bar:
                 shown = time.perf_counter()
-                for request in requests:
-                    while request.finish_reason is None:
+                for requests in groups:
+                    while not _have_finished(requests):
                         self._engine.step()
                         if not bar.disable and time.perf_counter() - shown > _SHOW_EVERY_S:
-                            _show_progress(bar, requests)
+                            _show_progress(bar, groups)
                             shown = time.perf_counter()
                 if not bar.disable:
-                    _show_progress(bar, requests)
-            return [self._output(*pair) for pair in zip(requests, inputs, strict=True)]
+                    _show_progress(bar, groups)
+            return [self._output(*pair) for pair in zip(groups, inputs, strict=True)]
         finally:
             caller = None
             self._engine.sweep()
@@ -120,7 +120,7 @@ class GenerationLoop:
                 if isinstance(head, InvalidInputError):
                     yield head
                 else:
-                    while head[0].finish_reason is None:
+                    while not _have_finished(head[0]):
                         self._engine.step()
                     yield self._output(*head[:2])
                 head = None
@@ -134,63 +134,102 @@ class GenerationLoop:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError("items", item, "must be (prompt, parameters)")
         prompt, caller = read(*item), _Caller()
-        request = self._factory.make(prompt, item[1])
-        self._engine.add(request, caller)
-        return request, prompt, caller
+        requests = self._factory.make(prompt, item[1])
+        self._engine.add(requests[0], caller, requests[1:])
+        return requests, prompt, caller
 
-    def stream(self, prompt: PromptInput, params: SamplingParams, tokenizer: Any) -> Iterator[str]:
-        """The text of one answer as it grows. A refusal is raised here, not by the iterator."""
-        request = self._factory.make(prompt, params)
+    def stream(
+        self, prompt: PromptInput, params: SamplingParams, tokenizer: Any
+    ) -> Generator[tuple[int, str]]:
+        """The texts of the answers as they grow, in pieces with the index of their answer. A
+        refusal is raised here, not by the iterator."""
+        requests = self._factory.make(prompt, params)
         if not params.detokenize:
             raise InvalidInputError("detokenize", False, "must be True: a stream is text")
-        return self._stream(request, prompt, tokenizer)
+        return self._stream(requests, prompt, tokenizer)
 
-    def _stream(self, request: Request, prompt: PromptInput, tokenizer: Any) -> Iterator[str]:
-        watcher = request.on_token
-        params = request.sampling_params
-        detokenizer = Detokenizer(
-            tokenizer, prompt.token_ids, skip_special_tokens=params.skip_special_tokens
-        )
-        num_read = 0 if isinstance(watcher, StopStringWatcher) else request.num_prompt_tokens
-        num_yielded = 0
+    def _stream(
+        self, requests: list[Request], prompt: PromptInput, tokenizer: Any
+    ) -> Generator[tuple[int, str]]:
+        texts = [_GrowingText(request, prompt, tokenizer) for request in requests]
         caller: _Caller | None = _Caller()
         try:
             # Added on the first step of the iterator: one that is never read must not be served.
-            self._engine.add(request, caller)
-            while request.finish_reason is None:
+            self._engine.add(requests[0], caller, requests[1:])
+            while not _have_finished(requests):
                 self._engine.step()
-                if isinstance(watcher, StopStringWatcher):
-                    # Read once: another thread may append meanwhile.
-                    pieces = watcher.settled_pieces[num_read:]
-                    num_read += len(pieces)
-                    piece = "".join(pieces)
-                else:
-                    new = request.token_ids[num_read:]
-                    num_read += len(new)
-                    # The text of a stop token comes at the end, if at all.
-                    stops = request.stop_token_ids
-                    piece = "".join(detokenizer.push(i) for i in new if i not in stops)
-                if piece:
-                    yield piece
-                    num_yielded += len(piece)
-            tail = self._output(request, prompt).outputs[0].text[num_yielded:]
-            if tail:
-                yield tail
+                for index, text in enumerate(texts):
+                    piece = text.read()
+                    if piece:
+                        yield index, piece
+            for answer, text in zip(self._output(requests, prompt).outputs, texts, strict=True):
+                tail = answer.text[text.num_read :]
+                if tail:
+                    yield answer.index, tail
         finally:
             caller = None
             self._engine.sweep()
 
-    def _output(self, request: Request, prompt: PromptInput) -> RequestOutput:
-        if request.finish_reason == "error":
-            failure = self._engine.failure(request)
-            raise EngineError(f"request {request.request_id} was ended: {failure}")
-        return self._factory.output(request, prompt, self._engine.metrics(request))
+    def _output(self, requests: Sequence[Request], prompt: PromptInput) -> RequestOutput:
+        for request in requests:
+            if request.finish_reason == "error":
+                failure = self._engine.failure(request)
+                raise EngineError(f"request {request.request_id} was ended: {failure}")
+        metrics = [self._engine.metrics(request) for request in requests]
+        return self._factory.output(requests, prompt, metrics)
 
 
-def _show_progress(bar: Any, requests: Sequence[Request]) -> None:
-    done = [request for request in requests if request.finish_reason is not None]
+class _GrowingText:
+    """The text of a request as far as it is certain, read piece by piece.
+
+    Attributes:
+        num_read: characters.
+    """
+
+    def __init__(self, request: Request, prompt: PromptInput, tokenizer: Any) -> None:
+        self._request, self._watcher = request, request.on_token
+        params = request.sampling_params
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt.token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        is_watched = isinstance(self._watcher, StopStringWatcher)
+        self._position = 0 if is_watched else request.num_prompt_tokens  # of pieces, or of tokens
+        self.num_read = 0
+
+    def read(self) -> str:
+        """What is new."""
+        if isinstance(self._watcher, StopStringWatcher):
+            # Read once: another thread may append meanwhile.
+            new = self._watcher.settled_pieces[self._position :]
+            piece = "".join(new)
+            self._position += len(new)
+        else:
+            ids = self._request.token_ids[self._position :]
+            # The text of a stop token comes at the end, if at all.
+            stops = self._request.stop_token_ids
+            piece = "".join(self._detokenizer.push(i) for i in ids if i not in stops)
+            self._position += len(ids)
+        self.num_read += len(piece)
+        return piece
+
+
+def only_text(pieces: Generator[tuple[int, str]]) -> Iterator[str]:
+    """The pieces of a stream of one answer, without its index."""
+    try:
+        for _, piece in pieces:
+            yield piece
+    finally:
+        pieces.close()
+
+
+def _have_finished(requests: Sequence[Request]) -> bool:
+    return all(request.finish_reason is not None for request in requests)
+
+
+def _show_progress(bar: Any, groups: Sequence[Sequence[Request]]) -> None:
+    done = [requests for requests in groups if _have_finished(requests)]
     bar.update(len(done) - bar.n)
     if bar.format_dict["elapsed"] > 0:
-        num_tokens = sum(len(r.token_ids) - r.num_prompt_tokens for r in done)
+        num_tokens = sum(len(r.token_ids) - r.num_prompt_tokens for rs in done for r in rs)
         rate = num_tokens / bar.format_dict["elapsed"]
         bar.set_postfix_str(f"{rate:.1f} tok/s", refresh=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .logprobs import LogprobRows, StepLogprobs
-from .outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
+from .outputs import Logprob, RequestOutput, ScoreOutput
 from .plan import InFlightStep
 from .request import Request
 from .sampling_params import SamplingParams
@@ -37,30 +37,27 @@ def keep_logprobs(step: InFlightStep, found: StepLogprobs) -> None:
 
 
 def add_logprobs(
-    output: RequestOutput, request: Request, decode: Callable[[int], str] | None
+    output: RequestOutput, requests: Sequence[Request], decode: Callable[[int], str] | None
 ) -> None:
-    """Fill in what the parameters of a finished request ask for.
+    """Fill in what the parameters of finished requests ask for.
 
     Args:
         output: with its token ids.
+        requests: its continuations; the first has the prompt's.
         decode: the text of one token; None leaves the texts out.
     """
-    kept, params = request.logprobs, request.sampling_params
-    if kept is None:
-        return
-    reader = _Reader(decode)
+    params, reader = requests[0].sampling_params, _Reader(decode)
     if params.logprobs is not None:
-        answer: CompletionOutput = output.outputs[0]
-        answer.logprobs = reader.read(answer.token_ids, kept.sampled, params.logprobs)
-        own = zip(answer.token_ids, answer.logprobs, strict=True)
-        answer.cumulative_logprob = sum(entries[token].logprob for token, entries in own)
-    if request.info.prompt_token_ids is not None and params.prompt_logprobs is not None:
+        for answer, request in zip(output.outputs, requests, strict=True):
+            kept = [] if request.logprobs is None else request.logprobs.sampled
+            answer.logprobs = reader.read(answer.token_ids, kept, params.logprobs)
+            own = zip(answer.token_ids, answer.logprobs, strict=True)
+            answer.cumulative_logprob = sum(entries[token].logprob for token, entries in own)
+    if params.prompt_logprobs is not None and requests[0].logprobs is not None:
+        kept = requests[0].logprobs.prompt
         # All of them, unless the request was aborted in its prompt.
-        token_ids = output.prompt_token_ids[1 : len(kept.prompt) + 1]
-        output.prompt_logprobs = [
-            None,
-            *reader.read(token_ids, kept.prompt, params.prompt_logprobs),
-        ]
+        token_ids = output.prompt_token_ids[1 : len(kept) + 1]
+        output.prompt_logprobs = [None, *reader.read(token_ids, kept, params.prompt_logprobs)]
 
 
 def score_of(output: RequestOutput, decode: Callable[[int], str] | None) -> ScoreOutput:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times and counts of one request.
+    """Times and counts of one request; of several continuations as :func:`joined` says.
 
     Attributes:
         queue_time_s: from arrival until its first tokens were scheduled, seconds.
@@ -26,6 +27,20 @@ class RequestMetrics:
     tokens_per_second: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+
+
+def joined(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
+    """Of the continuations of one prompt: what the first waited and found in the cache, the time
+    until the last had finished, and their preemptions and rates added up."""
+    first = metrics[0]
+    totals = [m.total_time_s for m in metrics if m.total_time_s is not None]
+    rates = [m.tokens_per_second for m in metrics if m.tokens_per_second is not None]
+    return replace(
+        first,
+        total_time_s=max(totals, default=None),
+        tokens_per_second=sum(rates) if rates else None,
+        num_preemptions=sum(m.num_preemptions for m in metrics),
+    )
 
 
 @dataclass(slots=True)
@@ -51,7 +66,7 @@ class CompletionOutput:
     """One generated continuation.
 
     Attributes:
-        index: position among the request's continuations (0).
+        index: position among the request's continuations, from 0.
         text: decoded text, cut before a stop string, without special tokens and without the stop
             token that ended it (as in vLLM; see ``engine.detokenizer`` for incomplete characters);
             "" if the model has no tokenizer.
@@ -78,7 +93,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request.
+    """A finished request: all its continuations have ended.
 
     Attributes:
         prompt: None when token ids were given.

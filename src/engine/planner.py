@@ -24,6 +24,7 @@ from .plan import Blocks, InFlightStep, StepPlan
 from .preemption import choose_victims
 from .queues import Queues
 from .request import Request, RequestInfo, RequestState, by_rank
+from .siblings import find_source
 
 
 class Planner:
@@ -214,7 +215,9 @@ class Planner:
         blocks = self._blocks
         hits = blocks.match(request)
         num_tokens = len(hits) * blocks.block_size
-        source = self._source(request, position, num_tokens) if request.leader else None
+        source = None
+        if request.leader is not None:
+            source = find_source(self._running[:position], request, num_tokens)
         if source is not None:
             num_tokens = request.num_shared_tokens
             hits = source.block_table[: num_tokens // blocks.block_size]
@@ -230,19 +233,6 @@ class Planner:
         self._admitted_rows.append(len(self._requests))
         self._queues.admit(request, position, num_tokens)
         return True
-
-    def _source(self, request: Request, position: int, num_cached_tokens: int) -> Request | None:
-        """Whose blocks a sibling may share, if that is more than it finds in the cache: the eldest
-        that runs and has settled what they share. It is elder than ``request``, in front of whose
-        place it runs, so that no block of it is taken for this admission."""
-        num_shared = request.num_shared_tokens
-        if not request.reads_cache or num_shared <= num_cached_tokens:
-            return None
-        for other in self._running[:position]:
-            is_alike = other is request.leader or other.leader is request.leader
-            if is_alike and other.num_computed >= num_shared:
-                return other
-        return None
 
     def _make_room(self, request: Request, num_blocks: int, hits: Sequence[int] = ()) -> bool:
         """Make ``num_blocks`` more blocks available by preempting younger requests. True when

@@ -55,7 +55,9 @@ class Queues:
 
     def let_siblings_wait(self, leader: Request) -> None:
         """Its siblings wait in their places: the prompt is computed, or it is not on its way."""
+        num_prompt_blocks = leader.num_prompt_tokens // self.blocks.block_size
         for sibling in self.pending.pop(leader, ()):
+            sibling.block_keys = leader.block_keys[:num_prompt_blocks]  # hashed once for all
             sibling.state = RequestState.WAITING
             insort(self.waiting, sibling, key=by_rank)
 

@@ -30,7 +30,7 @@ class RequestInfo:
     Attributes:
         request_id: no other live request has it.
         seed: 64-bit seed of its random numbers; a sample depends on it, the logits, the
-            parameters and the absolute position only (T7).
+            parameters, the request's own tokens and the absolute position only (T7).
         cache_salt: requests share cached blocks only with requests of the same salt.
         needs_history: a runner has to know all its tokens: plans tell it those that its rows do
             not compute (``StepPlan.prefixes``).
@@ -191,6 +191,7 @@ class Request:
             priority=self.priority,
             cache_salt=info.cache_salt,
             needs_history=info.needs_history,
+            edits=info.edits,
             scores_prompt=False,
         )
         sibling.leader = self

@@ -1,4 +1,4 @@
-"""Makes a request from a checked prompt, and a ``RequestOutput`` from a finished request."""
+"""Makes requests from a checked prompt, and a ``RequestOutput`` from finished requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from .detokenizer import Detokenizer, StopStringWatcher, decode_output
 from .inputs import PromptInput
 from .logit_edits import LogitEdits, bad_word_ids
 from .logprob_output import add_logprobs
-from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
 from .request import Request
 from .sampling_params import SamplingParams
+
+_SEED_SPAN = 1 << 64
 
 
 class RequestFactory:
@@ -52,8 +54,12 @@ class RequestFactory:
         self._can_score = can_score
         self._numbers = itertools.count()  # threads share it
 
-    def make(self, prompt: PromptInput, params: SamplingParams) -> Request:
-        """Raises InvalidInputError if ``params`` do not suit the model."""
+    def make(self, prompt: PromptInput, params: SamplingParams) -> list[Request]:
+        """The continuations of a prompt, the leader first; mostly one.
+
+        Raises:
+            InvalidInputError: ``params`` do not suit the model.
+        """
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("sampling_params", params, "must be a SamplingParams")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -62,21 +68,8 @@ class RequestFactory:
         if params.prompt_logprobs is not None and not self._can_score:
             limit = "must be None: this model's head is not found behind its hidden states"
             raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
-        watcher = None
-        if params.stop_strings:
-            if self._tokenizer is None:
-                raise InvalidInputError("stop", params.stop, "this model has no tokenizer")
-            detokenizer = Detokenizer(
-                self._tokenizer,
-                prompt.token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-            )
-            watcher = StopStringWatcher(
-                detokenizer,
-                params.stop_strings,
-                include=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
+        if params.stop_strings and self._tokenizer is None:
+            raise InvalidInputError("stop", params.stop, "this model has no tokenizer")
         max_num_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, len(prompt.token_ids) + params.max_tokens)
@@ -84,21 +77,44 @@ class RequestFactory:
         if not params.ignore_eos:
             stop_token_ids |= self._eos_token_ids
         number = next(self._numbers)
-        seed = params.seed
-        if seed is None:
-            seed = xxhash.xxh3_64_intdigest(struct.pack("<qq", self._seed, number))
-        return Request(
+        leader = Request(
             str(number),
             prompt.token_ids,
             params,
             max_num_tokens=max_num_tokens,
             stop_token_ids=stop_token_ids,
-            on_token=watcher,
-            seed=seed,
+            on_token=self._watcher(prompt, params),
+            seed=self._seed_of(params, 0, number),
             priority=prompt.priority,
             cache_salt=prompt.cache_salt,
             edits=self._edits(params),
         )
+        requests = [leader]
+        for index in range(1, params.n):
+            number = next(self._numbers)
+            seed = self._seed_of(params, index, number)
+            requests.append(leader.sibling(str(number), seed, self._watcher(prompt, params)))
+        return requests
+
+    def _watcher(self, prompt: PromptInput, params: SamplingParams) -> StopStringWatcher | None:
+        if not params.stop_strings:
+            return None
+        detokenizer = Detokenizer(
+            self._tokenizer, prompt.token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        return StopStringWatcher(
+            detokenizer,
+            params.stop_strings,
+            include=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _seed_of(self, params: SamplingParams, index: int, number: int) -> int:
+        """Of continuation ``index``, which is request ``number``."""
+        if params.seed is None:
+            return xxhash.xxh3_64_intdigest(struct.pack("<qq", self._seed, number))
+        seed = params.seed + index
+        return seed if seed < _SEED_SPAN else seed - _SEED_SPAN
 
     def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -130,9 +146,21 @@ class RequestFactory:
         return LogitEdits.of(params, stop_token_ids, bad_words)
 
     def output(
-        self, request: Request, prompt: PromptInput, metrics: RequestMetrics
+        self, requests: Sequence[Request], prompt: PromptInput, metrics: Sequence[RequestMetrics]
     ) -> RequestOutput:
-        """What the caller of a finished ``request`` gets."""
+        """What the caller gets of ``requests``, the finished continuations of a prompt."""
+        output = RequestOutput(
+            request_id=requests[0].request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            outputs=[self._completion(i, request, prompt) for i, request in enumerate(requests)],
+            metrics=joined(metrics) if len(metrics) > 1 else metrics[0],
+        )
+        decode = self.decode_one if requests[0].sampling_params.detokenize else None
+        add_logprobs(output, requests, decode)
+        return output
+
+    def _completion(self, index: int, request: Request, prompt: PromptInput) -> CompletionOutput:
         params, finish_reason = request.sampling_params, request.finish_reason
         watcher, stop_token_id = request.on_token, request.stop_token_id
         stop_reason: int | str | None = None
@@ -153,23 +181,13 @@ class RequestFactory:
         if stop_token_id is not None:
             is_end = stop_token_id in self._eos_token_ids and not params.ignore_eos
             stop_reason = None if is_end else stop_token_id
-        completion = CompletionOutput(
-            0,
+        return CompletionOutput(
+            index,
             text,
             request.output_token_ids,
             finish_reason,
             stop_reason=stop_reason if finish_reason == "stop" else None,
         )
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=prompt.text,
-            prompt_token_ids=prompt.token_ids,
-            outputs=[completion],
-            metrics=metrics,
-        )
-        if request.logprobs is not None:
-            add_logprobs(output, request, self.decode_one if params.detokenize else None)
-        return output
 
     @property
     def decode_one(self) -> Callable[[int], str] | None:

@@ -14,6 +14,7 @@ from .unsupported_params import UnsupportedParams
 
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
+MAX_CONTINUATIONS = 16_384
 _SEED_BITS = 64
 _FLAGS = (
     "ignore_eos",
@@ -45,6 +46,9 @@ class SamplingParams(UnsupportedParams):
     ``docs/sampling_parameters.md`` says in which order they act, and which are refused.
 
     Attributes:
+        n: continuations to generate of the prompt, which is computed once; 1 at temperature 0,
+            where all are the same. Each counts as a request.
+        best_of: as ``n``; to generate more and return the best is not supported yet.
         temperature: 0 means greedy (the highest logit, ties to the lowest token id); otherwise
             logits are divided by it. Finite, 0 or more.
         top_p: keep the smallest set of tokens whose probability reaches this. In (0, 1].
@@ -56,6 +60,7 @@ class SamplingParams(UnsupportedParams):
             that does is in ``token_ids`` and not in ``text``.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         seed: 64-bit seed of this request's random numbers; None derives one from the engine's.
+            Continuation i has ``seed + i``, and the tokens of a request with that seed.
         logprobs: give the log-probability of each sampled token, and of so many of the likeliest, 0
             to 20; None gives none.
         prompt_logprobs: the same of each prompt token but the first. Such a request computes all of
@@ -85,6 +90,8 @@ class SamplingParams(UnsupportedParams):
         InvalidInputError: a field is outside its limits.
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -138,6 +145,7 @@ class SamplingParams(UnsupportedParams):
             number = getattr(self, name)
             if number is not None:
                 _require_int(name, number, 0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
+        self._check_counts()
         put(self, "stop_strings", self._checked_stop_strings())
         if self.stop_strings and not self.detokenize:
             raise InvalidInputError("stop", self.stop, "needs text: detokenize must be True")
@@ -157,6 +165,15 @@ class SamplingParams(UnsupportedParams):
         put(self, "logits_processors", checks.checked_processors(self.logits_processors))
         checks.checked_truncation(self.truncate_prompt_tokens)
         self.refuse_unsupported()
+
+    def _check_counts(self) -> None:
+        _require_int("n", self.n, 1, MAX_CONTINUATIONS, f"from 1 to {MAX_CONTINUATIONS:,}")
+        if self.n > 1 and self.temperature == 0.0:
+            raise InvalidInputError("n", self.n, "must be 1 at temperature 0: all are the same")
+        if self.best_of is not None:
+            _require_int("best_of", self.best_of, self.n, math.inf, f"of at least n = {self.n}")
+            if self.best_of > self.n:
+                raise InvalidInputError("best_of", self.best_of, "more than n: not supported yet")
 
     def _checked_stop_strings(self) -> tuple[str, ...]:
         stop = self.stop

@@ -103,10 +103,10 @@ class EditPacker:
         """Set ``any_edited`` and ``any_history`` for this plan: whether rows may be edited, and
         whether the history of one is needed, now or later."""
         if plan.requests is not self._requests:
-            self._requests = plan.requests
             asking = [r for r in plan.requests if r.needs_history or r.edits is not None]
             self.any_edited = any(request.edits is not None for request in asking)
             self.any_history = any(request.needs_history for request in asking)
+            self._requests = plan.requests  # last, in case of an interrupt
 
     def pack(
         self,

@@ -97,6 +97,19 @@ def test_an_output_of_another_run_is_refused_untouched(desk: Desk, change: Any) 
     assert [row["index"] for row in desk.rows()] == list(range(len(desk.rows())))
 
 
+def test_a_line_has_any_parameter_or_is_refused_by_its_name(desk: Desk) -> None:
+    desk.lines(
+        {"prompt": "a", "logit_bias": {"5": 2}, "bad_words": ["x"], "min_tokens": 1},
+        {"prompt": "b", "extra_args": {}},
+        {"prompt": "c", "extra_args": None, "detokenize": False},
+    )
+    assert desk.run_file().exit_code == 1
+    assert "extra_args = {}: is not supported" in desk.rows()[1]["error"]
+    first, last = (params for _, params in desk.llm.seen)
+    assert (first.logit_bias, first.bad_words, first.min_tokens) == ({5: 2.0}, ("x",), 1)
+    assert last.detokenize is False
+
+
 def test_the_input_is_never_the_output(desk: Desk) -> None:
     desk.lines({"prompt": "a"})
     desk.output = desk.source
@@ -223,3 +236,14 @@ def test_blank_lines_get_no_row_and_are_numbered(desk: Desk) -> None:
         desk.output.write_bytes(whole[:size])
         assert "keeping" in desk.run_file().stderr or not whole[:size].count(b"\n")
         assert desk.output.read_bytes() == whole
+
+
+def test_several_answers_are_a_list_and_have_seeds_of_their_own(desk: Desk) -> None:
+    desk.lines({"prompt": "a"}, {"prompt": "b", "n": 1}, {"prompt": "c"})
+    desk.run_file("--n", "2", "--seed", "5")
+    two, one, _ = desk.rows()
+    assert [answer["text"] for answer in two["outputs"]] == ["A", "A!"]
+    assert two["num_prompt_tokens"] == 1
+    assert "text" not in two
+    assert (one["text"], "outputs" in one) == ("B", False)
+    assert [params.seed for _, params in desk.llm.seen] == [5, 7, 9]

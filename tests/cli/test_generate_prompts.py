@@ -97,3 +97,9 @@ def test_without_a_model_the_embedded_one_is_taken(
     monkeypatch.setattr(make_llm, "find_embedded_model", lambda: Path("/x/smol.gguf"))
     assert call("generate", "--prompt", "hi").exit_code == 0
     assert desk.started[0][0] == "/x/smol.gguf"
+
+
+def test_several_answers_are_numbered(desk: Desk) -> None:
+    result = desk.run("--prompt", "one", "--n", "2")
+    assert result.stdout == "==> one (1 of 2) <==\nONE\n==> one (2 of 2) <==\nONE!\n"
+    assert "3 prompt tokens in, 6 tokens out" in result.stderr

@@ -45,6 +45,15 @@ def reference() -> Reference:
 # Serving ----------------------------------------------------------------------------------------
 
 
+def test_continuations_of_one_prompt_are_those_of_separate_requests(group: Group) -> None:
+    params = {"max_tokens": 8, "ignore_eos": True}
+    several = SamplingParams(n=3, seed=5, **params)
+    [output] = group.llm.generate([[7] * 21], several, use_tqdm=False)
+    for i, answer in enumerate(output.outputs):
+        alone = group.llm.generate([[7] * 21], SamplingParams(seed=5 + i, **params), use_tqdm=False)
+        assert answer.token_ids == alone[0].outputs[0].token_ids
+
+
 def test_a_hostile_run_equals_generate(group: Group, reference: Reference) -> None:
     llm = group.llm
     # Some are under way and are given up, in the middle.

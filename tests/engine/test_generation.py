@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagespec import SamplingParams
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
-from pagespec.engine.generation import GenerationLoop
+from pagespec.engine.generation import GenerationLoop, only_text
 from pagespec.engine.inputs import PromptInput
 from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.engine.request_factory import RequestFactory
@@ -71,7 +71,7 @@ def answers(
     [whole] = serving.run([prompt], [sampling], use_tqdm=False)
     [item] = serving.iterate([(prompt, sampling)], lambda given, _: given, window=1)
     given = [(o.text, o.token_ids, o.finish_reason) for o in (whole.outputs[0], item.outputs[0])]
-    streamed = "".join(serving.stream(prompt, sampling, tokenizer))
+    streamed = "".join(only_text(serving.stream(prompt, sampling, tokenizer)))
     return [*given, (streamed, *given[0][1:])]
 
 

@@ -72,7 +72,7 @@ def test_a_priority_reaches_the_request() -> None:
     )
 
     def request(prompt: dict[str, Any], seniority: int) -> Request:
-        made = factory.make(READER.read({"prompt_token_ids": [1]} | prompt), SamplingParams())
+        [made] = factory.make(READER.read({"prompt_token_ids": [1]} | prompt), SamplingParams())
         made.seniority = seniority
         return made
 

@@ -142,3 +142,19 @@ def test_siblings_are_the_same_as_requests_alone_and_their_trace_is_accepted(tmp
                     )
                 verdict = replay.check(path.read_text().splitlines())
                 assert (verdict.property_id, verdict.num_requests) == ("", 4)
+
+
+def test_nothing_is_shared_with_a_younger_one_which_the_admission_may_preempt() -> None:
+    scheduler = make_scheduler(num_blocks=3, caching=False)
+    _, elder, younger = add_group(scheduler, "a", 4, 2, num_outputs=3)
+    scheduler.pause("a1")
+    step(scheduler)
+    scheduler.abort("a")
+    step(scheduler)
+    step(scheduler)
+    assert len(younger.block_table) == 3
+    scheduler.resume("a1")
+    plan = step(scheduler)
+    assert plan.preempted == (younger.info,)
+    assert (rows(plan), plan.copies) == ([("a1", 0, 4, True)], ())
+    assert len(elder.block_table) == 2

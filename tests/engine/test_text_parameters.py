@@ -185,9 +185,10 @@ def test_bad_words_are_tokens_with_and_without_a_space() -> None:
     with pytest.raises(InvalidInputError, match=r"^bad_words = .*no tokenizer"):
         factory.make(prompt, SamplingParams(bad_words=["a"]))
     factory._encode = lambda text: tokens(LEVEL, text)
-    edits = factory.make(prompt, SamplingParams(bad_words=[" a", "bb"])).info.edits
+    [request] = factory.make(prompt, SamplingParams(bad_words=[" a", "bb"]))
+    edits = request.info.edits
     assert edits is not None
     # " a" is one token, as "a" is; " bb" has one more than "bb", and is left to "bb".
     assert edits.bad_words == tuple(tuple(tokens(LEVEL, word)) for word in ("a", " a", "bb"))
     assert edits.needs_history
-    assert factory.make(prompt, SamplingParams()).info.edits is None
+    assert factory.make(prompt, SamplingParams())[0].info.edits is None

@@ -97,6 +97,26 @@ def late_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+def test_continuations_are_those_of_separate_requests(late_work: list[str]) -> None:
+    llm = small_engine(max_num_seqs=16, max_num_batched_tokens=128, num_blocks=128)
+    prompts = mixed_prompts([1, 5, 16, 33, 200], VOCAB_SIZE)
+    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.9}]
+    late_work.clear()
+    for kind in kinds:
+
+        def sampling(kind: dict[str, Any] = kind, **more: Any) -> SamplingParams:
+            return SamplingParams(max_tokens=40, ignore_eos=True, **kind, **more)
+
+        several = llm.generate(prompts, sampling(n=4, seed=1), use_tqdm=False)
+        singles = [
+            tokens_of(llm.generate(prompts, sampling(seed=1 + i), use_tqdm=False)) for i in range(4)
+        ]
+        for number, output in enumerate(several):
+            answers = [answer.token_ids for answer in output.outputs]
+            assert answers == [tokens[number] for tokens in singles]
+    assert late_work == [], "the kernel that copies blocks is built at start-up"
+
+
 def num_dynamo_graphs() -> int:
     from torch._dynamo.utils import counters
 

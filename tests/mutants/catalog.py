@@ -14,6 +14,7 @@ _SCHEDULER = "engine/scheduler.py"
 _QUEUES = "engine/queues.py"
 _VICTIMS = "engine/preemption.py"
 _REQUEST = "engine/request.py"
+_SIBLINGS = "engine/siblings.py"
 _RING = "runner/pinned_ring.py"
 
 
@@ -329,9 +330,9 @@ MUTANTS = [
         0,
         "hits are lost when an admitted row grows by one block",
         _PLANNER,
-        "            tables[row] = tuple(self._requests[row].block_table)\n"
+        "            tables[row] = tuple(request.block_table)\n"
         "            self._new_blocks.pop(row, None)\n",
-        "            table = tuple(self._requests[row].block_table)\n"
+        "            table = tuple(request.block_table)\n"
         "            added = self._new_blocks.pop(row, ())\n"
         "            tables[row] = added if len(added) == 1 else table\n",
     ),
@@ -346,8 +347,8 @@ MUTANTS = [
         0,
         "a plan keeps the live block table",
         _PLANNER,
-        "            tables[row] = tuple(self._requests[row].block_table)\n",
-        "            tables[row] = self._requests[row].block_table\n",
+        "            tables[row] = tuple(request.block_table)\n",
+        "            tables[row] = request.block_table\n",
     ),
     Mutant(
         0,
@@ -460,7 +461,7 @@ MUTANTS = [
     Mutant(
         0,
         "a sibling takes what is in flight for computed",
-        _PLANNER,
+        _SIBLINGS,
         "if is_alike and other.num_computed >= num_shared:",
         "if is_alike and other.num_dispatched >= num_shared:",
     ),
@@ -468,13 +469,13 @@ MUTANTS = [
         0,
         "a request shares blocks of a younger one, which it may preempt",
         _PLANNER,
-        "        for other in self._running[:position]:\n",
-        "        for other in self._running:\n",
+        "find_source(self._running[:position], request, num_tokens)",
+        "find_source(self._running, request, num_tokens)",
     ),
     Mutant(
         0,
         "a prompt is shared with the siblings of another",
-        _PLANNER,
+        _SIBLINGS,
         "is_alike = other is request.leader or other.leader is request.leader",
         "is_alike = True",
     ),

@@ -99,6 +99,26 @@ def test_packing() -> None:
     assert inputs.context_lens.tolist() == [2, 0]
 
 
+def test_copies_are_done_before_the_step_also_by_other_ranks(captured: CapturedModel) -> None:
+    (request,) = make_requests([[1, 2, 3, 4, 5]], 4, temperature=1.0)
+    for is_staged in (False, True):
+        runner = ModelRunner(captured, block_size=4, num_blocks=9)
+        for caches in runner.kv_caches:
+            for cache in caches:
+                cache.copy_(torch.randn_like(cache))
+        old = [tuple(cache.clone() for cache in caches) for caches in runner.kv_caches]
+        copies = ((2, 3), (2, 4), (0, 5))
+        plan = StepPlan(0, (request.info,), (4,), (1,), (True,), (5,), {0: (1, 3)}, copies=copies)
+        handle = runner.launch(runner.stage(plan)) if is_staged else runner.dispatch(plan)
+        assert len(runner.collect(handle).token_ids) == 1
+        for caches, before in zip(runner.kv_caches, old, strict=True):
+            for cache, was in zip(caches, before, strict=True):
+                was[[3, 4, 5]] = was[[2, 2, 0]]
+                assert torch.equal(cache[:3], was[:3])
+                assert torch.equal(cache[4:9], was[4:9])
+                assert torch.equal(cache[3, 1:], was[3, 1:]), "its first slot is the row's"
+
+
 def test_block_tables_are_what_the_plans_say() -> None:
     packer = CpuStepPacker(block_size=1, num_blocks=99, device=torch.device("cpu"))
     (request,) = make_requests([[1, 2, 3, 4]], 60)

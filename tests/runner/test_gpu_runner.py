@@ -67,7 +67,9 @@ def events_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     ("num_blocks", "caching"),
     [(18, True), pytest.param(200, False, marks=pytest.mark.nightly)],
 )
-def test_tokens_are_those_of_hugging_face(overlap: bool, num_blocks: int, caching: bool) -> None:
+def test_tokens_are_those_of_hugging_face(
+    overlap: bool, num_blocks: int, caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     loaded = load_model(model)
     captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
@@ -106,10 +108,15 @@ def test_tokens_are_those_of_hugging_face(overlap: bool, num_blocks: int, cachin
             max_num_tokens=len(prompt) + num_output_tokens,
             seed=i,
         )
-        requests.append(request)
-        engine.add(request)
+        siblings = [request.sibling(f"r{i}.{j}", j, None) for j in range(2 if i in (0, 3) else 0)]
+        requests += [request, *siblings]
+        engine.add(request, siblings=siblings)
+    copies = []
+    copy = runner._copier.copy
+    monkeypatch.setattr(runner._copier, "copy", lambda told: (copies.extend(told), copy(told)))
     while engine.has_work:
         engine.step()
+    assert copies
     expected = [hf_greedy(model, r.token_ids[: r.num_prompt_tokens], 14) for r in requests]
     for request, tokens in zip(requests, expected, strict=True):
         produced = request.token_ids[request.num_prompt_tokens :]

@@ -63,8 +63,11 @@ class FakeLLM:
         if not ids:
             return InvalidInputError("prompt", text, "must not be empty")
         answer = "".join(chr(i) for i in ids).upper()[: params.max_tokens]
-        output = CompletionOutput(0, answer, [ord(c) for c in answer], "stop")
-        return RequestOutput("r", text, ids, [output])
+        outputs = [
+            CompletionOutput(i, answer + "!" * i, [ord(c) for c in answer], "stop")
+            for i in range(params.n)
+        ]
+        return RequestOutput("r", text, ids, outputs)
 
 
 class Desk:

@@ -63,20 +63,20 @@ def content_llm(
         return LLM("content", block_size=block_size, num_blocks=num_blocks, **settings)
 
 
-def answer_alone(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
-    """The tokens of a request with these parameters, which must have a seed."""
+def answer_alone(llm: LLM, prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:
+    """The tokens of a continuation with these parameters, which must have a seed."""
     limit = len(prompt) + (params.max_tokens or llm.max_model_len)
     return stream_alone(
         prompt,
         min(limit, llm.max_model_len),
-        seed=params.seed or 0,
+        seed=(params.seed or 0) + index,
         vocab_size=NUM_TOKENS,
         stop_token_ids=frozenset(() if params.ignore_eos else {STOP_TOKEN}),
     )
 
 
-def text_alone(llm: LLM, prompt: list[int], params: SamplingParams) -> str:
-    answer = answer_alone(llm, prompt, params)
+def text_alone(llm: LLM, prompt: list[int], params: SamplingParams, index: int = 0) -> str:
+    answer = answer_alone(llm, prompt, params, index)
     if not params.ignore_eos and answer[-1:] == [STOP_TOKEN]:
         answer.pop()  # a token that ends an answer has no text
     return LetterTokenizer().decode(answer)

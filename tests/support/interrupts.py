@@ -136,7 +136,10 @@ class Run:
             prompt = (rng.choice(self._old_prompts) + prompt)[: self.llm.max_model_len - 1]
         self._old_prompts.append(prompt)
         params = SamplingParams(
-            max_tokens=rng.randint(1, 5), seed=rng.randrange(2), ignore_eos=rng.random() < 0.7
+            max_tokens=rng.randint(1, 5),
+            seed=rng.randrange(2),
+            ignore_eos=rng.random() < 0.7,
+            n=rng.choice([1, 1, 2, 3]),
         )
         return prompt, params
 
@@ -149,7 +152,7 @@ class Run:
         questions = [self.question() for _ in range(rng.randint(1, 4))]
         results = llm.generate_iter(questions, window=rng.randint(1, 4))
         prompt, params = self.question()
-        pieces = llm.stream(prompt, params)
+        pieces = llm.stream_all(prompt, params)
         self.may_fail(lambda: next(pieces, None))
         self.may_fail(lambda: next(results, None))
         for request_id in list(llm.engine.scheduler.requests)[:2]:
@@ -181,13 +184,17 @@ class Run:
             self.check(prompt, one, output)
 
     def check(self, prompt: list[int], params: SamplingParams, output: RequestOutput) -> None:
-        expected = answer_alone(self.llm, prompt, params)
-        assert output.outputs[0].token_ids == expected, (output, expected)
+        assert len(output.outputs) == params.n
+        for i, answer in enumerate(output.outputs):
+            expected = answer_alone(self.llm, prompt, params, i)
+            assert (answer.index, answer.token_ids) == (i, expected), (output, expected)
 
     def stream(self) -> None:
         prompt, params = self.question()
-        text = "".join(self.llm.stream(prompt, params))
-        assert text == text_alone(self.llm, prompt, params)
+        texts = [""] * params.n
+        for i, piece in self.llm.stream_all(prompt, params):
+            texts[i] += piece
+        assert texts == [text_alone(self.llm, prompt, params, i) for i in range(params.n)]
 
     def iterate(self) -> None:
         questions = [self.question() for _ in range(3)]
@@ -214,6 +221,7 @@ class Run:
                 self.llm,
                 request.token_ids[: request.num_prompt_tokens],
                 request.sampling_params,
+                request.seed - (request.sampling_params.seed or 0),
             )
             assert outputs == alone[: len(outputs)]
 

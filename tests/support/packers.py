@@ -14,7 +14,7 @@ import torch
 
 from pagespec.compile.step_inputs import StepInputs
 from pagespec.engine.plan import StepPlan
-from pagespec.runner.cpu_pack import CpuStepPacker
+from pagespec.runner.cpu_pack import CpuStepPacker, PackedStep
 from pagespec.runner.step_shapes import StepShape
 from tests.support.tables import RowSeen
 
@@ -48,7 +48,9 @@ class CpuPacker:
         self._sampled: list[int] = []
 
     def read(self, plan: StepPlan) -> list[RowSeen]:
-        return rows_seen(self._packer.pack(plan).inputs, len(plan), self._block_size)
+        packed = self._packer.pack(plan)
+        assert PackedStep.from_arrays(packed.to_arrays()).copies == list(plan.copies)
+        return rows_seen(packed.inputs, len(plan), self._block_size)
 
     def sampled(self, token_ids: Sequence[int]) -> None:
         """What the step of the plan read last sampled."""
@@ -107,7 +109,7 @@ class GpuStaging:
         self._num_steps = 0
 
     def read(self, plan: StepPlan) -> list[RowSeen]:
-        from pagespec.runner.gpu_pack import send
+        from pagespec.runner.gpu_pack import StagedStep, send
         from pagespec.runner.unpack_kernels import unpack
 
         b, num_rows = self._buffers, len(plan)
@@ -122,7 +124,9 @@ class GpuStaging:
             shape = StepShape(max(2, plan.total_num_tokens + 3), max(2, num_rows + 1), False)
         index, _, array = self._ring.take()
         staged, array = self._packer.pack(plan, shape, 0, array)
-        send(b, staged, self._ring, index, array)
+        assert StagedStep.from_array(staged.to_array()) == staged
+        _, copies = send(b, staged, self._ring, index, array)
+        assert copies.view(2, -1).T.tolist() == [list(pair) for pair in plan.copies]
         inputs = unpack(b, staged.shape, self._block_size, null_slot)
         return rows_seen(inputs, num_rows, self._block_size)
 
