@@ -11,7 +11,7 @@ from .request import Request
 from .sampling_params import SamplingParams
 
 SCORE_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-"""Of a request that is only scored. Its one sampled token is of no use to anybody."""
+"""Of a request that is only scored; its one sampled token is dropped."""
 
 
 def keep_logprobs(step: InFlightStep, found: StepLogprobs) -> None:

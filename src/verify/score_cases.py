@@ -70,7 +70,7 @@ class ScoreCases:
         return self._stepped.add(self._asking[subject], b"logprobs " + salt)
 
     def _add_score(self, subject: CaseRequest) -> Request:
-        """Prompt and answer as a prompt; what is sampled behind it is nobody's."""
+        """Prompt and answer as a prompt; the token sampled behind it is dropped."""
         answer = self.references[subject].token_ids
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
         scored = CaseRequest(subject.name, (*subject.prompt, *answer), params, seed=0)
