@@ -146,6 +146,9 @@ class GenerationLoop:
         requests = self._factory.make(prompt, params)
         if not params.detokenize:
             raise InvalidInputError("detokenize", False, "must be True: a stream is text")
+        if params.num_generated > params.n:
+            limit = "must be None or n: which are the best is known at their end"
+            raise InvalidInputError("best_of", params.best_of, limit)
         return self._stream(requests, prompt, tokenizer)
 
     def _stream(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import xxhash
@@ -65,6 +67,8 @@ class RequestFactory:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
+        if params.num_generated > params.n and params.logprobs is None:
+            params = replace(params, logprobs=0)  # by which they are ranked
         if params.prompt_logprobs is not None and not self._can_score:
             limit = "must be None: this model's head is not found behind its hidden states"
             raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
@@ -90,7 +94,7 @@ class RequestFactory:
             edits=self._edits(params),
         )
         requests = [leader]
-        for index in range(1, params.n):
+        for index in range(1, params.num_generated):
             number = next(self._numbers)
             seed = self._seed_of(params, index, number)
             requests.append(leader.sibling(str(number), seed, self._watcher(prompt, params)))
@@ -158,6 +162,11 @@ class RequestFactory:
         )
         decode = self.decode_one if requests[0].sampling_params.detokenize else None
         add_logprobs(output, requests, decode)
+        num_kept = requests[0].sampling_params.n
+        if num_kept < len(requests):
+            output.outputs = sorted(output.outputs, key=_unlikelihood)[:num_kept]
+            for index, answer in enumerate(output.outputs):
+                answer.index = index
         return output
 
     def _completion(self, index: int, request: Request, prompt: PromptInput) -> CompletionOutput:
@@ -194,3 +203,9 @@ class RequestFactory:
         """The text of a token by itself; None without a tokenizer."""
         tokenizer = self._tokenizer
         return None if tokenizer is None else lambda token_id: str(tokenizer.decode([token_id]))
+
+
+def _unlikelihood(answer: CompletionOutput) -> float:
+    """Of NaN, which has no order, infinite."""
+    total = answer.cumulative_logprob
+    return math.inf if total is None or math.isnan(total) else -total

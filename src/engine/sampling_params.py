@@ -48,7 +48,8 @@ class SamplingParams(UnsupportedParams):
     Attributes:
         n: continuations to generate of the prompt, which is computed once; 1 at temperature 0,
             where all are the same. Each counts as a request.
-        best_of: as ``n``; to generate more and return the best is not supported yet.
+        best_of: generate so many, and return the ``n`` of the largest cumulative log-probability,
+            the best first, with their ``logprobs``. Not for ``stream``.
         temperature: 0 means greedy (the highest logit, ties to the lowest token id); otherwise
             logits are divided by it. Finite, 0 or more.
         top_p: keep the smallest set of tokens whose probability reaches this. In (0, 1].
@@ -166,14 +167,22 @@ class SamplingParams(UnsupportedParams):
         checks.checked_truncation(self.truncate_prompt_tokens)
         self.refuse_unsupported()
 
+    @property
+    def num_generated(self) -> int:
+        """Continuations that are generated for the ``n`` that are returned."""
+        return self.n if self.best_of is None else self.best_of
+
     def _check_counts(self) -> None:
         _require_int("n", self.n, 1, MAX_CONTINUATIONS, f"from 1 to {MAX_CONTINUATIONS:,}")
         if self.n > 1 and self.temperature == 0.0:
             raise InvalidInputError("n", self.n, "must be 1 at temperature 0: all are the same")
         if self.best_of is not None:
-            _require_int("best_of", self.best_of, self.n, math.inf, f"of at least n = {self.n}")
-            if self.best_of > self.n:
-                raise InvalidInputError("best_of", self.best_of, "more than n: not supported yet")
+            _require_int(
+                "best_of", self.best_of, self.n, MAX_CONTINUATIONS, f"from n = {self.n} up"
+            )
+            if self.best_of > 1 and self.temperature == 0.0:
+                limit = "must be 1 at temperature 0: all are the same"
+                raise InvalidInputError("best_of", self.best_of, limit)
 
     def _checked_stop_strings(self) -> tuple[str, ...]:
         stop = self.stop

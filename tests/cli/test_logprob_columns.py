@@ -6,17 +6,17 @@ import json
 import math
 
 from pagespec import CompletionOutput, Logprob, RequestOutput
-from pagespec.cli.logprob_columns import logprob_columns
+from pagespec.cli.logprob_columns import answer_columns, prompt_columns
 
 
 def test_columns_are_there_when_they_were_asked_for() -> None:
     answer = CompletionOutput(0, "a", [7], "stop")
     result = RequestOutput("r", "p", [1, 2], [answer])
-    assert logprob_columns(result) == {}
+    assert answer_columns(answer) == prompt_columns(result) == {}
     answer.logprobs = [{7: Logprob(-math.inf, 2, "a"), 3: Logprob(0.0, 1, None)}]
     answer.cumulative_logprob = -math.inf
     result.prompt_logprobs = [None, {2: Logprob(-0.5, 1, "b")}]
-    found = logprob_columns(result)
+    found = answer_columns(answer) | prompt_columns(result)
     assert json.loads(json.dumps(found, allow_nan=False)) == {
         "cumulative_logprob": None,
         "logprobs": [

@@ -51,7 +51,7 @@ HUGE = 10**400  # too large for a float, and too long for a message
         ({"n": 1 << 20}, "n"),
         ({"n": 2, "temperature": 0.0}, "n"),
         ({"n": 3, "best_of": 2}, "best_of"),
-        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"best_of": 3, "temperature": 0.0}, "best_of"),
         ({"best_of": "x"}, "best_of"),
         ({"seed": 1 << 64}, "seed"),
         ({"seed": "x"}, "seed"),
