@@ -33,10 +33,8 @@ CI = (
     _TIGHT._replace(
         name="ci-history",
         templates=(T((0, 0), 2, reads_cache=False), T((0, 0), 3, needs_history=True)),
-        block_size=1,
-        num_blocks=4,
         depth=1,
-        fail=True,
+        abort=False,
     ),
     # siblings that share a block and copy the next one; those that copy only, without a cache
     _SIBLINGS._replace(name="ci-siblings", depth=1, pause=False),

@@ -242,8 +242,9 @@ def interrupt(seed: int, places: list[int], kind: type[BaseException], trace: Pa
     run = Run(seed, trace)
     raiser = LineRaiser(places, kind)
     with (
-        # An exception raised in a finalizer is not propagated, only told.
-        mock.patch.object(sys, "unraisablehook"),
+        # An exception raised in a finalizer is not propagated, only told. Not to a Mock: it would
+        # keep the traceback, and with its frames the callers that are to go.
+        mock.patch.object(sys, "unraisablehook", lambda _: None),
     ):
         try:
             with raiser:
