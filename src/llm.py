@@ -10,7 +10,13 @@ from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_objects
 from .engine.core import Engine
 from .engine.generation import GenerationLoop
-from .engine.inputs import PromptInput, PromptReader, pair_params, split_prompts
+from .engine.inputs import (
+    PromptInput,
+    PromptReader,
+    pair_params,
+    split_prompts,
+    truncation_of,
+)
 from .engine.outputs import RequestOutput
 from .engine.policy import Policy
 from .engine.request_factory import RequestFactory
@@ -158,14 +164,16 @@ class LLM:
         self.device = str(built.device)
         self._device = built.device
         self._runner = built.runner
+        self._reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
         factory = RequestFactory(
             built.tokenizer,
             vocab_size=built.vocab_size,
             eos_token_ids=frozenset(built.eos_token_ids),
             max_model_len=built.max_model_len,
             seed=config.seed,
+            encode=self._reader.encode,
+            num_ranks=config.tensor_parallel_size,
         )
-        self._reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
         scheduler = Scheduler(
             BlockManager(
                 built.num_blocks,
@@ -210,7 +218,9 @@ class LLM:
         params = pair_params(items, sampling_params, SamplingParams())
         single = len(items) == 1
         inputs = [
-            self._reader.read(item, "prompt" if single else f"prompts[{i}]")
+            self._reader.read(
+                item, "prompt" if single else f"prompts[{i}]", truncation_of(params[i])
+            )
             for i, item in enumerate(items)
         ]
         return self._loop.run(inputs, params, use_tqdm)
@@ -236,7 +246,9 @@ class LLM:
         conversations = list(messages) if is_many else [messages]
         params = pair_params(conversations, sampling_params, SamplingParams())
         inputs = [
-            self._reader.read_messages(item, f"messages[{i}]" if is_many else "messages")
+            self._reader.read_messages(
+                item, f"messages[{i}]" if is_many else "messages", truncation_of(params[i])
+            )
             for i, item in enumerate(conversations)
         ]
         return self._loop.run(inputs, params, use_tqdm)
@@ -280,10 +292,13 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._loop.stream(self._read(prompt), params, self.tokenizer)
+        return self._loop.stream(self._read(prompt, params), params, self.tokenizer)
 
-    def _read(self, prompt: Any) -> PromptInput:
-        return prompt if isinstance(prompt, PromptInput) else self._reader.read(prompt)
+    def _read(self, prompt: Any, params: Any) -> PromptInput:
+        truncate = truncation_of(params)
+        if isinstance(prompt, PromptInput):
+            return self._reader.truncated(prompt, truncate)
+        return self._reader.read(prompt, truncate=truncate)
 
     def stats(self) -> EngineStats:
         """Counters, start-up times and memory as they are now."""

@@ -12,7 +12,8 @@ The text of an answer is defined here, once, for ``generate``, ``generate_iter``
   would change characters that were sent long ago.
 * So a character that ``max_tokens`` cuts ends the text as U+FFFD, as with transformers' ``decode``
   (vLLM leaves it out).
-* Special tokens have no text, and neither has the stop token that ended the request.
+* Special tokens have no text, and neither has the stop token that ended the request, unless
+  ``skip_special_tokens`` and ``include_stop_str_in_output`` say otherwise.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ class Detokenizer:
     Args:
         tokenizer: a transformers tokenizer.
         prompt_token_ids: the prompt; its tail is the first context.
+        skip_special_tokens: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         # Tokens with some text and no U+FFFD in it; none as long as there was no text at all.
         self._context: list[int] = []
         self._context_text = ""
@@ -92,7 +97,7 @@ class Detokenizer:
         return self._settle(is_last=True)
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips)
         return text
 
     def _text_of(self, token_ids: list[int]) -> str:
@@ -176,45 +181,85 @@ class StopStringWatcher:
     """Searches the text of a request, as it grows, for stop strings.
 
     Called with each settled output id (``Request.on_token``); True ends the request. The text is
-    then cut before the earliest stop string.
+    then cut before the earliest stop string, or behind it.
+
+    Args:
+        include: keep the stop string.
+        min_tokens: a stop string does not count that is complete with so many tokens.
 
     Attributes:
         settled_pieces: text that no later token can take back: no stop string begins in it.
+        found: the stop string, once there is one.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str],
+        *,
+        include: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
         self._num_tail_chars = max(len(s) for s in stop_strings) - 1
         self._tail = ""  # the end of the text, in which a stop string may have begun
+        self._num_exempt = 0  # characters of the tail that end no stop string
+        self._include = include
+        self._num_free_tokens = min_tokens
         self.settled_pieces: list[str] = []
-        self.is_stopped = False
+        self.found: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.found is not None
 
     def __call__(self, token_id: int) -> bool:
         return self._search(self._detokenizer.push(token_id))
 
     def _search(self, piece: str) -> bool:
         text = self._tail + piece
-        places = [place for s in self._stop_strings if (place := text.find(s)) >= 0]
+        if self._num_free_tokens > 0:
+            self._num_free_tokens -= 1
+            self._num_exempt = len(text)
+        # A string that is complete within what is exempt begins before its first place here.
+        exempt = self._num_exempt
+        places = [
+            (place, s)
+            for s in self._stop_strings
+            if (place := text.find(s, max(0, exempt - len(s) + 1))) >= 0
+        ]
         if places:
-            self.is_stopped = True
-            num_settled, self._tail = min(places), ""
+            num_settled, self.found = min(places, key=lambda found: found[0])
+            if self._include:
+                num_settled += len(self.found)
+            self._tail = ""
         else:
             num_settled = max(0, len(text) - self._num_tail_chars)
             self._tail = text[num_settled:]
+            self._num_exempt = max(0, exempt - num_settled)
         self.settled_pieces.append(text[:num_settled])
         return self.is_stopped
 
-    def finish(self) -> str:
-        """The final text. ``is_stopped`` may become true here: U+FFFD can be a stop string."""
+    def finish(self, stop_token_id: int | None = None) -> str:
+        """The final text. ``is_stopped`` may become true here: U+FFFD can be a stop string.
+
+        Args:
+            stop_token_id: the stop token that ended the request, if it has text.
+        """
         if not self.is_stopped:
-            self._search(self._detokenizer.flush())
+            piece = "" if stop_token_id is None else self._detokenizer.push(stop_token_id)
+            self._search(piece + self._detokenizer.flush())
         return "".join(self.settled_pieces) + self._tail
 
 
 def decode_output(
-    tokenizer: Any, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    tokenizer: Any,
+    prompt_token_ids: Sequence[int],
+    output_token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
 ) -> str:
     """Text of a whole output at once; equal to pushing it a token at a time."""
-    detokenizer = Detokenizer(tokenizer, prompt_token_ids)
+    detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
     return detokenizer.push_all(output_token_ids) + detokenizer.flush()

@@ -79,14 +79,15 @@ class GenerationLoop:
     def iterate(
         self,
         items: Iterable[tuple[Any, SamplingParams]],
-        read: Callable[[Any], PromptInput],
+        read: Callable[[Any, Any], PromptInput],
         window: int,
     ) -> Iterator[RequestOutput | PagespecError]:
         """Serve a stream of (prompt, parameters) in its order.
 
         Args:
             items: one that is no such pair yields an InvalidInputError in its place.
-            read: checks a prompt. What it or the engine refuses yields its error in its place.
+            read: checks a prompt, given its parameters. What it or the engine refuses yields its
+                error in its place.
             window: how many items are read and not yet yielded at most.
 
         Raises:
@@ -123,21 +124,27 @@ class GenerationLoop:
             pending.clear()
             self._engine.sweep()
 
-    def _start(self, item: Any, read: Callable[[Any], PromptInput]) -> _Started:
+    def _start(self, item: Any, read: Callable[[Any, Any], PromptInput]) -> _Started:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError("items", item, "must be (prompt, parameters)")
-        prompt, caller = read(item[0]), _Caller()
+        prompt, caller = read(*item), _Caller()
         request = self._factory.make(prompt, item[1])
         self._engine.add(request, caller)
         return request, prompt, caller
 
     def stream(self, prompt: PromptInput, params: SamplingParams, tokenizer: Any) -> Iterator[str]:
         """The text of one answer as it grows. A refusal is raised here, not by the iterator."""
-        return self._stream(self._factory.make(prompt, params), prompt, tokenizer)
+        request = self._factory.make(prompt, params)
+        if not params.detokenize:
+            raise InvalidInputError("detokenize", False, "must be True: a stream is text")
+        return self._stream(request, prompt, tokenizer)
 
     def _stream(self, request: Request, prompt: PromptInput, tokenizer: Any) -> Iterator[str]:
         watcher = request.on_token
-        detokenizer = Detokenizer(tokenizer, prompt.token_ids)
+        params = request.sampling_params
+        detokenizer = Detokenizer(
+            tokenizer, prompt.token_ids, skip_special_tokens=params.skip_special_tokens
+        )
         num_read = 0 if isinstance(watcher, StopStringWatcher) else request.num_prompt_tokens
         num_yielded = 0
         caller: _Caller | None = _Caller()
@@ -154,6 +161,7 @@ class GenerationLoop:
                 else:
                     new = request.token_ids[num_read:]
                     num_read += len(new)
+                    # The text of a stop token comes at the end, if at all.
                     stops = request.stop_token_ids
                     piece = "".join(detokenizer.push(i) for i in new if i not in stops)
                 if piece:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -71,6 +71,11 @@ def pair_params(prompts: Sequence[Any], params: Any, default: SamplingParams) ->
     return list(params)
 
 
+def truncation_of(params: Any) -> int | None:
+    """What parameters, which nobody has looked at, say of the length of the prompt."""
+    return params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
+
+
 class PromptReader:
     """Tokenises and checks prompts for one model.
 
@@ -88,8 +93,14 @@ class PromptReader:
         # another. Decoding sets nothing up. No step of the engine waits for this lock.
         self._encoding = threading.RLock()
 
-    def read(self, prompt: Any, field: str = "prompt") -> PromptInput:
-        """Raises InvalidInputError naming ``field``, the value and the limit."""
+    def read(self, prompt: Any, field: str = "prompt", truncate: int | None = None) -> PromptInput:
+        """
+        Args:
+            truncate: keep that many of the last tokens; -1 as many as there is room for.
+
+        Raises:
+            InvalidInputError: it is refused; names ``field``, the value and the limit.
+        """
         cache_salt, priority = b"", 0
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _PROMPT_KEYS
@@ -123,13 +134,40 @@ class PromptReader:
                     limit = "must be a list of token ids; text goes into 'prompt'"
                     raise InvalidInputError(f"{field}.prompt_token_ids", prompt, limit)
         if isinstance(prompt, str):
-            token_ids = self._check(self._tokenize(prompt, field), field)
-            return PromptInput(prompt, token_ids, cache_salt, priority)
-        if not is_list(prompt):
+            token_ids = self._tokenize(prompt, field)
+            text = prompt
+        elif is_list(prompt):
+            token_ids, text = list(prompt), None
+        else:
             raise InvalidInputError(field, prompt, "must be text or a list of token ids")
-        return PromptInput(None, self._check(list(prompt), field), cache_salt, priority)
+        token_ids = self._check(self._truncated(token_ids, truncate), field)
+        return PromptInput(text, token_ids, cache_salt, priority)
 
-    def read_messages(self, messages: Any, field: str = "messages") -> PromptInput:
+    def truncated(self, prompt: PromptInput, truncate: int | None) -> PromptInput:
+        """A prompt that was read before, as ``read`` would have cut it."""
+        return replace(prompt, token_ids=self._truncated(prompt.token_ids, truncate))
+
+    def _truncated(self, token_ids: list[Any], truncate: int | None) -> list[Any]:
+        if truncate is None:
+            return token_ids
+        return token_ids[-(self._max_model_len - 1 if truncate == -1 else truncate) :]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, none added.
+
+        Raises:
+            InvalidInputError: the model has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise InvalidInputError("bad_words", text, "this model has no tokenizer")
+        require_unicode("bad_words", text)
+        with self._encoding:
+            token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids
+
+    def read_messages(
+        self, messages: Any, field: str = "messages", truncate: int | None = None
+    ) -> PromptInput:
         """A conversation (list of {"role", "content"}) through the model's chat template."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise InvalidInputError(field, messages, "this model has no chat template")
@@ -148,7 +186,7 @@ class PromptReader:
         require_unicode(field, text)
         with self._encoding:
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return PromptInput(text, self._check(token_ids, field))
+        return PromptInput(text, self._check(self._truncated(token_ids, truncate), field))
 
     def _tokenize(self, text: str, field: str) -> list[int]:
         if self._tokenizer is None:

@@ -41,12 +41,15 @@ class CompletionOutput:
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or
             max_model_len) or "abort". (A request of reason "error" has no output: its call raises
             EngineError.)
+        stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None for
+            the model's end tokens and every other end.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from .logit_edits import LogitEdits
 from .sampling_params import SamplingParams
 
 
@@ -30,6 +31,7 @@ class RequestInfo:
         cache_salt: requests share cached blocks only with requests of the same salt.
         needs_history: a runner has to know all its tokens: plans tell it those that its rows do
             not compute (``StepPlan.prefixes``).
+        edits: what is done to its logits; None for nothing.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class RequestInfo:
     seed: int
     cache_salt: bytes
     needs_history: bool = False
+    edits: LogitEdits | None = None
 
 
 class Request:
@@ -114,9 +117,16 @@ class Request:
         cache_salt: bytes = b"",
         reads_cache: bool = True,
         needs_history: bool = False,
+        edits: LogitEdits | None = None,
     ) -> None:
         self.info = RequestInfo(
-            request_id, len(prompt_token_ids), sampling_params, seed, cache_salt, needs_history
+            request_id,
+            len(prompt_token_ids),
+            sampling_params,
+            seed,
+            cache_salt,
+            needs_history or (edits is not None and edits.needs_history),
+            edits,
         )
         self.reads_cache = reads_cache
         self.token_ids = list(prompt_token_ids)
@@ -168,11 +178,18 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def stop_token_id(self) -> int | None:
+        """The stop token that ended it; it can only be the last."""
+        last = self.token_ids[-1]
+        has_output = len(self.token_ids) > self.num_prompt_tokens
+        return last if has_output and last in self.stop_token_ids else None
+
+    @property
     def text_token_ids(self) -> list[int]:
-        """The settled outputs that have text: all but a stop token, which can only be the last."""
-        token_ids = self.output_token_ids
-        is_stopped = bool(token_ids) and token_ids[-1] in self.stop_token_ids
-        return token_ids[:-1] if is_stopped else token_ids
+        """The settled outputs that have text: without the stop token, unless it is asked for."""
+        is_cut = self.stop_token_id is not None
+        is_cut = is_cut and not self.sampling_params.include_stop_str_in_output
+        return self.output_token_ids[:-1] if is_cut else self.output_token_ids
 
     def __repr__(self) -> str:
         return (

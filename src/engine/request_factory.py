@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import xxhash
@@ -11,6 +12,7 @@ import xxhash
 from ..errors import InvalidInputError
 from .detokenizer import Detokenizer, StopStringWatcher, decode_output
 from .inputs import PromptInput
+from .logit_edits import LogitEdits, bad_word_ids
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .request import Request
 from .sampling_params import SamplingParams
@@ -25,6 +27,8 @@ class RequestFactory:
         eos_token_ids: end a request unless it ignores them.
         max_model_len: most tokens of prompt plus output.
         seed: engine seed, from which requests without a seed get theirs.
+        encode: gives a text's tokens, none added, for ``bad_words``.
+        num_ranks: of the engine.
     """
 
     def __init__(
@@ -35,8 +39,11 @@ class RequestFactory:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         seed: int,
+        encode: Callable[[str], Sequence[int]] | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
+        self._encode, self._num_ranks = encode, num_ranks
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
@@ -47,17 +54,24 @@ class RequestFactory:
         """Raises InvalidInputError if ``params`` do not suit the model."""
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("sampling_params", params, "must be a SamplingParams")
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self._vocab_size:
-                raise InvalidInputError(
-                    "stop_token_ids", token_id, f"ids must be below {self._vocab_size}"
-                )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_token_ids(name, getattr(params, name) or ())
+        self._check_spaces(params)
         watcher = None
         if params.stop_strings:
             if self._tokenizer is None:
                 raise InvalidInputError("stop", params.stop, "this model has no tokenizer")
-            detokenizer = Detokenizer(self._tokenizer, prompt.token_ids)
-            watcher = StopStringWatcher(detokenizer, params.stop_strings)
+            detokenizer = Detokenizer(
+                self._tokenizer,
+                prompt.token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            watcher = StopStringWatcher(
+                detokenizer,
+                params.stop_strings,
+                include=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
         max_num_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, len(prompt.token_ids) + params.max_tokens)
@@ -78,25 +92,78 @@ class RequestFactory:
             seed=seed,
             priority=prompt.priority,
             cache_salt=prompt.cache_salt,
+            edits=self._edits(params),
         )
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidInputError(name, token_id, f"ids must be below {self._vocab_size}")
+
+    def _check_spaces(self, params: SamplingParams) -> None:
+        """Fast tokenizers, but for word pieces, put no spaces between special tokens: then nothing
+        is asked for."""
+        if params.spaces_between_special_tokens or params.skip_special_tokens:
+            return
+        for token in getattr(self._tokenizer, "all_special_tokens", ())[:1]:
+            token_id = self._tokenizer.convert_tokens_to_ids(token)
+            if self._tokenizer.decode([token_id] * 2, skip_special_tokens=False) != 2 * token:
+                limit = "must be True: this tokenizer has spaces there"
+                raise InvalidInputError("spaces_between_special_tokens", False, limit)
+
+    def _edits(self, params: SamplingParams) -> LogitEdits | None:
+        bad_words: list[tuple[int, ...]] = []
+        if params.bad_words:
+            if self._encode is None:
+                raise InvalidInputError(
+                    "bad_words", list(params.bad_words), "this model has no tokenizer"
+                )
+            bad_words = bad_word_ids(self._encode, params.bad_words)
+            self._check_token_ids("bad_words", itertools.chain(*bad_words))
+        # min_tokens keeps the model's end tokens away also where they would not end the request.
+        stop_token_ids = self._eos_token_ids | set(params.stop_token_ids or ())
+        edits = LogitEdits.of(params, stop_token_ids, bad_words)
+        if edits is not None and self._num_ranks > 1:
+            name = edits.names[0]
+            limit = "is not supported with tensor_parallel_size > 1"
+            raise InvalidInputError(name, getattr(params, name), limit)
+        return edits
 
     def output(
         self, request: Request, prompt: PromptInput, metrics: RequestMetrics
     ) -> RequestOutput:
         """What the caller of a finished ``request`` gets."""
-        watcher, finish_reason = request.on_token, request.finish_reason
+        params, finish_reason = request.sampling_params, request.finish_reason
+        watcher, stop_token_id = request.on_token, request.stop_token_id
+        stop_reason: int | str | None = None
         if isinstance(watcher, StopStringWatcher):
-            text = watcher.finish()
+            text = watcher.finish(stop_token_id if params.include_stop_str_in_output else None)
             if watcher.is_stopped and finish_reason == "length":
                 finish_reason = "stop"  # by U+FFFD: incomplete until it was the end
-        elif self._tokenizer is not None:
-            text = decode_output(self._tokenizer, prompt.token_ids, request.text_token_ids)
+            stop_reason = watcher.found
+        elif self._tokenizer is not None and params.detokenize:
+            text = decode_output(
+                self._tokenizer,
+                prompt.token_ids,
+                request.text_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+            )
         else:
             text = ""
+        if stop_token_id is not None:
+            is_end = stop_token_id in self._eos_token_ids and not params.ignore_eos
+            stop_reason = None if is_end else stop_token_id
+        completion = CompletionOutput(
+            0,
+            text,
+            request.output_token_ids,
+            finish_reason,
+            stop_reason if finish_reason == "stop" else None,
+        )
         return RequestOutput(
             request_id=request.request_id,
             prompt=prompt.text,
             prompt_token_ids=prompt.token_ids,
-            outputs=[CompletionOutput(0, text, request.output_token_ids, finish_reason)],
+            outputs=[completion],
             metrics=metrics,
         )

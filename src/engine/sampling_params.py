@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import InvalidInputError
 from ..validation import is_int, is_list, is_number
+from . import edit_checks as checks
+from .unsupported_params import UnsupportedParams
 
 MAX_STOP_STRINGS = 64
 _SEED_BITS = 64
+_FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
 
 
 def _require_float(name: str, value: object, low: float, high: float, limit: str) -> float:
@@ -28,8 +38,10 @@ def _require_int(name: str, value: object, low: int, high: float, limit: str) ->
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(UnsupportedParams):
     """How the tokens of a request are chosen and when it stops. Names as in vLLM.
+
+    ``docs/sampling_parameters.md`` says in which order they act, and which are refused.
 
     Attributes:
         temperature: 0 means greedy (the highest logit, ties to the lowest token id); otherwise
@@ -43,6 +55,24 @@ class SamplingParams:
             that does is in ``token_ids`` and not in ``text``.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         seed: 64-bit seed of this request's random numbers; None derives one from the engine's.
+        repetition_penalty: logits of tokens of the prompt or the output are divided by it if
+            positive, else multiplied. 1 changes nothing.
+        presence_penalty: taken from the logits of tokens of the output. From -2 to 2.
+        frequency_penalty: the same, times how often the token was generated. From -2 to 2.
+        logit_bias: added to the logits of these token ids. From -100 to 100.
+        allowed_token_ids: only these can be sampled.
+        bad_words: texts that are not generated, also behind a space: the last token of one is
+            banned where the others were just generated.
+        min_tokens: tokens before which no end token and no token of ``stop_token_ids`` can be
+            sampled; a stop string that is complete before it does not count either.
+        logits_processors: functions of (the output's token ids, a float32 row of logits) that
+            return the row to sample from. Slow: each step with one waits for the device.
+        include_stop_str_in_output: keep the stop string, or the text of the stop token.
+        skip_special_tokens: special tokens have no text.
+        spaces_between_special_tokens: False is refused where the tokenizer has such spaces.
+        detokenize: False leaves the text empty.
+        truncate_prompt_tokens: keep that many of the prompt's last tokens; -1 as many as leave
+            room for one token of output.
 
     Precedence when several conditions are met by one token: stop token, stop string, length.
 
@@ -59,6 +89,19 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    min_tokens: int = 0
+    logits_processors: Sequence[Callable[..., Any]] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
@@ -78,13 +121,31 @@ class SamplingParams:
         put(self, "min_p", _require_float("min_p", self.min_p, 0.0, 1.0, "from 0 to 1"))
         if self.max_tokens is not None:
             _require_int("max_tokens", self.max_tokens, 1, math.inf, "of 1 or more, or None")
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidInputError("ignore_eos", self.ignore_eos, "must be True or False")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(name, getattr(self, name), "must be True or False")
         if self.seed is not None:
             bound = 1 << (_SEED_BITS - 1)
             _require_int("seed", self.seed, -bound, 2 * bound - 1, "that fits in 64 bits, or None")
         put(self, "stop_strings", self._checked_stop_strings())
-        put(self, "stop_token_ids", self._checked_stop_token_ids())
+        if self.stop_strings and not self.detokenize:
+            raise InvalidInputError("stop", self.stop, "needs text: detokenize must be True")
+        token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        put(self, "stop_token_ids", checks.checked_token_ids("stop_token_ids", token_ids))
+        put(
+            self,
+            "repetition_penalty",
+            checks.checked_repetition_penalty(self.repetition_penalty),
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(self, name, checks.checked_penalty(name, getattr(self, name)))
+        put(self, "logit_bias", checks.checked_logit_bias(self.logit_bias))
+        put(self, "allowed_token_ids", checks.checked_allowed_token_ids(self.allowed_token_ids))
+        put(self, "bad_words", checks.checked_bad_words(self.bad_words))
+        checks.checked_min_tokens(self.min_tokens, self.max_tokens)
+        put(self, "logits_processors", checks.checked_processors(self.logits_processors))
+        checks.checked_truncation(self.truncate_prompt_tokens)
+        self.refuse_unsupported()
 
     def _checked_stop_strings(self) -> tuple[str, ...]:
         stop = self.stop
@@ -99,14 +160,3 @@ class SamplingParams:
             if not isinstance(string, str) or not string:
                 raise InvalidInputError("stop", stop, "every stop string must be non-empty text")
         return tuple(strings)
-
-    def _checked_stop_token_ids(self) -> tuple[int, ...]:
-        ids = self.stop_token_ids
-        if ids is None:
-            return ()
-        if not is_list(ids):
-            raise InvalidInputError("stop_token_ids", ids, "must be a list of token ids")
-        for token_id in ids:
-            if not is_int(token_id) or token_id < 0:
-                raise InvalidInputError("stop_token_ids", ids, "every id must be an integer >= 0")
-        return tuple(ids)

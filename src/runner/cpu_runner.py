@@ -16,6 +16,7 @@ from ..compile.kv_cache import allocate_kv_caches
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import sample
+from .cpu_edits import CpuEdits
 from .cpu_pack import CpuStepPacker, PackedStep
 
 OnLogits = Callable[[StepPlan, Tensor], None]
@@ -74,6 +75,7 @@ class ModelRunner:
         self._packer = CpuStepPacker(
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
+        self._edits = CpuEdits()
         self._on_logits = on_logits
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
@@ -96,6 +98,9 @@ class ModelRunner:
                 tokens = torch.empty(0, dtype=torch.int64)
             else:
                 tokens = sample(logits, packed.sampling)
+            if plan is not None:
+                ids, sampling = packed.inputs.input_ids, packed.sampling
+                self._edits.apply(plan, ids, sampling, logits, tokens)
             self._packer.remember(tokens.cpu().numpy())
             return StepHandle(tokens)
 
@@ -129,3 +134,4 @@ class ModelRunner:
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""
         self._packer.reset()
+        self._edits.reset()

@@ -75,6 +75,11 @@ class GpuStepPacker:
         """A step failed: nothing is known of what the device holds."""
         self._tables = BlockTableStore(*self._size)
 
+    @property
+    def store_rows(self) -> list[int]:
+        """Rows of the table store of the rows of the plan packed last."""
+        return self._tables.rows
+
     def pack(
         self, plan: StepPlan, shape: StepShape | None, result_row: int, array: IntArray
     ) -> tuple[StagedStep, IntArray]:

@@ -29,6 +29,7 @@ from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
+from .gpu_edits import GpuEdits
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
@@ -96,6 +97,7 @@ class GpuRunner:
         self._staging = PinnedRing(depth + 2, num_staged, torch.int32)
         self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
         self._results = Results(self._ring.tensor, self.buffers.result_row)
+        self._edits = GpuEdits(self.buffers, self._results, self.buffers.width * block_size)
         self._graphs: StepGraphs | None = None
         self.pack_s = 0.0
         self.wait_s = 0.0
@@ -173,6 +175,7 @@ class GpuRunner:
             # So that no step waits for the compiler.
             logits = self.captured.whole_logits(logits)
             self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
+            self._edits.run_worst_case(StepShape(num_tokens, num_rows, False), logits)
             torch.cuda.synchronize()
 
     # Steps ------------------------------------------------------------------------------------
@@ -201,10 +204,15 @@ class GpuRunner:
             logits = self._graphs.replay(staged.shape)
         else:
             logits = self.run_staged(staged.shape)
-        if len(truncated) or self._on_logits is not None:
+        # Other ranks have no plan, and nothing to edit.
+        edited = plan if plan is not None and self._edits.needs(plan) else None
+        if len(truncated) or edited is not None or self._on_logits is not None:
             logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
+        if edited is not None:
+            self._edits.keep_history(edited, staged.shape, self._packer.store_rows)
+            self._edits.sample(edited, logits[: staged.num_sampled], self._packer.store_rows)
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
         token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]

@@ -69,7 +69,7 @@ def answers(
     prompt = PromptInput(None, list(PROMPT))
     serving = serving_of(tokenizer, script)
     [whole] = serving.run([prompt], [sampling], use_tqdm=False)
-    [item] = serving.iterate([(prompt, sampling)], lambda given: given, window=1)
+    [item] = serving.iterate([(prompt, sampling)], lambda given, _: given, window=1)
     given = [(o.text, o.token_ids, o.finish_reason) for o in (whole.outputs[0], item.outputs[0])]
     streamed = "".join(serving.stream(prompt, sampling, tokenizer))
     return [*given, (streamed, *given[0][1:])]

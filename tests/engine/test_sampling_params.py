@@ -54,8 +54,8 @@ def test_sampling_params_name_field_and_value(kwargs: dict[str, Any], field: str
 
 
 def test_an_unknown_sampling_parameter_is_refused() -> None:
-    with pytest.raises(TypeError, match="presence_penalty"):
-        SamplingParams(presence_penalty=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="presence_penality"):
+        SamplingParams(presence_penality=1.0)  # type: ignore[call-arg]
 
 
 def test_sampling_params_are_frozen_and_normalised() -> None:

@@ -1,0 +1,136 @@
+"""What a request has done to its logits before a token is sampled: its parameters, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidInputError
+from .edit_checks import MAX_BAD_WORDS
+from .sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitEdits:
+    """The edits of one request, resolved for its model; nothing of it changes.
+
+    Attributes:
+        repetition_penalty, presence_penalty, frequency_penalty: as in ``SamplingParams``.
+        bias: (token id, what is added) by id.
+        allowed: the ids that can be sampled, by id; None for all.
+        bad_words: sequences of ids of which the last is banned once the others were generated.
+        min_tokens: how long the output is when ``stop_token_ids`` can be sampled.
+        processors: functions of (output ids, row of logits).
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    processors: tuple[Callable[..., Any], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        stop_token_ids: Iterable[int] = (),
+        bad_words: Sequence[tuple[int, ...]] = (),
+    ) -> LogitEdits | None:
+        """
+        Args:
+            stop_token_ids: what ``min_tokens`` bans.
+            bad_words: those of ``params`` as token ids.
+
+        Returns:
+            None if ``params`` edit nothing.
+
+        Raises:
+            InvalidInputError: nothing is left to sample.
+        """
+        stops = tuple(sorted(stop_token_ids)) if params.min_tokens else ()
+        allowed = params.allowed_token_ids
+        edits = cls(
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            tuple(sorted((params.logit_bias or {}).items())),
+            None if allowed is None else tuple(sorted(set(allowed))),
+            tuple(dict.fromkeys(map(tuple, bad_words))),
+            params.min_tokens if stops else 0,
+            stops,
+            tuple(params.logits_processors or ()),
+        )
+        banned = {word[0] for word in edits.bad_words if len(word) == 1}
+        if edits.allowed is not None and not set(edits.allowed) - banned - set(stops):
+            raise InvalidInputError(
+                "allowed_token_ids",
+                list(edits.allowed),
+                "leaves nothing to sample once bad_words and min_tokens ban their tokens",
+            )
+        return edits if edits.is_active(0) else None
+
+    @property
+    def names(self) -> list[str]:
+        """The sampling parameters it comes from."""
+        given = {
+            "repetition_penalty": self.repetition_penalty != 1,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.bias,
+            "allowed_token_ids": self.allowed is not None,
+            "bad_words": self.bad_words,
+            "min_tokens": self.min_tokens,
+            "logits_processors": self.processors,
+        }
+        return [name for name, value in given.items() if value]
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a runner must know the tokens so far."""
+        has_prefixes = any(len(word) > 1 for word in self.bad_words)
+        return self.has_penalties or has_prefixes or bool(self.processors)
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether there is more to edit than ``min_tokens`` asks for."""
+        is_restricted = self.allowed is not None or bool(self.bad_words)
+        return self.has_penalties or is_restricted or bool(self.bias or self.processors)
+
+    def is_active(self, num_output_tokens: int) -> bool:
+        """Whether there is anything to edit for the token behind so many."""
+        return self.is_lasting or num_output_tokens < self.min_tokens
+
+
+def bad_word_ids(
+    encode: Callable[[str], Sequence[int]], bad_words: Sequence[str]
+) -> list[tuple[int, ...]]:
+    """The token ids of words at the beginning of a text, and of those that are other ones behind a
+    space: as many tokens, of which the first differs (as in vLLM).
+
+    Args:
+        encode: gives a text's tokens, no special ones added.
+
+    Raises:
+        InvalidInputError: a word has no tokens, or they are too many sequences.
+    """
+    found: list[tuple[int, ...]] = []
+    for word in bad_words:
+        plain, spaced = (tuple(encode(prefix + word.lstrip())) for prefix in ("", " "))
+        if not plain:
+            raise InvalidInputError("bad_words", word, "has no tokens")
+        found.append(plain)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    if len(found) > MAX_BAD_WORDS:
+        limit = f"are {len(found)} sequences of tokens; at most {MAX_BAD_WORDS}"
+        raise InvalidInputError("bad_words", list(bad_words), limit)
+    return found

@@ -1,0 +1,106 @@
+"""Edited rows on a CPU: their histories, and their tokens, a row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..engine.plan import StepPlan
+from ..kernels.sampling.edit_logits import Penalties, edited, processed
+from ..kernels.sampling.sampler import SamplingInputs, sample
+from .edit_batch import EditBatch, EditPacker
+from .pinned_ring import IntArray
+
+
+class CpuEdits:
+    """Samples the rows of a step that edit their logits."""
+
+    def __init__(self) -> None:
+        self._packer = EditPacker()
+        self.reset()
+
+    def reset(self) -> None:
+        """A step failed: nothing is known of any request."""
+        self._histories: dict[str, list[int]] = {}
+
+    def apply(
+        self,
+        plan: StepPlan,
+        input_ids: Tensor,
+        sampling: SamplingInputs | None,
+        logits: Tensor,
+        tokens: Tensor,
+        masks: Mapping[int, IntArray] | None = None,
+    ) -> None:
+        """Write the tokens of edited rows over those of the step.
+
+        Args:
+            input_ids: int64 ``[1, >= tokens of the plan]``, each known.
+            sampling: parameters of the sampled rows.
+            logits: ``[S, V]``; stay as they are. tokens: int64 ``[S]``.
+            masks: see :meth:`.edit_batch.EditPacker.pack`.
+        """
+        packer = self._packer
+        packer.look(plan)
+        if packer.any_history or self._histories:
+            self._keep_history(plan, input_ids)
+        if not (packer.any_edited or masks):
+            return
+        batch = packer.pack(plan, logits.shape[1], range(len(plan)), masks or {})
+        if batch is not None:
+            for i in range(len(batch)):
+                self._sample(batch, i, sampling, logits, tokens)
+
+    def _keep_history(self, plan: StepPlan, input_ids: Tensor) -> None:
+        histories = self._histories
+        for request_id in plan.released:
+            histories.pop(request_id, None)
+        for row, token_ids in plan.prefixes.items():
+            histories[plan.requests[row].request_id] = list(token_ids)
+        begin = 0
+        for request, num_tokens in zip(plan.requests, plan.num_tokens, strict=True):
+            if request.needs_history:
+                own = input_ids[0, begin : begin + num_tokens].tolist()
+                histories[request.request_id] += own
+            begin += num_tokens
+
+    def _sample(
+        self,
+        batch: EditBatch,
+        i: int,
+        sampling: SamplingInputs | None,
+        logits: Tensor,
+        tokens: Tensor,
+    ) -> None:
+        request, place = batch.requests[i], int(batch.fields[0, i])
+        history = self._histories.get(request.request_id, [])
+        row = edited_row(batch, i, logits[place], history)
+        own = None
+        if sampling is not None:
+            own = SamplingInputs.from_tensors(*(t[place : place + 1] for t in sampling.tensors()))
+        tokens[place : place + 1] = sample(row.unsqueeze(0), own)
+
+
+def edited_row(batch: EditBatch, i: int, logits: Tensor, history: Sequence[int]) -> Tensor:
+    """Row ``i`` of a batch, float32 ``[V]``, from its logits."""
+    request, fields = batch.requests[i], batch.fields[:, i]
+    num_prompt_tokens = int(fields[2])
+    repetition, presence, frequency = fields[4:7].copy().view(np.float32).tolist()
+    bias, mask = batch.bias_of(i), batch.mask_of(i)
+    row = edited(
+        logits,
+        torch.tensor(history, dtype=torch.int64),
+        num_prompt_tokens,
+        penalties=Penalties(repetition, presence, frequency),
+        bias_ids=torch.from_numpy(bias[0].astype(np.int64)),
+        bias=torch.from_numpy(bias[1].copy().view(np.float32)),
+        bad_words=batch.words_of(i),
+        mask=None if mask is None else torch.from_numpy(mask),
+    )
+    processors = request.edits.processors if request.edits is not None else ()
+    if processors:
+        row = processed(row, list(history[num_prompt_tokens:]), processors)
+    return row

@@ -1,0 +1,195 @@
+"""The edited rows of a step as arrays, from its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from ..engine.logit_edits import LogitEdits
+from ..engine.plan import StepPlan
+from ..engine.request import RequestInfo
+from .pinned_ring import IntArray
+
+NUM_FIELDS = 12
+_NOTHING = LogitEdits()
+_NO_MASKS: Mapping[int, IntArray] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class EditBatch:
+    """Edited rows. ``kernels.sampling.edit_kernels`` says what the arrays mean.
+
+    Attributes:
+        requests: of the rows.
+        fields: int32 ``[NUM_FIELDS, n]``. bias: int32 ``[2, m]``. words: int32 ``[w + 1]``.
+        word_ids: int32. masks: int32 ``[k, ceil(V / 32)]``.
+    """
+
+    requests: tuple[RequestInfo, ...]
+    fields: IntArray
+    bias: IntArray
+    words: IntArray
+    word_ids: IntArray
+    masks: IntArray
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def bias_of(self, row: int) -> IntArray:
+        """``[2, n]``"""
+        return self.bias[:, self.fields[8, row] : self.fields[9, row]]
+
+    def words_of(self, row: int) -> list[list[int]]:
+        ends = self.words[self.fields[10, row] : self.fields[11, row] + 1].tolist()
+        return [self.word_ids[begin:end].tolist() for begin, end in pairwise(ends)]
+
+    def mask_of(self, row: int) -> IntArray | None:
+        number = self.fields[7, row]
+        return None if number < 0 else self.masks[number]
+
+
+@dataclass(frozen=True, slots=True)
+class _RowLists:
+    """What is listed of a request, the same for each token but for what ``min_tokens`` bans."""
+
+    penalties: IntArray
+    bias: IntArray
+    early_bias: IntArray
+    allowed: IntArray | None
+
+    @classmethod
+    def of(cls, edits: LogitEdits, vocab_size: int) -> _RowLists:
+        penalties = (
+            edits.repetition_penalty,
+            edits.presence_penalty,
+            edits.frequency_penalty,
+        )
+        bias = dict(edits.bias)
+        early = bias | dict.fromkeys(edits.stop_token_ids, -np.inf)
+        return cls(
+            np.array(penalties, np.float32).view(np.int32),
+            _bias(bias),
+            _bias(early),
+            None if edits.allowed is None else mask_of_ids(edits.allowed, vocab_size),
+        )
+
+
+def _bias(bias: Mapping[int, float]) -> IntArray:
+    values = np.array(list(bias.values()), np.float32).view(np.int32)
+    return np.stack([np.array(list(bias), np.int32), values])
+
+
+def mask_of_ids(token_ids: Sequence[int], vocab_size: int) -> IntArray:
+    """int32 ``[ceil(vocab_size / 32)]`` with the bits of these ids."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    flags[list(token_ids)] = 1
+    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+class EditPacker:
+    """Finds the edited rows of plans. Where nobody asks, that takes one comparison."""
+
+    def __init__(self) -> None:
+        self._requests: tuple[RequestInfo, ...] = ()
+        self.any_edited = False
+        self.any_history = False
+        self._lists: dict[RequestInfo, _RowLists] = {}
+        self._last: tuple[tuple[tuple[RequestInfo, bool], ...], EditBatch] | None = None
+
+    def look(self, plan: StepPlan) -> None:
+        """Set ``any_edited`` and ``any_history`` for this plan: whether rows may be edited, and
+        whether the history of one is needed, now or later."""
+        if plan.requests is not self._requests:
+            self._requests = plan.requests
+            self.any_edited = any(request.edits is not None for request in plan.requests)
+            self.any_history = any(request.needs_history for request in plan.requests)
+
+    def pack(
+        self,
+        plan: StepPlan,
+        vocab_size: int,
+        history_rows: Sequence[int],
+        masks: Mapping[int, IntArray] = _NO_MASKS,
+    ) -> EditBatch | None:
+        """The edited rows, in the order of the logits; None if there are none.
+
+        Args:
+            history_rows: where the history of each row of the plan is.
+            masks: of rows of the plan, bits of the ids that they may sample, besides what
+                ``allowed_token_ids`` says: int32 ``[ceil(vocab_size / 32)]``.
+        """
+        rows: list[tuple[int, int, int, int]] = []
+        who: list[tuple[RequestInfo, bool]] = []
+        own_masks: list[IntArray | None] = []
+        place = 0
+        for row, (request, start, num_tokens, is_sampled) in enumerate(plan.rows()):
+            if not is_sampled:
+                continue
+            num_known = start + num_tokens
+            num_output = num_known - request.num_prompt_tokens
+            edits = request.edits
+            if (edits is not None and edits.is_active(num_output)) or row in masks:
+                rows.append((place, history_rows[row], request.num_prompt_tokens, num_known))
+                who.append((request, edits is not None and num_output < edits.min_tokens))
+                own_masks.append(masks.get(row))
+            place += 1
+        if not rows:
+            return None
+        key = tuple(who)
+        if masks or self._last is None or self._last[0] != key:
+            self._last = key, self._pack_lists(who, own_masks, vocab_size)
+            if masks:  # another one in each step
+                batch, self._last = self._last[1], None
+                batch.fields[:4] = np.array(rows, np.int32).T
+                return batch
+        batch = self._last[1]
+        fields = batch.fields.copy()
+        fields[:4] = np.array(rows, np.int32).T
+        return EditBatch(
+            batch.requests, fields, batch.bias, batch.words, batch.word_ids, batch.masks
+        )
+
+    def _pack_lists(
+        self,
+        who: Sequence[tuple[RequestInfo, bool]],
+        own_masks: Sequence[IntArray | None],
+        vocab_size: int,
+    ) -> EditBatch:
+        """Everything but the first four fields."""
+        known = self._lists
+        self._lists = {
+            request: known.get(request) or _RowLists.of(request.edits or _NOTHING, vocab_size)
+            for request, _ in who
+        }
+        fields = np.zeros((NUM_FIELDS, len(who)), np.int32)
+        fields[7] = -1
+        biases: list[IntArray] = []
+        words: list[tuple[int, ...]] = []
+        masks: list[IntArray] = []
+        num_biases = 0
+        for i, (request, is_early) in enumerate(who):
+            lists, edits = self._lists[request], request.edits or _NOTHING
+            fields[4:7, i] = lists.penalties
+            mask = own_masks[i]
+            if lists.allowed is not None:
+                mask = lists.allowed if mask is None else lists.allowed & mask
+            if mask is not None:
+                fields[7, i] = len(masks)
+                masks.append(mask)
+            biases.append(lists.early_bias if is_early else lists.bias)
+            fields[8:10, i] = num_biases, num_biases + biases[-1].shape[1]
+            num_biases += biases[-1].shape[1]
+            fields[10:12, i] = len(words), len(words) + len(edits.bad_words)
+            words += edits.bad_words
+        ends = np.cumsum([0, *map(len, words)], dtype=np.int32)
+        return EditBatch(
+            tuple(request for request, _ in who),
+            fields,
+            np.concatenate(biases, axis=1),
+            ends,
+            np.fromiter(chain.from_iterable(words), np.int32),
+            np.stack(masks) if masks else np.empty((0, -(-vocab_size // 32)), np.int32),
+        )

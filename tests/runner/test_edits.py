@@ -1,0 +1,138 @@
+"""Rows that edit their logits, through both runners: the GPU's kernels are interpreted."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from pagespec import SamplingParams
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.runner.cpu_runner import ModelRunner
+from tests.runner.test_gpu_runner import PassedEvent, Recomputed
+from tests.support.captures import graph_cache
+from tests.support.edited_requests import (
+    Asked,
+    LogitsByPosition,
+    check_tokens,
+    mixed_cases,
+    serve,
+)
+from tests.support.models import tiny_model
+
+BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
+RUNNERS = ["cpu"]
+if os.environ.get("TRITON_INTERPRET") == "1":
+    RUNNERS.append("gpu")
+
+
+@cache
+def captured() -> CapturedModel:
+    loaded = load_model(tiny_model("llama", num_hidden_layers=1))
+    return capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
+
+
+def make_runner(kind: str, num_blocks: int, overlap: bool, on_logits: Any) -> Any:
+    sizes = {
+        "block_size": BLOCK_SIZE,
+        "num_blocks": num_blocks,
+        "max_num_tokens": 24,
+        "max_num_rows": MAX_NUM_SEQS,
+        "max_num_blocks": 20,
+    }
+    if kind == "cpu":
+        return ModelRunner(captured(), **sizes, overlap=overlap, on_logits=on_logits)
+    gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
+    runner = gpu_runner.GpuRunner(captured(), **sizes, overlap=overlap, on_logits=on_logits)
+    runner._graphs = Recomputed(runner.run_staged)
+    return runner
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+    pytest.importorskip("triton")
+    monkeypatch.setattr("pagespec.runner.gpu_edits.CHUNK", 2)
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize(
+    ("num_blocks", "seed"), [(16, 0), pytest.param(200, 1, marks=pytest.mark.nightly)]
+)
+def test_every_token_is_one_of_the_edited_row(
+    kind: str, overlap: bool, num_blocks: int, seed: int
+) -> None:
+    asked = mixed_cases(seed, num_tokens=5 if kind == "gpu" else 9)
+    requests = [case.request(str(i), seed=i) for i, case in enumerate(asked)]
+    seen = LogitsByPosition()
+    runner = make_runner(kind, num_blocks, overlap, seen)
+    serve(runner, requests, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    assert check_tokens(asked, requests, seen) > 10
+    assert any(request.num_cached_tokens for request in requests)
+    if num_blocks == 16:
+        assert any(request.num_preemptions for request in requests)
+    stopped = requests[8].output_token_ids
+    assert len(stopped) == 5, "a stop token is likely, and banned for four tokens"
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_a_token_does_not_depend_on_the_schedule(kind: str) -> None:
+    """Alone without overlap or cache, and together with both and preemption."""
+    asked = mixed_cases(2, num_tokens=5)
+    asked = asked[::2] if kind == "gpu" else asked
+    alone = []
+    for i, case in enumerate(asked):
+        request = case.request(str(i), seed=i)
+        runner = make_runner(kind, 200, False, None)
+        alone += serve(runner, [request], num_blocks=200, block_size=BLOCK_SIZE, caching=False)
+    requests = [case.request(str(i), seed=i) for i, case in enumerate(asked)]
+    num_blocks = 15
+    runner = make_runner(kind, num_blocks, True, None)
+    assert serve(runner, requests, num_blocks=num_blocks, block_size=BLOCK_SIZE) == alone
+    assert any(request.num_preemptions for request in requests)
+    assert any(request.num_cached_tokens for request in requests)
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_python_functions_edit_rows_too(kind: str, overlap: bool) -> None:
+    outputs: list[list[int]] = []
+
+    def count_up(output: list[int], row: torch.Tensor) -> torch.Tensor:
+        outputs.append(output)
+        return row.index_fill(0, torch.tensor([100 + len(output)]), 1e4)
+
+    def double(output: list[int], row: torch.Tensor) -> torch.Tensor:
+        assert row.dtype == torch.float32
+        return row * 2
+
+    plain = Asked([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    params = SamplingParams(
+        temperature=0.8, max_tokens=5, ignore_eos=True, logits_processors=[count_up, double]
+    )
+    requests = [plain.request("a"), Asked([9, 8], params).request("b"), plain.request("c")]
+    runner = make_runner(kind, 50, overlap, None)
+    first, counted, last = serve(runner, requests, num_blocks=50, block_size=BLOCK_SIZE)
+    assert counted == [100, 101, 102, 103, 104]
+    assert outputs[:5] == [counted[:i] for i in range(5)]
+    assert first == last
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_steps_in_which_nobody_asks_launch_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(kind, 50, True, None)
+    monkeypatch.setattr(type(runner._edits), "sample", None, raising=False)
+    monkeypatch.setattr(type(runner._edits), "_keep_history", None, raising=False)
+    monkeypatch.setattr(type(runner._edits), "keep_history", None, raising=False)
+    plain = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    requests = [Asked([5, 6, i], plain).request(str(i)) for i in range(3)]
+    serve(runner, requests, num_blocks=50, block_size=BLOCK_SIZE)
+    assert runner._edits._packer._lists == {}
