@@ -14,6 +14,8 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "LLM": "pagespec.llm",
     "SamplingParams": "pagespec.engine.sampling_params",
+    "StructuredOutputs": "pagespec.engine.structured_outputs",
+    "StructuredOutputsParams": "pagespec.engine.structured_outputs",
     "RequestOutput": "pagespec.engine.outputs",
     "CompletionOutput": "pagespec.engine.outputs",
     "RequestMetrics": "pagespec.engine.outputs",
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from .compile.model.gguf import embedded_model_path
     from .engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from .engine.sampling_params import SamplingParams
+    from .engine.structured_outputs import StructuredOutputs, StructuredOutputsParams
     from .errors import EngineError, InvalidInputError, PagespecError, UnsupportedModelError
     from .llm import LLM
 

@@ -29,6 +29,7 @@ from .runner.cpu_startup import make_cpu_runner
 from .runner.host_memory import available_bytes
 from .runner.staging_runner import TimedRunner
 from .startup import gc_paused
+from .structured.grammars import Grammars
 
 if TYPE_CHECKING:
     from .runner.gpu_runner import GpuRunner
@@ -40,7 +41,8 @@ _PACKING_PART = 4
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in."""
+    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in, and
+    ``grammars`` are the runner's."""
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -51,6 +53,7 @@ class BuiltEngine:
     device: torch.device
     config: EngineConfig
     stats: EngineStats
+    grammars: Grammars | None = None
 
 
 def build(
@@ -161,6 +164,7 @@ def build(
         device=device,
         config=config,
         stats=stats,
+        grammars=runner.grammars,
     )
 
 

@@ -173,6 +173,7 @@ class LLM:
             seed=config.seed,
             encode=self._reader.encode,
             num_ranks=config.tensor_parallel_size,
+            check_structure=built.grammars and built.grammars.check,
         )
         scheduler = Scheduler(
             BlockManager(
@@ -314,6 +315,7 @@ class LLM:
                 "schedule": engine.schedule_s,
                 "pack": runner.pack_s,
                 "commit": engine.commit_s,
+                "masks": runner.mask_s,
                 "wait": runner.wait_s,
             },
         )

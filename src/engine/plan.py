@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,9 +70,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a runner returns for a plan: one token id for each sampled row, in row order."""
+    """What a runner returns for a plan.
+
+    Attributes:
+        token_ids: one for each sampled row, in row order.
+        failures: why a request cannot go on, by its id; what it sampled is for nobody.
+    """
 
     token_ids: Sequence[int]
+    failures: Mapping[str, str] = field(default_factory=dict)
 
 
 class InFlightStep(NamedTuple):

@@ -125,7 +125,9 @@ class Request:
             sampling_params,
             seed,
             cache_salt,
-            needs_history or (edits is not None and edits.needs_history),
+            needs_history
+            or (edits is not None and edits.needs_history)
+            or sampling_params.structured_outputs is not None,
             edits,
         )
         self.reads_cache = reads_cache

@@ -16,6 +16,7 @@ from .logit_edits import LogitEdits, bad_word_ids
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .request import Request
 from .sampling_params import SamplingParams
+from .structured_outputs import StructuredOutputs
 
 
 class RequestFactory:
@@ -29,6 +30,7 @@ class RequestFactory:
         seed: engine seed, from which requests without a seed get theirs.
         encode: gives a text's tokens, none added, for ``bad_words``.
         num_ranks: of the engine.
+        check_structure: refuses a constraint that its runner cannot keep.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class RequestFactory:
         seed: int,
         encode: Callable[[str], Sequence[int]] | None = None,
         num_ranks: int = 1,
+        check_structure: Callable[[StructuredOutputs], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._encode, self._num_ranks = encode, num_ranks
+        self._check_structure = check_structure
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
@@ -57,6 +61,7 @@ class RequestFactory:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
+        self._check_structured_outputs(params.structured_outputs)
         watcher = None
         if params.stop_strings:
             if self._tokenizer is None:
@@ -110,6 +115,14 @@ class RequestFactory:
             if self._tokenizer.decode([token_id] * 2, skip_special_tokens=False) != 2 * token:
                 limit = "must be True: this tokenizer has spaces there"
                 raise InvalidInputError("spaces_between_special_tokens", False, limit)
+
+    def _check_structured_outputs(self, outputs: StructuredOutputs | None) -> None:
+        if outputs is None:
+            return
+        if self._num_ranks > 1 or self._check_structure is None:
+            limit = "is not supported with tensor_parallel_size > 1"
+            raise InvalidInputError("structured_outputs", outputs, limit)
+        self._check_structure(outputs)
 
     def _edits(self, params: SamplingParams) -> LogitEdits | None:
         bad_words: list[tuple[int, ...]] = []

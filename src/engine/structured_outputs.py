@@ -169,3 +169,7 @@ def _keywords(schema: object, depth: int) -> Iterator[str]:
 
 def _refuse(name: str, value: object, limit: str) -> NoReturn:
     raise InvalidInputError(f"structured_outputs.{name}", value, limit)
+
+
+StructuredOutputsParams = StructuredOutputs
+"""Its name in vLLM."""

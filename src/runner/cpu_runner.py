@@ -16,17 +16,30 @@ from ..compile.kv_cache import allocate_kv_caches
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import sample
+from ..structured.grammars import Grammars
+from ..structured.matchers import ConstrainedRows, Matchers
 from .cpu_edits import CpuEdits
 from .cpu_pack import CpuStepPacker, PackedStep
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device."""
 
     token_ids: Tensor
+    constrained: ConstrainedRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """A step whose constrained rows are still to be sampled."""
+
+    handle: StepHandle
+    constrained: ConstrainedRows
+    packed: PackedStep
+    logits: Tensor
 
 
 class ModelRunner:
@@ -66,7 +79,7 @@ class ModelRunner:
         self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
         self._max_num_blocks = max_num_blocks
         self.block_size, self.num_blocks = block_size, num_blocks
-        self.pack_s = self.wait_s = 0.0
+        self.pack_s = self.mask_s = self.wait_s = 0.0
         self.kv_caches = allocate_kv_caches(
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
@@ -76,10 +89,14 @@ class ModelRunner:
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
         self._edits = CpuEdits()
+        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self._matchers = Matchers(self.grammars)
+        self._unfinished: _Unfinished | None = None
         self._on_logits = on_logits
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Compute the step. If it raises, ``reset`` makes the runner usable again."""
+        self._finish()
         return self._compute(self._pack(plan), plan)
 
     def _pack(self, plan: StepPlan) -> PackedStep:
@@ -98,11 +115,32 @@ class ModelRunner:
                 tokens = torch.empty(0, dtype=torch.int64)
             else:
                 tokens = sample(logits, packed.sampling)
+            constrained = None if plan is None else self._matchers.take(plan)
+            handle = StepHandle(tokens, constrained)
+            if constrained is not None:
+                self._unfinished = _Unfinished(handle, constrained, packed, logits)
+                return handle
             if plan is not None:
                 ids, sampling = packed.inputs.input_ids, packed.sampling
                 self._edits.apply(plan, ids, sampling, logits, tokens)
             self._packer.remember(tokens.cpu().numpy())
-            return StepHandle(tokens)
+            return handle
+
+    def _finish(self) -> None:
+        """Sample the constrained rows of the last step, whose masks need the tokens of the one
+        before it: they were collected when this is called, as on a GPU."""
+        step = self._unfinished
+        if step is None:
+            return
+        begin = time.perf_counter()
+        masks = self._matchers.masks(step.constrained)
+        self.mask_s += time.perf_counter() - begin
+        tokens = step.handle.token_ids
+        ids, sampling = step.packed.inputs.input_ids, step.packed.sampling
+        with torch.inference_mode():
+            self._edits.apply(step.constrained.plan, ids, sampling, step.logits, tokens, masks)
+        self._packer.remember(tokens.cpu().numpy())
+        self._unfinished = None
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
@@ -129,9 +167,16 @@ class ModelRunner:
         """The tokens of a dispatched step."""
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
-        return StepResult(handle.token_ids.tolist())
+        if self._unfinished is not None and self._unfinished.handle is handle:
+            self._finish()
+        tokens = handle.token_ids.tolist()
+        if handle.constrained is None:
+            return StepResult(tokens)
+        return StepResult(tokens, self._matchers.settle(handle.constrained, tokens))
 
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""
         self._packer.reset()
         self._edits.reset()
+        self._matchers.reset()
+        self._unfinished = None

@@ -26,6 +26,8 @@ from ..kernels.jit.parallel_build import parallel_build
 from ..kernels.linear.cublas import fp32_accumulation
 from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
+from ..structured.grammars import Grammars
+from ..structured.matchers import ConstrainedRows, Matchers
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
@@ -38,12 +40,19 @@ from .unpack_kernels import unpack
 _POLL_S = 20e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class GpuStepHandle:
-    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed."""
+    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed.
 
-    event: torch.cuda.Event
+    Attributes:
+        event: None as long as constrained rows are still to be sampled, from ``logits``.
+    """
+
     token_ids: Tensor
+    result_row: int
+    event: torch.cuda.Event | None = None
+    constrained: ConstrainedRows | None = None
+    logits: Tensor | None = None
 
 
 class GpuRunner:
@@ -99,8 +108,10 @@ class GpuRunner:
         self._results = Results(self._ring.tensor, self.buffers.result_row)
         self._edits = GpuEdits(self.buffers, self._results, self.buffers.width * block_size)
         self._graphs: StepGraphs | None = None
-        self.pack_s = 0.0
-        self.wait_s = 0.0
+        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self._matchers = Matchers(self.grammars)
+        self._unfinished: GpuStepHandle | None = None
+        self.pack_s = self.mask_s = self.wait_s = 0.0
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
@@ -182,6 +193,7 @@ class GpuRunner:
 
     def dispatch(self, plan: StepPlan) -> GpuStepHandle:
         """Queue the step. If it raises, ``reset`` makes the runner usable again."""
+        self._finish()
         begin = time.perf_counter()
         with self._scope():
             index, _, array = self._staging.take()
@@ -206,17 +218,44 @@ class GpuRunner:
             logits = self.run_staged(staged.shape)
         # Other ranks have no plan, and nothing to edit.
         edited = plan if plan is not None and self._edits.needs(plan) else None
+        constrained = None if plan is None else self._matchers.take(plan)
         if len(truncated) or edited is not None or self._on_logits is not None:
             logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
         if edited is not None:
             self._edits.keep_history(edited, staged.shape, self._packer.store_rows)
-            self._edits.sample(edited, logits[: staged.num_sampled], self._packer.store_rows)
+            if constrained is None:
+                self._edits.sample(edited, logits[: staged.num_sampled], self._packer.store_rows)
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
         token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
-        return GpuStepHandle(self._ring.release(staged.result_row), token_ids)
+        handle = GpuStepHandle(token_ids, staged.result_row)
+        if constrained is None:
+            handle.event = self._ring.release(staged.result_row)
+        else:
+            handle.constrained, handle.logits = constrained, logits[: staged.num_sampled]
+            self._unfinished = handle
+        return handle
+
+    def _finish(self) -> None:
+        """Sample the constrained rows of the step queued last, if it has any: the last of its work.
+
+        Their masks need the tokens of the step before it, which were collected when this is
+        called: at the beginning of the next ``dispatch``, while the step computes, or when it is
+        itself collected. What is queued later reads their tokens behind this.
+        """
+        handle = self._unfinished
+        if handle is None or handle.constrained is None or handle.logits is None:
+            return
+        begin = time.perf_counter()
+        masks = self._matchers.masks(handle.constrained)
+        self.mask_s += time.perf_counter() - begin
+        with self._scope():
+            plan = handle.constrained.plan
+            self._edits.sample(plan, handle.logits, self._packer.store_rows, masks)
+            handle.event = self._ring.release(handle.result_row)
+        handle.logits = self._unfinished = None
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
@@ -247,7 +286,7 @@ class GpuRunner:
     def is_computed(self, handle: GpuStepHandle, wait_s: float) -> bool:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
         end = time.perf_counter() + wait_s
-        while not handle.event.query():
+        while handle.event is None or not handle.event.query():
             if time.perf_counter() > end:
                 return False
             time.sleep(_POLL_S)
@@ -257,16 +296,25 @@ class GpuRunner:
         """The tokens of a dispatched step; waits for it."""
         if not isinstance(handle, GpuStepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
+        if handle is self._unfinished:
+            self._finish()
         begin = time.perf_counter()
+        if handle.event is None:
+            raise RuntimeError("the step of this handle was forgotten")
         handle.event.synchronize()
         self.wait_s += time.perf_counter() - begin
-        return StepResult(handle.token_ids.tolist())
+        tokens = handle.token_ids.tolist()
+        if handle.constrained is None:
+            return StepResult(tokens)
+        return StepResult(tokens, self._matchers.settle(handle.constrained, tokens))
 
     def reset(self) -> None:
         """Wait for all that is queued, and take nothing for known on the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._packer.reset()
+        self._matchers.reset()
+        self._unfinished = None
 
     def run_staged(self, shape: StepShape) -> Tensor:
         """Queue the step that is staged in this shape, zeros at first; returns its logits

@@ -112,4 +112,6 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _refusal(field: str, constraint: Constraint, reason: str) -> InvalidInputError:
-    return InvalidInputError(field, constraint.text, shortened(" ".join(reason.split()), _MAX_REASON))
+    return InvalidInputError(
+        field, constraint.text, shortened(" ".join(reason.split()), _MAX_REASON)
+    )
