@@ -23,6 +23,7 @@ _HOME = {
     "InvalidInputError": "pagespec.errors",
     "UnsupportedModelError": "pagespec.errors",
     "EngineError": "pagespec.errors",
+    "RequestError": "pagespec.errors",
     "embedded_model_path": "pagespec.compile.model.gguf",
 }
 
@@ -33,7 +34,13 @@ if TYPE_CHECKING:
     from .engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from .engine.sampling_params import SamplingParams
     from .engine.structured_outputs import StructuredOutputs, StructuredOutputsParams
-    from .errors import EngineError, InvalidInputError, PagespecError, UnsupportedModelError
+    from .errors import (
+        EngineError,
+        InvalidInputError,
+        PagespecError,
+        RequestError,
+        UnsupportedModelError,
+    )
     from .llm import LLM
 
 

@@ -127,6 +127,11 @@ class Engine:
         record = self._records.get(request)
         return (record and record.failure) or "an operation of the engine was interrupted"
 
+    def failed_alone(self, request: Request) -> bool:
+        """Whether it could not go on itself, and the others did."""
+        record = self._records.get(request)
+        return record is not None and record.failed_alone
+
     # Whole or not at all ----------------------------------------------------------------------
 
     def _guard(self, operation: Callable[..., _T], *args: object) -> _T:
@@ -293,7 +298,8 @@ class Engine:
         """End one request, which cannot go on, with reason "error"; the others are undisturbed."""
         request = self.scheduler.abort(request_id, "error")
         if request is not None:  # what is in flight of a finished one may fail, too
-            self._records[request].failure = failure
+            record = self._records[request]
+            record.failure, record.failed_alone = failure, True
             finished.append(request)
             if self._trace is not None:
                 self._trace.abort(request_id, "error")

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..errors import EngineError, InvalidInputError, PagespecError
+from ..errors import EngineError, InvalidInputError, PagespecError, RequestError
 from .core import Engine
 from .detokenizer import Detokenizer, StopStringWatcher
 from .inputs import PromptInput
@@ -116,7 +116,7 @@ class GenerationLoop:
                 else:
                     while head[0].finish_reason is None:
                         self._engine.step()
-                    yield self._output(*head[:2])
+                    yield self._output_or_error(*head[:2])
                 head = None
                 pending.popleft()
         finally:
@@ -174,10 +174,20 @@ class GenerationLoop:
             caller = None
             self._engine.sweep()
 
+    def _output_or_error(
+        self, request: Request, prompt: PromptInput
+    ) -> RequestOutput | RequestError:
+        """An item of a stream: one that failed alone has its error in its place."""
+        try:
+            return self._output(request, prompt)
+        except RequestError as error:
+            return error
+
     def _output(self, request: Request, prompt: PromptInput) -> RequestOutput:
         if request.finish_reason == "error":
             failure = self._engine.failure(request)
-            raise EngineError(f"request {request.request_id} was ended: {failure}")
+            kind = RequestError if self._engine.failed_alone(request) else EngineError
+            raise kind(f"request {request.request_id} was ended: {failure}")
         return self._factory.output(request, prompt, self._engine.metrics(request))
 
 

@@ -74,9 +74,13 @@ def serve(
     engine = Engine(scheduler, runner, check_invariants=True)
     for request in requests:
         engine.add(request)
+    run_out(engine)
+    return engine
+
+
+def run_out(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
-    return engine
 
 
 def mixed_requests(
@@ -161,7 +165,7 @@ def test_on_a_gpu_masks_are_kept_the_same_way(overlap: bool, num_blocks: int) ->
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_row_that_nothing_may_follow_ends_alone(overlap: bool) -> None:
-    requests, checks = mixed_requests(5, 6, 16)
+    requests, _ = mixed_requests(5, 6, 16)
     alone, _ = mixed_requests(5, 6, 16)
     serve(alone)
     only_z = LogitEdits(allowed=(3 + ord("z"),))
@@ -198,8 +202,7 @@ def test_after_a_failed_step_and_an_abort_the_runner_serves_again(
             name = {"dispatch": "pack"}.get(failing, failing)
             patch.setattr(type(target), name, _interrupt)
             with pytest.raises(KeyboardInterrupt):
-                while True:
-                    engine.step()
+                run_out(engine)
         assert {r.finish_reason for r in requests} <= {"error", "stop", "length"}
         requests, _ = mixed_requests(6, 8, 16, share=0.7)
         for request in requests:
@@ -207,8 +210,7 @@ def test_after_a_failed_step_and_an_abort_the_runner_serves_again(
         for _ in range(5):
             engine.step()
         engine.abort("0")
-        while engine.has_work:
-            engine.step()
+        run_out(engine)
         assert [r.output_token_ids for r in requests[1:]] == [
             r.output_token_ids for r in expected[1:]
         ]
