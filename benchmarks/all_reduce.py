@@ -1,11 +1,16 @@
 """All-reduce over the GPUs of a host: microseconds per call inside CUDA graphs.
 
-    python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096] [--rows 1 8 64]
+    python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096] [--rows 1 8 64] [--sweep]
 
-Ours beside NCCL and the symmetric-memory kernels of torch, on bfloat16 rows. The floor is the bytes
-that each GPU must receive, (N - 1) / N of the sum twice or (N - 1) parts once, whichever is less,
-over the peer-to-peer bandwidth that this run copies with. "order" says whether the result is the
-float32 sum in rank order, at every element.
+Ours beside NCCL and the symmetric-memory kernels of torch, on bfloat16 rows. Then with the residual
+and the norm that stand behind it: ours and our norm ("+ norm"), both in one launch ("joined"), and
+torch's one-shot sum, its addition and ``F.rms_norm``. The floor is the bytes that each GPU must
+receive, (N - 1) / N of the sum twice or (N - 1) parts once, whichever is less, over the bandwidth
+from GPU to GPU that this run copies with. The last columns say whether the result is the sum in
+float32 in rank order, at every element, and whether "joined" has the bits of two launches.
+
+``--sweep`` times ours cut into programs in other ways instead (``LaunchShape``). A norm by another
+number of warps has other bits.
 """
 
 from __future__ import annotations
@@ -14,16 +19,24 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
 from torch import Tensor
 
-from pagespec.kernels.collectives.gloo import GatherCommunicator
-from pagespec.kernels.collectives.symmetric import PeerCommunicator
+from pagespec.kernels.collectives.communicator import sum_then_norm
+from pagespec.kernels.collectives.library import GatherCommunicator
+from pagespec.kernels.collectives.symmetric import LaunchShape, PeerCommunicator
 
 _CALLS, _REPLAYS = 50, 7
+_NAMES = ("ours", "NCCL", "one-shot", "two-shot", "+ norm", "joined", "1-shot+norm", "floor")
+_EPS = 1e-6
+# (bytes of a chunk, warps), without a norm; with one, (bytes, warps of a row).
+_SHAPES = ((2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (8192, 16))
+_NORM_SHAPES = ((4096, 4), (4096, 8), (4096, 16), (4096, 32), (8192, 8), (8192, 16))
 
 
 def _microseconds(call: Callable[[], object]) -> float:
@@ -65,57 +78,114 @@ def _peer_gb_per_s() -> float:
     return 8 * source.numel() / begin.elapsed_time(end) / 1e6
 
 
-def _run(rank: int, num_ranks: int, port: int, columns: int, all_rows: list[int]) -> None:
-    import torch.distributed._symmetric_memory as symmetric
-
+def _run(
+    rank: int, num_ranks: int, port: int, columns: int, all_rows: list[int], is_sweep: bool
+) -> None:
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        device_id=torch.device("cuda", rank),
-    )
-    group = dist.group.WORLD.group_name
     device = torch.device("cuda", rank)
-    ours = PeerCommunicator(GatherCommunicator(), device)
-    ours.reserve((max(all_rows), 2 * columns))
-    ours.connect()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=num_ranks, device_id=device
+    )
     bandwidth = _peer_gb_per_s() if rank == 0 else 0.0
     if rank == 0:
         print(
             f"{num_ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL "
             f"{'.'.join(map(str, torch.cuda.nccl.version()))}, peer to peer {bandwidth:.0f} GB/s"
         )
-        names = ("ours", "NCCL", "one-shot", "two-shot", "floor")
-        print(f"{'rows':>6} x {columns}" + "".join(f"{name:>10}" for name in names) + "  order")
+    if is_sweep:
+        _sweep(rank, columns, all_rows)
+    else:
+        _compare(rank, num_ranks, columns, all_rows, bandwidth)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _communicator(columns: int, all_rows: list[int], shape: LaunchShape) -> PeerCommunicator:
+    device = torch.device("cuda", torch.cuda.current_device())
+    ours = PeerCommunicator(GatherCommunicator(), device, shape=shape)
+    ours.reserve((max(all_rows), 2 * columns))
+    ours.connect()
+    return ours
+
+
+def _inputs(num_rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part, the residual and the norm's weight."""
+    sizes = (num_rows, columns), (num_rows, columns), (columns,)
+    x, residual, weight = (torch.randn(size, device="cuda").bfloat16() for size in sizes)
+    torch.cuda.synchronize()  # a weight is read early
+    return x, residual, weight
+
+
+def _row(rank: int, *cells: object) -> None:
+    if rank == 0:
+        values = (f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        print("".join(f"{value:>13}" for value in values), flush=True)
+
+
+def _compare(
+    rank: int, num_ranks: int, columns: int, all_rows: list[int], bandwidth: float
+) -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    ours = _communicator(columns, all_rows, LaunchShape())
+    group = dist.group.WORLD.group_name
+    _row(rank, f"rows x {columns}", *_NAMES, "rank order", "same bits")
     for num_rows in all_rows:
-        x = torch.randn(num_rows, columns, device=device).bfloat16()
+        x, residual, weight = _inputs(num_rows, columns)
+        norm = (residual, weight, _EPS, "rounded")
         parts = [torch.empty_like(x) for _ in range(num_ranks)]
         dist.all_gather(parts, x)
         want = parts[0].float()
         for part in parts[1:]:
             want = want + part.float()
         is_same = torch.equal(ours.all_reduce(x), want.to(x.dtype))
-        shared = symmetric.empty(x.numel(), dtype=x.dtype, device=device)
+        shared = symmetric.empty(x.numel(), dtype=x.dtype, device=x.device)
         symmetric.rendezvous(shared, group)
         library = x.clone()
-        calls: list[Callable[[], Tensor | object]] = [
-            lambda x=x: ours.all_reduce(x),
+
+        def of_torch(
+            x: Tensor = shared, residual: Tensor = residual, weight: Tensor = weight
+        ) -> Tensor:
+            total = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group)
+            return F.rms_norm(residual + total.view(residual.shape), weight.shape, weight, _EPS)
+
+        pairs = zip(ours.all_reduce_norm(x, *norm), sum_then_norm(ours, x, *norm), strict=True)
+        is_alike = all(torch.equal(one, two) for one, two in pairs)
+        calls: list[Callable[[], object]] = [
+            partial(ours.all_reduce, x),
             lambda x=library: dist.all_reduce(x),
             lambda x=shared: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group),
             lambda x=shared: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group),
+            partial(sum_then_norm, ours, x, *norm),
+            partial(ours.all_reduce_norm, x, *norm),
+            of_torch,
         ]
         times = [_microseconds(call) for call in calls]
         factor = min(num_ranks - 1, 2 * (num_ranks - 1) / num_ranks)
-        if rank == 0:
-            times.append(factor * x.nbytes / bandwidth / 1e3)
-            row = "".join(f"{time:>10.1f}" for time in times)
-            print(f"{num_rows:>6} {'':>{len(str(columns)) + 1}}{row}  {is_same}", flush=True)
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+        floor = factor * x.nbytes / bandwidth / 1e3 if rank == 0 else 0.0
+        _row(rank, num_rows, *times, floor, is_same, is_alike)
+
+
+def _sweep(rank: int, columns: int, all_rows: list[int]) -> None:
+    for title, shapes in (("all-reduce", _SHAPES), ("joined", _NORM_SHAPES)):
+        is_joined = title == "joined"
+        cut = [
+            LaunchShape(size, norm_warps=warps) if is_joined else LaunchShape(size, warps)
+            for size, warps in shapes
+        ]
+        groups = [_communicator(columns, all_rows, shape) for shape in cut]
+        _row(rank, title, *(f"{size} B, {warps} w" for size, warps in shapes))
+        for num_rows in all_rows:
+            x, *norm = *_inputs(num_rows, columns), _EPS, "rounded"
+            calls: list[Callable[[], object]] = [
+                partial(ours.all_reduce_norm, x, *norm)
+                if is_joined
+                else partial(ours.all_reduce, x)
+                for ours in groups
+            ]
+            _row(rank, num_rows, *map(_microseconds, calls))
 
 
 def main() -> None:
@@ -123,12 +193,12 @@ def main() -> None:
     parser.add_argument("--num-ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--columns", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 1024, 8192])
+    parser.add_argument("--sweep", action="store_true", help="other cuts of ours, not the table")
     options = parser.parse_args()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     port = dist.TCPStore("127.0.0.1", 0, 1, is_master=True).port
-    multiprocessing.spawn(
-        _run, (options.num_ranks, port, options.columns, options.rows), options.num_ranks
-    )
+    arguments = (options.num_ranks, port, options.columns, options.rows, options.sweep)
+    multiprocessing.spawn(_run, arguments, options.num_ranks)
 
 
 if __name__ == "__main__":

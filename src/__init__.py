@@ -19,6 +19,8 @@ _HOME = {
     "RequestOutput": "pagespec.engine.outputs",
     "CompletionOutput": "pagespec.engine.outputs",
     "RequestMetrics": "pagespec.engine.outputs",
+    "Logprob": "pagespec.engine.outputs",
+    "ScoreOutput": "pagespec.engine.outputs",
     "PagespecError": "pagespec.errors",
     "InvalidInputError": "pagespec.errors",
     "UnsupportedModelError": "pagespec.errors",
@@ -31,7 +33,13 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from .compile.model.gguf import embedded_model_path
-    from .engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .engine.outputs import (
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        ScoreOutput,
+    )
     from .engine.sampling_params import SamplingParams
     from .engine.structured_outputs import StructuredOutputs, StructuredOutputsParams
     from .errors import (

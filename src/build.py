@@ -41,8 +41,9 @@ _PACKING_PART = 4
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in, and
-    ``grammars`` are the runner's."""
+    """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
+    ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
+    runner."""
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -53,6 +54,7 @@ class BuiltEngine:
     device: torch.device
     config: EngineConfig
     stats: EngineStats
+    can_score: bool = True
     grammars: Grammars | None = None
 
 
@@ -164,6 +166,7 @@ def build(
         device=device,
         config=config,
         stats=stats,
+        can_score=captured.head is not None,
         grammars=runner.grammars,
     )
 

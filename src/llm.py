@@ -17,7 +17,7 @@ from .engine.inputs import (
     split_prompts,
     truncation_of,
 )
-from .engine.outputs import RequestOutput
+from .engine.outputs import RequestOutput, ScoreOutput
 from .engine.policy import Policy
 from .engine.request_factory import RequestFactory
 from .engine.sampling_params import SamplingParams
@@ -93,6 +93,9 @@ class LLM:
             or "priority", which a prompt's dict gives (see ``generate``).
         seed: seed of the requests that bring none of their own.
         load_format: "auto", or "dummy" for random weights from the config alone.
+        logprobs_mode: what ``logprobs`` of sampled tokens are of: "raw_logprobs", the model's own
+            distribution; "processed_logprobs", the one that was sampled from, after temperature,
+            top_k, top_p and min_p (of a greedy request the model's own). Those of prompts are raw.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
@@ -126,6 +129,7 @@ class LLM:
         policy: str = "fcfs",
         seed: int = 0,
         load_format: str = "auto",
+        logprobs_mode: str = "raw_logprobs",
         tensor_parallel_size: int = 1,
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
@@ -152,6 +156,7 @@ class LLM:
             policy=policy,
             seed=seed,
             load_format=load_format,
+            logprobs_mode=logprobs_mode,
             tensor_parallel_size=tensor_parallel_size,
         )
         build = import_engine(config.device, config.tensor_parallel_size)
@@ -171,6 +176,7 @@ class LLM:
             eos_token_ids=frozenset(built.eos_token_ids),
             max_model_len=built.max_model_len,
             seed=config.seed,
+            can_score=built.can_score,
             encode=self._reader.encode,
             num_ranks=config.tensor_parallel_size,
             check_structure=built.grammars and built.grammars.check,
@@ -217,14 +223,18 @@ class LLM:
         """
         items = split_prompts(prompts)
         params = pair_params(items, sampling_params, SamplingParams())
-        single = len(items) == 1
-        inputs = [
-            self._reader.read(
-                item, "prompt" if single else f"prompts[{i}]", truncation_of(params[i])
-            )
-            for i, item in enumerate(items)
-        ]
-        return self._loop.run(inputs, params, use_tqdm)
+        return self._loop.run(
+            self._reader.read_all(items, [truncation_of(p) for p in params]), params, use_tqdm
+        )
+
+    def score(self, prompts: Any, *, use_tqdm: bool = True) -> list[ScoreOutput]:
+        """The log-probability of each token of each prompt but the first, given those before it:
+        the same float that ``logprobs`` of :class:`SamplingParams` gives when it is sampled there.
+
+        Args:
+            prompts: as of ``generate``.
+        """
+        return self._loop.score(self._reader.read_all(split_prompts(prompts)), use_tqdm)
 
     def chat(
         self,

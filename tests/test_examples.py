@@ -9,15 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.models import save_word_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BY_HAND = "step_by_hand.py"
 WITH_MODEL = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != BY_HAND)
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -28,16 +25,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model whose tokens are words, so that the examples' prompts are short."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
-    vocab = {"<unk>": 0} | {f"word{i}": i for i in range(1, VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", chat_template=CHAT_TEMPLATE
-    )
-    wrapped.save_pretrained(folder)
-    return str(folder)
+    return save_word_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("name", WITH_MODEL)

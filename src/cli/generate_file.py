@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import BinaryIO
 
 import typer
 from tqdm import tqdm
 
-from ..errors import InvalidInputError, PagespecError
+from ..errors import InvalidInputError
 from . import make_llm
+from .answer_lines import answer_lines
 from .command import EXIT_INTERRUPTED, note
-from .jsonl import (
-    Fingerprint,
-    Line,
-    Progress,
-    Question,
-    encode_row,
-    find_progress,
-    parse_question,
-    read_lines,
-    row_start,
-)
-from .options import EngineOptions, SamplingOptions
-from .prompts import conversation_prompt, user_message
+from .jsonl import Fingerprint, Line, Progress, Row, encode_row, find_progress, read_lines
+from .options import EngineOptions, ReplicaOptions, SamplingOptions
 
 try:
     import fcntl
 except ImportError:  # Windows has no flock; there two runs on one output are not kept apart
     fcntl = None  # type: ignore[assignment]
 
-if TYPE_CHECKING:
-    from ..engine.sampling_params import SamplingParams
-    from ..llm import LLM
-
 EXIT_SOME_ERRORS = 1
+
+Answer = Callable[[Iterable[Line]], Iterable[Row]]
 
 
 def answer_file(
@@ -48,12 +35,13 @@ def answer_file(
     output: Path,
     engine: EngineOptions,
     sampling: SamplingOptions,
+    replicas: ReplicaOptions,
     *,
     chat: bool,
     overwrite: bool,
 ) -> None:
     """Write one row for each line of ``source`` that is not blank, in order; keep the rows
-    ``output`` already has.
+    ``output`` already has. The rows are the same with replicas and without.
 
     Raises:
         InvalidInputError: a file or an option is refused; ``output`` is then as it was.
@@ -75,29 +63,58 @@ def answer_file(
             found = find_progress(file, str(output), source, fingerprint)
         if found.rows:
             note(f"{output}: keeping {found.rows} of {found.total} rows")
-        run = _Run(file, fingerprint, errors=found.errors)
+        num_errors = found.errors
         if found.rows < found.total:
-            # Only now, with a model that loads, is the unfinished or unwanted end cut off.
-            llm = make_llm.start_llm(engine)
-            _cut(file, found.size)
-            _generate_rest(llm, run, source, found)
+            with _answerer(engine, fingerprint, replicas, found.total - found.rows) as answer:
+                # Only now, with a model that loads, is the unfinished or unwanted end cut off.
+                _cut(file, found.size)
+                num_errors += _write_rest(file, answer, source, found)
         else:
             _cut(file, found.size)
-    note(f"{output}: {found.total} rows, {run.errors} of them errors")
-    if run.errors:
+    note(f"{output}: {found.total} rows, {num_errors} of them errors")
+    if num_errors:
         raise typer.Exit(EXIT_SOME_ERRORS)
 
 
-def _generate_rest(llm: LLM, run: _Run, source: Path, found: Progress) -> None:
+@contextmanager
+def _answerer(
+    engine: EngineOptions,
+    fingerprint: Fingerprint,
+    replicas: ReplicaOptions,
+    num_lines: int,
+) -> Iterator[Answer]:
+    """What answers lines, once a model has loaded: an engine of this process, or replicas."""
+    if replicas.replicas is None:
+        yield partial(answer_lines, make_llm.start_llm(engine), fingerprint)
+        return
+    from .replicas import open_replicas
+
+    with open_replicas(
+        engine,
+        fingerprint,
+        num_lines,
+        num_replicas=replicas.replicas,
+        address=replicas.ray_address,
+    ) as answer:
+        yield answer
+
+
+def _write_rest(file: BinaryIO, answer: Answer, source: Path, found: Progress) -> int:
+    """Answer the lines that have no row and write their rows; returns how many are errors."""
     rest = islice(read_lines(source), found.rows, None)
+    num_errors = 0
     try:
         # Shown on a terminal only: in a log file the bar would be thousands of lines.
         with tqdm(total=found.total, initial=found.rows, unit="row", disable=None) as bar:
-            for _ in run.answer(llm, rest):
+            for row in answer(rest):
+                num_errors += "error" in row
+                file.write(encode_row(row))
+                file.flush()
                 bar.update()
     except KeyboardInterrupt:
         note("interrupted; the same command goes on from here")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    return num_errors
 
 
 @contextmanager
@@ -117,89 +134,3 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 def _cut(file: BinaryIO, size: int) -> None:
     file.seek(size)
     file.truncate()
-
-
-@dataclass(slots=True)
-class _Job:
-    """A line on its way: either it went to the engine, or its error row waits for its turn."""
-
-    line: Line
-    identity: str | int | None = None
-    error: str | None = None
-
-
-class _Run:
-    """Answers lines in order and writes their rows.
-
-    The engine gives results in the order in which it pulled requests, but a line that cannot be
-    read never reaches it. ``_pending`` holds all lines pulled and not yet written, so that an error
-    row is written between its neighbours and not before them.
-    """
-
-    def __init__(self, file: BinaryIO, fingerprint: Fingerprint, errors: int) -> None:
-        self.errors = errors
-        self._file = file
-        self._fingerprint = fingerprint
-        self._pending: deque[_Job] = deque()
-
-    def answer(self, llm: LLM, lines: Iterator[Line]) -> Iterator[None]:
-        """Yield once for every row written."""
-        for result in llm.generate_iter(self._requests(llm, lines)):
-            yield from self._write_errors()
-            job = self._pending.popleft()
-            if isinstance(result, Exception):
-                self._write(job, {"error": str(result)})
-            else:
-                answer = result.outputs[0]
-                fields = {
-                    "text": answer.text,
-                    "finish_reason": answer.finish_reason,
-                    "token_ids": list(answer.token_ids),
-                    "num_prompt_tokens": len(result.prompt_token_ids),
-                }
-                self._write(job, fields)
-            yield
-        yield from self._write_errors()
-        if self._pending:
-            raise PagespecError(f"the engine left {len(self._pending)} lines unanswered")
-
-    def _requests(
-        self, llm: LLM, lines: Iterator[Line]
-    ) -> Iterator[tuple[dict[str, Any], SamplingParams]]:
-        for line in lines:
-            job = _Job(line)
-            self._pending.append(job)
-            try:
-                question = parse_question(line)
-                job.identity = question.identity
-                prompt = self._prompt(llm, question)
-                params = self._fingerprint.sampling.params(line.index, question.overrides)
-            except InvalidInputError as error:
-                job.error = str(error)
-            else:
-                yield prompt, params
-
-    def _prompt(self, llm: LLM, question: Question) -> dict[str, Any]:
-        prompt: Mapping[str, Any]
-        if question.kind == "messages":
-            prompt = conversation_prompt(llm, question.content)
-        elif question.kind == "prompt" and self._fingerprint.chat:
-            prompt = conversation_prompt(llm, user_message(question.content))
-        else:
-            prompt = {question.kind: question.content}
-        return {**prompt, **question.options}
-
-    def _write_errors(self) -> Iterator[None]:
-        """Write the error rows that are next in line."""
-        while self._pending and self._pending[0].error is not None:
-            job = self._pending.popleft()
-            self._write(job, {"error": job.error})
-            yield
-
-    def _write(self, job: _Job, fields: dict[str, Any]) -> None:
-        row = row_start(job.line, self._fingerprint.key(job.line))
-        if job.identity is not None:
-            row["id"] = job.identity
-        self.errors += "error" in fields
-        self._file.write(encode_row(row | fields))
-        self._file.flush()

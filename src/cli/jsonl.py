@@ -18,6 +18,9 @@ _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _PROMPT_OPTIONS = ("cache_salt", "priority")
 _BOM = b"\xef\xbb\xbf"
 
+Row = dict[str, Any]
+"""One line of the output."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -138,13 +141,13 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def encode_row(row: dict[str, Any]) -> bytes:
+def encode_row(row: Row) -> bytes:
     """A row as one line. A lone surrogate, which JSON can spell and UTF-8 cannot, is escaped."""
     text = json.dumps(row, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")
 
 
-def row_start(line: Line, key: str) -> dict[str, Any]:
+def row_start(line: Line, key: str) -> Row:
     """The fields that begin every row; ``find_progress`` knows our rows by them."""
     return {"index": line.index, "key": key}
 
@@ -184,7 +187,7 @@ def find_progress(
     return Progress(rows, errors, size, rows + sum(1 for _ in lines))
 
 
-def _parse_row(raw: bytes) -> dict[str, Any] | None:
+def _parse_row(raw: bytes) -> Row | None:
     try:
         row = json.loads(raw)
     except (ValueError, RecursionError):

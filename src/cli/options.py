@@ -105,6 +105,43 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """Engines on a Ray cluster, which share the lines of an input file."""
+
+    PANEL: ClassVar = "Replicas"
+
+    replicas: int | None = option(
+        None,
+        "M",
+        "Answer --input with M engines on a Ray cluster; needs pagespec[ray]. The output is that "
+        "of one process.",
+        show_default="one process, without Ray",
+    )
+    ray_address: str | None = option(
+        None,
+        "ADDRESS",
+        "The cluster, as for ray.init.",
+        show_default="RAY_ADDRESS, one of this machine, or one for this run",
+    )
+
+    def check(self, engine: EngineOptions) -> None:
+        """Raises:
+        InvalidInputError: an option is outside its limits, or does not go with replicas.
+        """
+        if self.replicas is None:
+            if self.ray_address is not None:
+                raise InvalidInputError("--ray-address", self.ray_address, "needs --replicas")
+            return
+        if self.replicas < 1:
+            raise InvalidInputError("--replicas", self.replicas, "must be 1 or more")
+        if engine.device not in ("auto", "cpu", "cuda"):
+            limit = "must be auto, cpu or cuda: Ray chooses the GPUs of a replica"
+            raise InvalidInputError("--device", engine.device, limit)
+        if engine.trace is not None:
+            raise InvalidInputError("--trace", engine.trace, "is of one engine, not of replicas")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """The defaults of every request of a command; a line of an input file may override them."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,9 +27,11 @@ from .capture.dynamo import Source, forward, trace
 from .capture.graph_cache import GraphCache
 from .inductor.regions import compile_regions
 from .model.attention import ATTENTION_NAME, attention_implementation
+from .model.eager_head import EagerHead
 from .model.load import LoadedModel
 from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
-from .step_inputs import BoundGraph, KVCaches, StepInputs
+from .passes.split_head import expose_hidden, extract_head
+from .step_inputs import BoundGraph, KVCaches, StepInputs, StepOutputs
 
 COMPILE_MODES = ("graph", "inductor", "eager")
 
@@ -45,6 +48,8 @@ class CapturedModel:
         num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
         rewrites: how many rewrites each pass made.
         communicator: what the collectives of a sharded model are called on.
+        head: from hidden states ``[R, H]``, R at least ``MIN_SIZE``, to what a step has of their
+            logits, by the same calls; None if the graph could not be cut there.
     """
 
     loaded: LoadedModel
@@ -58,20 +63,23 @@ class CapturedModel:
     compile_s: float = 0.0
     rewrites: dict[str, int] = field(default_factory=dict)
     communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
+    head: Callable[[Tensor], Tensor] | None = None
 
-    def bind(self, kv_caches: KVCaches) -> Callable[[StepInputs], Tensor]:
-        """A function from a step's inputs to its logits ``[S, V]``, over these caches."""
+    def bind(self, kv_caches: KVCaches) -> Callable[[StepInputs], StepOutputs]:
+        """A function from a step's inputs to its results, over these caches."""
         if self.graph is None:
             return lambda inputs: self._run_eagerly(inputs, kv_caches)
         return BoundGraph(self.graph.forward, self.sources, kv_caches)
 
-    def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
-        module = self.loaded.module
+    def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> StepOutputs:
+        module, head = self.loaded.module, self.head
         with (
             attention_implementation(module, ATTENTION_NAME),
             communicator_scope(self.communicator),
+            head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
-            return forward(module, self.specs, inputs, kv_caches)[0]
+            logits = forward(module, self.specs, inputs, kv_caches)[0]
+        return StepOutputs(logits, head.hidden[0] if isinstance(head, EagerHead) else None)
 
     @property
     def vocab_shard(self) -> VocabShard | None:
@@ -129,6 +137,8 @@ def capture_model(
     if communicator is not None:
         captured.communicator = communicator
     if compile == "eager":
+        if loaded.module.base_model is not loaded.module:
+            captured.head = EagerHead(loaded.module)
         return captured
     if graph_cache is not None:
         traced, is_new = graph_cache.get(loaded, specs)
@@ -149,9 +159,12 @@ def capture_model(
         captured.rewrites = run_passes(gm, context, COMMON_PASSES)
         device_passes = CPU_GRAPH_PASSES if loaded.device.type == "cpu" else gpu_passes()
         captured.rewrites |= run_passes(gm, context, device_passes)
+        has_head = expose_hidden(gm, traced.sources)
         if compile == "inductor":
             begin = time.perf_counter()
             captured.rewrites["regions"], captured.num_compiled = compile_regions(gm)
             captured.compile_s = time.perf_counter() - begin
     captured.sources = traced.arguments()
+    if has_head:
+        captured.head = extract_head(gm, captured.sources)
     return captured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ class StepInputs:
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+
+
+class StepOutputs(NamedTuple):
+    """What a step computes: logits ``[S, V]``, and the hidden states ``[T, H]`` in front of the
+    head; None where the graph does not show them."""
+
+    logits: Tensor
+    hidden: Tensor | None
 
 
 INPUT_NAMES = tuple(f.name for f in fields(StepInputs))
@@ -68,15 +76,15 @@ class BoundGraph:
             else:
                 self._size_slots.append((slot, where[0], where[1]))
 
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """Logits ``[S, V]`` of a step; writes its KV into the caches."""
+    def __call__(self, inputs: StepInputs) -> StepOutputs:
+        """The results of a step; writes its KV into the caches."""
         arguments = self._arguments.copy()
         for slot, name in self._input_slots:
             arguments[slot] = getattr(inputs, name)
         for slot, name, dim in self._size_slots:
             arguments[slot] = getattr(inputs, name).shape[dim]
-        logits: Tensor = self._function(*arguments)[0]
-        return logits[0]
+        logits, *hidden = self._function(*arguments)
+        return StepOutputs(logits[0], hidden[0][0] if hidden else None)
 
 
 def example_inputs(device: torch.device) -> StepInputs:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 from ..kernels.collectives.communicator import Communicator
-from ..kernels.collectives.gloo import GatherCommunicator
+from ..kernels.collectives.library import GatherCommunicator
+from ..kernels.fused.dispatch import NormForm
 from .channel import Cell
 
 # Ranks read weights at their own pace before they first meet.
@@ -62,11 +63,18 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def make_communicator(device: torch.device, cell: Cell, *, transparent: bool) -> Communicator:
-    """The communicator of this rank, in its group. On GPUs sums have one order in any case: that is
-    the quickest way as well."""
-    inner: Communicator = GatherCommunicator(transparent=transparent)
-    if device.type != "cuda":
+def make_communicator(
+    device: torch.device, cell: Cell, *, transparent: bool, has_peer_access: bool
+) -> Communicator:
+    """The communicator of this rank, in its group.
+
+    Args:
+        has_peer_access: GPUs reach each other's memory. Sums then have one order in any case: that
+            is the quickest way as well.
+    """
+    is_cpu = device.type == "cpu"
+    inner = GatherCommunicator(transparent=transparent, is_connected=is_cpu)
+    if is_cpu or not has_peer_access:
         return CountingCommunicator(inner, cell)
     from ..kernels.collectives.symmetric import PeerCommunicator
 
@@ -94,6 +102,12 @@ class CountingCommunicator:
         self._count()
         return self._inner.all_reduce(partial)
 
+    def all_reduce_norm(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]:
+        self._count()
+        return self._inner.all_reduce_norm(partial, residual, weight, eps, form)
+
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         self._count()
         return self._inner.all_gather(part, sizes)
@@ -101,6 +115,9 @@ class CountingCommunicator:
     def least(self, number: int) -> int:
         self._count()
         return self._inner.least(number)
+
+    def end(self) -> None:
+        self._inner.end()
 
     def _count(self) -> None:
         self._cell.num_collectives += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -45,6 +46,11 @@ def build_distributed(
             "a model in memory is in one process; give a folder or a hub id",
         )
     devices = _devices(config, num_ranks)
+    has_peer_access = all(
+        torch.cuda.can_device_access_peer(a, b)
+        for a, b in itertools.permutations(devices, 2)
+        if a.type == "cuda"
+    )
     check_shared(name, num_ranks)
     channel = Channel(num_ranks)
     store = make_store(num_ranks)
@@ -55,6 +61,7 @@ def build_distributed(
                 "model": os.fspath(name),
                 "config": asdict(config),
                 "devices": [str(device) for device in devices],
+                "has_peer_access": has_peer_access,
                 "port": store.port,
                 "num_threads": torch.get_num_threads(),
                 "num_slots": _NUM_SLOTS,
@@ -64,7 +71,10 @@ def build_distributed(
         workers.wait_for(State.IMPORTED, _IMPORT_TIMEOUT_S)
         join_group(store, 0, num_ranks, devices[0])
         communicator = make_communicator(
-            devices[0], channel.cells[0], transparent=config.transparent
+            devices[0],
+            channel.cells[0],
+            transparent=config.transparent,
+            has_peer_access=has_peer_access,
         )
         own = replace(config, device=str(devices[0]))
         callback = None if on_logits is None else LogitsCallback(on_logits)
@@ -100,10 +110,5 @@ def _devices(config: EngineConfig, num_ranks: int) -> list[torch.device]:
     if num_gpus < num_ranks:
         raise InvalidInputError(
             "tensor_parallel_size", num_ranks, f"must be at most the {num_gpus} GPUs visible"
-        )
-    apart = [r for r in range(1, num_ranks) if not torch.cuda.can_device_access_peer(0, r)]
-    if apart:
-        raise InvalidInputError(
-            "tensor_parallel_size", num_ranks, f"GPU 0 does not reach the memory of GPUs {apart}"
         )
     return [torch.device("cuda", rank) for rank in range(num_ranks)]

@@ -63,6 +63,7 @@ class _LaunchThread:
                 except BaseException as error:
                     self.error = error
             launch.is_done.set()
+        self._local.close()
         self._on_close()
 
     def _launch(self, launch: _Launch, plan: StepPlan) -> None:
@@ -216,6 +217,7 @@ class DistributedRunner:
         """The group's end: ranks that computed different parts cannot go on together."""
         if self._failure is None:
             self._failure = EngineError(f"{error}; make a new engine")
+            self.local.captured.communicator.end()
             self._workers.end()
             # The error may keep this object alive for long, and a new engine needs a new group.
             self._thread.close()

@@ -73,7 +73,12 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
         config,
         _no_logits if settings["has_on_logits"] else None,
         shard=Shard(rank, num_ranks),
-        communicator=make_communicator(device, cell, transparent=config.transparent),
+        communicator=make_communicator(
+            device,
+            cell,
+            transparent=config.transparent,
+            has_peer_access=settings["has_peer_access"],
+        ),
     )
     runner: Any = built.runner
     channel.make_slots(settings["num_slots"], runner.max_staged_bytes)

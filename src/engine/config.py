@@ -14,6 +14,7 @@ from .trace import check_trace_path
 
 COMPILE_MODES = ("auto", "graph", "inductor", "eager")
 ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
@@ -90,6 +91,7 @@ class EngineConfig:
     policy: str = "fcfs"
     seed: int = 0
     load_format: str = "auto"
+    logprobs_mode: str = "raw_logprobs"
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
@@ -97,6 +99,7 @@ class EngineConfig:
         _check_choice("compile", self.compile, COMPILE_MODES)
         _check_choice("attention", self.attention, ATTENTION_KERNELS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_device(self.device)
         _check_count("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         if self.max_model_len is not None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from ..errors import EngineError, InvalidInputError
 from .invariants import InvariantError, RunnerView, check_plan, check_state
 from .lock import EngineLock
+from .logprob_output import keep_logprobs
 from .outputs import RequestMetrics
 from .record import Lease, Record
 from .request import Request
@@ -271,9 +272,12 @@ class Engine:
         return self._settle_oldest() if self._handles else []
 
     def _settle_oldest(self) -> list[Request]:
-        plan = self.scheduler.in_flight[0].plan
+        step = self.scheduler.in_flight[0]
+        plan = step.plan
         result = self.runner.collect(self._handles[0])
         begin = time.perf_counter()
+        if result.logprobs is not None:
+            keep_logprobs(step, result.logprobs)
         finished = self.scheduler.commit(plan, result.token_ids)
         self.commit_s += time.perf_counter() - begin
         self._handles.popleft()

@@ -14,7 +14,8 @@ from ..errors import EngineError, InvalidInputError, PagespecError, RequestError
 from .core import Engine
 from .detokenizer import Detokenizer, StopStringWatcher
 from .inputs import PromptInput
-from .outputs import RequestOutput
+from .logprob_output import SCORE_PARAMS, score_of
+from .outputs import RequestOutput, ScoreOutput
 from .request import Request
 from .request_factory import RequestFactory
 from .sampling_params import SamplingParams
@@ -75,6 +76,11 @@ class GenerationLoop:
         finally:
             caller = None
             self._engine.sweep()
+
+    def score(self, inputs: Sequence[PromptInput], use_tqdm: bool) -> list[ScoreOutput]:
+        """The log-probabilities of the prompts' own tokens. Raises as :meth:`run`."""
+        outputs = self.run(inputs, [SCORE_PARAMS] * len(inputs), use_tqdm)
+        return [score_of(output, self._factory.decode_one) for output in outputs]
 
     def iterate(
         self,

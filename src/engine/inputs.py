@@ -143,6 +143,20 @@ class PromptReader:
         token_ids = self._check(self._truncated(token_ids, truncate), field)
         return PromptInput(text, token_ids, cache_salt, priority)
 
+    def read_all(
+        self, prompts: Sequence[Any], truncate: Sequence[int | None] | None = None
+    ) -> list[PromptInput]:
+        """The prompts of one call; an error names the one it is about."""
+        is_single = len(prompts) == 1
+        return [
+            self.read(
+                prompt,
+                "prompt" if is_single else f"prompts[{i}]",
+                None if truncate is None else truncate[i],
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
     def truncated(self, prompt: PromptInput, truncate: int | None) -> PromptInput:
         """A prompt that was read before, as ``read`` would have cut it."""
         return replace(prompt, token_ids=self._truncated(prompt.token_ids, truncate))

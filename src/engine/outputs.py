@@ -29,6 +29,23 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """The log-probability of a token at a place.
+
+    Attributes:
+        logprob: the natural logarithm, a float32; NaN where the model's logits have no finite
+            maximum.
+        rank: 1 plus the number of tokens before it, by logit downwards and then by id upwards. So
+            ranks are distinct, and a greedy token has rank 1.
+        decoded_token: its text by itself; None if the model has no tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One generated continuation.
 
@@ -41,6 +58,10 @@ class CompletionOutput:
         finish_reason: "stop" (end token, stop token or stop string), "length" (max_tokens or
             max_model_len) or "abort". (A request of reason "error" has no output: its call raises
             EngineError.)
+        cumulative_logprob: the sum of the log-probabilities of ``token_ids``; None if the
+            parameters have no ``logprobs``.
+        logprobs: for each of ``token_ids`` its own log-probability and those of the ``logprobs``
+            likeliest tokens, by id; None if the parameters have no ``logprobs``.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None for
             the model's end tokens and every other end.
     """
@@ -49,12 +70,20 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request. ``prompt`` is None when token ids were given."""
+    """A finished request.
+
+    Attributes:
+        prompt: None when token ids were given.
+        prompt_logprobs: for each prompt token as :attr:`CompletionOutput.logprobs`; None for the
+            first, which follows nothing. None if the parameters have no ``prompt_logprobs``.
+    """
 
     request_id: str
     prompt: str | None
@@ -62,3 +91,27 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """The log-probability of each token of a prompt, given those before it.
+
+    Attributes:
+        prompt: None when token ids were given.
+        tokens: the text of each token by itself; None if the model has no tokenizer.
+        logprobs: None for the first token, which follows nothing.
+        ranks: as of :class:`Logprob`; 1 for a token that greedy sampling would have chosen.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    tokens: list[str] | None
+    logprobs: list[float | None]
+    ranks: list[int | None]
+
+    @property
+    def total_logprob(self) -> float:
+        """The sum over all tokens but the first."""
+        return sum(logprob for logprob in self.logprobs if logprob is not None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from .logit_edits import LogitEdits
+from .logprobs import RequestLogprobs
 from .sampling_params import SamplingParams
 
 
@@ -31,6 +32,7 @@ class RequestInfo:
         cache_salt: requests share cached blocks only with requests of the same salt.
         needs_history: a runner has to know all its tokens: plans tell it those that its rows do
             not compute (``StepPlan.prefixes``).
+        prompt_token_ids: only where the parameters ask for the prompt's log-probabilities.
         edits: what is done to its logits; None for nothing.
     """
 
@@ -40,7 +42,15 @@ class RequestInfo:
     seed: int
     cache_salt: bytes
     needs_history: bool = False
+    prompt_token_ids: tuple[int, ...] | None = None
     edits: LogitEdits | None = None
+
+    def num_prompt_rows(self, start: int, num_tokens: int) -> int:
+        """How many of the positions ``[start, start + num_tokens)`` have log-probabilities to be
+        told: those whose next token lies in a prompt that asks for them."""
+        if self.prompt_token_ids is None:
+            return 0
+        return max(0, min(start + num_tokens, self.num_prompt_tokens - 1) - start)
 
 
 class Request:
@@ -65,13 +75,14 @@ class Request:
             strings). Must not raise.
         info: what never changes of it; plans refer to this.
         reads_cache: False computes every position itself, at each admission (S38); it publishes
-            its blocks all the same.
+            its blocks all the same. Always so where the prompt's log-probabilities are asked for.
         seniority: arrival number given by the scheduler. rank: place in the order of service
             (smaller is elder), fixed at arrival by the policy.
         block_keys: (chained prefix key, token ids as bytes) of its full blocks, computed on demand,
             never changed.
         num_published: how many of its leading blocks are cache hits or offered to the index.
         num_slots: ``len(block_table) * block_size``.
+        logprobs: what its parameters ask for, as far as it is settled.
         num_cached_tokens: prompt tokens its first admission found in the prefix cache.
         next_event: smallest ``num_computed`` at which commit must look closer (block full, length
             reached); 0 makes every commit look closer. Derived; see ``Queues.set_next_event``.
@@ -82,6 +93,7 @@ class Request:
         "block_table",
         "finish_reason",
         "info",
+        "logprobs",
         "max_num_tokens",
         "next_event",
         "num_admissions",
@@ -128,9 +140,14 @@ class Request:
             needs_history
             or (edits is not None and edits.needs_history)
             or sampling_params.structured_outputs is not None,
+            None if sampling_params.prompt_logprobs is None else tuple(prompt_token_ids),
             edits,
         )
-        self.reads_cache = reads_cache
+        is_scored = self.info.prompt_token_ids is not None
+        self.logprobs: RequestLogprobs | None = None
+        if is_scored or sampling_params.logprobs is not None:
+            self.logprobs = RequestLogprobs()
+        self.reads_cache = reads_cache and not is_scored
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_num_tokens = max_num_tokens

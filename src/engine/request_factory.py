@@ -13,6 +13,7 @@ from ..errors import InvalidInputError
 from .detokenizer import Detokenizer, StopStringWatcher, decode_output
 from .inputs import PromptInput
 from .logit_edits import LogitEdits, bad_word_ids
+from .logprob_output import add_logprobs
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .request import Request
 from .sampling_params import SamplingParams
@@ -28,6 +29,7 @@ class RequestFactory:
         eos_token_ids: end a request unless it ignores them.
         max_model_len: most tokens of prompt plus output.
         seed: engine seed, from which requests without a seed get theirs.
+        can_score: whether the runner gives log-probabilities of prompts.
         encode: gives a text's tokens, none added, for ``bad_words``.
         num_ranks: of the engine.
         check_structure: refuses a constraint that its runner cannot keep.
@@ -41,6 +43,7 @@ class RequestFactory:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         seed: int,
+        can_score: bool = True,
         encode: Callable[[str], Sequence[int]] | None = None,
         num_ranks: int = 1,
         check_structure: Callable[[StructuredOutputs], None] | None = None,
@@ -52,6 +55,7 @@ class RequestFactory:
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
         self._seed = seed
+        self._can_score = can_score
         self._numbers = itertools.count()  # threads share it
 
     def make(self, prompt: PromptInput, params: SamplingParams) -> Request:
@@ -62,6 +66,9 @@ class RequestFactory:
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
         self._check_structured_outputs(params.structured_outputs)
+        if params.prompt_logprobs is not None and not self._can_score:
+            limit = "must be None: this model's head is not found behind its hidden states"
+            raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
         watcher = None
         if params.stop_strings:
             if self._tokenizer is None:
@@ -171,12 +178,21 @@ class RequestFactory:
             text,
             request.output_token_ids,
             finish_reason,
-            stop_reason if finish_reason == "stop" else None,
+            stop_reason=stop_reason if finish_reason == "stop" else None,
         )
-        return RequestOutput(
+        output = RequestOutput(
             request_id=request.request_id,
             prompt=prompt.text,
             prompt_token_ids=prompt.token_ids,
             outputs=[completion],
             metrics=metrics,
         )
+        if request.logprobs is not None:
+            add_logprobs(output, request, self.decode_one)
+        return output
+
+    @property
+    def decode_one(self) -> Callable[[int], str] | None:
+        """The text of a token by itself; None without a tokenizer."""
+        tokenizer = self._tokenizer
+        return None if tokenizer is None else lambda token_id: str(tokenizer.decode([token_id]))

@@ -14,6 +14,7 @@ from .structured_outputs import StructuredOutputs
 from .unsupported_params import UnsupportedParams
 
 MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
 _SEED_BITS = 64
 _FLAGS = (
     "ignore_eos",
@@ -56,6 +57,10 @@ class SamplingParams(UnsupportedParams):
             that does is in ``token_ids`` and not in ``text``.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         seed: 64-bit seed of this request's random numbers; None derives one from the engine's.
+        logprobs: give the log-probability of each sampled token, and of so many of the likeliest, 0
+            to 20; None gives none.
+        prompt_logprobs: the same of each prompt token but the first. Such a request computes all of
+            its prompt: it reads nothing from the prefix cache.
         repetition_penalty: logits of tokens of the prompt or the output are divided by it if
             positive, else multiplied. 1 changes nothing.
         presence_penalty: taken from the logits of tokens of the output. From -2 to 2.
@@ -92,6 +97,8 @@ class SamplingParams(UnsupportedParams):
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -131,6 +138,10 @@ class SamplingParams(UnsupportedParams):
         if self.seed is not None:
             bound = 1 << (_SEED_BITS - 1)
             _require_int("seed", self.seed, -bound, 2 * bound - 1, "that fits in 64 bits, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            if number is not None:
+                _require_int(name, number, 0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
         put(self, "stop_strings", self._checked_stop_strings())
         if self.stop_strings and not self.detokenize:
             raise InvalidInputError("stop", self.stop, "needs text: detokenize must be True")

@@ -19,8 +19,6 @@ class UnsupportedParams:
 
     n: Any = field(default=1, repr=False)
     best_of: Any = field(default=None, repr=False)
-    logprobs: Any = field(default=None, repr=False)
-    prompt_logprobs: Any = field(default=None, repr=False)
     prompt_logprob_token_ids: Any = field(default=None, repr=False)
     prompt_logprob_start: Any = field(default=None, repr=False)
     logprob_token_ids: Any = field(default=None, repr=False)

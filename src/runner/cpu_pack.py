@@ -22,6 +22,8 @@ from torch import Tensor
 from ..compile.step_inputs import INPUT_NAMES, MIN_SIZE, StepInputs
 from ..engine.plan import Blocks, StepPlan
 from ..kernels.sampling.sampler import SamplingInputs
+from .cpu_logprobs import LogprobInputs
+from .logprob_fields import prompt_fields, sampled_fields
 
 _INITIAL_BLOCKS = 16
 
@@ -55,16 +57,19 @@ class PackedStep:
     Attributes:
         num_sampled: how many of ``inputs.logits_to_keep`` are real.
         sampling: None if every sampled row is greedy.
+        logprobs: what is asked for.
     """
 
     inputs: StepInputs
     num_sampled: int
     sampling: SamplingInputs | None
+    logprobs: LogprobInputs
 
     def to_arrays(self) -> list[NDArray[Any]]:
         """All of it, for another process."""
         arrays = [getattr(self.inputs, name).numpy() for name in INPUT_NAMES]
         arrays.append(np.array([self.num_sampled], np.int64))
+        arrays += [self.logprobs.sampled, self.logprobs.prompt]
         if self.sampling is not None:
             arrays += [tensor.numpy() for tensor in self.sampling.tensors()]
         return arrays
@@ -74,11 +79,12 @@ class PackedStep:
         """What :meth:`to_arrays` gave."""
         tensors = list(map(torch.from_numpy, arrays))
         num_inputs = len(INPUT_NAMES)
-        sampling = tensors[num_inputs + 1 :]
+        sampling = tensors[num_inputs + 3 :]
         return cls(
             StepInputs(*tensors[:num_inputs]),
             int(arrays[num_inputs][0]),
             SamplingInputs.from_tensors(*sampling) if sampling else None,
+            LogprobInputs(*arrays[num_inputs + 1 : num_inputs + 3]),
         )
 
 
@@ -149,7 +155,11 @@ class CpuStepPacker:
             context_lens=self._to_device(context_lens),
             block_tables=self._to_device(tables),
         )
-        return PackedStep(inputs, len(sampled), self._sampling(plan, sampled.tolist()))
+        logprobs = LogprobInputs(
+            sampled_fields([plan.requests[row] for row in sampled]), prompt_fields(plan)
+        )
+        sampling = self._sampling(plan, sampled.tolist())
+        return PackedStep(inputs, len(sampled), sampling, logprobs)
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches
+from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
-from ..kernels.sampling.sampler import sample
+from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.grammars import Grammars
 from ..structured.matchers import ConstrainedRows, Matchers
 from .cpu_edits import CpuEdits
+from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StepHandle:
-    """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device."""
+    """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device. ``constrained``:
+    rows whose tokens wait for :meth:`ModelRunner._sample_constrained`, as ``logprobs`` do."""
 
     token_ids: Tensor
-    constrained: ConstrainedRows | None = None
+    constrained: ConstrainedRows | None
+    logprobs: StepLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Unfinished:
+class _Unfinished(NamedTuple):
     """A step whose constrained rows are still to be sampled."""
 
     handle: StepHandle
     constrained: ConstrainedRows
     packed: PackedStep
     logits: Tensor
+    hidden: Tensor | None
 
 
 class ModelRunner:
@@ -52,6 +57,7 @@ class ModelRunner:
             several ranks make room for.
         overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
             GPU does. It gains nothing on a CPU.
+        processed_logprobs: those of sampled tokens are of what they are sampled from.
         on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
             its sampled rows, before sampling. Must not keep the tensor without cloning it.
 
@@ -69,6 +75,7 @@ class ModelRunner:
         max_num_rows: int = 0,
         max_num_blocks: int = 0,
         overlap: bool = False,
+        processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
@@ -93,10 +100,11 @@ class ModelRunner:
         self._matchers = Matchers(self.grammars)
         self._unfinished: _Unfinished | None = None
         self._on_logits = on_logits
+        self._has_processed_logprobs = processed_logprobs
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Compute the step. If it raises, ``reset`` makes the runner usable again."""
-        self._finish()
+        self._sample_constrained()
         return self._compute(self._pack(plan), plan)
 
     def _pack(self, plan: StepPlan) -> PackedStep:
@@ -108,7 +116,8 @@ class ModelRunner:
 
     def _compute(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
-            logits = self.captured.whole_logits(self._forward(packed.inputs))[: packed.num_sampled]
+            logits, hidden = self._forward(packed.inputs)
+            logits = self.captured.whole_logits(logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
                 self._on_logits(plan, logits)
             if packed.num_sampled == 0:
@@ -117,37 +126,59 @@ class ModelRunner:
                 tokens = sample(logits, packed.sampling)
             constrained = None if plan is None else self._matchers.take(plan)
             handle = StepHandle(tokens, constrained)
-            if constrained is not None:
-                self._unfinished = _Unfinished(handle, constrained, packed, logits)
-                return handle
-            if plan is not None:
-                ids, sampling = packed.inputs.input_ids, packed.sampling
-                self._edits.apply(plan, ids, sampling, logits, tokens)
-            self._packer.remember(tokens.cpu().numpy())
+            if constrained is None:
+                self._finish(handle, plan, packed, logits, hidden)
+            else:
+                self._unfinished = _Unfinished(handle, constrained, packed, logits, hidden)
             return handle
 
-    def _finish(self) -> None:
-        """Sample the constrained rows of the last step, whose masks need the tokens of the one
-        before it: they were collected when this is called, as on a GPU."""
+    def _finish(
+        self,
+        handle: StepHandle,
+        plan: StepPlan | None,
+        packed: PackedStep,
+        logits: Tensor,
+        hidden: Tensor | None,
+        masks: Mapping[int, NDArray[np.int32]] | None = None,
+    ) -> None:
+        """Sample the edited rows of a step; then all its tokens are there."""
+        tokens = handle.token_ids
+        if plan is not None:
+            ids, sampling = packed.inputs.input_ids, packed.sampling
+            self._edits.apply(plan, ids, sampling, logits, tokens, masks)
+        self._packer.remember(tokens.cpu().numpy())
+        handle.logprobs = self._logprobs(packed, logits, tokens, hidden)
+
+    def _sample_constrained(self) -> None:
+        """Sample the constrained rows of the last step, if it has any. Their masks need the tokens
+        of the step before it, which were collected when this is called, as on a GPU."""
         step = self._unfinished
         if step is None:
             return
         begin = time.perf_counter()
         masks = self._matchers.masks(step.constrained)
         self.mask_s += time.perf_counter() - begin
-        tokens = step.handle.token_ids
-        ids, sampling = step.packed.inputs.input_ids, step.packed.sampling
+        handle, constrained, packed, logits, hidden = step
         with torch.inference_mode():
-            self._edits.apply(step.constrained.plan, ids, sampling, step.logits, tokens, masks)
-        self._packer.remember(tokens.cpu().numpy())
+            self._finish(handle, constrained.plan, packed, logits, hidden, masks)
         self._unfinished = None
+
+    def _logprobs(
+        self, packed: PackedStep, logits: Tensor, tokens: Tensor, hidden: Tensor | None
+    ) -> StepLogprobs | None:
+        def sampled_logits(places: Tensor) -> Tensor:
+            if self._has_processed_logprobs:
+                return processed_scores(logits, packed.sampling, places)
+            return logits[places]
+
+        return step_logprobs(packed.logprobs, self.captured, sampled_logits, tokens, hidden)
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
     @property
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
-        per_token, per_row = 3 * 8, 5 * 8 + 2 * 4
+        per_token, per_row = 3 * 8 + 3 * 4, 5 * 8 + 5 * 4
         tables = self._max_num_rows * self._max_num_blocks * 4
         return self._max_num_tokens * per_token + self._max_num_rows * per_row + tables + 4096
 
@@ -163,16 +194,20 @@ class ModelRunner:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
         return True
 
+    def close(self) -> None:
+        """Nothing holds the group."""
+
     def collect(self, handle: object) -> StepResult:
-        """The tokens of a dispatched step."""
+        """The results of a dispatched step."""
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
         if self._unfinished is not None and self._unfinished.handle is handle:
-            self._finish()
+            self._sample_constrained()
         tokens = handle.token_ids.tolist()
         if handle.constrained is None:
-            return StepResult(tokens)
-        return StepResult(tokens, self._matchers.settle(handle.constrained, tokens))
+            return StepResult(tokens, handle.logprobs)
+        failures = self._matchers.settle(handle.constrained, tokens)
+        return StepResult(tokens, handle.logprobs, failures)
 
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""

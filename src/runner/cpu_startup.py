@@ -28,6 +28,7 @@ def make_cpu_runner(
             max_num_rows=config.max_num_seqs,
             max_num_blocks=-(-max_model_len // config.block_size),
             overlap=bool(config.overlap),
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
             on_logits=on_logits,
         )
     return runner, max_model_len

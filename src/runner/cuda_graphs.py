@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..compile.step_inputs import StepOutputs
 from .step_shapes import StepShape
 
 
@@ -35,13 +36,13 @@ class StepGraphs:
     memory of the largest.
 
     Args:
-        run: queues one step of that shape and returns its logits, contiguous. It must read and
+        run: queues one step of that shape and returns its results, contiguous. It must read and
             write tensors at fixed addresses only, and wait for nothing.
     """
 
     def __init__(
         self,
-        run: Callable[[StepShape], Tensor],
+        run: Callable[[StepShape], StepOutputs],
         shapes: Sequence[StepShape],
     ) -> None:
         self._decode = sorted(shape for shape in shapes if shape.is_decode)
@@ -50,7 +51,7 @@ class StepGraphs:
             (shape for shape in shapes if not shape.is_decode),
             key=lambda shape: (shape.num_rows, shape.num_tokens),
         )
-        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
         pool = torch.cuda.graph_pool_handle()
         bar = tqdm(sorted(set(shapes), reverse=True), desc="capture CUDA graphs", disable=None)
         for shape in bar:
@@ -58,11 +59,13 @@ class StepGraphs:
             run(shape)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = run(shape)
-            # Owned, the logits of every shape would stay allocated beside one another; the pool
+                results = run(shape)
+            # Owned, the results of every shape would stay allocated beside one another; the pool
             # lives as long as its graphs, so an alias is enough to read what a replay wrote.
-            self._graphs[shape] = (graph, _alias(logits))
-            del logits
+            logits, hidden = results
+            aliases = StepOutputs(_alias(logits), None if hidden is None else _alias(hidden))
+            self._graphs[shape] = (graph, aliases)
+            del results, logits, hidden
         torch.cuda.synchronize()
 
     def __len__(self) -> int:
@@ -78,8 +81,8 @@ class StepGraphs:
                 return shape
         return None
 
-    def replay(self, shape: StepShape) -> Tensor:
-        """Queue the step; its logits are overwritten by the next replay."""
-        graph, logits = self._graphs[shape]
+    def replay(self, shape: StepShape) -> StepOutputs:
+        """Queue the step; its results are overwritten by the next replay."""
+        graph, results = self._graphs[shape]
         graph.replay()
-        return logits
+        return results

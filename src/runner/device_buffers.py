@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..compile.step_inputs import MIN_SIZE, StepInputs
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS
+from .gpu_logprobs import max_logprob_rows
 
 DECODE_FIELDS = 7
 """int32 fields a row in the staged form of a decode step, each an array ``[bucket]``: token id,
@@ -107,4 +109,5 @@ class StepBuffers:
         """int32 elements that any step of these sizes stages."""
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
         mixed = 3 * num_tokens + 3 * num_rows + 1 + 4 * num_rows + 1
-        return max(mixed, decode_size(num_rows)) + TRUNCATED_FIELDS * num_rows
+        asked = LOGPROB_FIELDS * max_logprob_rows(num_tokens, num_rows)
+        return max(mixed, decode_size(num_rows)) + TRUNCATED_FIELDS * num_rows + asked

@@ -16,6 +16,8 @@ from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
 from .block_tables import BlockTableStore
 from .device_buffers import DECODE_FIELDS, StepBuffers, decode_size
+from .gpu_logprobs import pad_positions
+from .logprob_fields import prompt_fields, sampled_fields
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
 from .unpack_kernels import update_tables
@@ -24,8 +26,9 @@ from .unpack_kernels import update_tables
 @dataclass(frozen=True, slots=True)
 class StagedStep:
     """What the host sends of a step, as integers: in this order ``num_step`` that the kernels
-    unpack, ``num_truncated`` of rows that use top_k, top_p or min_p, and two for each of
-    ``num_writes`` to the table store.
+    unpack, ``num_truncated`` of rows that use top_k, top_p or min_p, ``num_logprobs`` of sampled
+    rows and ``num_prompt_logprobs`` of prompt positions whose log-probabilities are asked for
+    (:mod:`.logprob_fields`), and two for each of ``num_writes`` to the table store.
 
     Attributes:
         shape: of the step. is_captured: whether there is a graph of that shape.
@@ -39,17 +42,30 @@ class StagedStep:
     num_step: int
     num_truncated: int
     num_writes: int
+    num_logprobs: int = 0
+    num_prompt_logprobs: int = 0
 
     @property
     def num_elements(self) -> int:
-        return self.num_step + self.num_truncated + 2 * self.num_writes
+        return self.num_unpacked + 2 * self.num_writes
+
+    @property
+    def num_unpacked(self) -> int:
+        """All but the writes."""
+        return self.num_step + self.num_truncated + self.num_logprobs + self.num_prompt_logprobs
+
+    def logprob_fields(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of sampled rows and of prompt positions, in the step as it was sent."""
+        middle = self.num_step + self.num_truncated + self.num_logprobs
+        return sent[middle - self.num_logprobs : middle], sent[middle : self.num_unpacked]
 
     def to_array(self) -> IntArray:
         """All of it, for another process."""
         shape = self.shape
         fields = (shape.num_tokens, shape.num_rows, shape.is_decode, self.is_captured)
         counts = (self.result_row, self.num_sampled, self.num_step, self.num_truncated)
-        return np.array([*fields, *counts, self.num_writes], np.int32)
+        asked = (self.num_logprobs, self.num_prompt_logprobs)
+        return np.array([*fields, *counts, self.num_writes, *asked], np.int32)
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
@@ -98,7 +114,8 @@ class GpuStepPacker:
                 max(num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False
             )
             num_step, params, writes = self._pack_mixed(plan, packed_shape, result_row, array)
-        truncated = params.truncated.reshape(-1)
+        truncated, logprobs = params.truncated.reshape(-1), params.logprobs.reshape(-1)
+        prompt = pad_positions(prompt_fields(plan)).reshape(-1)
         staged = StagedStep(
             packed_shape,
             shape is not None,
@@ -107,11 +124,15 @@ class GpuStepPacker:
             num_step,
             truncated.size,
             len(writes[0]),
+            logprobs.size,
+            prompt.size,
         )
         if staged.num_elements > len(array):  # many requests with long prefix hits at once
             array = np.concatenate([array, np.empty(staged.num_elements - len(array), np.int32)])
-        end = num_step + truncated.size
-        array[num_step:end] = truncated
+        end = staged.num_unpacked
+        array[num_step : num_step + truncated.size] = truncated
+        if logprobs.size or prompt.size:
+            array[num_step + truncated.size : end] = np.concatenate([logprobs, prompt])
         array[end : end + len(writes[0])] = writes[0]
         array[end + len(writes[0]) : staged.num_elements] = writes[1]
         return staged, array
@@ -192,7 +213,7 @@ def send(
         On the device, the fields of the rows that use top_k, top_p or min_p, int32
         ``[TRUNCATED_FIELDS * n]``; valid until the next step is sent.
     """
-    begin, end = staged.num_step, staged.num_step + staged.num_truncated
+    begin, end = staged.num_step, staged.num_unpacked
     pinned = ring.tensor[index]
     if staged.num_elements <= pinned.numel():
         b.staged[: staged.num_elements].copy_(pinned[: staged.num_elements], non_blocking=True)
@@ -204,7 +225,7 @@ def send(
         writes = torch.from_numpy(array[end : staged.num_elements]).to(b.staged.device)
     ring.release(index)
     update_tables(writes, b.table_store, staged.num_writes)
-    return b.staged[begin:end]
+    return b.staged[begin : begin + staged.num_truncated]
 
 
 def _as_array(token_ids: Sequence[int]) -> Sequence[int] | IntArray:
@@ -225,11 +246,13 @@ class RowParams:
         seeds: uint32 words as int32, ``[2, S]``, low words first. temperature_bits: int32 ``[S]``.
         truncated: int32 ``[4, n]``, of the n rows that use top_k, top_p or min_p: what
             ``TRUNCATED_FIELDS`` in :mod:`.top_k_top_p` lists.
+        logprobs: what :func:`.sampled_fields` makes of them.
     """
 
     seeds: IntArray
     temperature_bits: IntArray
     truncated: IntArray
+    logprobs: IntArray
 
     @classmethod
     def of(cls, requests: Sequence[RequestInfo]) -> RowParams:
@@ -239,6 +262,7 @@ class RowParams:
             np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
             np.array([p.temperature for p in params], np.float32).view(np.int32),
             truncated_fields(params),
+            sampled_fields(requests),
         )
 
 

@@ -9,9 +9,10 @@ are on the device, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches
-from ..compile.step_inputs import MIN_SIZE, StepInputs
+from ..compile.step_inputs import MIN_SIZE, StepInputs, StepOutputs
 from ..engine.plan import StepPlan, StepResult
 from ..kernels.jit.compile_pool import current_compilers
 from ..kernels.jit.parallel_build import parallel_build
 from ..kernels.linear.cublas import fp32_accumulation
 from ..kernels.sampling.gumbel import Results, sample_simple
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.grammars import Grammars
 from ..structured.matchers import ConstrainedRows, Matchers
@@ -32,6 +34,7 @@ from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
 from .gpu_edits import GpuEdits
+from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
@@ -42,17 +45,30 @@ _POLL_S = 20e-6
 
 @dataclass(slots=True, eq=False)
 class GpuStepHandle:
-    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed.
+    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed, and so are
+    ``logprobs``, the first of which are of ``num_logprobs`` sampled rows.
 
     Attributes:
-        event: None as long as constrained rows are still to be sampled, from ``logits``.
+        constrained: rows that are sampled when their masks can be made; until then there is no
+            ``event``, and no ``logprobs``.
     """
 
     token_ids: Tensor
-    result_row: int
-    event: torch.cuda.Event | None = None
     constrained: ConstrainedRows | None = None
-    logits: Tensor | None = None
+    event: torch.cuda.Event | None = None
+    logprobs: Tensor | None = None
+    num_logprobs: int = 0
+
+
+class _Unfinished(NamedTuple):
+    """A step whose constrained rows are still to be sampled, with the arguments of ``_finish``."""
+
+    handle: GpuStepHandle
+    staged: StagedStep
+    constrained: ConstrainedRows
+    logits: Tensor
+    hidden: Tensor | None
+    truncated: Tensor
 
 
 class GpuRunner:
@@ -65,7 +81,7 @@ class GpuRunner:
         max_num_blocks: most blocks of a request.
         transparent: keep float32 sums in matmuls.
         overlap: plan and queue a step before the tokens of the one before are known.
-        on_logits: as for :class:`.cpu_runner.ModelRunner`.
+        processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
     """
 
     def __init__(
@@ -79,6 +95,7 @@ class GpuRunner:
         max_num_blocks: int,
         overlap: bool = True,
         transparent: bool = True,
+        processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
     ) -> None:
         loaded = captured.loaded
@@ -88,7 +105,7 @@ class GpuRunner:
         self.kv_caches = allocate_kv_caches(
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
-        self._forward: Callable[[StepInputs], Tensor] = captured.bind(self.kv_caches)
+        self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(self.kv_caches)
         self._on_logits = on_logits
         self._device, self._transparent = loaded.device, transparent
         num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
@@ -106,11 +123,18 @@ class GpuRunner:
         self._staging = PinnedRing(depth + 2, num_staged, torch.int32)
         self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
         self._results = Results(self._ring.tensor, self.buffers.result_row)
+        self._logprobs = GpuLogprobs(
+            captured,
+            depth + 2,
+            max_logprob_rows(max_num_tokens, max(max_num_rows, MIN_SIZE)),
+            self.buffers.temperatures if processed_logprobs else None,
+        )
+        self._blank_hidden: Tensor | None = None
         self._edits = GpuEdits(self.buffers, self._results, self.buffers.width * block_size)
         self._graphs: StepGraphs | None = None
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._matchers = Matchers(self.grammars)
-        self._unfinished: GpuStepHandle | None = None
+        self._unfinished: _Unfinished | None = None
         self.pack_s = self.mask_s = self.wait_s = 0.0
 
     @contextmanager
@@ -181,19 +205,35 @@ class GpuRunner:
             b.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
             b.context_lens.fill_(length)
             b.block_tables.fill_(self.num_blocks)
-            logits = self._forward(b.mixed_inputs(num_tokens, num_rows))
+            logits, hidden = self._forward(b.mixed_inputs(num_tokens, num_rows))
             self._sample(logits)
             # So that no step waits for the compiler.
             logits = self.captured.whole_logits(logits)
-            self._sample_truncated(logits, b.staged[:TRUNCATED_FIELDS].zero_())
+            truncated = b.staged[:TRUNCATED_FIELDS].zero_()
+            self._sample_truncated(logits, truncated)
+            fields = b.staged[: LOGPROB_FIELDS * len(logits)].zero_()
+            self._logprobs.queue(0, logits, b.sampled, truncated, fields, b.staged[:0], None)
+            self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
+            self._run_prompt_chunk()
             self._edits.run_worst_case(StepShape(num_tokens, num_rows, False), logits)
             torch.cuda.synchronize()
+
+    def run_prompt_chunk(self) -> None:
+        """Compute log-probabilities of a chunk of prompt positions, after a worst case. Captured
+        steps have their memory in the graphs' pool, these have theirs beside it."""
+        with self._scope():
+            self._run_prompt_chunk()
+            torch.cuda.synchronize()
+
+    def _run_prompt_chunk(self) -> None:
+        if self._blank_hidden is not None:
+            self._logprobs.run_chunk(self._blank_hidden, self.buffers.sampled)
 
     # Steps ------------------------------------------------------------------------------------
 
     def dispatch(self, plan: StepPlan) -> GpuStepHandle:
         """Queue the step. If it raises, ``reset`` makes the runner usable again."""
-        self._finish()
+        self._sample_constrained()
         begin = time.perf_counter()
         with self._scope():
             index, _, array = self._staging.take()
@@ -213,49 +253,71 @@ class GpuRunner:
     ) -> GpuStepHandle:
         truncated = send(self.buffers, staged, self._staging, index, array)
         if staged.is_captured and self._graphs is not None:
-            logits = self._graphs.replay(staged.shape)
+            logits, hidden = self._graphs.replay(staged.shape)
         else:
-            logits = self.run_staged(staged.shape)
+            logits, hidden = self.run_staged(staged.shape)
+        has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
         # Other ranks have no plan, and nothing to edit.
         edited = plan if plan is not None and self._edits.needs(plan) else None
-        constrained = None if plan is None else self._matchers.take(plan)
-        if len(truncated) or edited is not None or self._on_logits is not None:
+        is_whole = has_logprobs or edited is not None or self._on_logits is not None
+        if len(truncated) or is_whole:
             logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
         if edited is not None:
             self._edits.keep_history(edited, staged.shape, self._packer.store_rows)
-            if constrained is None:
-                self._edits.sample(edited, logits[: staged.num_sampled], self._packer.store_rows)
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
+        constrained = None if plan is None else self._matchers.take(plan)
         token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
-        handle = GpuStepHandle(token_ids, staged.result_row)
+        handle = GpuStepHandle(token_ids, constrained)
         if constrained is None:
-            handle.event = self._ring.release(staged.result_row)
+            self._finish(handle, staged, edited, logits, hidden, truncated)
         else:
-            handle.constrained, handle.logits = constrained, logits[: staged.num_sampled]
-            self._unfinished = handle
+            self._unfinished = _Unfinished(handle, staged, constrained, logits, hidden, truncated)
         return handle
 
-    def _finish(self) -> None:
-        """Sample the constrained rows of the step queued last, if it has any: the last of its work.
+    def _finish(
+        self,
+        handle: GpuStepHandle,
+        staged: StagedStep,
+        edited: StepPlan | None,
+        logits: Tensor,
+        hidden: Tensor | None,
+        truncated: Tensor,
+        masks: Mapping[int, IntArray] | None = None,
+    ) -> None:
+        """Queue what is left to do of a step behind its graph: the last of its work. All that it
+        reads stays as it is until the next step is sent."""
+        if edited is not None:
+            rows = self._packer.store_rows
+            self._edits.sample(edited, logits[: staged.num_sampled], rows, masks)
+        if staged.num_logprobs or staged.num_prompt_logprobs:
+            b = self.buffers
+            fields = staged.logprob_fields(b.staged)
+            handle.logprobs = self._logprobs.queue(
+                staged.result_row, logits, b.sampled, truncated, *fields, hidden
+            )
+            handle.num_logprobs = staged.num_logprobs // LOGPROB_FIELDS
+        handle.event = self._ring.release(staged.result_row)
 
-        Their masks need the tokens of the step before it, which were collected when this is
-        called: at the beginning of the next ``dispatch``, while the step computes, or when it is
-        itself collected. What is queued later reads their tokens behind this.
+    def _sample_constrained(self) -> None:
+        """Finish the step queued last, if it has constrained rows.
+
+        Their masks need the tokens of the step before it. Those were collected when this is called:
+        at the beginning of the next ``dispatch``, while the step computes, or when it is itself
+        collected. What is queued later finds their tokens on the device.
         """
-        handle = self._unfinished
-        if handle is None or handle.constrained is None or handle.logits is None:
+        step = self._unfinished
+        if step is None:
             return
         begin = time.perf_counter()
-        masks = self._matchers.masks(handle.constrained)
+        masks = self._matchers.masks(step.constrained)
         self.mask_s += time.perf_counter() - begin
+        handle, staged, constrained, *tensors = step
         with self._scope():
-            plan = handle.constrained.plan
-            self._edits.sample(plan, handle.logits, self._packer.store_rows, masks)
-            handle.event = self._ring.release(handle.result_row)
-        handle.logits = self._unfinished = None
+            self._finish(handle, staged, constrained.plan, *tensors, masks)
+        self._unfinished = None
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
@@ -292,21 +354,27 @@ class GpuRunner:
             time.sleep(_POLL_S)
         return True
 
+    def close(self) -> None:
+        """NCCL's communicator does not end before the graphs that call it."""
+        self._graphs = None
+
     def collect(self, handle: object) -> StepResult:
-        """The tokens of a dispatched step; waits for it."""
+        """The results of a dispatched step; waits for it."""
         if not isinstance(handle, GpuStepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
-        if handle is self._unfinished:
-            self._finish()
-        begin = time.perf_counter()
+        if self._unfinished is not None and self._unfinished.handle is handle:
+            self._sample_constrained()
         if handle.event is None:
-            raise RuntimeError("the step of this handle was forgotten")
+            raise RuntimeError("the step of this handle was forgotten by a reset")
+        begin = time.perf_counter()
         handle.event.synchronize()
         self.wait_s += time.perf_counter() - begin
+        found = handle.logprobs
+        logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
         tokens = handle.token_ids.tolist()
         if handle.constrained is None:
-            return StepResult(tokens)
-        return StepResult(tokens, self._matchers.settle(handle.constrained, tokens))
+            return StepResult(tokens, logprobs)
+        return StepResult(tokens, logprobs, self._matchers.settle(handle.constrained, tokens))
 
     def reset(self) -> None:
         """Wait for all that is queued, and take nothing for known on the device."""
@@ -316,15 +384,15 @@ class GpuRunner:
         self._matchers.reset()
         self._unfinished = None
 
-    def run_staged(self, shape: StepShape) -> Tensor:
-        """Queue the step that is staged in this shape, zeros at first; returns its logits
-        ``[num_rows, V]``. This is what a graph captures."""
+    def run_staged(self, shape: StepShape) -> StepOutputs:
+        """Queue the step that is staged in this shape, zeros at first; returns its results, of
+        ``num_rows`` rows. This is what a graph captures."""
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
             inputs = unpack(self.buffers, shape, self.block_size, null_slot)
-            logits = self._forward(inputs)
+            logits, hidden = self._forward(inputs)
             self._sample(logits)
-        return logits
+        return StepOutputs(logits, None if hidden is None else hidden.contiguous())
 
     def _sample(self, logits: Tensor) -> None:
         b = self.buffers

@@ -15,6 +15,7 @@ from ..engine.stats import Clock, EngineStats
 from ..errors import InvalidInputError
 from ..startup import gc_paused
 from .cpu_runner import OnLogits
+from .gpu_logprobs import CHUNK_ROWS
 from .gpu_runner import GpuRunner
 from .kv_budget import GIB, blocks_in, fitting_length
 from .memory_profile import oom_as_input_error, profile_memory
@@ -52,6 +53,7 @@ def make_gpu_runner(
             max_num_blocks=-(-max_model_len // config.block_size),
             overlap=config.overlap is not False,
             transparent=config.transparent,
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
             on_logits=on_logits,
         )
 
@@ -60,7 +62,9 @@ def make_gpu_runner(
         communicator.reserve(*_collectives(config, captured))
         trial = make(MIN_SIZE, limit)
         trial.build_kernels(shapes)
-        profile = profile_memory(config, device, trial.run_worst_case, len(shapes))
+        profile = profile_memory(
+            config, device, trial.run_worst_case, trial.run_prompt_chunk, len(shapes)
+        )
         del trial
         torch.cuda.empty_cache()
         num_blocks = config.num_blocks or blocks_in(profile.left_for_kv, config, captured, limit)
@@ -105,7 +109,7 @@ def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[in
     loaded = captured.loaded
     text_config: Any = loaded.config.get_text_config(decoder=True)
     num_rows, num_tokens = (
-        max(config.max_num_seqs, MIN_SIZE),
+        max(config.max_num_seqs, CHUNK_ROWS),
         max(config.num_tokens_a_step, MIN_SIZE),
     )
     itemsize = loaded.dtype.itemsize

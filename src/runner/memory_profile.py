@@ -30,7 +30,8 @@ class MemoryProfile:
         total: of the device. budget: what this process and all others there may use together.
         taken: what is in use before the profile, by this process (weights) and by others.
         weights: of them, the model's.
-        activations: most a step takes beyond that. graphs: estimate for the captured graphs.
+        activations: most a step takes beyond that, outside of captured graphs. graphs: estimate for
+            those.
     """
 
     total: int
@@ -55,10 +56,11 @@ def profile_memory(
     config: EngineConfig,
     device: torch.device,
     run_worst_case: Callable[[], object],
+    run_beside: Callable[[], object],
     num_graphs: int,
 ) -> MemoryProfile:
     """Measure the memory of ``run_worst_case``: activations if there are no graphs, else a part of
-    the graphs' pool, which every step then runs in.
+    the graphs' pool, which every step then runs in; ``run_beside`` is what one runs behind it.
 
     Raises:
         InvalidInputError: the step alone does not fit.
@@ -72,6 +74,7 @@ def profile_memory(
         # stay; the second shows what a step takes and gives back.
         run_worst_case()
         peak = _peak_of(run_worst_case, device)
+        beside = _peak_of(run_beside, device) if num_graphs else 0
     torch.cuda.empty_cache()
     # Work spaces and loaded kernels.
     lasting = max(0, num_free - torch.cuda.mem_get_info(device)[0])
@@ -80,7 +83,7 @@ def profile_memory(
         budget=int((config.memory_utilization or _DEFAULT_SHARE) * num_total),
         taken=num_total - num_free + lasting,
         weights=before,
-        activations=0 if num_graphs else peak,
+        activations=beside if num_graphs else peak,
         graphs=peak + num_graphs * _BYTES_A_GRAPH if num_graphs else 0,
     )
 

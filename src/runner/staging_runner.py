@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from ..compile.captured_model import CapturedModel
 from ..engine.plan import StepPlan
 from ..engine.runner import Runner
 
@@ -31,7 +32,13 @@ class TimedRunner(Runner, Protocol):
 
 
 class StagingRunner(TimedRunner, Protocol):
-    """The runner of one rank: ``dispatch`` in two, ``stage`` on rank 0 and ``launch`` on all."""
+    """The runner of one rank: ``dispatch`` in two, ``stage`` on rank 0 and ``launch`` on all.
+
+    Attributes:
+        captured: the model, with the communicator of this rank.
+    """
+
+    captured: CapturedModel
 
     @property
     def max_staged_bytes(self) -> int:
@@ -48,4 +55,8 @@ class StagingRunner(TimedRunner, Protocol):
 
     def is_computed(self, handle: Any, wait_s: float) -> bool:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is launched any more; let go of what holds the group."""
         ...

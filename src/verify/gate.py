@@ -15,6 +15,7 @@ from typing import Any
 
 from .cases import Case, ScheduleCases
 from .report import CaseGroup, GateReport, GateSize
+from .score_cases import ScoreCases
 from .stepped_engine import Answer, CaseRequest, LLMFactory, SteppedEngine
 
 _CONTROLS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -57,6 +58,7 @@ class _Gate:
             cases = self._cases.pauses_over_hits(stepped)
             self._group(f"paused and found in the cache{words}", cases, "num_hit_blocks")
             self._group(f"neighbours aborted{words}", self._cases.aborts(stepped))
+            self._scores(f"scores beside sampled log-probabilities{words}", stepped)
             stepped.close()
         if self._size.both_overlaps:
             self._pressed_groups(self._cases.pressed_engine(overlap=True), "")
@@ -81,17 +83,28 @@ class _Gate:
             self.report.idle.append(name)
         self.report.groups.append(group)
 
+    def _scores(self, name: str, stepped: SteppedEngine) -> None:
+        self._on_progress(name)
+        self.report.groups.append(self._compare_scores(CaseGroup(name), stepped))
+
+    def _compare_scores(self, found: CaseGroup, stepped: SteppedEngine) -> CaseGroup:
+        cases = ScoreCases(stepped, self._cases.subjects)
+        for case, subject, answer in cases:
+            found.compare(case, subject, answer, cases.references[subject])
+        return found
+
     def controls(self) -> list[CaseGroup]:
         """Until one finds a difference."""
         found = []
         for name, settings in _CONTROLS:
             self._on_progress(name)
-            found.append(self._control(name, settings))
+            found += self._control(name, settings)
             if found[-1].num_different:
                 break
         return found
 
-    def _control(self, name: str, settings: dict[str, Any]) -> CaseGroup:
+    def _control(self, name: str, settings: dict[str, Any]) -> list[CaseGroup]:
+        """Of scores, and of schedules."""
         found = CaseGroup(name)
         stepped = self._cases.engine(enable_prefix_caching=False, transparent=False, **settings)
         subjects = self._cases.subjects
@@ -104,8 +117,9 @@ class _Gate:
         ):
             for case, subject, answer in cases:
                 found.compare(case, subject, answer, alone[subject])
+        scores = self._compare_scores(CaseGroup(f"{name}, scores"), stepped)
         stepped.close()
-        return found
+        return [scores, found]
 
 
 def run_gate(

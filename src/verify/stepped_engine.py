@@ -47,10 +47,12 @@ class Answer:
         token_ids: the answer's.
         bits: a digest of the logits' bytes for each position that a token was sampled for; more
             than one if it was sampled for more than once, with other bits.
+        logprobs: of the tokens, where they were asked for.
     """
 
     token_ids: tuple[int, ...]
     bits: Mapping[int, frozenset[bytes]]
+    logprobs: tuple[float, ...] = ()
 
     def first_difference(self, other: Answer) -> str:
         """Where two answers part, in words; "" if they are the same in every bit."""
@@ -59,6 +61,8 @@ class Answer:
                 return f"logits at position {position}"
         if self.token_ids != other.token_ids:
             return f"tokens {list(self.token_ids)} and {list(other.token_ids)}"
+        if self.logprobs != other.logprobs:
+            return f"log-probabilities {list(self.logprobs)} and {list(other.logprobs)}"
         return ""
 
 

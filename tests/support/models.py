@@ -5,14 +5,22 @@ Weights are large enough that attention decides tokens: windows, softcaps and si
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 320
 WINDOW = 24
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -178,3 +186,15 @@ def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
+
+
+def save_word_model(folder: Path) -> str:
+    """A tiny model whose tokens are words."""
+    tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    vocab = {"<unk>": 0} | {f"word{i}": i for i in range(1, VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", chat_template=CHAT_TEMPLATE
+    ).save_pretrained(folder)
+    return str(folder)

@@ -73,6 +73,9 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
     assert report.is_transparent
     # The gate sees differences where there are some. bfloat16 rounds most of them away.
     assert report.has_power or dtype == torch.bfloat16
+    scores = [control for control in report.controls if control.name.endswith(", scores")]
+    assert any(control.num_different for control in scores) or dtype == torch.bfloat16
+    assert "scores beside sampled log-probabilities" in [group.name for group in report.groups]
 
 
 @pytest.mark.usefixtures("_one_capture")

@@ -101,7 +101,7 @@ def _computes_the_same(traced: Traced, loaded: LoadedModel, specs: Sequence[Atte
     with torch.inference_mode():
         with attention_implementation(module, ATTENTION_NAME):
             logits = forward(module, specs, inputs, given)[0]
-        again = BoundGraph(Interpreter(traced.gm).run, traced.arguments(), made)(inputs)
+        again = BoundGraph(Interpreter(traced.gm).run, traced.arguments(), made)(inputs).logits
     pairs = [(logits, again), *zip(_flat(given), _flat(made), strict=True)]
     return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 

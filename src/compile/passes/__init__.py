@@ -48,6 +48,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     """
     # Triton, which they need, is only there on machines with a GPU.
     from .fuse_activation import fuse_activation
+    from .fuse_all_reduce_norm import fuse_all_reduce_norm
     from .fuse_norm import fuse_norm
     from .fuse_norm_linear import fuse_norm_linear
     from .fuse_rope_attention import fuse_rope_attention
@@ -63,6 +64,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
+        "fuse_all_reduce_norm": fuse_all_reduce_norm,
     }
 
 

@@ -1,7 +1,9 @@
 """Collectives of a tensor-parallel group: every element is summed in rank order, in float32.
 
-Read in this order: ``communicator`` (the interface, and which one the ops call), ``gloo`` (over
-``torch.distributed``, on a CPU), ``symmetric`` and its kernels in ``peer_memory`` (over NVLink).
+Read in this order: ``communicator`` (the interface, and which one the ops call), ``library`` (over
+``torch.distributed``: on a CPU, and on GPUs that do not reach each other's memory), ``symmetric``
+and its kernels in ``peer_memory`` (over NVLink).
 
-Imports torch, Triton and ``kernels.device``. Imported by ``kernels.ops`` and all above.
+Imports torch, Triton, ``kernels.fused`` and ``kernels.device``. Imported by ``kernels.ops`` and all
+above.
 """

@@ -15,6 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..fused import dispatch as fused
+from ..fused.dispatch import NormForm
+
 
 class Communicator(Protocol):
     """One rank's end of a group. All ranks call the same operations in the same order.
@@ -38,6 +41,13 @@ class Communicator(Protocol):
         """The sum of all ranks' ``partial``, of its dtype, in memory of its own."""
         ...
 
+    def all_reduce_norm(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]:
+        """(RMSNorm of h, h), h being the sum, added to ``residual`` if there is one: the bits of
+        :func:`sum_then_norm`. Without a residual only the first result has a meaning."""
+        ...
+
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         """The ranks' parts side by side along the last dimension, rank r's of ``sizes[r]``."""
         ...
@@ -45,6 +55,26 @@ class Communicator(Protocol):
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
         ...
+
+    def end(self) -> None:
+        """A rank is lost: what waits for it on this rank's device stops waiting."""
+        ...
+
+
+def sum_then_norm(
+    communicator: Communicator,
+    partial: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    form: NormForm,
+) -> tuple[Tensor, Tensor]:
+    """:meth:`Communicator.all_reduce_norm` in two calls."""
+    total = communicator.all_reduce(partial)
+    if residual is None:
+        normed = fused.rms_norm(total, weight, eps, form)
+        return normed, normed
+    return fused.add_rms_norm(total, residual, weight, eps, form)
 
 
 class LoneRank:
@@ -66,6 +96,11 @@ class LoneRank:
     def all_reduce(self, partial: Tensor) -> Tensor:
         return partial.clone(memory_format=torch.contiguous_format)
 
+    def all_reduce_norm(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]:
+        return sum_then_norm(self, partial, residual, weight, eps, form)
+
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         repeats = -(-max(sizes) // part.shape[-1])
         repeated = torch.cat([part] * repeats, -1)
@@ -73,6 +108,9 @@ class LoneRank:
 
     def least(self, number: int) -> int:
         return number
+
+    def end(self) -> None:
+        pass
 
 
 _CURRENT: ContextVar[Communicator | None] = ContextVar("communicator", default=None)

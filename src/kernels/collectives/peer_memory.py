@@ -1,11 +1,12 @@
-"""All-reduce and all-gather in one launch, by writing into the memory of the other GPUs.
+"""All-reduce, alone or with the norm behind it, and all-gather, each in one launch, by writing into
+the memory of the other GPUs.
 
-Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of :data:`CHUNK_BYTES`. Program (i, j) of every
-rank has the same chunk of a row::
+Grid: ``(rows, ceil(columns / CHUNK))``, for chunks of a few KB; with a norm ``(rows,)``. Program
+(i, j) of every rank has the same chunk of a row::
 
     push     its part into the box that each peer keeps for this rank
     flag     at each peer: a number, one more than at the last call (release, system scope)
-    wait     for the same number from each peer (acquire)
+    wait     for that number from each peer, or one beyond (acquire)
     combine  the parts in rank order, in float32 (all-reduce), or side by side (all-gather)
 
 One shot, as the "one-shot" kernels of TensorRT-LLM and vLLM for few rows, but at every size: an
@@ -19,57 +20,86 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK_BYTES = 4096
-"""Bytes of a program's part. Boxes are cut by bytes, so that calls of several dtypes share them."""
+from ..fused.rms_norm import mean_square
+from ..fused.rounding import rounded, scaled
 
 
 @triton.jit
 def _flag_of(flags, owner, sender, chunk, MAX_CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where ``owner`` reads what ``sender`` has pushed of a chunk."""
-    return tl.load(flags + owner).to(tl.pointer_type(tl.int32)) + sender * MAX_CHUNKS + chunk
+    return flags[owner].to(tl.pointer_type(tl.int32)) + sender * MAX_CHUNKS + chunk
 
 
 @triton.jit
 def _part_of(box, half, sender, chunk, MAX_CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a box has what ``sender`` pushes of a chunk."""
+    """Where a box has what ``sender`` pushes of a chunk; or of several, if those are blocks."""
     return tl.multiple_of(box + ((half + sender).to(tl.int64) * MAX_CHUNKS + chunk) * CHUNK, 16)
 
 
 @triton.jit
 def _push(  # type: ignore[no-untyped-def]
-    values, mask, boxes, flags, number, half, chunk,
+    values, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's part of a chunk into each peer's box, then ``number`` into its flag."""
+    """Write this rank's part into each peer's box, then ``number`` into the flag of one chunk."""
     for peer in tl.static_range(NUM_RANKS):
         if peer != RANK:
-            box = tl.load(boxes + peer).to(tl.pointer_type(values.dtype))
+            box = boxes[peer].to(tl.pointer_type(values.dtype))
             there = _part_of(box, half, RANK, chunk, MAX_CHUNKS, CHUNK)
-            tl.store(there + tl.arange(0, CHUNK), values, mask=mask)
+            tl.store(there + inside, values, mask=mask)
     tl.debug_barrier()
     for peer in tl.static_range(NUM_RANKS):
         if peer != RANK:
-            flag = _flag_of(flags, peer, RANK, chunk, MAX_CHUNKS)
+            flag = _flag_of(flags, peer, RANK, flag_chunk, MAX_CHUNKS)
             tl.atomic_xchg(flag, number, sem="release", scope="sys")
 
 
 @triton.jit
 def _wait_for(flag, number):  # type: ignore[no-untyped-def]
-    """Until ``flag`` is ``number``: what was pushed before it is then there to read."""
+    """Until ``flag`` is ``number``, or beyond: a peer that has what it waited for may be a call
+    ahead. What was pushed before is then there to read. Numbers may wrap around."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    while seen != number:
+    while number - seen > 0:
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _sum_of_ranks(  # type: ignore[no-untyped-def]
+    part, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Push ``part``, wait for the peers', and add: float32, rounded to the dtype of ``part``."""
+    own = boxes[RANK].to(tl.pointer_type(part.dtype))
+    _push(
+        part, mask, boxes, flags, number, flag_chunk, half, chunk, inside,
+        RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,
+    )  # fmt: skip
+    total = tl.zeros(part.shape, tl.float32)
+    for peer in tl.static_range(NUM_RANKS):
+        term = part.to(tl.float32)
+        if peer != RANK:
+            _wait_for(_flag_of(flags, RANK, peer, flag_chunk, MAX_CHUNKS), number)
+            here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
+            # Past the first cache, which may hold what lay there two calls ago.
+            term = tl.load(here + inside, mask=mask, other=0.0, cache_modifier=".cg")
+            term = term.to(tl.float32)
+        # x_0 itself, not 0 + x_0: that would lose the sign of a zero.
+        total = term if peer == 0 else total + term
+    return rounded(total, part.dtype)
 
 
 @triton.jit
 def all_reduce_kernel(  # type: ignore[no-untyped-def]
     partial,  # [rows, columns]
     out,  # [rows, columns], contiguous
-    boxes,  # int64 [NUM_RANKS]: addresses of [2, NUM_RANKS, MAX_CHUNKS, CHUNK]
-    flags,  # int64 [NUM_RANKS]: addresses of int32 [NUM_RANKS, MAX_CHUNKS]
+    boxes,  # a tuple: address of each rank's [2, NUM_RANKS, MAX_CHUNKS, CHUNK]
+    flags,  # a tuple: address of each rank's int32 [NUM_RANKS, MAX_CHUNKS]
     numbers,  # int32 [MAX_CHUNKS], this rank's own: how often each chunk was sent
     num_columns,
     row_stride,
@@ -89,23 +119,75 @@ def all_reduce_kernel(  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * CHUNK + inside
     mask = columns < num_columns
     part = tl.load(partial + row.to(tl.int64) * row_stride + columns, mask=mask, other=0.0)
-    half = (number % 2) * NUM_RANKS
-    own = tl.load(boxes + RANK).to(tl.pointer_type(part.dtype))
-    _push(part, mask, boxes, flags, number, half, chunk, RANK, NUM_RANKS, MAX_CHUNKS, CHUNK)
-    total = tl.zeros([CHUNK], tl.float32)
-    for peer in tl.static_range(NUM_RANKS):
-        term = part.to(tl.float32)
-        if peer != RANK:
-            _wait_for(_flag_of(flags, RANK, peer, chunk, MAX_CHUNKS), number)
-            here = _part_of(own, half, peer, chunk, MAX_CHUNKS, CHUNK)
-            # Past the first cache, which may hold what lay there two calls ago.
-            term = tl.load(here + inside, mask=mask, other=0.0, cache_modifier=".cg")
-            term = term.to(tl.float32)
-        # x_0 itself, not 0 + x_0: that would lose the sign of a zero.
-        total = term if peer == 0 else total + term
+    half = (number & 1) * NUM_RANKS
+    total = _sum_of_ranks(
+        part, mask, boxes, flags, number, chunk, half, chunk, inside,
+        RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,
+    )  # fmt: skip
     base = out + row.to(tl.int64) * num_columns
     tl.store(base + columns, total.to(part.dtype), mask=mask)
     tl.store(numbers + chunk, number)
+
+
+@triton.jit
+def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
+    partial,  # [rows, N], as residual
+    out,  # [rows, N], contiguous, as hidden
+    boxes,
+    flags,
+    numbers,
+    residual,
+    hidden,
+    weight,  # [N], a parameter: it is read before the kernels queued before have ended
+    eps,
+    row_stride,
+    residual_stride,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``hidden = residual + sum of the ranks' partial`` and ``out`` its RMSNorm; or, without a
+    residual, that of the sum. The bits are those of :func:`all_reduce_kernel` and of ``rms_norm``.
+
+    Grid: ``(rows,)``. A row is sent behind one flag, that of its first chunk; its other chunks are
+    counted as well, for calls that are cut otherwise.
+    """
+    NUM_CHUNKS: tl.constexpr = (N + CHUNK - 1) // CHUNK
+    i = tl.arange(0, BLOCK)
+    mask = i < N
+    w = tl.load(weight + i, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    first = row * NUM_CHUNKS
+    number = tl.load(numbers + first) + 1
+    part = tl.load(partial + row.to(tl.int64) * row_stride + i, mask=mask, other=0.0)
+    half = (number & 1) * NUM_RANKS
+    for other in tl.static_range(1, NUM_CHUNKS):
+        parity = (tl.load(numbers + first + other) + 1) & 1
+        half = tl.where(i // CHUNK == other, parity * NUM_RANKS, half)
+    if HAS_RESIDUAL:
+        place = residual + row.to(tl.int64) * residual_stride
+        more = tl.load(place + i, mask=mask, other=0.0)
+    h = _sum_of_ranks(
+        part, mask, boxes, flags, number, first, half, first + i // CHUNK, i % CHUNK,
+        RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,
+    )  # fmt: skip
+    base = row.to(tl.int64) * N
+    if HAS_RESIDUAL:
+        h = rounded(h + more.to(tl.float32), part.dtype)
+        tl.store(hidden + base + i, h.to(part.dtype), mask=mask)
+    y = scaled(h * tl.rsqrt(mean_square(h, N) + eps), w.to(tl.float32), FORM, part.dtype)
+    tl.store(out + base + i, y.to(part.dtype), mask=mask)
+    for chunk in tl.static_range(NUM_CHUNKS):
+        tl.store(numbers + first + chunk, tl.load(numbers + first + chunk) + 1)
 
 
 @triton.jit
@@ -136,9 +218,12 @@ def all_gather_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(begins + RANK)
     mask = columns < tl.load(begins + RANK + 1) - begin
     values = tl.load(part + row.to(tl.int64) * row_stride + columns, mask=mask, other=0)
-    half = (number % 2) * NUM_RANKS
-    own = tl.load(boxes + RANK).to(tl.pointer_type(values.dtype))
-    _push(values, mask, boxes, flags, number, half, chunk, RANK, NUM_RANKS, MAX_CHUNKS, CHUNK)
+    half = (number & 1) * NUM_RANKS
+    own = boxes[RANK].to(tl.pointer_type(values.dtype))
+    _push(
+        values, mask, boxes, flags, number, chunk, half, chunk, inside,
+        RANK, NUM_RANKS, MAX_CHUNKS, CHUNK,
+    )  # fmt: skip
     base = out + row.to(tl.int64) * num_all
     for peer in tl.static_range(NUM_RANKS):
         begin = tl.load(begins + peer)

@@ -17,6 +17,18 @@ from .rounding import rounded, scaled
 
 
 @triton.jit
+def mean_square(h, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a row of N elements, float32 and 0 beyond. Kernels of :func:`num_warps` that load 16 bytes
+    per thread at once add in one order."""
+    return tl.sum(h * h, axis=0) * (1.0 / N)
+
+
+def num_warps(block: int) -> int:
+    """Of a program with a row of ``block`` elements, padded. It is part of a row's bits."""
+    return min(max(block // 256, 1), 16)
+
+
+@triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, out, hidden, eps, x_stride, residual_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -39,7 +51,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         h += tl.load(residual + row * residual_stride + i, mask=mask, other=0.0).to(tl.float32)
         h = rounded(h, DTYPE)
         tl.store(hidden + row * N + i, h.to(DTYPE), mask=mask)
-    mean = tl.sum(h * h, axis=0) * (1.0 / N)
+    mean = mean_square(h, N)
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE)
     tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
@@ -64,7 +76,7 @@ def _launch(
         FORM=form,
         HAS_RESIDUAL=residual is not None,
         PDL=overlap,
-        num_warps=min(max(block // 256, 1), 16),
+        num_warps=num_warps(block),
         enable_fp_fusion=False,
         launch_pdl=overlap,
     )  # fmt: skip

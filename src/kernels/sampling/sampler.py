@@ -163,6 +163,23 @@ def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
     tokens = greedy(logits)
     if len(rows) == 0:
         return tokens
+    scores = _processed(logits, params, rows)
+    tokens[rows] = _draw(scores, params.seeds[rows], params.positions[rows])
+    return tokens
+
+
+def processed_scores(logits: Tensor, params: SamplingInputs | None, places: Tensor) -> Tensor:
+    """The distributions that some rows are sampled from: float32 ``[n, V]``, log-probabilities up
+    to a constant of each row. Of greedy rows their logits."""
+    scores = logits[places].float()
+    if params is not None:
+        is_random = params.temperature[places] > 0
+        scores[is_random] = _processed(logits, params, places[is_random])
+    return scores
+
+
+def _processed(logits: Tensor, params: SamplingInputs, rows: Tensor) -> Tensor:
+    """(logit - largest) / temperature of random rows, -inf where the token is dropped."""
     # The largest goes before the division: a tiny temperature cannot overflow to infinity twice.
     scaled = logits[rows].float().nan_to_num_(_NEG_INF, math.inf, _NEG_INF)
     largest = scaled.amax(-1, keepdim=True)
@@ -174,8 +191,7 @@ def sample(logits: Tensor, params: SamplingInputs | None) -> Tensor:
         scaled = scaled.masked_fill(scaled < threshold, _NEG_INF)
     if params.any_top:
         scaled = _keep_top(scaled, params.top_k[rows], params.top_p[rows])
-    tokens[rows] = _draw(scaled, params.seeds[rows], params.positions[rows])
-    return tokens
+    return scaled
 
 
 def _keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from pagespec.kernels.collectives.communicator import LoneRank
-from pagespec.kernels.collectives.symmetric import Boxes, PeerCommunicator
+from pagespec.kernels.collectives.symmetric import Boxes, LaunchShape, PeerCommunicator
+from pagespec.kernels.fused.dispatch import NormForm
 from pagespec.kernels.sampling.sampler import GROUP, VocabShard
+from tests.support.apart import run_apart
 from tests.support.ranks import fork_ranks, shared
 
 peer_memory = pytest.importorskip("pagespec.kernels.collectives.peer_memory")
+rms_norm = pytest.importorskip("pagespec.kernels.fused.rms_norm")
 gumbel = pytest.importorskip("pagespec.kernels.sampling.gumbel")
 
-MAX_CHUNKS = 16
+MAX_CHUNKS, SHAPE = 16, LaunchShape()
 
 
 class Group:
     """Communicators of forked ranks."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        num_box_bytes, num_flag_bytes = Boxes.num_bytes(MAX_CHUNKS, num_ranks)
-        self._boxes = [shared(num_box_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
-        self._flags = [shared(num_flag_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
+    def __init__(
+        self, num_ranks: int, max_chunks: int = MAX_CHUNKS, shape: LaunchShape = SHAPE
+    ) -> None:
+        self.num_ranks, self._max_chunks, self._shape = num_ranks, max_chunks, shape
+        sizes = Boxes.num_bytes(max_chunks, shape.chunk_bytes, num_ranks)
+        self._num_box_bytes = sizes[0]
+        self.boxes = [shared(sum(sizes), dtype=torch.uint8) for _ in range(num_ranks)]
+
+    def box(self, rank: int) -> Tensor:
+        return self.boxes[rank][: self._num_box_bytes]
 
     def rank(self, rank: int) -> PeerCommunicator:
-        def make(max_chunks: int, _num_ranks: int, _device: torch.device) -> Boxes:
-            assert max_chunks == MAX_CHUNKS
-            boxes, flags = (
-                torch.tensor([t.data_ptr() for t in tensors])
-                for tensors in (self._boxes, self._flags)
-            )
+        def make(max_chunks: int, *_: object) -> Boxes:
+            assert max_chunks == self._max_chunks
+            boxes = tuple(memory.data_ptr() for memory in self.boxes)
             numbers = torch.zeros(max_chunks, dtype=torch.int32)
-            return Boxes(max_chunks, boxes, flags, numbers, self._boxes[rank])
+            flags = tuple(box + self._num_box_bytes for box in boxes)
+            return Boxes(max_chunks, boxes, flags, numbers, self.boxes[rank])
 
-        communicator = PeerCommunicator(LoneRank(rank, self.num_ranks), torch.device("cpu"), make)
-        communicator.reserve((MAX_CHUNKS, 1))
+        host = LoneRank(rank, self.num_ranks)
+        communicator = PeerCommunicator(host, torch.device("cpu"), make, self._shape)
+        communicator.reserve((self._max_chunks, 1))
         communicator.connect()
         return communicator
 
@@ -49,7 +61,7 @@ def in_rank_order(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_sums_have_rank_order_at_every_size(dtype: torch.dtype) -> None:
     num_ranks = 3
     # Sizes change from call to call, so that boxes are used anew in other places.
@@ -78,6 +90,96 @@ def test_sums_have_rank_order_at_every_size(dtype: torch.dtype) -> None:
         assert any(not torch.equal(a, b) for a, b in zip(backwards, forwards, strict=True))
 
 
+FORMS: tuple[NormForm, ...] = ("rounded", "wide", "plus_one")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sum_joined_with_its_norm_has_the_bits_of_two_launches(dtype: torch.dtype) -> None:
+    num_ranks = 2
+    sizes = [(1, 5000), (2, 1100), (7, 300), (1, 2500), (33, 70), (7, 1300), (1, 1), (2, 1100)]
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*size: int) -> Tensor:
+        return (torch.randn(size, generator=generator) * 3).to(dtype)
+
+    parts = [[normal(*size) for _ in range(num_ranks)] for size in sizes]
+    residuals = [normal(*size) if n % 4 != 3 else None for n, size in enumerate(sizes)]
+    weights = [normal(size[1]) for size in sizes]
+    group = Group(num_ranks, 64)
+    joined, apart = (
+        [[shared(2, *size, dtype=dtype) for _ in range(num_ranks)] for size in sizes]
+        for _ in range(2)
+    )
+
+    def run(rank: int) -> None:
+        communicator = group.rank(rank)
+        for call, (residual, weight) in enumerate(zip(residuals, weights, strict=True)):
+            partial, norm = parts[call][rank], (weight, 1e-6, FORMS[call % 3])
+            found = communicator.all_reduce_norm(partial, residual, *norm)
+            joined[call][rank].copy_(torch.stack(found))
+            total = communicator.all_reduce(partial)
+            if residual is None:
+                wanted = (rms_norm.rms_norm(total, *norm),) * 2
+            else:
+                wanted = rms_norm.add_rms_norm(total, residual, *norm)
+            apart[call][rank].copy_(torch.stack(wanted))
+
+    fork_ranks(num_ranks, run)
+    for call, residual in enumerate(residuals):
+        assert joined[call][0].count_nonzero() > 0
+        for rank in range(num_ranks):
+            assert torch.equal(joined[call][rank], apart[call][rank]), (call, rank)
+            if residual is not None:
+                hidden = residual + in_rank_order(parts[call])
+                assert torch.equal(joined[call][rank][1], hidden), (call, rank)
+
+
+def test_calls_may_be_cut_otherwise() -> None:
+    num_ranks, shape = 2, LaunchShape(1024, 2, 8)
+    parts = torch.randn(num_ranks, 3, 1200, generator=torch.Generator().manual_seed(5))
+    group = Group(num_ranks, shape=shape)
+    sums = [shared(2, *parts.shape[1:]) for _ in range(num_ranks)]
+
+    def run(rank: int) -> None:
+        communicator, part = group.rank(rank), parts[rank]
+        _, total = communicator.all_reduce_norm(part, 0 * part, part[0], 1e-6, "wide")
+        sums[rank].copy_(torch.stack([communicator.all_reduce(part), total]))
+
+    fork_ranks(num_ranks, run)
+    for found in sums:
+        assert torch.equal(found, in_rank_order(list(parts)).expand(2, -1, -1))
+
+
+def test_halves_of_a_box_are_used_in_turn_however_calls_are_cut() -> None:
+    """A peer may still read what the call before has pushed."""
+    num_ranks, max_chunks = 2, 8
+    barrier = multiprocessing.get_context("fork").Barrier(num_ranks)
+    group = Group(num_ranks, max_chunks)
+    generator = torch.Generator().manual_seed(4)
+
+    def run(rank: int) -> None:
+        communicator, box = group.rank(rank), group.box(rank).view(2, num_ranks, max_chunks, -1)
+        last_half = [-1] * max_chunks
+        for width, is_joined in [(100, 0), (2500, 1), (2500, 1), (1100, 0), (2500, 1), (100, 1)]:
+            num_chunks = -(-width * 4 // 4096)
+            num_rows = max_chunks // num_chunks if num_chunks > 1 else 1
+            x = torch.randn(num_rows, width, generator=generator)
+            before = box.clone()
+            barrier.wait(60)
+            if is_joined:
+                communicator.all_reduce_norm(x, x, torch.ones(width), 1e-6, "rounded")
+            else:
+                communicator.all_reduce(x)
+            barrier.wait(60)  # and what a peer pushes next has not come
+            changed = (box != before).any(-1)[:, 1 - rank]
+            assert changed.any(0).sum() == num_rows * num_chunks
+            for half, chunk in changed.nonzero().tolist():
+                assert half != last_half[chunk], (width, chunk)
+                last_half[chunk] = half
+
+    fork_ranks(num_ranks, run)
+
+
 def test_parts_of_different_sizes_are_laid_side_by_side() -> None:
     sizes, num_rows = [5, 1500, 0], 3
     generator = torch.Generator().manual_seed(1)
@@ -93,6 +195,27 @@ def test_parts_of_different_sizes_are_laid_side_by_side() -> None:
     fork_ranks(len(sizes), run)
     for rank in range(len(sizes)):
         assert torch.equal(found[rank], torch.cat(parts, -1)), rank
+
+
+def test_a_peer_may_be_a_call_ahead() -> None:
+    """It has what it waited for, and has begun the next call before this rank looks."""
+    group = Group(2)
+    size = 2 * MAX_CHUNKS * SHAPE.chunk_bytes  # of a half of a box
+    box, flags = group.boxes[0][: 2 * size], group.boxes[0][2 * size :].view(torch.int32)
+    for number, value in ((1, 5.0), (2, 7.0)):
+        begin = (number % 2) * size + size // 2  # rank 1's part of chunk 0
+        box[begin : begin + 32].view(torch.float32).fill_(value)
+        flags[MAX_CHUNKS] = number
+    communicator = group.rank(0)
+    assert communicator.all_reduce(torch.ones(1, 8)).tolist() == [[6.0] * 8]
+    assert communicator.all_reduce(torch.ones(1, 8)).tolist() == [[8.0] * 8]
+
+
+def test_nothing_waits_for_a_lost_rank() -> None:
+    communicator = Group(2).rank(0)
+    communicator.end()
+    assert communicator.all_reduce(torch.ones(1, 8)).shape == (1, 8)
+    assert communicator.all_gather(torch.ones(1, 8), [8, 8]).shape == (1, 16)
 
 
 def test_a_call_that_does_not_fit_is_refused() -> None:
@@ -131,3 +254,22 @@ def test_ranks_choose_the_tokens_that_one_would() -> None:
         )
         == 3
     )
+
+
+SHAPES = [
+    (dtype, width, gap)
+    for dtype in ("bfloat16", "float32")
+    for width, gap in [(576, 0), (896, 1), (1000, 0), (4096, 0), (5120, 16)]
+]
+
+
+def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
+    """With the sum or alone: the bits of a norm are the order of its additions. It is checked as
+    well that kernels are compiled before ranks meet."""
+    script = Path(__file__).with_name("compile_peer_memory.py")
+    printed = run_apart(str(script), json.dumps(SHAPES))
+    for shape, (joined, alone, order) in zip(SHAPES, json.loads(printed), strict=True):
+        assert joined == alone, shape
+        # The weight is asked for before the wait; the flag comes behind what is pushed, and nothing
+        # is loaded between the two.
+        assert re.match(r"l+wd[lo]+s+bfp", order), (shape, order)

@@ -1,4 +1,5 @@
-"""Collectives over ``torch.distributed``: parts are gathered, and summed here in rank order."""
+"""Collectives over ``torch.distributed`` (gloo, NCCL): parts are gathered, and summed here in rank
+order."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..fused.dispatch import NormForm
+from .communicator import LoneRank, sum_then_norm
+
 
 class GatherCommunicator:
     """Meets :class:`.communicator.Communicator` with one library call, which moves bytes alone: the
@@ -15,19 +19,24 @@ class GatherCommunicator:
 
     Args:
         transparent: False takes the library's sum, for an engine that is not transparent either.
+        is_connected: False computes by itself until it is connected, as
+            :class:`.communicator.LoneRank`: ranks on GPUs warm up at their own pace.
     """
 
-    def __init__(self, *, transparent: bool = True) -> None:
-        self._transparent = transparent
+    def __init__(self, *, transparent: bool = True, is_connected: bool = True) -> None:
+        self._transparent, self._is_connected = transparent, is_connected
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self._alone = LoneRank(self.rank, self.num_ranks)
 
     def reserve(self, *_: tuple[int, int]) -> None:
         """The library has its own memory."""
 
     def connect(self) -> None:
-        """The group has met."""
+        self._is_connected = True
 
     def all_reduce(self, partial: Tensor) -> Tensor:
+        if not self._is_connected:
+            return self._alone.all_reduce(partial)
         if not self._transparent:
             out = partial.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(out)
@@ -38,7 +47,14 @@ class GatherCommunicator:
             total += part
         return total.to(partial.dtype)
 
+    def all_reduce_norm(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]:
+        return sum_then_norm(self, partial, residual, weight, eps, form)
+
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        if not self._is_connected:
+            return self._alone.all_gather(part, sizes)
         # The library takes parts of one size.
         padded = torch.nn.functional.pad(part, (0, max(sizes) - part.shape[-1]))
         parts = self._gather(padded.contiguous())
@@ -48,6 +64,11 @@ class GatherCommunicator:
         value = torch.tensor([number])
         dist.all_reduce(value, dist.ReduceOp.MIN)
         return int(value)
+
+    def end(self) -> None:
+        """Of gloo, a connection that closes is an error by itself."""
+        if dist.get_backend() != "gloo":
+            dist.distributed_c10d._abort_process_group()
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.num_ranks)]

@@ -1,0 +1,128 @@
+"""The flags of an all-reduce over peer memory: R4 and R5, in every order of writes of small groups.
+
+One chunk, called again and again. In call n each rank pushes its part into the box that every peer
+keeps for it, then sets its flag there to n; then it waits for the flag of each peer, in order, and
+reads the part. A box has halves, used in turn. Nobody waits for the readers: how far may a rank run
+ahead of one that is slow?
+
+    python -m spec.flags                           # states, violations
+    python -m spec.flags --seed-bug equality       # a broken rule and its shortest counterexample
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BUGS = ("equality", "one-half", "flag-first")
+
+
+class State(NamedTuple):
+    """Of N ranks.
+
+    Attributes:
+        calls: the call that each rank is in, from 1.
+        places: what it does next in it: writes 0 to 2 (N - 1) - 1, then the reads.
+        boxes: per owner, sender and half: the call whose part lies there, 0 for none.
+        flags: per owner and sender: the number that was set last.
+        broken: "R4" once a rank has read the part of another call.
+    """
+
+    calls: tuple[int, ...]
+    places: tuple[int, ...]
+    boxes: tuple[int, ...]
+    flags: tuple[int, ...]
+    broken: str = ""
+
+
+def initial(num_ranks: int) -> State:
+    pairs = num_ranks * num_ranks
+    return State((1,) * num_ranks, (0,) * num_ranks, (0,) * (2 * pairs), (0,) * pairs)
+
+
+def actions(state: State, num_ranks: int, num_calls: int, bug: str) -> Iterator[tuple[str, State]]:
+    """What may happen next: one write, or one read, of any rank."""
+    for rank in range(num_ranks):
+        call, place = state.calls[rank], state.places[rank]
+        if call > num_calls:
+            continue
+        peers = [peer for peer in range(num_ranks) if peer != rank]
+        kind, index = divmod(place, len(peers))
+        peer = peers[index]
+        half = 0 if bug == "one-half" else call % 2
+        if kind == 2:
+            seen = state.flags[rank * num_ranks + peer]
+            is_there = seen == call if bug == "equality" else seen >= call
+            if is_there:
+                found = state.boxes[2 * (rank * num_ranks + peer) + half]
+                after = _advanced(state, rank, 3 * len(peers))
+                after = after._replace(broken="" if found == call else "R4")
+                yield f"rank {rank} reads what rank {peer} pushed in call {call}", after
+        elif (kind == 0) == (bug != "flag-first"):
+            at = 2 * (peer * num_ranks + rank) + half
+            boxes = (*state.boxes[:at], call, *state.boxes[at + 1 :])
+            after = _advanced(state, rank, 3 * len(peers))._replace(boxes=boxes)
+            yield f"rank {rank} pushes call {call} to rank {peer}", after
+        else:
+            at = peer * num_ranks + rank
+            flags = (*state.flags[:at], call, *state.flags[at + 1 :])
+            after = _advanced(state, rank, 3 * len(peers))._replace(flags=flags)
+            yield f"rank {rank} sets its flag at rank {peer} to {call}", after
+
+
+def _advanced(state: State, rank: int, num_places: int) -> State:
+    call, place = state.calls[rank], state.places[rank] + 1
+    if place == num_places:
+        call, place = call + 1, 0
+    return state._replace(
+        calls=(*state.calls[:rank], call, *state.calls[rank + 1 :]),
+        places=(*state.places[:rank], place, *state.places[rank + 1 :]),
+    )
+
+
+def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tuple[str, ...]]:
+    """The number of states, and the first violation with the shortest way to it: R4, or R5 where
+    nothing can happen any more although calls are left; "" for none."""
+    first = initial(num_ranks)
+    come_from: dict[State, tuple[State, str] | None] = {first: None}
+    todo = deque([first])
+    while todo:
+        state = todo.popleft()
+        following = list(actions(state, num_ranks, num_calls, bug))
+        is_done = all(call > num_calls for call in state.calls)
+        broken = state.broken or ("" if following or is_done else "R5")
+        if broken:
+            names = []
+            while (step := come_from[state]) is not None:
+                state, name = step
+                names.append(name)
+            return len(come_from), broken, tuple(reversed(names))
+        for name, after in following:
+            if after not in come_from:
+                come_from[after] = state, name
+                todo.append(after)
+    return len(come_from), "", ()
+
+
+SCOPES = ((2, 6), (3, 3))
+"""Ranks and calls."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed-bug", choices=BUGS, default="")
+    bug = parser.parse_args().seed_bug
+    for num_ranks, num_calls in SCOPES:
+        num_states, broken, path = check(num_ranks, num_calls, bug)
+        found = f"{broken} violated" if broken else "no violation"
+        print(f"{num_ranks} ranks, {num_calls} calls: {num_states:,} states, {found}")
+        if broken:
+            print("\n".join(f"  {name}" for name in path))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

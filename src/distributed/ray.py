@@ -1,0 +1,179 @@
+"""``Generator``: a callable class for Ray Data's ``map_batches``; each actor holds an ``LLM``."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from ..engine.outputs import RequestOutput
+from ..engine.sampling_params import SamplingParams
+from ..errors import InvalidInputError
+from ..llm import LLM
+
+_PROMPT_COLUMNS = ("prompt", "prompt_token_ids", "messages")
+_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init)
+_EXACT_FLOAT = 1 << 53  # from here on a float64 may be another integer than was meant
+
+_Row = dict[str, Any]
+
+
+class Generator:
+    """Generates text for batches of rows.
+
+    ::
+
+        rows.map_batches(
+            Generator,
+            fn_constructor_kwargs={"model": "Qwen/Qwen3-8B", "tensor_parallel_size": 2},
+            compute=ray.data.ActorPoolStrategy(size=4),
+            num_gpus=2,  # tensor_parallel_size
+            batch_size=256,
+            batch_format="pyarrow",
+        )
+
+    A row has exactly one of ``prompt`` (text), ``prompt_token_ids`` and ``messages``, and if wanted
+    ``sampling_params``, a dict that is laid over those of the constructor; null is as if absent.
+    Its other columns are kept. New are ``generated_text``, ``generated_tokens``, ``finish_reason``,
+    ``num_input_tokens``, ``num_generated_tokens``; and ``error``: of a row that is refused, why;
+    then those are null. Where neither row nor constructor has a seed it is random: replicas that
+    count from the same number would give equal rows equal answers.
+
+    Args:
+        model: as of :class:`.llm.LLM`, and so are ``llm_arguments``.
+        sampling_params: defaults of every row: parameters, or a dict of them.
+
+    Raises:
+        InvalidInputError: an argument is refused, here or by ``LLM``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        **llm_arguments: Any,
+    ) -> None:
+        if isinstance(sampling_params, SamplingParams):
+            self._params = sampling_params
+        else:
+            self._params = _overridden(SamplingParams(), sampling_params or {})
+        self._llm = LLM(model, **llm_arguments)
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with the new columns: a table for a table (``batch_format="pyarrow"``, which
+        keeps integers beside nulls), else a dict of columns."""
+        if isinstance(batch, Mapping):
+            new = self._generate(_rows_of_columns(batch))
+            return {**batch, **{name: [row[name] for row in new] for name in _types()}}
+        if not hasattr(batch, "to_pylist"):
+            limit = 'must be a dict of columns or an Arrow table: batch_format="pyarrow"'
+            raise InvalidInputError("batch", type(batch).__name__, limit)
+        new = self._generate(batch.to_pylist())
+        import pyarrow
+
+        for name, type_ in _types().items():
+            column = pyarrow.array([row[name] for row in new], type_)
+            position = batch.column_names.index(name) if name in batch.column_names else None
+            if position is None:
+                batch = batch.append_column(name, column)
+            else:
+                batch = batch.set_column(position, name, column)
+        return batch
+
+    def _generate(self, rows: list[_Row]) -> list[_Row]:
+        errors: dict[int, str] = {}
+        asked: list[int] = []
+
+        def requests() -> Iterator[tuple[Any, SamplingParams]]:
+            for i, row in enumerate(rows):
+                try:
+                    request = self._request(row)
+                except InvalidInputError as error:
+                    errors[i] = str(error)
+                else:
+                    asked.append(i)
+                    yield request
+
+        results = list(self._llm.generate_iter(requests()))
+        new = {i: _new_columns(result) for i, result in zip(asked, results, strict=True)}
+        return [new.get(i) or _error_columns(errors[i]) for i in range(len(rows))]
+
+    def _request(self, row: _Row) -> tuple[Any, SamplingParams]:
+        given = [name for name in _PROMPT_COLUMNS if row.get(name) is not None]
+        if len(given) != 1:
+            limit = f"needs exactly one of {', '.join(_PROMPT_COLUMNS)}, not {len(given)}"
+            raise InvalidInputError("row", {name: row[name] for name in given}, limit)
+        (name,) = given
+        params = _overridden(self._params, row.get("sampling_params") or {})
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(64))
+        if name == "messages":
+            return self._llm.read_messages(row[name]), params
+        return {name: row[name]}, params
+
+
+def _overridden(params: SamplingParams, given: Any) -> SamplingParams:
+    if not isinstance(given, Mapping):
+        raise InvalidInputError("sampling_params", given, "must be a dict")
+    found = {name: value for name, value in given.items() if value is not None}
+    unknown = sorted(set(found) - _SAMPLING_FIELDS)
+    if unknown:
+        limit = f"is unknown; the fields are {', '.join(sorted(_SAMPLING_FIELDS))}"
+        raise InvalidInputError("sampling_params", unknown[0], limit)
+    return replace(params, **found)
+
+
+def _new_columns(result: RequestOutput | Exception) -> _Row:
+    if isinstance(result, Exception):
+        return _error_columns(str(result))
+    answer = result.outputs[0]
+    return {
+        "generated_text": answer.text,
+        "generated_tokens": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "num_input_tokens": len(result.prompt_token_ids),
+        "num_generated_tokens": len(answer.token_ids),
+        "error": None,
+    }
+
+
+def _error_columns(error: str) -> _Row:
+    return {**dict.fromkeys(_types()), "error": error}
+
+
+def _types() -> dict[str, Any]:
+    """The new columns and their Arrow types: given, for a batch may have only nulls."""
+    import pyarrow
+
+    text, number = pyarrow.string(), pyarrow.int64()
+    return {
+        "generated_text": text,
+        "generated_tokens": pyarrow.list_(number),
+        "finish_reason": text,
+        "num_input_tokens": number,
+        "num_generated_tokens": number,
+        "error": text,
+    }
+
+
+def _rows_of_columns(columns: Mapping[str, Any]) -> list[_Row]:
+    plain = {name: [_plain(value) for value in column] for name, column in columns.items()}
+    return [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """As it was before NumPy: where a column has nulls its integers have become floats."""
+    if hasattr(value, "tolist"):  # an array or a NumPy scalar
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return int(value) if value.is_integer() and abs(value) < _EXACT_FLOAT else value
+    return value

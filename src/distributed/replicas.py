@@ -1,0 +1,282 @@
+"""A pool of replicas: Ray actors that do the same work, fed with chunks, results in order.
+
+A replica that ends takes no row with it: what it had not given back is done again by others. A
+row with which replicas end again and again is given up. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ..errors import EngineError, PagespecError
+
+MAX_STARTS = 3
+"""Starts of a replica that may fail one after the other before the others go on without it."""
+_SUSPECT_LOSSES = 2
+"""Replicas that may end with a chunk among others; from then on it is alone with one."""
+_WAIT_S = 5.0
+
+Work = Callable[[Sequence[Any]], Sequence[Any]]
+"""Items in, as many results out."""
+
+
+class _Replica:
+    """The actor: makes its work once, and does it for one chunk per thread."""
+
+    def __init__(self, make: Callable[[], Work]) -> None:
+        self._make = make
+        self._work: Work | None = None
+
+    def start(self) -> str | None:
+        """Returns why it was refused. (As text: exceptions do not all travel between processes.)"""
+        try:
+            self._work = self._make()
+        except (PagespecError, OSError) as error:
+            return str(error) or type(error).__name__
+        return None
+
+    def do(self, items: Sequence[Any]) -> Sequence[Any]:
+        assert self._work is not None
+        return self._work(items)
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """Rows that travel together. ``num_losses``: replicas that ended while they had it."""
+
+    first: int
+    items: list[Any]
+    num_losses: int = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        """It is given to a replica that has nothing else, so that the next loss says more."""
+        return self.num_losses >= _SUSPECT_LOSSES
+
+    def after_loss(self) -> list[_Chunk]:
+        """What is tried next: the chunk, or each row of a suspect; of a suspect row nothing."""
+        losses = self.num_losses + 1
+        if not self.is_suspect:
+            return [_Chunk(self.first, self.items, losses)]
+        if len(self.items) == 1:
+            return []
+        return [_Chunk(self.first + i, [item], losses) for i, item in enumerate(self.items)]
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A replica's place: the actor that holds it now, if it has started, and what it is doing."""
+
+    actor: Any = None
+    is_ready: bool = False
+    num_failed_starts: int = 0
+    chunks: list[_Chunk] = field(default_factory=list)
+
+    def takes_more(self, num_chunks: int) -> bool:
+        is_full = len(self.chunks) >= num_chunks or any(c.is_suspect for c in self.chunks)
+        return self.is_ready and not is_full
+
+
+class ReplicaPool:
+    """Replicas on a Ray cluster that this process is connected to.
+
+    Args:
+        make: called once in each actor; must be picklable, and so must items and results.
+        give_up: the result of an item that is given up, and why.
+        resources: of one actor, as ``ray.remote`` takes them.
+        has_room: whether the cluster, as it is now, could hold one replica.
+        chunk_size: items per chunk.
+        num_chunks: chunks that a replica does at a time, each in a thread.
+        note: told what happens to replicas.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Work],
+        give_up: Callable[[Any, str], Any],
+        *,
+        num_replicas: int,
+        resources: Mapping[str, float],
+        has_room: Callable[[], bool],
+        chunk_size: int,
+        num_chunks: int,
+        note: Callable[[str], None],
+    ) -> None:
+        self._ray = import_ray()
+        self._make, self._give_up, self._note = make, give_up, note
+        self._has_room = has_room
+        self._chunk_size, self._num_chunks = chunk_size, num_chunks
+        self._actor_class = self._ray.remote(_Replica).options(
+            **resources, max_concurrency=num_chunks, max_restarts=0
+        )
+        self._slots = [_Slot() for _ in range(num_replicas)]
+        self._waiting: dict[Any, tuple[_Slot, _Chunk | None]] = {}  # by Ray's reference
+        self._again: deque[_Chunk] = deque()
+        self._suspects: deque[_Chunk] = deque()
+        self._done: dict[int, Sequence[Any]] = {}
+        self._num_taken = 0
+        self._num_given = 0
+        self._losses_in_a_row = 0
+
+    def start(self) -> None:
+        """Start all, and wait for the first.
+
+        Raises:
+            PagespecError: the first that got so far was refused, or all failed.
+        """
+        for slot in self._slots:
+            self._start(slot)
+        while not any(slot.is_ready for slot in self._slots):
+            self._settle()
+
+    def map(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Results in the order of ``items``, each exactly once.
+
+        Raises:
+            PagespecError: no replica is left, or they end faster than they answer.
+        """
+        source = iter(items)
+        while True:
+            while (results := self._done.pop(self._num_given, None)) is not None:
+                self._num_given += len(results)
+                yield from results
+            self._hand_out(source)
+            if self._num_given == self._num_taken and not self._take(source):
+                return
+            self._settle()
+
+    def close(self) -> None:
+        for slot in self._slots:
+            if slot.actor is not None:
+                self._ray.kill(slot.actor)
+
+    # Chunks -----------------------------------------------------------------------------------
+
+    def _take(self, source: Iterator[Any]) -> bool:
+        """Take one more chunk from the source, unless too many results wait for an earlier one."""
+        room = 4 * len(self._slots) * self._num_chunks * self._chunk_size
+        if self._num_taken - self._num_given >= room:
+            return False
+        items = list(islice(source, self._chunk_size))
+        if items:
+            self._again.append(_Chunk(self._num_taken, items))
+            self._num_taken += len(items)
+        return bool(items)
+
+    def _hand_out(self, source: Iterator[Any]) -> None:
+        """Give chunks to the replicas that have the fewest."""
+        while ready := [slot for slot in self._slots if slot.takes_more(self._num_chunks)]:
+            slot = min(ready, key=lambda slot: len(slot.chunks))
+            if self._suspects:
+                # Nothing else is given out meanwhile: some replica must come to have nothing.
+                if slot.chunks:
+                    return
+                self._send(slot, self._suspects.popleft())
+            elif self._again or self._take(source):
+                self._send(slot, self._again.popleft())
+            else:
+                return
+
+    def _send(self, slot: _Slot, chunk: _Chunk) -> None:
+        slot.chunks.append(chunk)
+        self._waiting[slot.actor.do.remote(chunk.items)] = slot, chunk
+
+    # Replicas ---------------------------------------------------------------------------------
+
+    def _start(self, slot: _Slot) -> None:
+        slot.actor = self._actor_class.remote(self._make)
+        self._waiting[slot.actor.start.remote()] = slot, None
+
+    def _settle(self) -> None:
+        """Wait for what comes next from a replica, some seconds."""
+        ready, _ = self._ray.wait(list(self._waiting), timeout=_WAIT_S)
+        if not ready and not any(slot.is_ready for slot in self._slots) and not self._has_room():
+            raise PagespecError("no replica is left, and the cluster has no room for one")
+        for reference in ready:
+            # One that was lost took its other references with it.
+            if reference in self._waiting:
+                self._settle_one(reference)
+
+    def _settle_one(self, reference: Any) -> None:
+        slot, chunk = self._waiting.pop(reference)
+        try:
+            result = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            if isinstance(error, self._ray.exceptions.RayTaskError) and not isinstance(
+                error, EngineError
+            ):
+                raise
+            self._lose(slot, chunk, _reason(error))
+            return
+        if chunk is not None:
+            slot.chunks.remove(chunk)
+            self._done[chunk.first] = result
+            self._losses_in_a_row = 0
+        elif result is None:
+            slot.is_ready, slot.num_failed_starts = True, 0
+        elif not self._has_started():
+            raise PagespecError(result)
+        else:
+            self._lose(slot, None, result)
+
+    def _has_started(self) -> bool:
+        return self._num_taken > 0 or any(slot.is_ready for slot in self._slots)
+
+    def _lose(self, slot: _Slot, chunk: _Chunk | None, reason: str) -> None:
+        """The replica has ended, or is of no more use: replace it, and do its chunks again."""
+        self._ray.kill(slot.actor)
+        chunks = sorted(slot.chunks, key=lambda chunk: chunk.first, reverse=True)
+        self._waiting = {r: w for r, w in self._waiting.items() if w[0] is not slot}
+        slot.actor, slot.is_ready, slot.chunks = None, False, []
+        num_rows = sum(len(lost.items) for lost in chunks)
+        self._note(f"a replica has ended, with {num_rows} rows under way: {reason}")
+        for lost in chunks:
+            self._do_again(lost, reason)
+        self._losses_in_a_row += 1
+        if self._losses_in_a_row > 3 * len(self._slots) + 5:
+            limit = f"{self._losses_in_a_row} replicas have ended since the last answer"
+            raise PagespecError(f"{limit}; of the last: {reason}")
+        slot.num_failed_starts += chunk is None
+        if slot.num_failed_starts < MAX_STARTS:
+            self._start(slot)
+        elif any(other.actor is not None for other in self._slots):
+            self._note(f"going on without it, after {MAX_STARTS} starts that failed")
+        else:
+            raise PagespecError(f"no replica starts: {reason}")
+
+    def _do_again(self, lost: _Chunk, reason: str) -> None:
+        chunks = lost.after_loss()
+        if not chunks:
+            why = f"given up: {lost.num_losses + 1} replicas have ended while they had it"
+            self._done[lost.first] = [self._give_up(lost.items[0], f"{why} ({reason})")]
+        for chunk in reversed(chunks):
+            (self._suspects if chunk.is_suspect else self._again).appendleft(chunk)
+
+
+def import_ray() -> Any:
+    """Ray.
+
+    Raises:
+        PagespecError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PagespecError(f"replicas need Ray ({error}): pip install 'pagespec[ray]'") from error
+    return ray
+
+
+def _reason(error: Exception) -> str:
+    """The one line of an error of Ray that says what happened."""
+    cause = getattr(error, "cause", None)
+    text = str(cause if isinstance(cause, EngineError) else error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    says = [line for line in lines if line.startswith("The actor is dead because")]
+    if lines and "error raised in its creation task" in lines[0]:
+        says = lines[-1:]  # after a traceback, such as of a package that a machine lacks
+    line = (says or lines or [type(error).__name__])[0]
+    return line.partition(" Some common causes")[0]

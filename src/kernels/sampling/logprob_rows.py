@@ -1,0 +1,85 @@
+"""The form of log-probabilities: per row of logits one token's, its rank, and the likeliest tokens.
+
+The log-probability of a token is ``(logit - largest) - log(sum)``, all in float32, where ``sum`` is
+that of exp(logit - largest) over the vocabulary: first within each group of ``GROUP`` ids, relative
+to the largest of the group, then over groups. Every place uses this one formula in one order, so
+equal logits have equal log-probabilities: those of a sampled token, of a prompt token, and of a
+token among the likeliest are the same float.
+
+A token's rank is 1 plus the number of tokens before it, by logit downwards and then by id upwards.
+NaN counts as -inf. Without a finite largest logit there is no distribution: all are NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .sampler import GROUP
+
+MAX_TOP = 20
+"""Most of the likeliest tokens of a row."""
+ROW_WORDS = 2 + 2 * MAX_TOP
+"""int32 words of a row: bits of the token's float32 log-probability, its rank, then the ids of the
+likeliest tokens (-1: there is none), and the bits of theirs."""
+
+LOGPROB_FIELDS = 3
+"""int32 fields of a row that is asked for, each an array ``[n]``: place, token (-1: the one sampled
+there), how many of the likeliest tokens."""
+
+_NEG_INF = float("-inf")
+
+
+def logprob_rows(logits: Tensor, tokens: Tensor, num_top: Tensor) -> Tensor:
+    """One row for each row of logits, in torch, on a CPU. Row by row: torch's reductions could
+    follow the number of rows.
+
+    Args:
+        logits: ``[N, V]``. tokens: ``[N]``, integers. num_top: ``[N]``, 0 to ``MAX_TOP``.
+
+    Returns:
+        int32 ``[N, ROW_WORDS]``.
+    """
+    rows = torch.zeros(len(logits), ROW_WORDS, dtype=torch.int32)
+    rows[:, 2 : 2 + MAX_TOP] = -1
+    values = rows.view(torch.float32)
+    wanted = zip(logits, tokens.tolist(), num_top.tolist(), strict=True)
+    for place, (row, token, count) in enumerate(wanted):
+        padded = _padded(row)
+        largest, log_sum = _normaliser(padded)
+        own = padded[token]
+        is_before = int((padded > own).sum()) + int((padded[:token] == own).sum())
+        values[place, 0] = (own - largest) - log_sum
+        rows[place, 1] = 1 + is_before
+        ids = _likeliest(padded, min(count, len(row)))
+        rows[place, 2 : 2 + len(ids)] = ids.int()
+        first = 2 + MAX_TOP
+        values[place, first : first + len(ids)] = (padded[ids] - largest) - log_sum
+    return rows
+
+
+def _padded(row: Tensor) -> Tensor:
+    """In float32, whole groups, aligned, without NaN."""
+    num_groups = -(-len(row) // GROUP)
+    padded = torch.full((num_groups * GROUP,), _NEG_INF)
+    padded[: len(row)] = row
+    return padded.masked_fill_(padded.isnan(), _NEG_INF)
+
+
+def _normaliser(padded: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit, and the logarithm of the sum of exp(logit - largest)."""
+    groups = padded.view(-1, GROUP)
+    tops = groups.amax(1)
+    weights = torch.where(groups > _NEG_INF, groups - tops.unsqueeze(1), _NEG_INF).exp_()
+    largest = tops.amax()
+    return largest, (weights.sum(1) * (tops - largest).exp_()).sum().log()
+
+
+def _likeliest(padded: Tensor, count: int) -> Tensor:
+    """The first ``count`` ids by logit downwards, then by id."""
+    if not count:
+        return torch.empty(0, dtype=torch.int64)
+    # Which of equal ones topk gives is not said; how large the last is, is.
+    last = padded.topk(count).values[-1]
+    ids = (padded >= last).nonzero().flatten()
+    return ids[padded[ids].sort(descending=True, stable=True).indices[:count]]

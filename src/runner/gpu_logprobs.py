@@ -1,0 +1,126 @@
+"""Log-probabilities of a step on a GPU: queued behind it, and copied to the host's memory.
+
+Prompt positions go through the head in chunks of one fixed number of rows, so that no more logits
+exist at a time, and the same kernels run whatever the prompts' lengths.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..compile.captured_model import CapturedModel
+from ..engine.logprobs import StepLogprobs
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, ROW_WORDS
+from ..kernels.sampling.logprobs import write_logprobs
+from ..kernels.sampling.processed import processed_scores
+from .logprob_fields import HostLogprobRows, IntArray
+
+CHUNK_ROWS = 256
+_PROCESSED_ROWS = 64
+
+
+def pad_positions(fields: IntArray) -> IntArray:
+    """``[LOGPROB_FIELDS, P]`` to whole chunks, by rows that ask for token 0 of position 0."""
+    num_missing = -fields.shape[1] % CHUNK_ROWS
+    return np.pad(fields, ((0, 0), (0, num_missing))) if num_missing else fields
+
+
+def max_logprob_rows(max_num_tokens: int, max_num_rows: int) -> int:
+    """Most rows that a step gives, whole chunks of prompt positions included."""
+    return max_num_rows + -(-max_num_tokens // CHUNK_ROWS) * CHUNK_ROWS
+
+
+class GpuLogprobs:
+    """Computes rows and stores them in pinned memory of the host.
+
+    Args:
+        num_steps: whose rows are kept: the ring of results has so many.
+        max_num_rows: of a step, as of :func:`max_logprob_rows`.
+        temperatures: of the sampled rows, for the distributions that they are sampled from; None
+            for the model's own.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        num_steps: int,
+        max_num_rows: int,
+        temperatures: Tensor | None = None,
+    ) -> None:
+        self._captured = captured
+        self._temperatures = temperatures
+        device = captured.loaded.device
+        self._host = torch.zeros(
+            num_steps,
+            max_num_rows,
+            ROW_WORDS,
+            dtype=torch.int32,
+            pin_memory=torch.cuda.is_available(),
+        )
+        self._places = torch.arange(CHUNK_ROWS, dtype=torch.int32, device=device)
+
+    def queue(
+        self,
+        step: int,
+        logits: Tensor,
+        sampled: Tensor,
+        truncated: Tensor,
+        sampled_fields: Tensor,
+        prompt_fields: Tensor,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """Queue a step's rows; returns where the host finds them, int32 ``[n + P, ROW_WORDS]``.
+
+        Args:
+            step: number in the ring.
+            logits: ``[S, V]`` of the sampled rows. sampled: int64 ``[>= S]``, their tokens.
+            truncated: of those that use top_k, top_p or min_p, as of :func:`.sample_truncated`.
+            sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprob_fields` says.
+            prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of
+                ``hidden [T, H]``, the hidden states in front of the head.
+        """
+        fields = sampled_fields.view(LOGPROB_FIELDS, -1)
+        positions = prompt_fields.view(LOGPROB_FIELDS, -1)
+        num_sampled, num_rows = fields.shape[1], fields.shape[1] + positions.shape[1]
+        rows = torch.empty(num_rows, ROW_WORDS, dtype=torch.int32, device=logits.device)
+        if num_sampled and self._temperatures is None:
+            write_logprobs(logits, fields, sampled, rows[:num_sampled])
+        elif num_sampled and self._temperatures is not None:
+            for first in range(0, num_sampled, _PROCESSED_ROWS):
+                part = fields[:, first : first + _PROCESSED_ROWS]
+                scores = processed_scores(logits, part[0], truncated, self._temperatures)
+                own = torch.stack([self._places[: len(scores)], sampled[part[0]].int(), part[2]])
+                write_logprobs(scores, own, sampled, rows[first : first + len(scores)])
+        if positions.shape[1]:
+            if hidden is None:
+                raise RuntimeError("log-probabilities of a prompt, and no hidden states")
+            for first in range(0, positions.shape[1], CHUNK_ROWS):
+                chunk = positions[:, first : first + CHUNK_ROWS]
+                begin = num_sampled + first
+                self._write_chunk(hidden, chunk, sampled, rows[begin : begin + CHUNK_ROWS])
+        found = self._host[step, :num_rows]
+        found.copy_(rows, non_blocking=True)
+        return found
+
+    def _write_chunk(self, hidden: Tensor, chunk: Tensor, sampled: Tensor, rows: Tensor) -> None:
+        captured = self._captured
+        if captured.head is None:
+            raise RuntimeError("log-probabilities of a prompt, and no head to compute them with")
+        logits = captured.whole_logits(captured.head(hidden.index_select(0, chunk[0])))
+        fields = torch.stack([self._places, chunk[1], chunk[2]])
+        write_logprobs(logits, fields, sampled, rows)
+
+    def run_chunk(self, hidden: Tensor, sampled: Tensor) -> None:
+        """Compute a chunk of nothing: its kernels are there then, and its memory is counted."""
+        if self._captured.head is not None:
+            blank = torch.zeros(LOGPROB_FIELDS, CHUNK_ROWS, dtype=torch.int32, device=hidden.device)
+            rows = torch.empty(CHUNK_ROWS, ROW_WORDS, dtype=torch.int32, device=hidden.device)
+            self._write_chunk(hidden, blank, sampled, rows)
+
+
+def read_logprobs(words: Tensor, num_sampled: int) -> StepLogprobs:
+    """The rows of a step that has been computed, copied from the ring."""
+    own = words.numpy().copy()
+    return StepLogprobs(HostLogprobRows(own[:num_sampled]), HostLogprobRows(own[num_sampled:]))

@@ -1,0 +1,105 @@
+"""Launches an all-reduce joined with its norm, and the norm alone, as if on an H100; prints what
+they became (JSON). They are compiled, which needs no GPU, and left out.
+
+A process of its own, started by ``test_peer_memory.py``: there, Triton interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from pagespec.kernels.collectives import symmetric
+from pagespec.kernels.collectives.communicator import LoneRank
+from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel
+from pagespec.kernels.collectives.symmetric import Boxes, PeerCommunicator
+from pagespec.kernels.fused import rms_norm
+from pagespec.kernels.jit.parallel_build import parallel_build
+from tests.kernels.jit.parallel_build_cases import FakeDriver
+
+_RANK, _NUM_RANKS, _ADDRESS = 1, 2, 0x7F00_0000_0000
+
+
+def make_boxes(max_chunks: int, _chunk_bytes: int, num_ranks: int, _device: object) -> Boxes:
+    boxes = tuple(_ADDRESS + rank * (1 << 30) for rank in range(num_ranks))
+    numbers = torch.zeros(max_chunks, dtype=torch.int32)
+    return Boxes(max_chunks, boxes, tuple(box + (1 << 29) for box in boxes), numbers, numbers)
+
+
+def compiled(kernel: Any) -> Any:
+    """What the last launch has made."""
+    return list(kernel.device_caches[0][0].values())[-1].asm
+
+
+def order_of_additions(asm: Any) -> list[str]:
+    """The layout of the row that is added up, then the steps between threads."""
+    (kind,) = set(re.findall(r'"tt\.reduce".*?\(tensor<\w+, (#\w+)>\)', asm["ttgir"], re.S))
+    (layout,) = re.findall(rf"^{kind} = (.*)$", asm["ttgir"], re.M)
+    steps = re.findall(r"shfl\.sync\.bfly\.b32 .*?, (\d+), (\d+), -1", asm["ptx"])
+    return [layout, *map(" ".join, steps)]
+
+
+def events(ptx: str) -> str:
+    """The order of (l)oads of rows, other loads (o), (d)ependents' start, the (w)ait, (s)tores of
+    rows, (b)arriers, the (f)lag, the (p)olls."""
+    kinds = {
+        r"ld\.global(?:\.cg)?\.v\d": "l",
+        r"ld\.global\.sys\.acquire": "p",
+        r"ld\.global": "o",
+        r"griddepcontrol\.launch_dependents": "d",
+        r"griddepcontrol\.wait": "w",
+        r"st\.global\.v\d": "s",
+        r"bar\.sync": "b",
+        r"atom\.global\.sys\.release": "f",
+    }
+    found = re.finditer("|".join(f"({pattern})" for pattern in kinds), ptx)
+    return "".join(list(kinds.values())[match.lastindex - 1] for match in found if match.lastindex)
+
+
+def check_compiled_before_ranks_meet(ours: PeerCommunicator, fake: FakeDriver) -> None:
+    x = torch.ones(3, 48, dtype=torch.bfloat16)
+
+    def call_all() -> Tensor:
+        normed, _ = ours.all_reduce_norm(ours.all_reduce(x), x, x[0], 1e-6, "wide")
+        return ours.all_gather(normed, [40, 48])
+
+    torch.cuda.device = lambda _: nullcontext()  # type: ignore
+    with parallel_build(torch.device("cuda", 0)):
+        expected = call_all()
+    assert torch.equal(call_all(), expected)  # until then a rank computes by itself
+    assert (len(fake.loaded), fake.launched) == (3, [])
+    ours.connect()
+    call_all()
+    assert (len(fake.loaded), len(fake.launched)) == (3, 3)
+
+
+def main() -> None:
+    fake = FakeDriver()
+    driver.set_active(fake)  # type: ignore[arg-type]
+    symmetric.has_dependent_launch = rms_norm.has_dependent_launch = lambda _: True  # type: ignore
+    device = torch.device("cpu")
+    ours = PeerCommunicator(LoneRank(_RANK, _NUM_RANKS), device, make_boxes)
+    ours.reserve((64, 1))
+    check_compiled_before_ranks_meet(ours, fake)
+    answer = []
+    for name, width, gap in json.loads(sys.argv[1]):
+        dtype: torch.dtype = getattr(torch, name)
+        x = torch.empty(3, width + gap, dtype=dtype)[:, :width]
+        norm = (torch.empty(width, dtype=dtype), 1e-6, "rounded")
+        ours.all_reduce_norm(x, x, *norm)
+        rms_norm.add_rms_norm(x, x, *norm)
+        joined, alone = map(compiled, (all_reduce_norm_kernel, rms_norm._norm_kernel))
+        both = [order_of_additions(asm) for asm in (joined, alone)]
+        answer.append([*both, events(joined["ptx"])])
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
