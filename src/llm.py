@@ -179,7 +179,7 @@ class LLM:
             can_score=built.can_score,
             encode=self._reader.encode,
             num_ranks=config.tensor_parallel_size,
-            check_structure=built.grammars and built.grammars.check,
+            check_structure=built.grammars.check if built.grammars is not None else None,
         )
         scheduler = Scheduler(
             BlockManager(

@@ -314,9 +314,10 @@ class GpuRunner:
         begin = time.perf_counter()
         masks = self._matchers.masks(step.constrained)
         self.mask_s += time.perf_counter() - begin
-        handle, staged, constrained, *tensors = step
+        handle, staged, constrained, logits, hidden, truncated = step
         with self._scope():
-            self._finish(handle, staged, constrained.plan, *tensors, masks)
+            plan = constrained.plan
+            self._finish(handle, staged, plan, logits, hidden, truncated, masks)
         self._unfinished = None
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------

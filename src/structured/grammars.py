@@ -100,15 +100,17 @@ def _grammar(constraint: Constraint) -> str:
 
     kind, text, any_whitespace, pattern = constraint
     if kind == "json":
-        options = {
-            "whitespace_flexible": any_whitespace,
-            "whitespace_pattern": pattern,
-            "lenient": False,
-        }
-        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+        return LLMatcher.grammar_from_json_schema(
+            text,
+            overrides={
+                "whitespace_flexible": any_whitespace,
+                "whitespace_pattern": pattern,
+                "lenient": False,
+            },
+        )
     if kind == "choice":
-        return str(grammar_from("choice", json.dumps(sorted(set(json.loads(text))))))
-    return str(grammar_from(kind, text))
+        return grammar_from("choice", json.dumps(sorted(set(json.loads(text)))))
+    return grammar_from("regex" if kind == "regex" else "grammar", text)
 
 
 def _refusal(field: str, constraint: Constraint, reason: str) -> InvalidInputError:

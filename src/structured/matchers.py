@@ -75,6 +75,7 @@ class Matchers:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._executor: Any = None
+        self._bits = np.empty((0, 0), np.int32)
         self._requests: tuple[RequestInfo, ...] = ()
         self._any_constrained = False
         self.reset()
@@ -82,6 +83,7 @@ class Matchers:
     def reset(self) -> None:
         """A step failed: no request is known any more."""
         self._texts: dict[str, _Text] = {}
+        self._last: ConstrainedRows | None = None
 
     def take(self, plan: StepPlan) -> ConstrainedRows | None:
         """Take in a plan that is dispatched; its constrained rows that sample, or None.
@@ -98,6 +100,10 @@ class Matchers:
             self._texts.pop(request_id, None)
         if not self._any_constrained:
             return None
+        last = self._last
+        if last is not None and _is_repeated(last.plan, plan):
+            self._last = ConstrainedRows(plan, last.rows, last.places, last.texts)
+            return self._last
         found = ConstrainedRows(plan)
         begin = place = 0
         for row, (request, start, num_tokens, is_sampled) in enumerate(plan.rows()):
@@ -116,17 +122,19 @@ class Matchers:
                     found.texts.append(text)
             begin += num_tokens
             place += is_sampled
-        return found if found.rows else None
+        self._last = found if found.rows else None
+        return self._last
 
     def masks(self, constrained: ConstrainedRows) -> dict[int, IntArray]:
         """The bits of the ids that may be sampled, int32 ``[ceil(V / 32)]``, by row of the plan.
-        A row whose matcher has failed has none: what it samples is for nobody."""
+        A row whose matcher has failed has none: what it samples is for nobody. The next call
+        writes over them."""
         live = [
             (row, text)
             for row, text in zip(constrained.rows, constrained.texts, strict=True)
             if not text.failure
         ]
-        bits = np.zeros((len(live), self._grammars.num_ll_words), np.int32)
+        bits = self._space(len(live))
         self._fill([(text.matcher, i) for i, (_, text) in enumerate(live)], bits)
         masks = {}
         for (row, text), mask in zip(live, bits, strict=True):
@@ -135,6 +143,12 @@ class Matchers:
             else:
                 masks[row] = mask[: self._grammars.num_words]
         return masks
+
+    def _space(self, num_rows: int) -> IntArray:
+        width = self._grammars.num_ll_words if num_rows else 0
+        if len(self._bits) < num_rows:
+            self._bits = np.zeros((num_rows, width), np.int32)
+        return self._bits[:num_rows]
 
     def _fill(self, matchers: list[tuple[Any, int]], bits: IntArray) -> None:
         from llguidance import LLExecutor
@@ -162,6 +176,12 @@ class Matchers:
             if text.failure:
                 failures[request.request_id] = f"structured_outputs: {text.failure}"
         return failures
+
+
+def _is_repeated(last: StepPlan, plan: StepPlan) -> bool:
+    """Whether a plan has the rows of the one before again, which all feed one sampled token."""
+    is_decode = last.is_decode_only and plan.is_decode_only and not plan.tables
+    return is_decode and plan.requests is last.requests
 
 
 def _failure(matcher: Any, otherwise: str) -> str:
