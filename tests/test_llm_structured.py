@@ -20,7 +20,7 @@ from pagespec import (
 )
 from spec.replay import check
 from tests.support.models import tiny_model
-from tests.support.structured import END, tokenizer
+from tests.support.structured import save_byte_model
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -33,10 +33,7 @@ SCHEMA: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    model = tiny_model("llama", num_hidden_layers=1)
-    model.generation_config.eos_token_id = END
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    save_byte_model(folder)
     return folder
 
 

@@ -7,8 +7,8 @@ bytes for themselves. So what it made of the tokenizer is compared with the toke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
+from copy import copy
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -16,7 +16,6 @@ from ..errors import InvalidInputError
 _FIELD = "structured_outputs"
 _NUM_COMPARED = 4096
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
 
 
 def make_ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> Any:
@@ -60,12 +59,15 @@ def make_ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection
 
 def _descriptions(backend: Any) -> Iterator[str]:
     """The tokenizer as JSON: as it is, and with a decoder that says byte-level and nothing else."""
-    described = json.loads(backend.to_str())
+    from tokenizers import decoders
+
+    own = copy(backend)
     # What a user has set up for batches says nothing of the tokens.
-    described["truncation"] = described["padding"] = None
-    yield json.dumps(described)
-    described["decoder"] = _BYTE_LEVEL
-    yield json.dumps(described)
+    own.no_padding()
+    own.no_truncation()
+    yield own.to_str()
+    own.decoder = decoders.ByteLevel()
+    yield own.to_str()
 
 
 def _first_wrong_token(made: Any, backend: Any) -> int | None:

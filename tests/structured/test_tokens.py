@@ -36,7 +36,12 @@ def test_what_is_set_up_for_batches_stays_as_it_is() -> None:
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.enable_truncation(3)
     make_ll_tokenizer(tokenizer, 266, {2})
-    assert tokenizer.backend_tokenizer.truncation["max_length"] == 3
+    backend = tokenizer.backend_tokenizer
+    assert backend.truncation["max_length"] == 3
+    backend.decoder = decoders.Replace("a", "b")
+    with pytest.raises(InvalidInputError):
+        make_ll_tokenizer(tokenizer, 266, {2})
+    assert "Replace" in str(backend.decoder)
 
 
 def test_tokenizers_that_are_not_read_rightly_are_refused() -> None:

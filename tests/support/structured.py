@@ -7,10 +7,12 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pagespec import SamplingParams, StructuredOutputs
 from pagespec.engine.request import Request
+from tests.support.models import tiny_model
 from tests.support.tokenizers import byte_level, text_of
 
 END = 2
@@ -158,3 +160,12 @@ def check_output(output: Sequence[int], reason: str | None, is_met: Callable[[st
     text = text_of(tokenizer(), output)
     assert is_met(text), text
     return True
+
+
+def save_byte_model(folder: Path, **config: Any) -> str:
+    """A tiny model whose tokens are bytes, with an end token."""
+    model = tiny_model("llama", num_hidden_layers=1, **config)
+    model.generation_config.eos_token_id = END
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
