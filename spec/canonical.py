@@ -6,6 +6,7 @@
 - The runner's tables of running requests are these requests' tables (S32, checked at every plan),
   and those of requests that left are never read again: that they left is all there is to tell. The
   same goes for its histories (S39).
+- Of a group of siblings it matters who of them are left; whose siblings they are does not.
 - A finished request with nothing in flight is forgotten. Under first come first served only the
   order of the others matters, not their numbers.
 """
@@ -35,6 +36,7 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
     names = block_names(state)
     busy = {row.request for step in state.flight for row in step}
     number: dict[int, int] = {}
+    groups: dict[int, int] = {}
     requests: list[object] = []
     for r, q in enumerate(state.requests):
         ranked = q.rank if scope.overtaking else None
@@ -44,9 +46,10 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
             continue
         number[r] = len(number)
         table = [names[block] for block in q.table]
-        queues = (state.running, state.waiting, state.paused, state.left)
+        queues = (state.running, state.waiting, state.paused, state.left, state.pending)
         place = tuple(r in queue for queue in queues)
-        requests.append((q[:4], q[5:9], q[10:], ranked, table, place))
+        group = groups.setdefault(r if q.leader < 0 else q.leader, number[r])
+        requests.append((q[:4], q[5:9], q[10:13], group, ranked, table, place))
     flight = [
         [(number[w.request], w.start, w.n, w.token, w.stale) for w in step] for step in state.flight
     ]

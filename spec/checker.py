@@ -110,6 +110,10 @@ def events(before: State, plan: Plan, after: State) -> Iterator[str]:
         yield "hold"
     if any(hits for _, hits in plan.admitted):
         yield "hit"
+    if plan.forked:
+        yield "fork"
+    if plan.copies:
+        yield "copy"
     if any(not row.sampled for row in plan.rows):
         yield "chunk"
     if len({row.n > 1 for row in plan.rows}) == 2:
@@ -120,7 +124,7 @@ def events(before: State, plan: Plan, after: State) -> Iterator[str]:
 
 def unfinished(state: State) -> list[int]:
     """Requests that the engine alone should bring to an end."""
-    return [*state.running, *state.waiting]
+    return [*state.running, *state.waiting, *state.pending]
 
 
 def resumed(trace: list[Label], requests: list[int]) -> bool:

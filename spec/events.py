@@ -82,6 +82,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "priority": _is_integer,
         "reads_cache": _is_flag,
         "needs_history": _is_flag,
+        "siblings": _list_of(_is_text),
     },
     "plan": {
         "step": _is_count,
@@ -91,6 +92,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "new_blocks": _TABLES,
         "released": _list_of(_is_text),
         "prefixes": _TABLES,
+        "copies": _list_of(_tuple_of(_is_count, _is_count)),
         "pool": _POOL,
     },
     "result": {
@@ -108,8 +110,8 @@ _EVENTS: dict[str, dict[str, Shape]] = {
 # Fields that events have from a version of the trace on.
 _SINCE = {
     **{("plan", field): 2 for field in ("tables", "new_blocks", "released")},
-    **{("add", field): 3 for field in ("reads_cache", "needs_history")},
-    ("plan", "prefixes"): 3,
+    **{("add", field): 3 for field in ("reads_cache", "needs_history", "siblings")},
+    **{("plan", field): 3 for field in ("prefixes", "copies")},
 }
 
 

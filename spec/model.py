@@ -61,26 +61,38 @@ class Machine(Scheduler):
     def add(self, template: Template) -> None:
         if not self.fits(template):
             return
-        number, prompt = len(self.requests), template.prompt
-        self.requests.append(
-            Request(
-                prompt,
-                len(prompt),
-                self.scope.limit(template),
-                template.salt,
-                self.rank(number, template),
-                total=len(prompt),
-                reads_cache=template.reads_cache,
-                needs_history=template.needs_history,
+        first, prompt = len(self.requests), template.prompt
+        for number in range(first, first + template.n):
+            self.requests.append(
+                Request(
+                    prompt,
+                    len(prompt),
+                    self.scope.limit(template),
+                    template.salt,
+                    self.rank(number, template),
+                    total=len(prompt),
+                    # What the whole prompt is computed for is asked of the leader.
+                    reads_cache=template.reads_cache or number > first,
+                    needs_history=template.needs_history,
+                    leader=first if number > first else -1,
+                )
             )
-        )
-        self.enter(self.waiting, number)
+        self.enter(self.waiting, first)
+        self.pending += range(first + 1, first + template.n)
+
+    def let_siblings_wait(self, leader: int) -> None:
+        """They are in the queue only now: whoever arrived behind them was not to wait for the
+        leader's prompt. Their ranks are those of their arrival."""
+        for r in [r for r in self.pending if self.requests[r].leader == leader]:
+            self.pending.remove(r)
+            self.enter(self.waiting, r)
 
     # ------------------------------------------------------------------ dispatch
     def dispatch(self, plan: Plan, tokens: tuple[int, ...]) -> None:
         """The step writes the KV of its positions now (steps run in order on one stream)."""
         sampled = iter(tokens)
         known = [self.all_tokens(row.request) for row in plan.rows]
+        self.copy_blocks(plan.copies)
         for row, ids in zip(plan.rows, known, strict=True):
             self.write(row.request, row.start, row.n, ids)
         self.write_padding(sum(row.n for row in plan.rows))
@@ -140,6 +152,12 @@ class Machine(Scheduler):
         old = self.contents[block]
         self.contents[block] = (*old[:slot], prefix, *old[slot + 1 :])
 
+    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """In one launch, in no order: all are read as they were."""
+        old = list(self.contents)
+        for source, destination in copies:
+            self.contents[destination] = old[source]
+
     def write_padding(self, num_tokens: int) -> None:
         """A graph of a fixed size computes the rows up to the next power of two; these write to
         the null block, which is not part of the pool."""
@@ -152,6 +170,8 @@ class Machine(Scheduler):
     def settle_row(self, row: Row) -> None:
         r = row.request
         self.update(r, computed=self.requests[r].computed + row.n)
+        if self.requests[r].computed >= self.requests[r].num_prompt:
+            self.let_siblings_wait(r)
         if self.requests[r].reason:
             self.drop_result(row)
         else:
@@ -190,9 +210,10 @@ class Machine(Scheduler):
     def leave(self, r: int) -> None:
         if r in self.running:
             self.leave_running(r)
-        for queue in (self.waiting, self.paused):
+        for queue in (self.waiting, self.paused, self.pending):
             if r in queue:
                 queue.remove(r)
+        self.let_siblings_wait(r)  # for nothing that may not come
 
     def release_if_drained(self, r: int) -> None:
         """S28: what a step in flight refers to stays owned until that step settles."""
@@ -226,7 +247,7 @@ class Machine(Scheduler):
         for r, request in enumerate(self.requests):
             if not request.reason or request.table:
                 self.update(r, reason=request.reason or "error", table=())
-        self.waiting, self.running, self.paused = [], [], []
+        self.waiting, self.running, self.paused, self.pending = [], [], [], []
         self.forget_flight()
         self.reset_pool()
         self.view, self.left, self.histories = {}, [], {}  # the runner forgets as well
@@ -255,7 +276,7 @@ def initial(scope: Scope) -> State:
     empty = (EMPTY,) * scope.block_size
     free = tuple(reversed(range(count)))  # block 0 on top
     pool = ((0,) * count, (None,) * count, (), free, (), (empty,) * count)
-    return State((), (), (), (), (), *pool, view=(), left=(), histories=())
+    return State((), (), (), (), (), *pool, view=(), left=(), histories=(), pending=())
 
 
 def can_schedule(state: State, scope: Scope) -> bool:
@@ -313,12 +334,12 @@ def engine_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, P
 
 def user_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, None]]:
     labels: list[Label] = []
-    if len(state.requests) < scope.num_requests:
-        labels += [Add(len(state.requests), template) for template in scope.templates]
+    room = scope.num_requests - len(state.requests)
+    labels += [Add(len(state.requests), t) for t in scope.templates if t.n <= room]
     if scope.abort:
         labels += [Abort(r) for r in range(len(state.requests))]
     if scope.pause:
-        labels += [Pause(r) for r in (*state.waiting, *state.running)]
+        labels += [Pause(r) for r in (*state.waiting, *state.running, *state.pending)]
         labels += [Resume(r) for r in state.paused]
     if scope.fail:
         labels.append(Fail())

@@ -17,6 +17,7 @@ class Move:
         self.label = label
         self.plan = plan or NO_PLAN
         self.hits = dict(plan.admitted) if plan else {}
+        self.forked = dict(plan.forked) if plan else {}
 
     def kept(self, r: int) -> tuple[int, ...]:
         """The part of r's table that was not allocated in this step."""
@@ -39,3 +40,13 @@ class Move:
             for p in range(row.start, row.start + row.n)
             if p // size < len(self.after.requests[row.request].table)
         ]
+
+    def in_flight(self) -> set[tuple[int, int]]:
+        """Every (block, slot) that a step in flight writes."""
+        size = self.scope.block_size
+        return {
+            (row.blocks[p // size], p % size)
+            for step in self.before.flight
+            for row in step
+            for p in range(row.start, row.start + row.n)
+        }

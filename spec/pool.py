@@ -31,6 +31,7 @@ class Pool:
         self.view = dict(state.view)
         self.left = list(state.left)
         self.histories = dict(state.histories)
+        self.pending = list(state.pending)
 
     def freeze(self) -> State:
         return State(
@@ -48,6 +49,7 @@ class Pool:
             tuple(sorted(self.view.items())),
             tuple(sorted(self.left)),
             tuple(sorted(self.histories.items())),
+            tuple(self.pending),
         )
 
     def update(self, r: int, **fields: object) -> None:

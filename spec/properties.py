@@ -92,7 +92,8 @@ def s18(state: State, scope: Scope) -> bool:
 
 def s23(state: State, _: Scope) -> bool:
     finished = [r for r, request in enumerate(state.requests) if request.reason]
-    everywhere = sorted([*state.waiting, *state.running, *state.paused, *finished])
+    live = (*state.waiting, *state.running, *state.paused, *state.pending)
+    everywhere = sorted([*live, *finished])
     return everywhere == list(range(len(state.requests)))
 
 
@@ -130,6 +131,16 @@ def s32(state: State, _: Scope) -> bool:
     )
 
 
+def s33(state: State, scope: Scope) -> bool:
+    """A block that its owner has not filled has no other owner; what a fork is like is in
+    transitions.py."""
+    return all(
+        state.refs[request.table[request.dispatched // scope.block_size]] == 1
+        for request in state.requests
+        if request.table and request.dispatched % scope.block_size
+    )
+
+
 def s38(state: State, scope: Scope) -> bool:
     """Whoever runs has offered its full, settled blocks, whether or not it reads the cache; that
     it does not is in transitions.py."""
@@ -147,6 +158,15 @@ def s39(state: State, _: Scope) -> bool:
         told[r] == all_tokens(state, r)[: state.requests[r].dispatched]
         for r in state.running
         if r in told
+    )
+
+
+def s40(state: State, _: Scope) -> bool:
+    """Who is pending waits for a leader that is on its way, and for no other."""
+    return all(
+        leader in (*state.waiting, *state.running)
+        and state.requests[leader].computed < state.requests[leader].num_prompt
+        for leader in (state.requests[r].leader for r in state.pending)
     )
 
 
@@ -185,8 +205,10 @@ STATE_PROPERTIES: dict[str, Callable[[State, Scope], bool]] = {
     "S28": s28,
     "S30": s30,
     "S32": s32,
+    "S33": s33,
     "S38": s38,
     "S39": s39,
+    "S40": s40,
     "L5": l5,
     "L7": l7,
 }

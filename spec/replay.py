@@ -13,7 +13,7 @@ prefixes still, interned instead of spelt out, since real prompts are long.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
 from . import model
@@ -129,16 +129,18 @@ class Replay:
         prompt = tuple(event["prompt"])
         limit = event["max_num_tokens"]
         template = Template(prompt, limit - len(prompt), salt, event["priority"])
+        names = [event["id"]]
         if self.has_prefixes:
+            names += event["siblings"]
             template = template._replace(
-                reads_cache=event["reads_cache"], needs_history=event["needs_history"]
+                reads_cache=event["reads_cache"], needs_history=event["needs_history"], n=len(names)
             )
-        machine.stop_ids.append(frozenset(event["stop_token_ids"]))
-        machine.watches_text.append(event["has_stop_strings"])
+        machine.stop_ids += [frozenset(event["stop_token_ids"])] * len(names)
+        machine.watches_text += [event["has_stop_strings"]] * len(names)
         machine.add(template)
         if len(machine.requests) == number:
             raise _Refused("S30", f"request {event['id']} can never fit, and was admitted")
-        self.numbers[event["id"]] = number
+        self.numbers.update(zip(names, count(number)))
 
     def _on_plan(self, event: dict[str, Any]) -> None:
         machine = self.machine
@@ -160,6 +162,10 @@ class Replay:
             self._take_tables(event)
         if self.has_prefixes:
             self._check_prefixes(event, made)
+            if list(map(tuple, event["copies"])) != list(made.copies):
+                raise _Refused(
+                    "S33", f"copies {event['copies']}, the specification {list(made.copies)}"
+                )
         machine.dispatch(made, ())
         self.num_steps += 1
         self.steps_in_flight.append(event["step"])
@@ -175,6 +181,8 @@ class Replay:
             if tables.pop(numbers.get(name, -1), None) is None:
                 raise _Refused("S32", f"request {name} is released, and no plan told its table")
         for name, blocks in event["tables"]:
+            if numbers.get(name, -1) in tables:
+                raise _Refused("S32", f"request {name} is admitted, and was not released before")
             tables[numbers.get(name, -1)] = list(blocks)
         for name, blocks in event["new_blocks"]:
             if numbers.get(name, -1) not in tables:
@@ -216,6 +224,8 @@ class Replay:
         if both:
             raise _Refused("S20", f"requests {sorted(both)} are preempted and in the plan")
         for r, start, n, sampled in rows:
+            if r in machine.pending:
+                raise _Refused("S40", f"request {r} is scheduled before its leader's prompt")
             if r < 0 or machine.requests[r].reason or r in machine.paused:
                 raise _Refused("S27", f"request {r} is not there to be scheduled")
             request = machine.requests[r]
@@ -257,7 +267,7 @@ class Replay:
 
     def _on_pause(self, event: dict[str, Any]) -> None:
         r = self._number(event)
-        if r in (*self.machine.waiting, *self.machine.running):
+        if r in (*self.machine.waiting, *self.machine.running, *self.machine.pending):
             self.machine.pause(r)
 
     def _on_resume(self, event: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ class Scheduler(Pool):
         self.askers: list[int] = []
         self.admitted: list[tuple[int, tuple[int, ...]]] = []
         self.held: list[int] = []
+        self.copies: list[tuple[int, int]] = []
+        self.forked: list[tuple[int, int]] = []
         self.closed_by: int | None = None
         self.admission_open = True
         known = {r: len(self.requests[r].table) for r in self.running}
@@ -42,6 +44,8 @@ class Scheduler(Pool):
             self.growth(known),
             tuple(sorted(self.left)),
             self.history_before(),
+            tuple(self.copies),
+            tuple(self.forked),
         )
 
     # ------------------------------------------------------------------ what the runner is told
@@ -156,6 +160,12 @@ class Scheduler(Pool):
             return False
         request = self.requests[r]
         hits = self.look_up(r)
+        length = len(hits) * self.block_size
+        source = self.find_source(r, length)
+        if source is not None:
+            length, table = self.num_shared(request), self.requests[source].table
+            hits = table[: length // self.block_size]
+            partly_filled = table[len(hits) : ceil_div(length, self.block_size)]
         # All its present tokens must fit, although it takes blocks on demand: else it would be
         # admitted only to be stopped half-way.
         needed = ceil_div(len(request.tokens), self.block_size) - len(hits)
@@ -164,7 +174,8 @@ class Scheduler(Pool):
             self.close(r)
             return False
         self.acquire(r, hits)
-        length = len(hits) * self.block_size
+        if source is not None:
+            self.fork(r, source, partly_filled)
         self.update(r, computed=length, dispatched=length, published=len(hits))
         self.waiting.remove(r)
         self.enter(self.running, r)
@@ -174,6 +185,45 @@ class Scheduler(Pool):
     def enter(self, queue: list[int], r: int) -> None:
         queue.append(r)
         queue.sort(key=lambda q: self.requests[q].rank)
+
+    # ------------------------------------------------------------------ siblings
+    def group(self, r: int) -> int:
+        """The leader of r's group, r itself if it is no sibling."""
+        leader = self.requests[r].leader
+        return r if leader < 0 else leader
+
+    def num_shared(self, request: Request) -> int:
+        """Tokens that siblings share: the prompt but its last token, which is computed by each."""
+        return request.num_prompt - 1
+
+    def has_shared(self, request: Request) -> bool:
+        return request.computed >= self.num_shared(request)
+
+    def may_give(self, r: int, other: int) -> bool:
+        """Only the elder gives: the admission of r preempts younger ones, and never it."""
+        return self.elder(other, r)
+
+    def find_source(self, r: int, length: int) -> int | None:
+        """The eldest running request of r's group that has settled what siblings share, if that is
+        more than the ``length`` tokens which r finds in the cache."""
+        request = self.requests[r]
+        if not request.reads_cache or self.num_shared(request) <= length:
+            return None
+        for other in self.running:
+            if (
+                self.group(other) == self.group(r)
+                and self.may_give(r, other)
+                and self.has_shared(self.requests[other])
+            ):
+                return other
+        return None
+
+    def fork(self, r: int, source: int, partly_filled: tuple[int, ...]) -> None:
+        """S33: whole blocks are shared; one that is filled in part is copied to a block of r's."""
+        self.forked.append((r, source))
+        for block in partly_filled:
+            self.allocate(r, 1)
+            self.copies.append((block, self.requests[r].table[-1]))
 
     # ------------------------------------------------------------------ preemption
     def make_room(self, asker: int, shortage: int, hits: tuple[int, ...]) -> bool:

@@ -15,6 +15,10 @@ SEEDED = Scope(
 LONG, PAIR, SHORT = T((0, 0, 0), 2), T((0, 1), 2), T((0,), 3)
 _TIGHT = Scope("", (LONG, PAIR), num_blocks=4, cap=2, budget=2)
 
+_SIBLINGS = _TIGHT._replace(
+    templates=(T((0, 0, 0, 0), 2, n=2), T((0, 0), 2)), num_requests=3, block_size=2, budget=4, cap=3
+)
+
 CI = (
     _TIGHT._replace(name="ci-sync", fail=True),
     _TIGHT._replace(name="ci-overlap", depth=1, templates=(LONG, SHORT)),
@@ -32,6 +36,19 @@ CI = (
         block_size=1,
         num_blocks=4,
         depth=1,
+        fail=True,
+    ),
+    # siblings that share a block and copy the next one; those that copy only, without a cache
+    _SIBLINGS._replace(name="ci-siblings", depth=1, pause=False),
+    _SIBLINGS._replace(
+        name="ci-siblings-uncached",
+        templates=(T((0, 1), 4, n=2), T((0, 0, 0), 2)),
+        num_blocks=3,
+        budget=3,
+        depth=1,
+        caching=False,
+        abort=False,
+        pause=False,
         fail=True,
     ),
     # three at once, so that an elder has a row while a victim is held to drain for another
@@ -78,6 +95,11 @@ FULL = (
     _THREE._replace(name="three-depth-2", depth=2),
     _THREE._replace(name="three-overlap", depth=1),
     _LONGER._replace(name="three-blocks-of-2", pause=False),
+    _SIBLINGS._replace(name="siblings", depth=2),
+    _SIBLINGS._replace(name="siblings-sync", budget=3, cap=2, fail=True),
+    _SIBLINGS._replace(
+        name="three-siblings", templates=(T((0, 1), 3, n=3),), budget=3, depth=1, caching=False
+    ),
 )
 
 SCOPES = {scope.name: scope for scope in (*CI, *FULL)}

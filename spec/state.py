@@ -45,7 +45,8 @@ def spell(prefix: int) -> str:
 # --------------------------------------------------------------------------- the world
 class Template(NamedTuple):
     """A request the environment may send. ``reads_cache``: takes prefix hits; all publish.
-    ``needs_history``: the runner has to know all its tokens, as penalties and grammars do."""
+    ``needs_history``: the runner has to know all its tokens, as penalties and grammars do.
+    ``n``: so many continuations, each a request: a leader and n - 1 siblings."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -53,6 +54,7 @@ class Template(NamedTuple):
     priority: int = 0
     reads_cache: bool = True
     needs_history: bool = False
+    n: int = 1
 
 
 class Scope(NamedTuple):
@@ -87,6 +89,7 @@ class Request(NamedTuple):
 
     ``rank`` orders requests, smaller is elder, and never changes. ``limit`` is the length at which
     it ends. ``published`` counts leading blocks that are hits or were offered to the index.
+    ``leader`` is -1 of a request that is no sibling.
     """
 
     tokens: tuple[int, ...]
@@ -102,6 +105,7 @@ class Request(NamedTuple):
     published: int = 0
     reads_cache: bool = True
     needs_history: bool = False
+    leader: int = -1
 
     @property
     def in_flight(self) -> int:
@@ -142,6 +146,7 @@ class State(NamedTuple):
     left: tuple[int, ...]  # no longer running, which the next plan has to tell the runner
     # What the runner makes of the plans: all tokens of the rows that need their history.
     histories: tuple[tuple[int, tuple[int, ...]], ...]
+    pending: tuple[int, ...]  # siblings whose leader has still to compute the prompt
 
 
 # --------------------------------------------------------------------------- plans and labels
@@ -153,9 +158,9 @@ class PlanRow(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one schedule decided. ``rows``, ``preempted``, ``tables``, ``added``, ``released`` and
-    ``prefixes`` leave the scheduler and are all that a runner ever learns; the rest is the account
-    of why, which the properties examine."""
+    """What one schedule decided. ``rows``, ``preempted``, ``tables``, ``added``, ``released``,
+    ``prefixes`` and ``copies`` leave the scheduler and are all that a runner ever learns; the rest
+    is the account of why, which the properties examine."""
 
     rows: tuple[PlanRow, ...]
     preempted: tuple[int, ...] = ()
@@ -168,6 +173,9 @@ class Plan(NamedTuple):
     released: tuple[int, ...] = ()  # no longer running: their tables may be forgotten
     # (admitted request that needs its history, its tokens before the row)
     prefixes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # (source, destination) block: copied before the step reads or writes anything
+    copies: tuple[tuple[int, int], ...] = ()
+    forked: tuple[tuple[int, int], ...] = ()  # (admitted sibling, whose blocks it shares)
 
 
 class Add(NamedTuple):

@@ -21,6 +21,8 @@ from .state import (
     spell,
 )
 
+PLACES = ("running", "waiting", "paused", "pending")
+
 
 def tokens_text(tokens: tuple[int, ...]) -> str:
     return " ".join("stop" if token == STOP else str(token) for token in tokens)
@@ -30,6 +32,7 @@ def label_text(label: Label, plan: Plan | None) -> str:
     if isinstance(label, Add):
         t = label.template
         extra = f", salt {t.salt}" * bool(t.salt) + f", priority {t.priority}" * bool(t.priority)
+        extra += f", {t.n} continuations" * (t.n > 1)
         extra += ", computes all" * (not t.reads_cache) + ", tells all" * t.needs_history
         prompt = tokens_text(t.prompt)
         return f"Add r{label.request}: prompt [{prompt}], max_tokens {t.max_tokens}{extra}"
@@ -54,15 +57,15 @@ def plan_text(plan: Plan | None) -> str:
         f"preempt r{victim} for r{asker}"
         for victim, asker in zip(plan.preempted, plan.askers, strict=True)
     ]
+    parts += [f"fork r{r} from r{source}" for r, source in plan.forked]
+    parts += [f"copy b{a} to b{b}" for a, b in plan.copies]
     parts += [f"hold r{r}" for r in plan.held]
     return ", ".join(parts)
 
 
 def state_lines(state: State) -> Iterator[str]:
     for r, request in enumerate(state.requests):
-        place = request.reason or next(
-            (n for n in ("running", "waiting", "paused") if r in getattr(state, n)), "nowhere"
-        )
+        place = request.reason or next((n for n in PLACES if r in getattr(state, n)), "nowhere")
         yield (
             f"r{r} {place:8} [{tokens_text(request.tokens)}] "
             f"computed {request.computed} dispatched {request.dispatched} total {request.total} "

@@ -52,6 +52,8 @@ def s11(m: Move) -> bool:
 
 def s12(m: Move) -> bool:
     for r, hits in m.plan.admitted:
+        if r in m.forked:
+            continue  # S33
         request = m.after.requests[r]
         names = prefixes(request.salt, request.tokens)
         if request.table[: len(hits)] != hits or any(
@@ -104,6 +106,8 @@ def s17(m: Move) -> bool:
         done = m.before.requests[row.request].dispatched
         if row.request in m.hits:
             done = len(m.hits[row.request]) * m.scope.block_size
+        if row.request in m.forked:
+            done = m.before.requests[row.request].num_prompt - 1
         after = m.after.requests[row.request]
         if row.start != done or after.dispatched != row.start + row.n:
             return False
@@ -162,8 +166,10 @@ def s21(m: Move) -> bool:
 
 
 def s22(m: Move) -> bool:
-    """Nothing but the rows' own slots is written (emptied slots are the pool's doing)."""
+    """Nothing but the rows' own slots and the destinations of copies is written (emptied slots are
+    the pool's doing)."""
     rows = set(m.written())
+    rows |= {(block, slot) for _, block in m.plan.copies for slot in range(m.scope.block_size)}
     return all(
         new in (old, EMPTY) or (block, slot) in rows
         for block, (olds, news) in enumerate(zip(m.before.contents, m.after.contents, strict=True))
@@ -182,6 +188,37 @@ def s31(m: Move) -> bool:
         for step in m.before.flight
     )
     return model.plan(m.before._replace(flight=masked), m.scope)[0] == m.plan
+
+
+def s33(m: Move) -> bool:
+    """A fork shares what is full, settled and of its own prefix, and copies what is filled in part,
+    from a block that its owner keeps to one of its own. No copy reads what another writes."""
+    size, own = m.scope.block_size, owners(m.after)
+    unsettled = m.in_flight()
+    copies = []
+    for r, source in m.plan.forked:
+        if source not in m.after.running:
+            return False
+        new, table = m.after.requests[r], m.after.requests[source].table
+        names = prefixes(new.salt, new.tokens)[: new.num_prompt - 1]
+        slots = [(table[p // size], p % size) for p in range(len(names))]
+        if unsettled.intersection(slots):
+            return False
+        if any(m.before.contents[b][s] != name for (b, s), name in zip(slots, names, strict=True)):
+            return False
+        whole = len(names) // size
+        if new.table[:whole] != table[:whole]:
+            return False
+        if len(names) % size:
+            copies.append((table[whole], new.table[whole]))
+            if own[new.table[whole]] != 1 or m.after.keys[new.table[whole]] is not None:
+                return False
+    written = [block for _, block in copies]
+    return (
+        tuple(copies) == m.plan.copies
+        and len(set(written)) == len(written)
+        and not {block for block, _ in copies}.intersection(written)
+    )
 
 
 def s38(m: Move) -> bool:
@@ -219,9 +256,14 @@ def s25(m: Move) -> bool:
 
 
 def s26(m: Move) -> bool:
+    """Also: it is nobody else's end, not even a sibling's."""
     if m.before.requests[m.label.request].reason:
         return m.after == m.before
-    return m.after.requests[m.label.request].reason == "abort"
+    return m.after.requests[m.label.request].reason == "abort" and all(
+        new.reason == old.reason
+        for r, (old, new) in enumerate(zip(m.before.requests, m.after.requests, strict=True))
+        if r != m.label.request
+    )
 
 
 def s27(m: Move) -> bool:
@@ -269,6 +311,7 @@ ON_SCHEDULE: dict[str, Property] = {
     "S22": s22,
     "S31": s31,
     "S32": lambda m: s32(m.after, m.scope),  # no part of a state's name, so not looked at by state
+    "S33": s33,
     "S38": s38,
     "S39": lambda m: s39(m.after, m.scope),
     "L3": progress.l3,

@@ -167,7 +167,7 @@ def build(
         config=config,
         stats=stats,
         can_score=captured.head is not None,
-        grammars=runner.grammars,
+        grammars=runner.grammars if shard.num_ranks == 1 else None,
     )
 
 

@@ -94,8 +94,9 @@ class LLM:
         seed: seed of the requests that bring none of their own.
         load_format: "auto", or "dummy" for random weights from the config alone.
         logprobs_mode: what ``logprobs`` of sampled tokens are of: "raw_logprobs", the model's own
-            distribution; "processed_logprobs", the one that was sampled from, after temperature,
-            top_k, top_p and min_p (of a greedy request the model's own). Those of prompts are raw.
+            distribution; "processed_logprobs", the one that was sampled from, after edits,
+            temperature, top_k, top_p and min_p (of a greedy request at temperature 1, all kept).
+            Those of prompts are raw.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
@@ -178,7 +179,6 @@ class LLM:
             seed=config.seed,
             can_score=built.can_score,
             encode=self._reader.encode,
-            num_ranks=config.tensor_parallel_size,
             check_structure=built.grammars.check if built.grammars is not None else None,
         )
         scheduler = Scheduler(

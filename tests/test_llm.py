@@ -66,6 +66,35 @@ def test_stop_tokens_end_a_request_and_are_kept(llm: LLM) -> None:
     assert output.finish_reason == "stop"
 
 
+def test_edited_requests_are_served_beside_others(llm: LLM) -> None:
+    prompt = list(range(3, 15))
+    free = ids(llm.generate(prompt, GREEDY, use_tqdm=False))[0]
+    few = SamplingParams(temperature=0.0, max_tokens=6, allowed_token_ids=[40, 41])
+    late = SamplingParams(
+        temperature=0.0, max_tokens=9, min_tokens=4, stop_token_ids=[40], logit_bias={"40": 100}
+    )
+    cut = SamplingParams(temperature=0.0, max_tokens=6, truncate_prompt_tokens=5)
+    params = [GREEDY, few, late, cut]
+    found = llm.generate([prompt] * 4, params, use_tqdm=False)
+    assert ids(found)[0] == free
+    assert set(ids(found)[1]) <= {40, 41}
+    assert ids(found)[2].index(40) == 4
+    assert (found[2].outputs[0].finish_reason, found[2].outputs[0].stop_reason) == ("stop", 40)
+    assert found[3].prompt_token_ids == prompt[-5:]
+    iterated = list(llm.generate_iter([(prompt, p) for p in params]))
+    assert [o.outputs[0].token_ids for o in iterated] == ids(found)  # type: ignore[union-attr]
+
+
+def test_a_function_that_raises_fails_its_step_and_not_the_engine(llm: LLM) -> None:
+    def wrong(_: list[int], row: Any) -> Any:
+        return row[1:]
+
+    params = SamplingParams(temperature=0.0, max_tokens=3, logits_processors=[wrong])
+    with pytest.raises(EngineError, match="must return a row of"):
+        llm.generate([5, 6], params, use_tqdm=False)
+    assert ids(llm.generate([5, 6], GREEDY, use_tqdm=False))[0]
+
+
 def test_a_seed_decides_the_sample_whatever_runs_beside_it(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=11)
     other = SamplingParams(temperature=1.0, max_tokens=12, seed=12)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, PagespecError
 from .jsonl import Fingerprint, Line, Question, Row, parse_question, row_start
+from .logprob_columns import logprob_columns
 from .prompts import conversation_prompt, user_message
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class _Answering:
                     "finish_reason": answer.finish_reason,
                     "token_ids": list(answer.token_ids),
                     "num_prompt_tokens": len(result.prompt_token_ids),
+                    **logprob_columns(result),
                 }
                 yield _row(job, self._fingerprint, fields)
         yield from self._errors()

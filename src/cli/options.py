@@ -158,6 +158,19 @@ class SamplingOptions:
     )
     top_k: int = option(0, "N", "Keep this many of the likeliest tokens; 0 keeps all.")
     min_p: float = option(0.0, "X", "Drop tokens less likely than this times the likeliest.")
+    repetition_penalty: float = option(
+        1.0, "X", "Divide the logits of tokens seen in prompt or answer by this; 1 does nothing."
+    )
+    presence_penalty: float = option(
+        0.0, "X", "Subtract this from the logits of tokens in the answer. From -2 to 2."
+    )
+    frequency_penalty: float = option(
+        0.0, "X", "Subtract this as often as the answer has the token. From -2 to 2."
+    )
+    bad_words: list[str] | None = option(  # noqa: RUF009
+        None, "TEXT", "Text that is not generated; may be repeated.", "--bad-word"
+    )
+    min_tokens: int = option(0, "N", "Tokens before which nothing ends the answer.")
     max_tokens: int = option(
         256, "N", "Most tokens to generate. (SamplingParams has 16, which ends most answers early.)"
     )
@@ -166,6 +179,12 @@ class SamplingOptions:
     )
     ignore_eos: bool = option(
         False, None, "Go on past the model's end-of-sequence tokens.", "--ignore-eos"
+    )
+    truncate_prompt_tokens: int | None = option(
+        None,
+        "N",
+        "Keep that many of a prompt's last tokens; -1 as many as fit.",
+        show_default="all",
     )
     seed: int = option(
         0,

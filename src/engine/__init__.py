@@ -3,9 +3,9 @@
 Read in this order: ``request`` and ``plan`` (what is decided about, and the decision), ``queues``,
 ``block_manager``, ``planner`` and ``preemption``, ``scheduler`` (dispatch and commit), ``policy``
 (the order of service), ``core`` (the step loop, around a ``runner``), ``generation`` (what
-``generate`` does). At the door: ``config``, ``sampling_params``, ``structured_outputs``, ``inputs``,
-``request_factory``, ``detokenizer``, ``outputs``. Beside: ``invariants``, ``trace``, ``stats``,
-``lock``, ``record``.
+``generate`` does). At the door: ``config``, ``sampling_params`` with ``unsupported_params`` and
+``edit_checks``, ``logit_edits``, ``structured_outputs``, ``inputs``, ``request_factory``,
+``detokenizer``, ``outputs``. Beside: ``invariants``, ``trace``, ``stats``, ``lock``, ``record``.
 
 Imports only ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``llm``, ``verify``
 and ``cli``.

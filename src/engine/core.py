@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..errors import EngineError, InvalidInputError
@@ -73,14 +73,20 @@ class Engine:
 
     # Operations -------------------------------------------------------------------------------
 
-    def add(self, request: Request, caller: object | None = None) -> None:
-        """Admit a request. Raises InvalidInputError if it can never be served; see Scheduler.add.
+    def add(
+        self,
+        request: Request,
+        caller: object | None = None,
+        siblings: Sequence[Request] = (),
+    ) -> None:
+        """Admit a request, and its siblings with it. Raises InvalidInputError if it can never be
+        served; see Scheduler.add.
 
         Args:
             caller: an object that lives as long as somebody waits for the request, which is
                 aborted and forgotten once it is gone; None: for ever.
         """
-        self._lock.run(self._guard, self._add, request, caller)
+        self._lock.run(self._guard, self._add, request, caller, siblings)
 
     def abort(self, request_id: str) -> None:
         """End a request now; a no-op if it has ended already."""
@@ -194,16 +200,21 @@ class Engine:
 
     # What the operations do -------------------------------------------------------------------
 
-    def _add(self, request: Request, caller: object | None) -> None:
-        lease = None
-        if caller is not None:
-            lease = Lease(caller, self._gone.append)
-            lease.request = request
-        self.scheduler.add(request)
-        # In one piece: a record whose lease were still to come could stay for ever.
-        self._records[request] = Record(time.perf_counter(), lease)
+    def _add(self, request: Request, caller: object | None, siblings: Sequence[Request]) -> None:
+        leases: list[Lease | None] = []
+        for arrival in (request, *siblings):
+            lease = None
+            if caller is not None:
+                lease = Lease(caller, self._gone.append)
+                lease.request = arrival
+            leases.append(lease)
+        self.scheduler.add(request, siblings)
+        now = time.perf_counter()
+        for arrival, lease in zip((request, *siblings), leases, strict=True):
+            # In one piece: a record whose lease were still to come could stay for ever.
+            self._records[arrival] = Record(now, lease)
         if self._trace is not None:
-            self._trace.add(request)
+            self._trace.add(request, siblings)
 
     def _abort(self, request_id: str) -> None:
         request = self.scheduler.abort(request_id)

@@ -30,7 +30,7 @@ def _require(condition: bool, property_id: str, detail: str) -> None:
 
 def check_state(scheduler: Scheduler) -> None:
     """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23,
-    S24, S27 or S28."""
+    S24, S27, S28, S33 or S40."""
     _check_pool(scheduler)
     _check_requests(scheduler)
     for plan, requests in scheduler.in_flight:
@@ -76,7 +76,14 @@ def _check_requests(scheduler: Scheduler) -> None:
     _require(num_running <= scheduler.max_num_seqs, "S18", f"{num_running} requests running")
     num_queued = len(queues.waiting) + num_running
     num_paused = sum(r.state is RequestState.PAUSED for r in scheduler.requests.values())
-    _require(num_queued + num_paused == len(scheduler.requests), "S23", "a request is in no queue")
+    pending = [sibling for siblings in queues.pending.values() for sibling in siblings]
+    is_whole = num_queued + num_paused + len(pending) == len(scheduler.requests)
+    _require(is_whole, "S23", "a request is in no queue")
+    is_pending = all(r.state is RequestState.PENDING for r in pending)
+    _require(is_pending, "S23", "a stranger among the pending")
+    for leader in queues.pending:
+        is_coming = leader.state in by_state and leader.num_computed < leader.num_prompt_tokens
+        _require(is_coming, "S40", f"siblings wait for {leader}")
     for request in (*scheduler.requests.values(), *queues.draining):
         _check_counters(scheduler, request)
 
@@ -95,6 +102,9 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
     if request.state is RequestState.FINISHED:
         _require(request.finish_reason is not None, "S24", f"{request} finished for no reason")
         return
+    if request.num_dispatched % blocks.block_size:
+        block = request.block_table[request.num_dispatched // blocks.block_size]
+        _require(blocks.ref_counts[block] == 1, "S33", f"{request} shares {block}, not filled")
     has_work_left = request.num_computed < len(request.token_ids)
     _require(has_work_left, "S11", f"nothing is left to compute of {request}")
     for i, block in enumerate(request.block_table):
@@ -106,7 +116,7 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20 or S27."""
+    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20, S27 or S33."""
     if not plan.requests:
         return
     blocks = scheduler.blocks
@@ -136,6 +146,17 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             is_own = blocks.ref_counts[block] == 1 and blocks.keys[block] is None
             _require(is_own, "S9", f"{request} writes block {block}, shared or published")
             written.add(block)
+    _check_copies(scheduler, plan)
+
+
+def _check_copies(scheduler: Scheduler, plan: StepPlan) -> None:
+    blocks, requests = scheduler.blocks, scheduler.in_flight[-1].requests
+    admitted = {block for row in plan.tables for block in requests[row].block_table}
+    sources = {source for source, _ in plan.copies}
+    for source, copy in plan.copies:
+        _require(blocks.ref_counts[source] > 0, "S33", f"block {source} is copied, and nobody's")
+        is_own = blocks.ref_counts[copy] == 1 and blocks.keys[copy] is None and copy in admitted
+        _require(is_own and copy not in sources, "S33", f"block {copy} is no place for a copy")
 
 
 class RunnerView:
@@ -170,7 +191,9 @@ class RunnerView:
             _require(self._tables.pop(request_id, None) is not None, "S32", "released twice")
             self._num_known.pop(request_id, None)
         for row, blocks in plan.tables.items():
-            self._tables[plan.requests[row].request_id] = list(blocks)
+            request_id = plan.requests[row].request_id
+            _require(request_id not in self._tables, "S32", f"{request_id} was not released")
+            self._tables[request_id] = list(blocks)
         for row, blocks in plan.new_blocks.items():
             request_id = plan.requests[row].request_id
             _require(request_id in self._tables, "S32", f"{request_id} was never admitted")

@@ -75,21 +75,6 @@ class LogitEdits:
         return edits if edits.is_active(0) else None
 
     @property
-    def names(self) -> list[str]:
-        """The sampling parameters it comes from."""
-        given = {
-            "repetition_penalty": self.repetition_penalty != 1,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self.bias,
-            "allowed_token_ids": self.allowed is not None,
-            "bad_words": self.bad_words,
-            "min_tokens": self.min_tokens,
-            "logits_processors": self.processors,
-        }
-        return [name for name, value in given.items() if value]
-
-    @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 

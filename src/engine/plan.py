@@ -19,6 +19,8 @@ class StepPlan:
     Row ``i`` computes positions ``[starts[i], starts[i] + num_tokens[i])`` of ``requests[i]``,
     and one token is sampled from its last position if and only if ``sampled[i]``.
 
+    ``copies`` are done first: before the step reads or writes any KV.
+
     A runner has the plans, in order, and nothing else: the block tables it makes of ``released``,
     ``tables`` and ``new_blocks``, applied in this order, are the requests' own (S32). A plan refers
     to nothing that changes after it was made.
@@ -29,6 +31,8 @@ class StepPlan:
             is the j-th token that the step before sampled, which its device knows first. (Beyond a
             pipeline depth of 1, j goes on into the steps before that, newest first.) A ``range``
             if each row feeds the token that the same row of the step before sampled.
+        copies: (source, destination) block ids, of requests that share a prompt (S33). No source
+            is a destination.
         prefixes: of each row admitted in this step whose request needs its history, the ids at
             positions ``[0, start)``, which it does not compute, by row; all of them settled.
             Together with ``token_ids`` of this and the later plans that is all its tokens (S39).
@@ -49,6 +53,7 @@ class StepPlan:
     tables: dict[int, Blocks] = field(default_factory=dict)
     new_blocks: dict[int, Blocks] = field(default_factory=dict)
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    copies: tuple[tuple[int, int], ...] = ()
     released: tuple[str, ...] = ()
     preempted: tuple[RequestInfo, ...] = ()
     is_decode_only: bool = False

@@ -10,6 +10,8 @@ The rules, with the properties of ``spec/README.md`` they serve:
   out of the plan, so that it drains (S28).
 * One token of the budget is kept for every running decode, so that a long prompt never stalls
   them (L6); a prompt is admitted only when blocks for all its present tokens are available.
+* A sibling shares the blocks of an elder one that has computed the prompt; of the block that the
+  shared tokens fill in part it gets a copy (S33).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Planner:
     __slots__ = (
         "_admitted_rows",
         "_blocks",
+        "_copies",
         "_held",
         "_in_flight",
         "_is_closed",
@@ -82,6 +85,7 @@ class Planner:
         # Blocks are taken, and requests admitted, for the row that is written next.
         self._admitted_rows: list[int] = []
         self._new_blocks: dict[int, Blocks] = {}
+        self._copies: list[tuple[int, int]] = []
         self._preempted: list[Request] = []
         # Victims with tokens in flight: kept out of the plan until they have drained.
         self._held: set[Request] = set()
@@ -209,15 +213,36 @@ class Planner:
             return False
         blocks = self._blocks
         hits = blocks.match(request)
+        num_tokens = len(hits) * blocks.block_size
+        source = self._source(request, position, num_tokens) if request.leader else None
+        if source is not None:
+            num_tokens = request.num_shared_tokens
+            hits = source.block_table[: num_tokens // blocks.block_size]
         num_wanted = blocks.num_blocks_for(request.num_total) - len(hits)
         num_available = blocks.num_available_blocks - blocks.num_cached_among(hits)
         if not self._make_room(request, num_wanted - num_available, hits):
             self._is_closed = True
             return False
         blocks.acquire(request, hits)
+        if source is not None and num_tokens > request.num_slots:
+            (copy,) = blocks.allocate(request, 1)
+            self._copies.append((source.block_table[len(hits)], copy))
         self._admitted_rows.append(len(self._requests))
-        self._queues.admit(request, position)
+        self._queues.admit(request, position, num_tokens)
         return True
+
+    def _source(self, request: Request, position: int, num_cached_tokens: int) -> Request | None:
+        """Whose blocks a sibling may share, if that is more than it finds in the cache: the eldest
+        that runs and has settled what they share. It is elder than ``request``, in front of whose
+        place it runs, so that no block of it is taken for this admission."""
+        num_shared = request.num_shared_tokens
+        if not request.reads_cache or num_shared <= num_cached_tokens:
+            return None
+        for other in self._running[:position]:
+            is_alike = other is request.leader or other.leader is request.leader
+            if is_alike and other.num_computed >= num_shared:
+                return other
+        return None
 
     def _make_room(self, request: Request, num_blocks: int, hits: Sequence[int] = ()) -> bool:
         """Make ``num_blocks`` more blocks available by preempting younger requests. True when
@@ -262,6 +287,7 @@ class Planner:
             tables=tables,
             new_blocks=self._new_blocks,
             prefixes=prefixes,
+            copies=tuple(self._copies),
             released=tuple(self._queues.released),
             preempted=tuple(victim.info for victim in self._preempted),
             is_decode_only=num_rows > 0 and not self._unusual_rows,

@@ -7,6 +7,7 @@ when that step has settled. Who is admitted and who is preempted is decided in `
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 from .block_manager import BlockManager
 from .policy import Policy
@@ -22,6 +23,8 @@ class Queues:
         waiting, running: in rank order, eldest first.
         released: ids that left ``running`` since the last plan; the next plan tells the runner.
         draining: finished or paused, but some step in flight still writes their blocks.
+        pending: siblings by their leader, which waits or runs and has still to compute the prompt
+            (S40). They are in no queue, so that nobody behind them waits for that, too.
     """
 
     def __init__(self, blocks: BlockManager, policy: Policy) -> None:
@@ -36,25 +39,37 @@ class Queues:
         self.running: list[Request] = []
         self.released: list[str] = []
         self.draining: set[Request] = set()
+        self.pending: dict[Request, list[Request]] = {}
 
-    def arrive(self, request: Request) -> None:
-        """A new request, which gets its rank, waits."""
-        request.seniority = self._num_arrivals
-        self._num_arrivals += 1
-        request.rank = self._policy.rank(request)
+    def arrive(self, request: Request, siblings: Sequence[Request] = ()) -> None:
+        """A new request, which gets its rank, waits. Its siblings get theirs, and are pending."""
+        for arrival in (request, *siblings):
+            arrival.seniority = self._num_arrivals
+            self._num_arrivals += 1
+            arrival.rank = self._policy.rank(arrival)
+        for sibling in siblings:
+            sibling.state = RequestState.PENDING
+        if siblings:
+            self.pending[request] = list(siblings)
         insort(self.waiting, request, key=by_rank)
 
-    def admit(self, request: Request, position: int) -> None:
-        """Move the head of the waiting ones, its prefix hits in its table, to its place in rank
-        order among the running ones."""
+    def let_siblings_wait(self, leader: Request) -> None:
+        """Its siblings wait in their places: the prompt is computed, or it is not on its way."""
+        for sibling in self.pending.pop(leader, ()):
+            sibling.state = RequestState.WAITING
+            insort(self.waiting, sibling, key=by_rank)
+
+    def admit(self, request: Request, position: int, num_tokens: int) -> None:
+        """Move the head of the waiting ones, with ``num_tokens`` of it in the blocks of its table,
+        to its place in rank order among the running ones."""
         assert self.waiting[0] is request
         self.waiting.pop(0)
         self.running.insert(position, request)
         request.state = _RUNNING
-        request.num_computed = request.num_dispatched = request.num_slots
+        request.num_computed = request.num_dispatched = num_tokens
         request.num_admissions += 1
         if request.num_admissions == 1:
-            request.num_cached_tokens = request.num_slots
+            request.num_cached_tokens = num_tokens
         self.set_next_event(request)
 
     def preempt(self, request: Request) -> None:
@@ -77,12 +92,23 @@ class Queues:
             del queue[bisect_left(queue, request.rank, key=by_rank)]
         if queue is self.running:
             self.released.append(request.request_id)
+        if self.pending and state is not RequestState.WAITING:
+            self._leave_group(request)
         request.state = state
         request.next_event = 0
         if request.num_in_flight:
             self.draining.add(request)
         else:
             self._give_back(request)
+
+    def _leave_group(self, request: Request) -> None:
+        if request.state is RequestState.PENDING:
+            assert request.leader is not None
+            siblings = self.pending[request.leader]
+            siblings.remove(request)
+            if not siblings:
+                del self.pending[request.leader]
+        self.let_siblings_wait(request)
 
     def end_drain(self, request: Request) -> None:
         """A step of ``request``, which is draining, has settled."""
@@ -93,7 +119,7 @@ class Queues:
     def set_next_event(self, request: Request) -> None:
         """Set the smallest ``num_computed`` at which commit has more to do than append."""
         next_event = 0
-        if request.on_token is None:
+        if request.on_token is None and request not in self.pending:
             next_event = request.max_num_tokens - 1
             if self.blocks.enable_prefix_caching:
                 next_full = (request.num_published + 1) * self.blocks.block_size

@@ -13,11 +13,13 @@ from .sampling_params import SamplingParams
 
 
 class RequestState(enum.Enum):
-    """Where a request is. Every added request is in exactly one of these (S23)."""
+    """Where a request is. Every added request is in exactly one of these (S23). A sibling is
+    pending while its leader has still to compute the prompt (S40)."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PAUSED = "paused"
+    PENDING = "pending"
     FINISHED = "finished"
 
 
@@ -74,6 +76,7 @@ class Request:
         on_token: called with each settled output id, in order; True ends it with "stop" (stop
             strings). Must not raise.
         info: what never changes of it; plans refer to this.
+        leader: of a sibling, the request that computes the prompt for it; see :meth:`sibling`.
         reads_cache: False computes every position itself, at each admission (S38); it publishes
             its blocks all the same. Always so where the prompt's log-probabilities are asked for.
         seniority: arrival number given by the scheduler. rank: place in the order of service
@@ -93,6 +96,7 @@ class Request:
         "block_table",
         "finish_reason",
         "info",
+        "leader",
         "logprobs",
         "max_num_tokens",
         "next_event",
@@ -148,6 +152,7 @@ class Request:
         if is_scored or sampling_params.logprobs is not None:
             self.logprobs = RequestLogprobs()
         self.reads_cache = reads_cache and not is_scored
+        self.leader: Request | None = None
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_num_tokens = max_num_tokens
@@ -169,6 +174,32 @@ class Request:
         self.num_admissions = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+
+    def sibling(
+        self, request_id: str, seed: int, on_token: Callable[[int], bool] | None
+    ) -> Request:
+        """Another continuation of the same prompt, which this request computes for both. It reads
+        the cache: what a whole prompt is computed for is asked of its leader (S38)."""
+        info = self.info
+        sibling = Request(
+            request_id,
+            self.token_ids[: self.num_prompt_tokens],
+            info.sampling_params,
+            max_num_tokens=self.max_num_tokens,
+            stop_token_ids=self.stop_token_ids,
+            on_token=on_token,
+            seed=seed,
+            priority=self.priority,
+            cache_salt=info.cache_salt,
+            needs_history=info.needs_history,
+        )
+        sibling.leader = self
+        return sibling
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens that siblings share: the prompt but its last one, which each computes itself."""
+        return self.num_prompt_tokens - 1
 
     @property
     def request_id(self) -> str:

@@ -31,8 +31,8 @@ class RequestFactory:
         seed: engine seed, from which requests without a seed get theirs.
         can_score: whether the runner gives log-probabilities of prompts.
         encode: gives a text's tokens, none added, for ``bad_words``.
-        num_ranks: of the engine.
-        check_structure: refuses a constraint that its runner cannot keep.
+        check_structure: refuses a constraint that the runner cannot keep; None with several ranks,
+            which keep none.
     """
 
     def __init__(
@@ -45,11 +45,10 @@ class RequestFactory:
         seed: int,
         can_score: bool = True,
         encode: Callable[[str], Sequence[int]] | None = None,
-        num_ranks: int = 1,
         check_structure: Callable[[StructuredOutputs], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._encode, self._num_ranks = encode, num_ranks
+        self._encode = encode
         self._check_structure = check_structure
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -126,7 +125,7 @@ class RequestFactory:
     def _check_structured_outputs(self, outputs: StructuredOutputs | None) -> None:
         if outputs is None:
             return
-        if self._num_ranks > 1 or self._check_structure is None:
+        if self._check_structure is None:
             limit = "is not supported with tensor_parallel_size > 1"
             raise InvalidInputError("structured_outputs", outputs, limit)
         self._check_structure(outputs)
@@ -142,12 +141,7 @@ class RequestFactory:
             self._check_token_ids("bad_words", itertools.chain(*bad_words))
         # min_tokens keeps the model's end tokens away also where they would not end the request.
         stop_token_ids = self._eos_token_ids | set(params.stop_token_ids or ())
-        edits = LogitEdits.of(params, stop_token_ids, bad_words)
-        if edits is not None and self._num_ranks > 1:
-            name = edits.names[0]
-            limit = "is not supported with tensor_parallel_size > 1"
-            raise InvalidInputError(name, getattr(params, name), limit)
-        return edits
+        return LogitEdits.of(params, stop_token_ids, bad_words)
 
     def output(
         self, request: Request, prompt: PromptInput, metrics: RequestMetrics

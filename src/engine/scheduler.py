@@ -73,15 +73,20 @@ class Scheduler:
 
     # The life of a request --------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, siblings: Sequence[Request] = ()) -> None:
         """Admit ``request`` to the waiting ones.
 
+        Args:
+            siblings: other continuations of its prompt (:meth:`.Request.sibling`), each a request
+                of its own, which wait once it has computed that.
+
         Raises:
-            InvalidInputError: its id is in use, its prompt leaves no room for an output, or it
+            InvalidInputError: an id is in use, its prompt leaves no room for an output, or it
                 could not fit the whole pool even alone (S30); nothing was changed.
         """
-        if request.request_id in self.requests:
-            raise InvalidInputError("request_id", request.request_id, "is in use")
+        for arrival in (request, *siblings):
+            if arrival.request_id in self.requests:
+                raise InvalidInputError("request_id", arrival.request_id, "is in use")
         if not 1 <= request.num_prompt_tokens < request.max_num_tokens:
             raise InvalidInputError(
                 "prompt",
@@ -97,8 +102,9 @@ class Scheduler:
                 f"needs {num_blocks} KV blocks of {self.blocks.block_size} tokens, "
                 f"the pool has num_blocks = {self.blocks.num_blocks}",
             )
-        self.requests[request.request_id] = request
-        self.queues.arrive(request)
+        for arrival in (request, *siblings):
+            self.requests[arrival.request_id] = arrival
+        self.queues.arrive(request, siblings)
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """End a request, whatever it is doing, and return it. Unknown or finished: no-op, None."""
@@ -184,6 +190,8 @@ class Scheduler:
         self, request: Request, num_tokens: int, token: int | None, finished: list[Request]
     ) -> None:
         request.num_computed += num_tokens
+        if self.queues.pending and request.num_computed >= request.num_prompt_tokens:
+            self.queues.let_siblings_wait(request)
         if request.state is not RequestState.FINISHED:
             if token is not None:
                 request.token_ids.append(token)

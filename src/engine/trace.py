@@ -6,10 +6,10 @@ event      fields besides ``t`` (seconds since the trace began)
 =========  =====================================================================================
 start      version, and the scheduler's settings
 add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
-           priority; since version 3 reads_cache, needs_history
+           priority; since version 3 reads_cache, needs_history, siblings (ids)
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
-           ``[id, token ids]`` (see ``StepPlan``)
+           ``[id, token ids]`` and copies (see ``StepPlan``)
 result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool
 abort      id, reason
 pause      id
@@ -102,7 +102,7 @@ class TraceWriter:
         num_free, num_cached = len(blocks.free_blocks), len(blocks.lru_blocks)
         return [num_free, num_cached, blocks.num_blocks - num_free - num_cached]
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, siblings: Sequence[Request] = ()) -> None:
         self._write(
             "add",
             id=request.request_id,
@@ -114,6 +114,7 @@ class TraceWriter:
             priority=request.priority,
             reads_cache=request.reads_cache,
             needs_history=request.info.needs_history,
+            siblings=[sibling.request_id for sibling in siblings],
         )
 
     def plan(self, plan: StepPlan) -> None:
@@ -125,6 +126,7 @@ class TraceWriter:
             tables=self._by_id(plan, plan.tables),
             new_blocks=self._by_id(plan, plan.new_blocks),
             prefixes=self._by_id(plan, plan.prefixes),
+            copies=plan.copies,
             released=plan.released,
             pool=self._pool(),
         )

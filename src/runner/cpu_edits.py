@@ -16,10 +16,15 @@ from .pinned_ring import IntArray
 
 
 class CpuEdits:
-    """Samples the rows of a step that edit their logits."""
+    """Samples the rows of a step that edit their logits.
 
-    def __init__(self) -> None:
+    Args:
+        keeps_rows: for :meth:`replaced`.
+    """
+
+    def __init__(self, keeps_rows: bool = False) -> None:
         self._packer = EditPacker()
+        self._rows: dict[int, Tensor] | None = {} if keeps_rows else None
         self.reset()
 
     def reset(self) -> None:
@@ -44,6 +49,8 @@ class CpuEdits:
             masks: see :meth:`.edit_batch.EditPacker.pack`.
         """
         packer = self._packer
+        if self._rows:
+            self._rows.clear()
         packer.look(plan)
         if packer.any_history or self._histories:
             self._keep_history(plan, input_ids)
@@ -53,6 +60,13 @@ class CpuEdits:
         if batch is not None:
             for i in range(len(batch)):
                 self._sample(batch, i, sampling, logits, tokens)
+
+    def replaced(self, logits: Tensor) -> Tensor:
+        """The logits ``[S, V]`` of the last step with those of edited rows as they were edited."""
+        if not self._rows:
+            return logits
+        places = torch.tensor(list(self._rows))
+        return logits.float().index_copy(0, places, torch.stack(list(self._rows.values())))
 
     def _keep_history(self, plan: StepPlan, input_ids: Tensor) -> None:
         histories = self._histories
@@ -78,6 +92,8 @@ class CpuEdits:
         request, place = batch.requests[i], int(batch.fields[0, i])
         history = self._histories.get(request.request_id, [])
         row = edited_row(batch, i, logits[place], history)
+        if self._rows is not None:
+            self._rows[place] = row
         own = None
         if sampling is not None:
             own = SamplingInputs.from_tensors(*(t[place : place + 1] for t in sampling.tensors()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -58,17 +59,19 @@ class PackedStep:
         num_sampled: how many of ``inputs.logits_to_keep`` are real.
         sampling: None if every sampled row is greedy.
         logprobs: what is asked for.
+        copies: (source, destination) block ids, to be copied before the step is computed.
     """
 
     inputs: StepInputs
     num_sampled: int
     sampling: SamplingInputs | None
     logprobs: LogprobInputs
+    copies: Sequence[tuple[int, int]] = ()
 
     def to_arrays(self) -> list[NDArray[Any]]:
         """All of it, for another process."""
         arrays = [getattr(self.inputs, name).numpy() for name in INPUT_NAMES]
-        arrays.append(np.array([self.num_sampled], np.int64))
+        arrays.append(np.array([self.num_sampled, *chain(*self.copies)], np.int64))
         arrays += [self.logprobs.sampled, self.logprobs.prompt]
         if self.sampling is not None:
             arrays += [tensor.numpy() for tensor in self.sampling.tensors()]
@@ -80,11 +83,13 @@ class PackedStep:
         tensors = list(map(torch.from_numpy, arrays))
         num_inputs = len(INPUT_NAMES)
         sampling = tensors[num_inputs + 3 :]
+        num_sampled, *blocks = arrays[num_inputs].tolist()
         return cls(
             StepInputs(*tensors[:num_inputs]),
-            int(arrays[num_inputs][0]),
+            num_sampled,
             SamplingInputs.from_tensors(*sampling) if sampling else None,
             LogprobInputs(*arrays[num_inputs + 1 : num_inputs + 3]),
+            list(zip(blocks[::2], blocks[1::2], strict=True)),
         )
 
 
@@ -159,7 +164,7 @@ class CpuStepPacker:
             sampled_fields([plan.requests[row] for row in sampled]), prompt_fields(plan)
         )
         sampling = self._sampling(plan, sampled.tolist())
-        return PackedStep(inputs, len(sampled), sampling, logprobs)
+        return PackedStep(inputs, len(sampled), sampling, logprobs, plan.copies)
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -95,7 +95,7 @@ class ModelRunner:
         self._packer = CpuStepPacker(
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
-        self._edits = CpuEdits()
+        self._edits = CpuEdits(keeps_rows=processed_logprobs)
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._matchers = Matchers(self.grammars)
         self._unfinished: _Unfinished | None = None
@@ -116,6 +116,10 @@ class ModelRunner:
 
     def _compute(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
+            for caches in self.kv_caches if packed.copies else ():
+                for cache in caches:
+                    for source, destination in packed.copies:
+                        cache[destination] = cache[source]
             logits, hidden = self._forward(packed.inputs)
             logits = self.captured.whole_logits(logits)[: packed.num_sampled]
             if self._on_logits is not None and plan is not None:
@@ -168,7 +172,7 @@ class ModelRunner:
     ) -> StepLogprobs | None:
         def sampled_logits(places: Tensor) -> Tensor:
             if self._has_processed_logprobs:
-                return processed_scores(logits, packed.sampling, places)
+                return processed_scores(self._edits.replaced(logits), packed.sampling, places)
             return logits[places]
 
         return step_logprobs(packed.logprobs, self.captured, sampled_logits, tokens, hidden)
@@ -178,7 +182,7 @@ class ModelRunner:
     @property
     def max_staged_bytes(self) -> int:
         """Most bytes of a step."""
-        per_token, per_row = 3 * 8 + 3 * 4, 5 * 8 + 5 * 4
+        per_token, per_row = 3 * 8 + 3 * 4, 7 * 8 + 5 * 4
         tables = self._max_num_rows * self._max_num_blocks * 4
         return self._max_num_tokens * per_token + self._max_num_rows * per_row + tables + 4096
 

@@ -104,8 +104,9 @@ class EditPacker:
         whether the history of one is needed, now or later."""
         if plan.requests is not self._requests:
             self._requests = plan.requests
-            self.any_edited = any(request.edits is not None for request in plan.requests)
-            self.any_history = any(request.needs_history for request in plan.requests)
+            asking = [r for r in plan.requests if r.needs_history or r.edits is not None]
+            self.any_edited = any(request.edits is not None for request in asking)
+            self.any_history = any(request.needs_history for request in asking)
 
     def pack(
         self,

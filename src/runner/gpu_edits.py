@@ -31,6 +31,7 @@ from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from .device_buffers import StepBuffers
 from .edit_batch import EditBatch, EditPacker
+from .gpu_logprobs import processed_rows
 from .gpu_pack import truncated_fields
 from .pinned_ring import IntArray
 from .step_shapes import StepShape
@@ -63,9 +64,22 @@ class GpuEdits:
     Args:
         buffers: of the runner's steps. results: of the runner.
         max_model_len: most tokens of a request, or a little more.
+        processed_logprobs: keep the log-probabilities of what edited rows are sampled from.
+
+    Attributes:
+        logprobs: of the last step, in chunks: places int32 ``[n]`` among the sampled rows, and
+            their rows as of :func:`.processed_rows`.
     """
 
-    def __init__(self, buffers: StepBuffers, results: Results, max_model_len: int) -> None:
+    def __init__(
+        self,
+        buffers: StepBuffers,
+        results: Results,
+        max_model_len: int,
+        processed_logprobs: bool = False,
+    ) -> None:
+        self._has_logprobs = processed_logprobs
+        self.logprobs: list[tuple[Tensor, Tensor]] = []
         device, num_rows = buffers.staged.device, len(buffers.table_store)
         self._buffers, self._results = buffers, results
         self._packer = EditPacker()
@@ -77,10 +91,11 @@ class GpuEdits:
         )
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
-    def needs(self, plan: StepPlan) -> bool:
-        """Whether there is anything to do for a plan."""
+    def look(self, plan: StepPlan) -> bool:
+        """Whether rows of a plan may be edited. Asked before anything else is done for it."""
+        self.logprobs.clear()
         self._packer.look(plan)
-        return self._packer.any_edited or self._packer.any_history
+        return self._packer.any_edited
 
     def keep_history(self, plan: StepPlan, shape: StepShape, history_rows: Sequence[int]) -> None:
         """Take in the tokens of the step that runs, once its inputs are unpacked."""
@@ -143,6 +158,9 @@ class GpuEdits:
                 sample_simple(rows, temperatures, seeds, positions, tokens)
             if len(fields):
                 sample_truncated(rows, fields, temperatures, seeds, positions, tokens)
+            if self._has_logprobs:
+                words = processed_rows(rows, fields, temperatures, tokens)
+                self.logprobs.append((edits.fields[0, chunk.first : chunk.end], words))
         store_tokens(edits.fields, self._tokens, b.sampled, self._results)
 
     def _process(self, batch: EditBatch, chunk: _Chunk, rows: Tensor) -> None:

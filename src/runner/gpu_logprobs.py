@@ -6,13 +6,15 @@ exist at a time, and the same kernels run whatever the prompts' lengths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..engine.logprobs import StepLogprobs
-from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, ROW_WORDS
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS, MAX_TOP, ROW_WORDS
 from ..kernels.sampling.logprobs import write_logprobs
 from ..kernels.sampling.processed import processed_scores
 from .logprob_fields import HostLogprobRows, IntArray
@@ -70,6 +72,7 @@ class GpuLogprobs:
         sampled_fields: Tensor,
         prompt_fields: Tensor,
         hidden: Tensor | None,
+        edited: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
         """Queue a step's rows; returns where the host finds them, int32 ``[n + P, ROW_WORDS]``.
 
@@ -80,6 +83,7 @@ class GpuLogprobs:
             sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprob_fields` says.
             prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of
                 ``hidden [T, H]``, the hidden states in front of the head.
+            edited: :attr:`.gpu_edits.GpuEdits.logprobs`, which take the place of others.
         """
         fields = sampled_fields.view(LOGPROB_FIELDS, -1)
         positions = prompt_fields.view(LOGPROB_FIELDS, -1)
@@ -93,6 +97,11 @@ class GpuLogprobs:
                 scores = processed_scores(logits, part[0], truncated, self._temperatures)
                 own = torch.stack([self._places[: len(scores)], sampled[part[0]].int(), part[2]])
                 write_logprobs(scores, own, sampled, rows[first : first + len(scores)])
+            for places, words in edited:
+                is_edited = fields[0].unsqueeze(1) == places
+                own_words = words[is_edited.int().argmax(1)]
+                is_any = is_edited.any(1, keepdim=True)
+                rows[:num_sampled] = torch.where(is_any, own_words, rows[:num_sampled])
         if positions.shape[1]:
             if hidden is None:
                 raise RuntimeError("log-probabilities of a prompt, and no hidden states")
@@ -118,6 +127,24 @@ class GpuLogprobs:
             blank = torch.zeros(LOGPROB_FIELDS, CHUNK_ROWS, dtype=torch.int32, device=hidden.device)
             rows = torch.empty(CHUNK_ROWS, ROW_WORDS, dtype=torch.int32, device=hidden.device)
             self._write_chunk(hidden, blank, sampled, rows)
+
+
+def processed_rows(
+    logits: Tensor, truncated: Tensor, temperatures: Tensor, tokens: Tensor
+) -> Tensor:
+    """int32 ``[n, ROW_WORDS]`` of the distributions that rows of logits ``[n, V]`` are sampled
+    from, with as many of the likeliest tokens as there can be.
+
+    Args:
+        truncated, temperatures: as of :func:`.processed_scores`. tokens: int64 ``[n]``, sampled.
+    """
+    num_rows, device = len(logits), logits.device
+    places = torch.arange(num_rows, dtype=torch.int32, device=device)
+    scores = processed_scores(logits, places, truncated, temperatures)
+    fields = torch.stack([places, tokens.int(), torch.full_like(places, MAX_TOP)])
+    rows = torch.empty(num_rows, ROW_WORDS, dtype=torch.int32, device=device)
+    write_logprobs(scores, fields, tokens, rows)
+    return rows
 
 
 def read_logprobs(words: Tensor, num_sampled: int) -> StepLogprobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,11 +28,13 @@ class StagedStep:
     """What the host sends of a step, as integers: in this order ``num_step`` that the kernels
     unpack, ``num_truncated`` of rows that use top_k, top_p or min_p, ``num_logprobs`` of sampled
     rows and ``num_prompt_logprobs`` of prompt positions whose log-probabilities are asked for
-    (:mod:`.logprob_fields`), and two for each of ``num_writes`` to the table store.
+    (:mod:`.logprob_fields`), and two for each of ``num_writes`` to the table store and of
+    ``num_copies`` of blocks.
 
     Attributes:
         shape: of the step. is_captured: whether there is a graph of that shape.
         result_row: where its tokens go. num_sampled: how many.
+        is_edited: whether rows may be sampled from edited logits: then all ranks gather them.
     """
 
     shape: StepShape
@@ -42,37 +44,39 @@ class StagedStep:
     num_step: int
     num_truncated: int
     num_writes: int
+    num_copies: int
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
+    is_edited: bool = False
 
     @property
     def num_elements(self) -> int:
-        return self.num_unpacked + 2 * self.num_writes
+        return self.num_before_writes + 2 * (self.num_writes + self.num_copies)
 
     @property
-    def num_unpacked(self) -> int:
-        """All but the writes."""
+    def num_before_writes(self) -> int:
         return self.num_step + self.num_truncated + self.num_logprobs + self.num_prompt_logprobs
 
     def logprob_fields(self, sent: Tensor) -> tuple[Tensor, Tensor]:
         """Those of sampled rows and of prompt positions, in the step as it was sent."""
         middle = self.num_step + self.num_truncated + self.num_logprobs
-        return sent[middle - self.num_logprobs : middle], sent[middle : self.num_unpacked]
+        return sent[middle - self.num_logprobs : middle], sent[middle : self.num_before_writes]
 
     def to_array(self) -> IntArray:
         """All of it, for another process."""
         shape = self.shape
         fields = (shape.num_tokens, shape.num_rows, shape.is_decode, self.is_captured)
         counts = (self.result_row, self.num_sampled, self.num_step, self.num_truncated)
-        asked = (self.num_logprobs, self.num_prompt_logprobs)
-        return np.array([*fields, *counts, self.num_writes, *asked], np.int32)
+        asked = (self.num_logprobs, self.num_prompt_logprobs, self.is_edited)
+        return np.array([*fields, *counts, self.num_writes, self.num_copies, *asked], np.int32)
 
     @classmethod
     def from_array(cls, array: IntArray) -> StagedStep:
         """What :meth:`to_array` gave."""
-        num_tokens, num_rows, is_decode, is_captured, *counts = array.tolist()
+        num_tokens, num_rows, is_decode, is_captured, *counts = array[:-1].tolist()
         shape = StepShape(num_tokens, num_rows, bool(is_decode))
-        return cls(shape, bool(is_captured), *counts)
+        staged = cls(shape, bool(is_captured), *counts)
+        return replace(staged, is_edited=bool(array[-1]))
 
 
 class GpuStepPacker:
@@ -97,7 +101,13 @@ class GpuStepPacker:
         return self._tables.rows
 
     def pack(
-        self, plan: StepPlan, shape: StepShape | None, result_row: int, array: IntArray
+        self,
+        plan: StepPlan,
+        shape: StepShape | None,
+        result_row: int,
+        array: IntArray,
+        *,
+        is_edited: bool = False,
     ) -> tuple[StagedStep, IntArray]:
         """Write a plan into ``array``, padded to ``shape``, or to the smallest sizes there can be.
 
@@ -114,8 +124,9 @@ class GpuStepPacker:
                 max(num_tokens, MIN_SIZE), max(num_rows, MIN_SIZE), False
             )
             num_step, params, writes = self._pack_mixed(plan, packed_shape, result_row, array)
-        truncated, logprobs = params.truncated.reshape(-1), params.logprobs.reshape(-1)
-        prompt = pad_positions(prompt_fields(plan)).reshape(-1)
+        truncated, logprobs = params.truncated.reshape(-1), params.logprobs
+        # No position of a decode step lies in front of a token of a prompt.
+        prompt = None if plan.is_decode_only else pad_positions(prompt_fields(plan))
         staged = StagedStep(
             packed_shape,
             shape is not None,
@@ -124,17 +135,25 @@ class GpuStepPacker:
             num_step,
             truncated.size,
             len(writes[0]),
+            len(plan.copies),
             logprobs.size,
-            prompt.size,
+            0 if prompt is None else prompt.size,
+            is_edited,
         )
         if staged.num_elements > len(array):  # many requests with long prefix hits at once
             array = np.concatenate([array, np.empty(staged.num_elements - len(array), np.int32)])
-        end = staged.num_unpacked
+        end = staged.num_before_writes
         array[num_step : num_step + truncated.size] = truncated
-        if logprobs.size or prompt.size:
-            array[num_step + truncated.size : end] = np.concatenate([logprobs, prompt])
+        if logprobs.size:
+            begin = num_step + truncated.size
+            array[begin : begin + logprobs.size] = logprobs
+        if staged.num_prompt_logprobs and prompt is not None:
+            array[end - prompt.size : end] = prompt.reshape(-1)
         array[end : end + len(writes[0])] = writes[0]
-        array[end + len(writes[0]) : staged.num_elements] = writes[1]
+        end += len(writes[0])
+        array[end : end + len(writes[1])] = writes[1]
+        if plan.copies:
+            array[end + len(writes[1]) : staged.num_elements] = np.array(plan.copies).T.ravel()
         return staged, array
 
     def _pack_decode(
@@ -203,29 +222,31 @@ class GpuStepPacker:
 
 def send(
     b: StepBuffers, staged: StagedStep, ring: PinnedRing, index: int, array: IntArray
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Copy a step to the device from buffer ``index`` of a ring, and do its writes to the store.
 
     Args:
         array: the step; that buffer, or one of its own that is longer.
 
     Returns:
-        On the device, the fields of the rows that use top_k, top_p or min_p, int32
-        ``[TRUNCATED_FIELDS * n]``; valid until the next step is sent.
+        On the device, valid until the next step is sent: the fields of the rows that use top_k,
+        top_p or min_p, int32 ``[TRUNCATED_FIELDS * n]``, and the blocks to be copied, sources, then
+        destinations, int32 ``[2 * n]``.
     """
-    begin, end = staged.num_step, staged.num_unpacked
+    begin, end = staged.num_step, staged.num_before_writes
     pinned = ring.tensor[index]
     if staged.num_elements <= pinned.numel():
         b.staged[: staged.num_elements].copy_(pinned[: staged.num_elements], non_blocking=True)
         writes = b.staged[end : staged.num_elements]
     else:
-        # The writes from pageable memory.
+        # The writes and copies from pageable memory.
         pinned[:end].copy_(torch.from_numpy(array[:end]))
         b.staged[:end].copy_(pinned[:end], non_blocking=True)
         writes = torch.from_numpy(array[end : staged.num_elements]).to(b.staged.device)
     ring.release(index)
     update_tables(writes, b.table_store, staged.num_writes)
-    return b.staged[begin : begin + staged.num_truncated]
+    truncated = b.staged[begin : begin + staged.num_truncated]
+    return truncated, writes[2 * staged.num_writes :]
 
 
 def _as_array(token_ids: Sequence[int]) -> Sequence[int] | IntArray:
@@ -246,7 +267,7 @@ class RowParams:
         seeds: uint32 words as int32, ``[2, S]``, low words first. temperature_bits: int32 ``[S]``.
         truncated: int32 ``[4, n]``, of the n rows that use top_k, top_p or min_p: what
             ``TRUNCATED_FIELDS`` in :mod:`.top_k_top_p` lists.
-        logprobs: what :func:`.sampled_fields` makes of them.
+        logprobs: what :func:`.sampled_fields` makes of them, flat.
     """
 
     seeds: IntArray
@@ -261,17 +282,20 @@ class RowParams:
         return cls(
             np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
             np.array([p.temperature for p in params], np.float32).view(np.int32),
-            truncated_fields(params),
-            sampled_fields(requests),
+            # Rows that are always edited are sampled from what the edits make of them.
+            truncated_fields(
+                [None if r.edits and r.edits.is_lasting else r.sampling_params for r in requests]
+            ),
+            sampled_fields(requests).reshape(-1),
         )
 
 
-def truncated_fields(params: Sequence[SamplingParams]) -> IntArray:
-    """What :attr:`RowParams.truncated` says, of rows with these parameters."""
+def truncated_fields(params: Sequence[SamplingParams | None]) -> IntArray:
+    """What :attr:`RowParams.truncated` says, of rows with these parameters; None: not here."""
     rows = [
         (place, p)
         for place, p in enumerate(params)
-        if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        if p is not None and p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
     ]
     top_p = np.array([p.top_p for _, p in rows], np.float32)
     min_p_distance = np.array([_min_p_distance(p.min_p) for _, p in rows], np.float32)

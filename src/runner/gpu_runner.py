@@ -30,6 +30,7 @@ from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.grammars import Grammars
 from ..structured.matchers import ConstrainedRows, Matchers
+from .block_copies import BlockCopier
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
 from .device_buffers import StepBuffers
@@ -106,11 +107,13 @@ class GpuRunner:
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
         self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(self.kv_caches)
+        self._copier = BlockCopier(self.kv_caches)
         self._on_logits = on_logits
         self._device, self._transparent = loaded.device, transparent
         num_staged = StepBuffers.elements_to_stage(max_num_tokens, max_num_rows)
-        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is.
-        num_staged += 2 * (max_num_tokens // block_size + 2 * max_num_rows)
+        # Ids of new blocks follow in the same buffer if there is room, as there nearly always is,
+        # and those of copied ones.
+        num_staged += 2 * (max_num_tokens // block_size + 3 * max_num_rows)
         self.buffers = StepBuffers(
             max_num_tokens=max_num_tokens,
             max_num_rows=max_num_rows,
@@ -130,7 +133,9 @@ class GpuRunner:
             self.buffers.temperatures if processed_logprobs else None,
         )
         self._blank_hidden: Tensor | None = None
-        self._edits = GpuEdits(self.buffers, self._results, self.buffers.width * block_size)
+        self._edits = GpuEdits(
+            self.buffers, self._results, self.buffers.width * block_size, processed_logprobs
+        )
         self._graphs: StepGraphs | None = None
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._matchers = Matchers(self.grammars)
@@ -199,6 +204,7 @@ class GpuRunner:
             for tensor in (b.input_ids, b.position_ids, b.logit_rows, b.temperatures):
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
+            self._copier.copy(b.staged[:2].fill_(self.num_blocks))
             # Every row has tokens, so that each attention kernel has its work space; but not more
             # than a request can have. What is left over belongs to no row, like padding.
             length = min(num_tokens // num_rows, b.width * self.block_size)
@@ -216,6 +222,7 @@ class GpuRunner:
             self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
             self._run_prompt_chunk()
             self._edits.run_worst_case(StepShape(num_tokens, num_rows, False), logits)
+            self._take_rank_0_tokens(num_rows)
             torch.cuda.synchronize()
 
     def run_prompt_chunk(self) -> None:
@@ -246,42 +253,43 @@ class GpuRunner:
         shape = None
         if self._graphs is not None:
             shape = self._graphs.shape_of(plan.total_num_tokens, len(plan), plan.is_decode_only)
-        return self._packer.pack(plan, shape, self._ring.take()[0], array)
+        is_edited = self._edits.look(plan)
+        result_row = self._ring.take()[0]
+        return self._packer.pack(plan, shape, result_row, array, is_edited=is_edited)
 
     def _launch(
         self, staged: StagedStep, index: int, array: IntArray, plan: StepPlan | None
     ) -> GpuStepHandle:
-        truncated = send(self.buffers, staged, self._staging, index, array)
+        truncated, copies = send(self.buffers, staged, self._staging, index, array)
+        self._copier.copy(copies)
         if staged.is_captured and self._graphs is not None:
             logits, hidden = self._graphs.replay(staged.shape)
         else:
             logits, hidden = self.run_staged(staged.shape)
         has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
-        # Other ranks have no plan, and nothing to edit.
-        edited = plan if plan is not None and self._edits.needs(plan) else None
-        is_whole = has_logprobs or edited is not None or self._on_logits is not None
+        is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
         if len(truncated) or is_whole:
             logits = self.captured.whole_logits(logits)
         if len(truncated):
             self._sample_truncated(logits, truncated)
-        if edited is not None:
-            self._edits.keep_history(edited, staged.shape, self._packer.store_rows)
-        if self._on_logits is not None and plan is not None:
-            self._on_logits(plan, logits[: staged.num_sampled])
+        if plan is not None:
+            self._edits.keep_history(plan, staged.shape, self._packer.store_rows)
         constrained = None if plan is None else self._matchers.take(plan)
         token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
         handle = GpuStepHandle(token_ids, constrained)
         if constrained is None:
-            self._finish(handle, staged, edited, logits, hidden, truncated)
+            self._finish(handle, staged, plan, logits, hidden, truncated)
         else:
             self._unfinished = _Unfinished(handle, staged, constrained, logits, hidden, truncated)
+        if self._on_logits is not None and plan is not None:
+            self._on_logits(plan, logits[: staged.num_sampled])
         return handle
 
     def _finish(
         self,
         handle: GpuStepHandle,
         staged: StagedStep,
-        edited: StepPlan | None,
+        plan: StepPlan | None,
         logits: Tensor,
         hidden: Tensor | None,
         truncated: Tensor,
@@ -289,14 +297,19 @@ class GpuRunner:
     ) -> None:
         """Queue what is left to do of a step behind its graph: the last of its work. All that it
         reads stays as it is until the next step is sent."""
-        if edited is not None:
+        # Other ranks have no plan, and nothing to edit.
+        if plan is not None and (staged.is_edited or masks):
             rows = self._packer.store_rows
-            self._edits.sample(edited, logits[: staged.num_sampled], rows, masks)
+            self._edits.sample(plan, logits[: staged.num_sampled], rows, masks)
+        if staged.is_edited:
+            self._take_rank_0_tokens(len(logits))
         if staged.num_logprobs or staged.num_prompt_logprobs:
             b = self.buffers
             fields = staged.logprob_fields(b.staged)
             handle.logprobs = self._logprobs.queue(
-                staged.result_row, logits, b.sampled, truncated, *fields, hidden
+                staged.result_row,
+                *(logits, b.sampled, truncated, *fields, hidden),
+                self._edits.logprobs,
             )
             handle.num_logprobs = staged.num_logprobs // LOGPROB_FIELDS
         handle.event = self._ring.release(staged.result_row)
@@ -413,3 +426,10 @@ class GpuRunner:
         sample_truncated(
             logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results
         )
+
+    def _take_rank_0_tokens(self, num_rows: int) -> None:
+        """Over several ranks, the tokens of rows that rank 0 has edited; it alone has the plan."""
+        communicator, sampled = self.captured.communicator, self.buffers.sampled[:num_rows]
+        if communicator.num_ranks > 1:
+            own = sampled.to(torch.int32).unsqueeze(1)
+            sampled.copy_(communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0])

@@ -33,8 +33,6 @@ def sampled_fields(requests: Sequence[RequestInfo]) -> IntArray:
 def prompt_fields(plan: StepPlan) -> IntArray:
     """``[LOGPROB_FIELDS, P]`` of a plan, in the order of ``StepLogprobs.prompt``; the places are
     tokens of the step."""
-    if plan.is_decode_only:
-        return _NONE
     asking = [row for row, info in enumerate(plan.requests) if info.prompt_token_ids is not None]
     if not asking:
         return _NONE

@@ -74,7 +74,7 @@ def profile_memory(
         # stay; the second shows what a step takes and gives back.
         run_worst_case()
         peak = _peak_of(run_worst_case, device)
-        beside = _peak_of(run_beside, device) if num_graphs else 0
+        beside = _growth_of(run_beside, device) if num_graphs else 0
     torch.cuda.empty_cache()
     # Work spaces and loaded kernels.
     lasting = max(0, num_free - torch.cuda.mem_get_info(device)[0])
@@ -94,6 +94,15 @@ def _peak_of(run: Callable[[], object], device: torch.device) -> int:
     torch.cuda.empty_cache()
     run()
     return max(0, torch.cuda.max_memory_reserved(device) - min(before))
+
+
+def _growth_of(run: Callable[[], object], device: torch.device) -> int:
+    """As :func:`_peak_of`, less what is reserved and free before: that was counted already."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    run()
+    return max(0, torch.cuda.max_memory_reserved(device) - before)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ..engine.logit_edits import LogitEdits
 from ..engine.sampling_params import SamplingParams
 from .report import CUT_PROMPT, GateReport, GateSize
 from .stepped_engine import Answer, CaseRequest, LLMFactory, SteppedEngine
@@ -26,7 +28,8 @@ class ScheduleCases:
         report: cache hits and preemptions are counted there.
 
     Attributes:
-        subjects: the requests whose answers are compared, greedy and sampled ones in turn.
+        subjects: the requests whose answers are compared: greedy and sampled ones, and some whose
+            logits are edited.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class ScheduleCases:
         self._report = report
         lengths = [1, 2, 5, 16, 17, 31, 40, 64]
         self._pool = [self._request(n, i) for i, n in enumerate(lengths)]
+        self._pool += [self._edited(n, i) for i, n in enumerate([3, 24])]
         self._cut = [self._request(CUT_PROMPT, i) for i in range(2)]
+        self._cut.append(self._edited(CUT_PROMPT, 1))
         self.subjects = [*self._pool, *self._cut]
 
     def _request(self, num_tokens: int, number: int, *, answer: int | None = None) -> CaseRequest:
@@ -60,6 +65,28 @@ class ScheduleCases:
         )
         kind = ("top-p" if number % 4 == 3 else "sampled") if is_random else "greedy"
         return CaseRequest(f"{kind} after {num_tokens} tokens", prompt, params, seed=1000 + number)
+
+    def _edited(self, num_tokens: int, number: int) -> CaseRequest:
+        """One that edits its logits: among few tokens, or with some of them favoured."""
+        plain = self._request(num_tokens, number)
+        few = self._rng.sample(range(self._vocabulary), 8)
+        penalties: dict[str, Any] = {
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.3,
+        }
+        if number % 2:
+            asked = {
+                "logit_bias": dict.fromkeys(few, 8.0),
+                "min_tokens": self._size.num_tokens // 2,
+                **penalties,
+            }
+        else:
+            asked = {"allowed_token_ids": few, **penalties}
+        params = replace(plain.params, **asked)
+        bad_words = [(few[0],), *((few[i], few[j]) for i in range(1, 4) for j in range(1, 4))]
+        edits = LogitEdits.of(params, few[4:6], bad_words)
+        return replace(plain, name=f"edited, {plain.name}", params=params, edits=edits)
 
     def engine(self, **overrides: Any) -> SteppedEngine:
         """An engine with room for the largest batch and for the longest neighbour."""
@@ -108,7 +135,7 @@ class ScheduleCases:
         """A neighbour comes first, at the same time, or in the middle of the answer."""
         for i, length in enumerate(self._size.neighbour_lengths):
             neighbour = self._request(length, i)
-            subject = self._cut[i % 2]
+            subject = self._cut[i % len(self._cut)]
             salt = b"neighbour %d" % i
             if i % 3 == 0:
                 stepped.add(neighbour, salt)
@@ -123,7 +150,7 @@ class ScheduleCases:
 
     def cuts(self, stepped: SteppedEngine, count: int | None = None) -> Iterator[Case]:
         for i, cut in enumerate(self._size.cuts[:count]):
-            subject = self._cut[i % 2]
+            subject = self._cut[i % len(self._cut)]
             request = stepped.add(subject, b"cut %d" % i)
             stepped.step(budget=cut)
             stepped.finish()
@@ -131,7 +158,7 @@ class ScheduleCases:
 
     def chunks(self, stepped: SteppedEngine) -> Iterator[Case]:
         for i, budget in enumerate(self._size.budgets):
-            subject = self._cut[i % 2]
+            subject = self._cut[i % len(self._cut)]
             request = stepped.add(subject, b"budget %d" % i)
             while request.num_dispatched < request.num_prompt_tokens:
                 stepped.step(budget=budget)
@@ -181,7 +208,7 @@ class ScheduleCases:
     def aborts(self, stepped: SteppedEngine) -> Iterator[Case]:
         """Two neighbours, one of them long, are aborted after each number of steps."""
         for count in range(self._size.num_tokens + 1):
-            subject = self._cut[count % 2]
+            subject = self._cut[count % len(self._cut)]
             salt = b"abort %d" % count
             others = [stepped.add(self._request(_LONG_PROMPT, count), salt)]
             request = stepped.add(subject, salt)
@@ -209,7 +236,7 @@ class ScheduleCases:
         """An elder request needs one more block after each number of steps, and none is left."""
         size, answer = self._block_size, self._size.num_tokens
         for steps in range(answer):
-            subject = self._cut[steps % 2]
+            subject = self._cut[steps % len(self._cut)]
             elder = self._request(self._elder_blocks * size - steps, 0, answer=answer + 2)
             stepped.add(elder)
             request = stepped.add(subject)

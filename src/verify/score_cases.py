@@ -15,7 +15,7 @@ from ..engine.sampling_params import SamplingParams
 from .cases import Case
 from .stepped_engine import Answer, CaseRequest, SteppedEngine
 
-_BUDGETS = (1, 7, 33)  # tokens of a chunk
+_BUDGETS = (7, 33)  # tokens of a chunk
 
 
 class ScoreCases:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.logit_edits import LogitEdits
 from ..engine.plan import StepPlan
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
@@ -32,6 +33,7 @@ class CaseRequest:
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
+    edits: LogitEdits | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +98,7 @@ class SteppedEngine:
             max_num_tokens=subject.num_tokens,
             seed=subject.seed,
             cache_salt=salt,
+            edits=subject.edits,
         )
         self.engine.add(request)
         return request

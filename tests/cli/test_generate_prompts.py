@@ -58,6 +58,17 @@ def test_options_reach_the_engine_and_the_request(desk: Desk) -> None:
     assert params[0].temperature == 0.5
 
 
+def test_flags_of_edited_logits_reach_the_request(desk: Desk) -> None:
+    flags = ["--repetition-penalty", "1.2", "--presence-penalty", "-1", "--frequency-penalty", "2"]
+    flags += ["--bad-word", "x", "--bad-word", "y", "--min-tokens", "3"]
+    desk.run("-p", "a", *flags, "--truncate-prompt-tokens", "-1")
+    [(_, params)] = desk.llm.seen
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    assert penalties == (1.2, -1.0, 2.0)
+    assert (params.bad_words, params.min_tokens) == (("x", "y"), 3)
+    assert params.truncate_prompt_tokens == -1
+
+
 def test_a_bad_flag_is_one_line_and_no_model_is_loaded(desk: Desk) -> None:
     result = desk.run("--prompt", "hi", "--top-p", "0")
     assert result.exit_code == 2

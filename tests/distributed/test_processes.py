@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -25,8 +26,10 @@ from tests.golden.harness import (
     reference_of,
 )
 from tests.support import interrupts
+from tests.support.driving import hf_logits
 from tests.support.interrupts import LineRaiser
 from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.plain_sampling import edited_logits
 from tests.support.rank_group import GREEDY, HOSTILE, Group, check_trace, is_there, lose
 
 LENGTHS, NUM_OUTPUTS = [1, 2, 17, 40, 64, 90, 33, 48], [16, 24, 12, 16, 24, 16, 8, 12]
@@ -113,6 +116,56 @@ def test_sampled_tokens_are_those_of_one_rank(group: Group, reference: Reference
             assert int(sample(logits[None], inputs)) == token
             num_greedy += int(logits.argmax()) == token
     assert num_greedy < 60  # of 80
+    again = group.tokens(reference.prompts[::-1], params[::-1])[::-1]
+    assert again == [list(result.outputs[0].token_ids) for result in results]
+
+
+def test_scores_are_the_logprobs_of_sampled_tokens(group: Group, reference: Reference) -> None:
+    prompts = [prompt for prompt in reference.prompts if len(prompt) < 70]
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=9, ignore_eos=True, logprobs=2)
+    group.watch()
+    both = [params if i % 2 else GREEDY for i in range(len(prompts))]
+    outputs = group.llm.generate(prompts, both, use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    full = [p + list(a.token_ids) for p, a in zip(prompts, answers, strict=True)]
+    scores = group.llm.score(full, use_tqdm=False)
+    judge = tiny_model("qwen3")
+    for prompt, token_ids, answer, score in zip(prompts, full, answers, scores, strict=True):
+        expected = hf_logits(judge, token_ids).log_softmax(-1)
+        for position, logprob in enumerate(score.logprobs[1:], 1):
+            assert logprob is not None
+            assert abs(logprob - float(expected[position - 1, token_ids[position]])) < 2e-5
+        if answer.logprobs is not None:
+            own = zip(answer.token_ids, answer.logprobs, strict=True)
+            found = [entries[token].logprob for token, entries in own]
+            assert score.logprobs[len(prompt) :] == found
+
+
+def test_edited_tokens_are_those_of_one_rank(group: Group, reference: Reference) -> None:
+    """Only rank 0 has the plan, and so edits."""
+    params = [
+        SamplingParams(
+            temperature=(0.0, 1.0)[i % 2],
+            seed=i,
+            repetition_penalty=1.5,
+            frequency_penalty=0.5,
+            allowed_token_ids=range(i, VOCAB_SIZE, 3),
+            max_tokens=10,
+            ignore_eos=True,
+        )
+        for i in range(len(reference.prompts))
+    ]
+    watcher = group.watch()
+    results = group.llm.generate(reference.prompts, params, use_tqdm=False)
+    num_changed = 0
+    for prompt, one, result in zip(reference.prompts, params, results, strict=True):
+        output = result.outputs[0].token_ids
+        for i, token in enumerate(output):
+            logits = watcher.logits[result.request_id, i].double().numpy()
+            edited = edited_logits(logits, prompt, output[:i], one)
+            assert edited[token] > (edited.max() - 1e-4 if one.temperature == 0 else -math.inf)
+            num_changed += int(edited.argmax() != logits.argmax())
+    assert num_changed > 40  # of 80
     again = group.tokens(reference.prompts[::-1], params[::-1])[::-1]
     assert again == [list(result.outputs[0].token_ids) for result in results]
 

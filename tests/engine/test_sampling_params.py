@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagespec import InvalidInputError, SamplingParams
+from pagespec.engine.unsupported_params import UNSUPPORTED, UnsupportedParams
 
+ROOT = Path(__file__).resolve().parents[2]
 HUGE = 10**400  # too large for a float, and too long for a message
 
 
@@ -43,6 +48,38 @@ HUGE = 10**400  # too large for a float, and too long for a message
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"seed": 1 << 64}, "seed"),
         ({"seed": "x"}, "seed"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"presence_penalty": HUGE}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"frequency_penalty": "x"}, "frequency_penalty"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {-1: 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {1: 100.1}}, "logit_bias"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias"),
+        ({"logit_bias": {1: 1, "1": 2}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": ["a", " "]}, "bad_words"),
+        ({"bad_words": [5]}, "bad_words"),
+        ({"bad_words": ["a"] * 1001}, "bad_words"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"min_tokens": True}, "min_tokens"),
+        ({"logits_processors": [5]}, "logits_processors"),
+        ({"logits_processors": print}, "logits_processors"),
+        ({"stop": "a", "detokenize": False}, "stop"),
+        ({"detokenize": 0}, "detokenize"),
+        ({"skip_special_tokens": None}, "skip_special_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ],
 )
 def test_sampling_params_name_field_and_value(kwargs: dict[str, Any], field: str) -> None:
@@ -64,3 +101,41 @@ def test_sampling_params_are_frozen_and_normalised() -> None:
     assert params.stop_token_ids == (3,)
     with pytest.raises(AttributeError):
         params.temperature = 0.5  # type: ignore[misc]
+
+
+def test_values_are_normalised() -> None:
+    bias = {"3": 1, 5: -2.5}
+    params = SamplingParams(logit_bias=bias, bad_words=["a", "b", "a"], allowed_token_ids=[4, 2])
+    bias.clear()
+    assert params.logit_bias == {3: 1.0, 5: -2.5}
+    assert params.bad_words == ("a", "b")
+    assert params.allowed_token_ids == (4, 2)
+    assert params == replace(params)
+    assert hash(params) == hash(replace(params))
+    assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_what_is_not_supported_is_refused_by_name_and_accepted_at_its_default(name: str) -> None:
+    [default] = [f.default for f in fields(UnsupportedParams) if f.name == name]
+    assert SamplingParams(**{name: default}) == SamplingParams()
+    for value in (2, "x", {}, [], object()):
+        with pytest.raises(InvalidInputError, match=f"^{name} = .* is not supported") as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.field == name
+
+
+def test_the_tables_of_the_documentation_are_the_fields() -> None:
+    text = (ROOT / "docs/sampling_parameters.md").read_text()
+    supported, refused = text[text.index("## Supported") :].split("## Refused")
+    known = {f.name for f in fields(SamplingParams) if f.init}
+    rows = [re.findall(r"^\| `(\w+)` \|(.*)\|$", part, re.M) for part in (supported, refused)]
+    assert {name for name, _ in rows[0]} == known - UNSUPPORTED
+    assert {name for name, _ in rows[1]} == UNSUPPORTED
+    assert len(rows[0]) + len(rows[1]) == len(known)
+    for _, rest in rows[0]:
+        [path] = re.findall(r"`(tests/[\w/.]+)`", rest)
+        assert (ROOT / path).is_file()
+    defaults = {f.name: f.default for f in fields(UnsupportedParams)}
+    for name, rest in rows[1]:
+        assert rest.split("|")[0].strip() == repr(defaults[name])

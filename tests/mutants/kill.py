@@ -17,7 +17,7 @@ from tests.support.scenario import PropertyError, Scenario
 
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
-UNIT_TESTS = ("block_manager", "planner", "policy", "scheduler")
+UNIT_TESTS = ("block_manager", "planner", "policy", "scheduler", "siblings")
 RUNNER_TESTS = ("tests/runner/test_pinned_ring.py",)
 
 

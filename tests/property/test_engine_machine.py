@@ -86,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         reads_cache=st.sampled_from([True, True, False]),
         needs_history=st.booleans(),
+        num_siblings=st.sampled_from([0, 0, 1, 3]),
     )
     def add(
         self,
@@ -96,6 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         reads_cache: bool,
         needs_history: bool,
+        num_siblings: int,
     ) -> None:
         prompt = [token * TOKEN_STRIDE for token in prompt[: self.capacity - 1]]
         request = Request(
@@ -110,8 +112,13 @@ class EngineMachine(RuleBasedStateMachine):
             reads_cache=reads_cache,
             needs_history=needs_history,
         )
-        self.engine.add(request)
-        self.all.append(request)
+        number = len(self.all)
+        siblings = [
+            request.sibling(str(number + i), (number + i) % 2, None)
+            for i in range(1, num_siblings + 1)
+        ]
+        self.engine.add(request, siblings=siblings)
+        self.all += [request, *siblings]
 
     def _live(self, index: int) -> Request:
         live = list(self.scheduler.requests.values())

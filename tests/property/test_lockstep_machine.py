@@ -70,7 +70,7 @@ class LockstepMachine(RuleBasedStateMachine):
     def num_requests(self) -> int:
         return len(self.state.requests) if hasattr(self, "pair") else 0
 
-    @precondition(lambda self: self.num_requests < self.pair.scope.num_requests)
+    @precondition(lambda self: self.num_requests + 3 <= self.pair.scope.num_requests)
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
         shared=st.integers(0, 40),
@@ -79,6 +79,7 @@ class LockstepMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         reads_cache=st.sampled_from([True, True, False]),
         needs_history=st.booleans(),
+        n=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
         self,
@@ -89,11 +90,14 @@ class LockstepMachine(RuleBasedStateMachine):
         priority: int,
         reads_cache: bool,
         needs_history: bool,
+        n: int,
     ) -> None:
         if self.state.requests:  # begin as an earlier request did, so that the cache is met
             old = self.state.requests[shared % len(self.state.requests)].tokens
             prompt = list(old[: shared % (len(old) + 1)]) + prompt
-        template = Template(tuple(prompt), max_tokens, salt, priority, reads_cache, needs_history)
+        template = Template(
+            tuple(prompt), max_tokens, salt, priority, reads_cache, needs_history, n
+        )
         self.pair.apply(Add(len(self.state.requests), template))
 
     @precondition(lambda self: model.can_schedule(self.state, self.pair.scope))
@@ -135,7 +139,7 @@ class LockstepMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 50), really=st.integers(0, 1))
     def pause(self, index: int, really: int) -> None:
         if really == 0:
-            live = (*self.state.running, *self.state.waiting)
+            live = (*self.state.running, *self.state.waiting, *self.state.pending)
             self.pair.apply(Pause(live[index % len(live)]))
 
     @precondition(lambda self: self.state.requests)

@@ -53,6 +53,8 @@ def alter(event: dict, how: str) -> bool:
         event["new_blocks"].pop()
     elif how == "prefix" and any(ids for _, ids in event.get("prefixes", ())):
         next(ids for _, ids in event["prefixes"] if ids).pop()
+    elif how == "copies" and event.get("copies"):
+        event["copies"][0].reverse()
     elif how == "released" and event.get("released"):
         event["released"].pop()
     elif how == "step" and "step" in event:
@@ -76,6 +78,7 @@ def alter(event: dict, how: str) -> bool:
         ("growth", {"S32"}),
         ("released", {"S32"}),
         ("prefix", {"S39"}),
+        ("copies", {"S33"}),
         ("step", {"S24"}),
     ],
 )
@@ -97,11 +100,12 @@ def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_trace_of_an_older_version_is_still_read(tmp_path: Path, version: int) -> None:
-    """Version 1 says nothing of block tables, version 2 nothing of histories; nothing is missed."""
-    removed = ["prefixes", "reads_cache", "needs_history"]
+    """Version 1 says nothing of block tables, version 2 nothing of histories and copies; nothing is
+    missed."""
+    removed = ["prefixes", "reads_cache", "needs_history", "siblings", "copies"]
     removed += ["tables", "new_blocks", "released"] if version == 1 else []
-    scenario = Scenario(3)
-    scenario.reads_cache = 1.0  # what an engine of that version served
+    scenario = Scenario(5)
+    scenario.reads_cache, scenario.max_n = 1.0, 1  # what an engine of that version served
     old = []
     for line in trace_of(scenario, tmp_path / "t.jsonl"):
         event = {**json.loads(line)}

@@ -101,6 +101,7 @@ class ContentRunner:
         known_ids = [t if t >= 0 else self._sampled[-1 - t] for t in plan.token_ids]
         self._histories.take(plan, known_ids)
         token_ids = iter(known_ids)
+        self._copy_blocks(plan.copies)
         for request, start, num_tokens, is_sampled in plan.rows():
             table = self._tables[request.request_id]
             slots = [
@@ -123,6 +124,12 @@ class ContentRunner:
         self._sampled = (sampled + self._sampled)[:_MAX_SAMPLED]
         self._num_uncollected += 1
         return _Step(sampled, 1)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """All at once, as one launch may: none finds what another wrote."""
+        size, old = self.block_size, list(self.kv) if copies else self.kv
+        for source, copy in copies:
+            self.kv[copy * size : (copy + 1) * size] = old[source * size : (source + 1) * size]
 
     def collect(self, handle: object) -> StepResult:
         assert isinstance(handle, _Step)

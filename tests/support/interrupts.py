@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -118,12 +118,13 @@ class Run:
         scheduler = self.llm.engine.scheduler
         add = scheduler.add
 
-        def recorded_add(request: Request) -> None:
+        def recorded_add(request: Request, siblings: Sequence[Request] = ()) -> None:
             try:
-                add(request)
+                add(request, siblings)
             finally:
-                if scheduler.requests.get(request.request_id) is request:
-                    self.requests.append(request)
+                for arrival in (request, *siblings):
+                    if scheduler.requests.get(arrival.request_id) is arrival:
+                        self.requests.append(arrival)
 
         scheduler.add = recorded_add  # type: ignore[method-assign]
         self._old_prompts: list[list[int]] = []

@@ -161,11 +161,14 @@ class Pair:
                 reads_cache=template.reads_cache,
                 needs_history=template.needs_history,
             )
+            siblings = [
+                request.sibling(str(label.request + i), 0, None) for i in range(1, template.n)
+            ]
             try:
-                scheduler.add(request)
+                scheduler.add(request, siblings)
             except InvalidInputError:
                 return None
-            self.requests.append(request)
+            self.requests += [request, *siblings]
         elif isinstance(label, Schedule):
             return scheduler.schedule()
         elif isinstance(label, Settle):
@@ -192,6 +195,8 @@ class Pair:
             [(int(r.request_id), start, n, sampled) for r, start, n, sampled in plan.rows()],
             sorted(int(r.request_id) for r in plan.preempted),
         )
+        if plan.copies != made.copies:
+            raise RefinementError(f"copies: {made.copies} are specified, {plan.copies} planned")
         if got != expected:
             raise RefinementError(f"plan: the specification says {expected}, the code {got}")
 
@@ -242,6 +247,13 @@ def abstraction(
         view=tuple(sorted((int(name), table) for name, table in view.items())),
         left=tuple(sorted(map(int, scheduler.queues.released))),
         histories=tuple(sorted((int(name), ids) for name, ids in histories.items())),
+        pending=tuple(
+            sorted(
+                int(sibling.request_id)
+                for siblings in scheduler.queues.pending.values()
+                for sibling in siblings
+            )
+        ),
     )
 
 
@@ -261,6 +273,7 @@ def _abstract_request(request: RealRequest) -> Request:
         published=request.num_published,
         reads_cache=request.reads_cache,
         needs_history=request.info.needs_history,
+        leader=-1 if request.leader is None else int(request.leader.request_id),
     )
 
 

@@ -61,7 +61,7 @@ class Scenario:
         self.runner.reset = lambda: self._forget_view(reset)  # type: ignore[method-assign]
         schedule = self.scheduler.schedule
         self.scheduler.schedule = lambda: self._watched(schedule)  # type: ignore[method-assign]
-        self.reads_cache = 0.8  # how many requests do
+        self.reads_cache, self.max_n = 0.8, 4  # how many requests do; most continuations
         self.requests: list[Request] = []
         self.prompts: dict[Request, list[int]] = {}
         self.reasons: dict[Request, str] = {}
@@ -81,7 +81,8 @@ class Scenario:
                 self.add()
         for _ in range(rng.randint(5, 60)):
             action = rng.random()
-            if len(self.requests) < num_requests and action < 0.5:
+            num_prompts = sum(request.leader is None for request in self.requests)
+            if num_prompts < num_requests and action < 0.5:
                 self.add()
             elif self.scheduler.requests and action < (0.2 if self.is_crowded else 0.62):
                 self.intervene(rng.choice(list(self.scheduler.requests)))
@@ -113,9 +114,14 @@ class Scenario:
             reads_cache=rng.random() < self.reads_cache,
             needs_history=rng.random() < 0.3,
         )
-        self.prompts[request] = prompt
-        self.engine.add(request)
-        self.requests.append(request)
+        siblings = [
+            request.sibling(str(len(self.requests) + i), rng.randrange(2), None)
+            for i in range(1, min(self.max_n, rng.choice([1, 1, 1, 1, 2, 4])))
+        ]
+        self.engine.add(request, siblings=siblings)
+        for arrival in (request, *siblings):
+            self.prompts[arrival] = prompt
+            self.requests.append(arrival)
         self._refusals_change_nothing()
 
     def _refusals_change_nothing(self) -> None:
@@ -271,6 +277,8 @@ class Scenario:
         for request in self.requests:
             if request.state is not RequestState.WAITING or request in served:
                 continue
+            if request.leader is not None:
+                continue  # others were served while its leader computed the prompt for it
             num_overtakes = sum(r.seniority > request.seniority for r in served)
             if num_overtakes > bound:
                 raise PropertyError("L5", f"{request} was overtaken {num_overtakes} times")
@@ -286,4 +294,4 @@ def _shape(plan: StepPlan) -> tuple[object, ...]:
     rows = tuple((r.request_id, start, n, s) for r, start, n, s in plan.rows())
     preempted = tuple(r.request_id for r in plan.preempted)
     told = (plan.tables, plan.new_blocks, plan.released, plan.prefixes, tuple(plan.token_ids))
-    return rows, preempted, told
+    return rows, preempted, told, plan.copies

@@ -2,7 +2,8 @@
 
 Read in this order: ``sampler`` (how a token is chosen, in torch), ``philox`` (random numbers by
 counter), ``gumbel`` (greedy and temperature sampling as kernels), ``top_k_top_p`` and
-``top_k_top_p_threshold`` (truncated sampling without a sort).
+``top_k_top_p_threshold`` (truncated sampling without a sort), ``edit_logits`` and ``edit_kernels``
+(penalties, bias, masks and bad words, before any of that).
 
 May be imported by ``runner`` and ``compile``.
 """

@@ -182,10 +182,10 @@ def _bad_words_kernel(  # type: ignore[no-untyped-def]
     for back in range(1, num_word_tokens):
         is_part = mask & (last - back >= begin)
         wanted = tl.load(word_ids + last - back, mask=is_part, other=0)
+        # -1, which is no id, in front of the output.
         place = num_tokens - back
-        is_there = is_part & (place >= num_prompt)
-        found = tl.load(base + place + 0 * word, mask=is_there, other=-1)
-        mask &= (last - back < begin) | (is_there & (found == wanted))
+        found = tl.load(base + place, mask=place >= num_prompt, other=-1)
+        mask &= (last - back < begin) | (found == wanted)
     banned = tl.load(word_ids + last, mask=mask, other=0)
     target = out + tl.program_id(0).to(tl.int64) * VOCAB + banned
     tl.store(target, float("-inf"), mask=mask)

@@ -22,8 +22,8 @@ from .sampler import GROUP
 _STRETCH = 4096
 _NOWHERE = tl.constexpr(1 << 22)
 """Number of a group beyond all vocabularies, whose ids are still int32."""
-# Fields begin anywhere in what a step stages.
-_ANYWHERE = ["places", "tokens", "num_top"]
+# Fields begin anywhere in what a step stages, a chunk's rows behind any number of others.
+_ANYWHERE = ["places", "tokens", "num_top", "rows"]
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _token_of(row, places, tokens, sampled):  # type: ignore[no-untyped-def]
     return place, token
 
 
-@triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=_ANYWHERE)
+@triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=_ANYWHERE[:2])
 def _group_kernel(  # type: ignore[no-untyped-def]
     logits, places, tokens, sampled, weights, counts, logits_stride, num_groups,
     VOCAB: tl.constexpr, STRETCH: tl.constexpr, GROUP: tl.constexpr,

@@ -114,7 +114,7 @@ def test_joins_and_changes_no_bit(form: dict[str, Any]) -> None:
         {"residual_is_sum": True},
         {"other": torch.neg},
     ],
-    ids=str,
+    ids=lambda settings: "-".join(settings),
 )
 def test_leaves_others_alone(form: dict[str, Any]) -> None:
     gm = graph_of(**form)

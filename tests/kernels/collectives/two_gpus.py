@@ -14,7 +14,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from pagespec.kernels.collectives.communicator import sum_then_norm
-from pagespec.kernels.collectives.gloo import GatherCommunicator
+from pagespec.kernels.collectives.library import GatherCommunicator
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
 from pagespec.kernels.linear import dispatch as gpu_linear

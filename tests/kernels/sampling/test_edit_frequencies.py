@@ -1,0 +1,42 @@
+"""Tokens of edited rows are drawn as often as the definition says; the seeds are fixed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.frequencies import CASES, run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_fit_the_definition(case: str) -> None:
+    found = run(case, num_draws=8_000)
+    assert found.num_impossible == 0
+    assert found.num_cells > 5
+    assert found.p > 1e-3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", CASES)
+def test_many_draws_fit_the_definition(case: str) -> None:
+    found = run(case)
+    assert (found.num_impossible, found.p > 1e-3) == (0, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_draws_on_a_gpu_fit_the_definition(case: str) -> None:
+    found = run(case, "cuda")
+    assert (found.num_impossible, found.p > 1e-3) == (0, True)
+
+
+def test_a_wrong_probability_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That tokens of the prompt counted as output would show."""
+    from tests.support import frequencies
+
+    edited = frequencies.edited_logits
+
+    def wrong(logits, prompt, output, *rest, **named):  # type: ignore[no-untyped-def]
+        return edited(logits, [], [*prompt, *output], *rest, **named)
+
+    monkeypatch.setattr(frequencies, "edited_logits", wrong)
+    assert run("frequency_penalty", num_draws=8_000).p < 1e-6
