@@ -108,7 +108,9 @@ class PagespecLM(TemplateLM):
             until = [stop for stop in wanted.pop("until") if stop]
             if not wanted.pop("do_sample", None):
                 wanted["temperature"] = 0.0
-            prompts.append({"prompt_token_ids": self.tok_encode(text)[max_tokens - self.max_length :]})
+            prompts.append(
+                {"prompt_token_ids": self.tok_encode(text)[max_tokens - self.max_length :]}
+            )
             params.append(SamplingParams(max_tokens=max_tokens, stop=until, **wanted))
         outputs = self.llm.generate(prompts, params)
         texts = [output.outputs[0].text for output in outputs]

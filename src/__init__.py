@@ -14,6 +14,8 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "LLM": "pagespec.llm",
     "SamplingParams": "pagespec.engine.sampling_params",
+    "StructuredOutputs": "pagespec.engine.structured_outputs",
+    "StructuredOutputsParams": "pagespec.engine.structured_outputs",
     "RequestOutput": "pagespec.engine.outputs",
     "CompletionOutput": "pagespec.engine.outputs",
     "RequestMetrics": "pagespec.engine.outputs",
@@ -23,6 +25,7 @@ _HOME = {
     "InvalidInputError": "pagespec.errors",
     "UnsupportedModelError": "pagespec.errors",
     "EngineError": "pagespec.errors",
+    "RequestError": "pagespec.errors",
     "embedded_model_path": "pagespec.compile.model.gguf",
 }
 
@@ -38,7 +41,14 @@ if TYPE_CHECKING:
         ScoreOutput,
     )
     from .engine.sampling_params import SamplingParams
-    from .errors import EngineError, InvalidInputError, PagespecError, UnsupportedModelError
+    from .engine.structured_outputs import StructuredOutputs, StructuredOutputsParams
+    from .errors import (
+        EngineError,
+        InvalidInputError,
+        PagespecError,
+        RequestError,
+        UnsupportedModelError,
+    )
     from .llm import LLM
 
 

@@ -29,6 +29,7 @@ from .runner.cpu_startup import make_cpu_runner
 from .runner.host_memory import available_bytes
 from .runner.staging_runner import TimedRunner
 from .startup import gc_paused
+from .structured.grammars import Grammars
 
 if TYPE_CHECKING:
     from .runner.gpu_runner import GpuRunner
@@ -41,7 +42,8 @@ _PACKING_PART = 4
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
-    ``can_score``: whether its runner gives log-probabilities of prompts."""
+    ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
+    runner."""
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -53,6 +55,7 @@ class BuiltEngine:
     config: EngineConfig
     stats: EngineStats
     can_score: bool = True
+    grammars: Grammars | None = None
 
 
 def build(
@@ -164,6 +167,7 @@ def build(
         config=config,
         stats=stats,
         can_score=captured.head is not None,
+        grammars=runner.grammars if shard.num_ranks == 1 else None,
     )
 
 

@@ -43,3 +43,8 @@ class UnsupportedModelError(PagespecError):
 class EngineError(PagespecError):
     """A step failed or was interrupted, perhaps one taken for another call; all live requests were
     ended with finish reason "error". The engine can be used again."""
+
+
+class RequestError(EngineError):
+    """One request could not go on and was ended with finish reason "error"; the others are
+    undisturbed."""

@@ -179,6 +179,7 @@ class LLM:
             seed=config.seed,
             can_score=built.can_score,
             encode=self._reader.encode,
+            check_structure=built.grammars.check if built.grammars is not None else None,
         )
         scheduler = Scheduler(
             BlockManager(
@@ -340,6 +341,7 @@ class LLM:
                 "schedule": engine.schedule_s,
                 "pack": runner.pack_s,
                 "commit": engine.commit_s,
+                "masks": runner.mask_s,
                 "wait": runner.wait_s,
             },
         )

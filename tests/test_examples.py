@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import save_word_model
+from tests.support.structured import save_byte_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-BY_HAND = "step_by_hand.py"
-WITH_MODEL = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != BY_HAND)
+BY_HAND, STRUCTURED = "step_by_hand.py", "structured.py"
+WITH_MODEL = sorted(
+    path.name for path in EXAMPLES.glob("*.py") if path.name not in (BY_HAND, STRUCTURED)
+)
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -42,6 +45,17 @@ def test_runs_with_the_model_it_is_given(
     if name == "shared_prefix.py":
         hits = [int(n) for n in re.findall(r"^ *(\d+) of \d+ prompt tokens cached", output, re.M)]
         assert hits[0] == 0 < min(hits[1:])
+
+
+def test_structured_answers_are_what_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))
+    run(STRUCTURED, monkeypatch, save_byte_model(tmp_path, max_position_embeddings=2048))
+    output = capsys.readouterr().out
+    assert re.search(r"sunny|cloudy|rainy", output)
+    assert re.search(r"\b\d\d:\d\d\b", output)
+    assert "refused: structured_outputs.json" in output
 
 
 def test_the_steps_by_hand_show_chunks_hits_and_preemption(

@@ -22,6 +22,7 @@ PACKAGE = (
     ("distributed",),
     ("build",),
     ("runner",),
+    ("structured",),
     ("compile",),
     ("kernels",),
     ("errors", "startup", "disk_cache", "validation"),
@@ -44,7 +45,16 @@ KERNELS = (
     ("arguments", "jit", "device"),
 )
 # The engine stands beside: these may import it, and it knows the lowest line only.
-ABOVE_ENGINE = ("cli", "verify", "distributed.ray", "llm", "distributed", "build", "runner")
+ABOVE_ENGINE = (
+    "cli",
+    "verify",
+    "distributed.ray",
+    "llm",
+    "distributed",
+    "build",
+    "runner",
+    "structured",
+)
 NOT_FOR_ENGINE = ("torch", "triton", "transformers", "numpy")
 # The package's own `__init__` hands on public names on first use, and says its version.
 ROOT, ABOVE_ROOT = "", ("cli",)

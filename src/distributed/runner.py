@@ -140,6 +140,10 @@ class DistributedRunner:
         return self.local.pack_s
 
     @property
+    def mask_s(self) -> float:
+        return self.local.mask_s
+
+    @property
     def wait_s(self) -> float:
         return self.local.wait_s
 

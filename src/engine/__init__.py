@@ -4,9 +4,9 @@ Read in this order: ``request`` and ``plan`` (what is decided about, and the dec
 ``block_manager``, ``planner`` with ``preemption`` and ``siblings``, ``scheduler`` (dispatch and
 commit), ``policy`` (the order of service), ``core`` (the step loop, around a ``runner``),
 ``generation`` (what ``generate`` does). At the door: ``config``, ``sampling_params`` with
-``unsupported_params`` and ``edit_checks``, ``logit_edits``, ``inputs``, ``request_factory``,
-``detokenizer``, ``outputs``. ``logprobs`` and ``logprob_output`` keep log-probabilities. Beside:
-``invariants``, ``trace``, ``stats``, ``lock``, ``record``.
+``unsupported_params`` and ``edit_checks``, ``logit_edits``, ``structured_outputs``, ``inputs``,
+``request_factory``, ``detokenizer``, ``outputs``. ``logprobs`` and ``logprob_output`` keep
+log-probabilities. Beside: ``invariants``, ``trace``, ``stats``, ``lock``, ``record``.
 
 Imports only ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``llm``, ``verify``
 and ``cli``.

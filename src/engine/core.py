@@ -134,6 +134,11 @@ class Engine:
         record = self._records.get(request)
         return (record and record.failure) or "an operation of the engine was interrupted"
 
+    def failed_alone(self, request: Request) -> bool:
+        """Whether it could not go on itself, and the others did."""
+        record = self._records.get(request)
+        return record is not None and record.failed_alone
+
     # Whole or not at all ----------------------------------------------------------------------
 
     def _guard(self, operation: Callable[..., _T], *args: object) -> _T:
@@ -298,9 +303,21 @@ class Engine:
             ]:
                 self._records[request].first_token = now
                 self._awaiting_first_token.discard(request)
+        for request_id, failure in result.failures.items():
+            self._fail(request_id, failure, finished)
         for request in finished:
             self._records[request].finished = now
         return finished
+
+    def _fail(self, request_id: str, failure: str, finished: list[Request]) -> None:
+        """End one request, which cannot go on, with reason "error"; the others are undisturbed."""
+        request = self.scheduler.abort(request_id, "error")
+        if request is not None:  # what is in flight of a finished one may fail, too
+            record = self._records[request]
+            record.failure, record.failed_alone = failure, True
+            finished.append(request)
+            if self._trace is not None:
+                self._trace.abort(request_id, "error")
 
     def _note_first_scheduled(self, requests: list[Request]) -> None:
         now = time.perf_counter()

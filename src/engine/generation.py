@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..errors import EngineError, InvalidInputError, PagespecError
+from ..errors import EngineError, InvalidInputError, PagespecError, RequestError
 from .core import Engine
 from .detokenizer import Detokenizer, StopStringWatcher
 from .inputs import PromptInput
@@ -122,7 +122,7 @@ class GenerationLoop:
                 else:
                     while not _have_finished(head[0]):
                         self._engine.step()
-                    yield self._output(*head[:2])
+                    yield self._output_or_error(*head[:2])
                 head = None
                 pending.popleft()
         finally:
@@ -173,11 +173,21 @@ class GenerationLoop:
             caller = None
             self._engine.sweep()
 
+    def _output_or_error(
+        self, requests: Sequence[Request], prompt: PromptInput
+    ) -> RequestOutput | RequestError:
+        """An item of a stream: one that failed alone has its error in its place."""
+        try:
+            return self._output(requests, prompt)
+        except RequestError as error:
+            return error
+
     def _output(self, requests: Sequence[Request], prompt: PromptInput) -> RequestOutput:
         for request in requests:
             if request.finish_reason == "error":
                 failure = self._engine.failure(request)
-                raise EngineError(f"request {request.request_id} was ended: {failure}")
+                kind = RequestError if self._engine.failed_alone(request) else EngineError
+                raise kind(f"request {request.request_id} was ended: {failure}")
         metrics = [self._engine.metrics(request) for request in requests]
         return self._factory.output(requests, prompt, metrics)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,10 +81,12 @@ class StepResult:
     Attributes:
         token_ids: one for each sampled row, in row order.
         logprobs: if a row of the step asks for some.
+        failures: why a request cannot go on, by its id; what it sampled is for nobody.
     """
 
     token_ids: Sequence[int]
     logprobs: StepLogprobs | None = None
+    failures: Mapping[str, str] = field(default_factory=dict)
 
 
 class InFlightStep(NamedTuple):

@@ -27,6 +27,7 @@ class Record:
     first_token: float | None = None
     finished: float | None = None
     failure: str = ""
+    failed_alone: bool = False
 
     def metrics(self, request: Request) -> RequestMetrics:
         """Of the request whose record this is, as far as it got."""

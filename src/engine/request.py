@@ -143,7 +143,9 @@ class Request:
             sampling_params,
             seed,
             cache_salt,
-            needs_history or (edits is not None and edits.needs_history),
+            needs_history
+            or (edits is not None and edits.needs_history)
+            or sampling_params.structured_outputs is not None,
             tuple(prompt_token_ids) if is_scored else None,
             edits,
         )

@@ -19,6 +19,7 @@ from .logprob_output import add_logprobs
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
 from .request import Request
 from .sampling_params import SamplingParams
+from .structured_outputs import StructuredOutputs
 
 _SEED_SPAN = 1 << 64
 
@@ -34,6 +35,8 @@ class RequestFactory:
         seed: engine seed, from which requests without a seed get theirs.
         can_score: whether the runner gives log-probabilities of prompts.
         encode: gives a text's tokens, none added, for ``bad_words``.
+        check_structure: refuses a constraint that the runner cannot keep; None with several ranks,
+            which keep none.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class RequestFactory:
         seed: int,
         can_score: bool = True,
         encode: Callable[[str], Sequence[int]] | None = None,
+        check_structure: Callable[[StructuredOutputs], None] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
+        self._check_structure = check_structure
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
@@ -67,6 +72,7 @@ class RequestFactory:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
+        self._check_structured_outputs(params.structured_outputs)
         if params.num_generated > params.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # by which they are ranked
         if params.prompt_logprobs is not None and not self._can_score:
@@ -135,6 +141,14 @@ class RequestFactory:
             if self._tokenizer.decode([token_id] * 2, skip_special_tokens=False) != 2 * token:
                 limit = "must be True: this tokenizer has spaces there"
                 raise InvalidInputError("spaces_between_special_tokens", False, limit)
+
+    def _check_structured_outputs(self, outputs: StructuredOutputs | None) -> None:
+        if outputs is None:
+            return
+        if self._check_structure is None:
+            limit = "is not supported with tensor_parallel_size > 1"
+            raise InvalidInputError("structured_outputs", outputs, limit)
+        self._check_structure(outputs)
 
     def _edits(self, params: SamplingParams) -> LogitEdits | None:
         bad_words: list[tuple[int, ...]] = []

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import InvalidInputError
 from ..validation import is_int, is_list, is_number
 from . import edit_checks as checks
+from .structured_outputs import StructuredOutputs
 from .unsupported_params import UnsupportedParams
 
 MAX_STOP_STRINGS = 64
@@ -84,6 +85,8 @@ class SamplingParams(UnsupportedParams):
         detokenize: False leaves the text empty.
         truncate_prompt_tokens: keep that many of the prompt's last tokens; -1 as many as leave
             room for one token of output.
+        structured_outputs: a JSON schema, regex, choice or grammar that the text meets, unless it
+            is cut by its length.
 
     Precedence when several conditions are met by one token: stop token, stop string, length.
 
@@ -117,6 +120,7 @@ class SamplingParams(UnsupportedParams):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = field(default=None, hash=False)
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
@@ -165,6 +169,10 @@ class SamplingParams(UnsupportedParams):
         checks.checked_min_tokens(self.min_tokens, self.max_tokens)
         put(self, "logits_processors", checks.checked_processors(self.logits_processors))
         checks.checked_truncation(self.truncate_prompt_tokens)
+        outputs = self.structured_outputs
+        if outputs is not None and not isinstance(outputs, StructuredOutputs):
+            limit = "must be a StructuredOutputs"
+            raise InvalidInputError("structured_outputs", outputs, limit)
         self.refuse_unsupported()
 
     @property

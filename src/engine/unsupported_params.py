@@ -21,7 +21,6 @@ class UnsupportedParams:
     prompt_logprob_start: Any = field(default=None, repr=False)
     logprob_token_ids: Any = field(default=None, repr=False)
     flat_logprobs: Any = field(default=False, repr=False)
-    structured_outputs: Any = field(default=None, repr=False)
     guided_decoding: Any = field(default=None, repr=False)
     extra_args: Any = field(default=None, repr=False)
     output_kind: Any = field(default=None, repr=False)

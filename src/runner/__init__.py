@@ -8,5 +8,5 @@ Read in this order: ``cpu_runner`` and ``cpu_pack`` (the whole way of a step, in
 ``staging_runner`` (a step cut in two, for several ranks); then ``cpu_startup``, ``gpu_startup``,
 ``kv_budget``, ``memory_profile``, ``host_memory`` (how large the KV cache is).
 
-Imports ``compile``, ``kernels`` and the plans of ``engine``. Imported by ``build``.
+Imports ``structured``, ``compile``, ``kernels`` and the plans of ``engine``. Imported by ``build``.
 """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,6 +18,8 @@ from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import processed_scores, sample
+from ..structured.grammars import Grammars
+from ..structured.matchers import ConstrainedRows, Matchers
 from .cpu_edits import CpuEdits
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
@@ -24,12 +27,24 @@ from .cpu_pack import CpuStepPacker, PackedStep
 OnLogits = Callable[[StepPlan, Tensor], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StepHandle:
-    """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device."""
+    """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device. ``constrained``:
+    rows whose tokens wait for :meth:`ModelRunner._sample_constrained`, as ``logprobs`` do."""
 
     token_ids: Tensor
-    logprobs: StepLogprobs | None
+    constrained: ConstrainedRows | None
+    logprobs: StepLogprobs | None = None
+
+
+class _Unfinished(NamedTuple):
+    """A step whose constrained rows are still to be sampled."""
+
+    handle: StepHandle
+    constrained: ConstrainedRows
+    packed: PackedStep
+    logits: Tensor
+    hidden: Tensor | None
 
 
 class ModelRunner:
@@ -71,7 +86,7 @@ class ModelRunner:
         self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
         self._max_num_blocks = max_num_blocks
         self.block_size, self.num_blocks = block_size, num_blocks
-        self.pack_s = self.wait_s = 0.0
+        self.pack_s = self.mask_s = self.wait_s = 0.0
         self.kv_caches = allocate_kv_caches(
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
@@ -81,11 +96,15 @@ class ModelRunner:
             block_size=block_size, num_blocks=num_blocks, device=loaded.device
         )
         self._edits = CpuEdits(keeps_rows=processed_logprobs)
+        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self._matchers = Matchers(self.grammars)
+        self._unfinished: _Unfinished | None = None
         self._on_logits = on_logits
         self._has_processed_logprobs = processed_logprobs
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Compute the step. If it raises, ``reset`` makes the runner usable again."""
+        self._sample_constrained()
         return self._compute(self._pack(plan), plan)
 
     def _pack(self, plan: StepPlan) -> PackedStep:
@@ -109,11 +128,44 @@ class ModelRunner:
                 tokens = torch.empty(0, dtype=torch.int64)
             else:
                 tokens = sample(logits, packed.sampling)
-            if plan is not None:
-                ids, sampling = packed.inputs.input_ids, packed.sampling
-                self._edits.apply(plan, ids, sampling, logits, tokens)
-            self._packer.remember(tokens.cpu().numpy())
-            return StepHandle(tokens, self._logprobs(packed, logits, tokens, hidden))
+            constrained = None if plan is None else self._matchers.take(plan)
+            handle = StepHandle(tokens, constrained)
+            if constrained is None:
+                self._finish(handle, plan, packed, logits, hidden)
+            else:
+                self._unfinished = _Unfinished(handle, constrained, packed, logits, hidden)
+            return handle
+
+    def _finish(
+        self,
+        handle: StepHandle,
+        plan: StepPlan | None,
+        packed: PackedStep,
+        logits: Tensor,
+        hidden: Tensor | None,
+        masks: Mapping[int, NDArray[np.int32]] | None = None,
+    ) -> None:
+        """Sample the edited rows of a step; then all its tokens are there."""
+        tokens = handle.token_ids
+        if plan is not None:
+            ids, sampling = packed.inputs.input_ids, packed.sampling
+            self._edits.apply(plan, ids, sampling, logits, tokens, masks)
+        self._packer.remember(tokens.cpu().numpy())
+        handle.logprobs = self._logprobs(packed, logits, tokens, hidden)
+
+    def _sample_constrained(self) -> None:
+        """Sample the constrained rows of the last step, if it has any. Their masks need the tokens
+        of the step before it, which were collected when this is called, as on a GPU."""
+        step = self._unfinished
+        if step is None:
+            return
+        begin = time.perf_counter()
+        masks = self._matchers.masks(step.constrained)
+        self.mask_s += time.perf_counter() - begin
+        handle, constrained, packed, logits, hidden = step
+        with torch.inference_mode():
+            self._finish(handle, constrained.plan, packed, logits, hidden, masks)
+        self._unfinished = None
 
     def _logprobs(
         self, packed: PackedStep, logits: Tensor, tokens: Tensor, hidden: Tensor | None
@@ -153,9 +205,17 @@ class ModelRunner:
         """The results of a dispatched step."""
         if not isinstance(handle, StepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
-        return StepResult(handle.token_ids.tolist(), handle.logprobs)
+        if self._unfinished is not None and self._unfinished.handle is handle:
+            self._sample_constrained()
+        tokens = handle.token_ids.tolist()
+        if handle.constrained is None:
+            return StepResult(tokens, handle.logprobs)
+        failures = self._matchers.settle(handle.constrained, tokens)
+        return StepResult(tokens, handle.logprobs, failures)
 
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""
         self._packer.reset()
         self._edits.reset()
+        self._matchers.reset()
+        self._unfinished = None

@@ -9,9 +9,10 @@ are on the device, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from ..kernels.linear.cublas import fp32_accumulation
 from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
+from ..structured.grammars import Grammars
+from ..structured.matchers import ConstrainedRows, Matchers
 from .block_copies import BlockCopier
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
@@ -41,15 +44,32 @@ from .unpack_kernels import unpack
 _POLL_S = 20e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class GpuStepHandle:
     """A step queued on the device; ``token_ids`` is filled once ``event`` has passed, and so are
-    ``logprobs``, the first of which are of ``num_logprobs`` sampled rows."""
+    ``logprobs``, the first of which are of ``num_logprobs`` sampled rows.
 
-    event: torch.cuda.Event
+    Attributes:
+        constrained: rows that are sampled when their masks can be made; until then there is no
+            ``event``, and no ``logprobs``.
+    """
+
     token_ids: Tensor
+    constrained: ConstrainedRows | None = None
+    event: torch.cuda.Event | None = None
     logprobs: Tensor | None = None
     num_logprobs: int = 0
+
+
+class _Unfinished(NamedTuple):
+    """A step whose constrained rows are still to be sampled, with the arguments of ``_finish``."""
+
+    handle: GpuStepHandle
+    staged: StagedStep
+    constrained: ConstrainedRows
+    logits: Tensor
+    hidden: Tensor | None
+    truncated: Tensor
 
 
 class GpuRunner:
@@ -117,8 +137,10 @@ class GpuRunner:
             self.buffers, self._results, self.buffers.width * block_size, processed_logprobs
         )
         self._graphs: StepGraphs | None = None
-        self.pack_s = 0.0
-        self.wait_s = 0.0
+        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self._matchers = Matchers(self.grammars)
+        self._unfinished: _Unfinished | None = None
+        self.pack_s = self.mask_s = self.wait_s = 0.0
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
@@ -218,6 +240,7 @@ class GpuRunner:
 
     def dispatch(self, plan: StepPlan) -> GpuStepHandle:
         """Queue the step. If it raises, ``reset`` makes the runner usable again."""
+        self._sample_constrained()
         begin = time.perf_counter()
         with self._scope():
             index, _, array = self._staging.take()
@@ -250,26 +273,65 @@ class GpuRunner:
         if len(truncated):
             self._sample_truncated(logits, truncated)
         if plan is not None:
-            rows = self._packer.store_rows
-            self._edits.keep_history(plan, staged.shape, rows)
-            if staged.is_edited:
-                self._edits.sample(plan, logits[: staged.num_sampled], rows)
-        if staged.is_edited:
-            self._take_rank_0_tokens(len(logits))
+            self._edits.keep_history(plan, staged.shape, self._packer.store_rows)
+        constrained = None if plan is None else self._matchers.take(plan)
+        token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
+        handle = GpuStepHandle(token_ids, constrained)
+        if constrained is None:
+            self._finish(handle, staged, plan, logits, hidden, truncated)
+        else:
+            self._unfinished = _Unfinished(handle, staged, constrained, logits, hidden, truncated)
         if self._on_logits is not None and plan is not None:
             self._on_logits(plan, logits[: staged.num_sampled])
-        logprobs = None
-        if has_logprobs:
+        return handle
+
+    def _finish(
+        self,
+        handle: GpuStepHandle,
+        staged: StagedStep,
+        plan: StepPlan | None,
+        logits: Tensor,
+        hidden: Tensor | None,
+        truncated: Tensor,
+        masks: Mapping[int, IntArray] | None = None,
+    ) -> None:
+        """Queue what is left to do of a step behind its graph: the last of its work. All that it
+        reads stays as it is until the next step is sent."""
+        # Other ranks have no plan, and nothing to edit.
+        if plan is not None and (staged.is_edited or masks):
+            rows = self._packer.store_rows
+            self._edits.sample(plan, logits[: staged.num_sampled], rows, masks)
+        if staged.is_edited:
+            self._take_rank_0_tokens(len(logits))
+        if staged.num_logprobs or staged.num_prompt_logprobs:
             b = self.buffers
             fields = staged.logprob_fields(b.staged)
-            logprobs = self._logprobs.queue(
+            handle.logprobs = self._logprobs.queue(
                 staged.result_row,
                 *(logits, b.sampled, truncated, *fields, hidden),
                 self._edits.logprobs,
             )
-        token_ids = self._ring.tensor[staged.result_row, : staged.num_sampled]
-        event = self._ring.release(staged.result_row)
-        return GpuStepHandle(event, token_ids, logprobs, staged.num_logprobs // LOGPROB_FIELDS)
+            handle.num_logprobs = staged.num_logprobs // LOGPROB_FIELDS
+        handle.event = self._ring.release(staged.result_row)
+
+    def _sample_constrained(self) -> None:
+        """Finish the step queued last, if it has constrained rows.
+
+        Their masks need the tokens of the step before it. Those were collected when this is called:
+        at the beginning of the next ``dispatch``, while the step computes, or when it is itself
+        collected. What is queued later finds their tokens on the device.
+        """
+        step = self._unfinished
+        if step is None:
+            return
+        begin = time.perf_counter()
+        masks = self._matchers.masks(step.constrained)
+        self.mask_s += time.perf_counter() - begin
+        handle, staged, constrained, logits, hidden, truncated = step
+        with self._scope():
+            plan = constrained.plan
+            self._finish(handle, staged, plan, logits, hidden, truncated, masks)
+        self._unfinished = None
 
     # Over several ranks: rank 0 stages, all launch --------------------------------------------
 
@@ -300,7 +362,7 @@ class GpuRunner:
     def is_computed(self, handle: GpuStepHandle, wait_s: float) -> bool:
         """Whether a launched step has been computed, after at most ``wait_s`` seconds."""
         end = time.perf_counter() + wait_s
-        while not handle.event.query():
+        while handle.event is None or not handle.event.query():
             if time.perf_counter() > end:
                 return False
             time.sleep(_POLL_S)
@@ -314,18 +376,27 @@ class GpuRunner:
         """The results of a dispatched step; waits for it."""
         if not isinstance(handle, GpuStepHandle):
             raise TypeError(f"not a handle of this runner: {handle!r}")
+        if self._unfinished is not None and self._unfinished.handle is handle:
+            self._sample_constrained()
+        if handle.event is None:
+            raise RuntimeError("the step of this handle was forgotten by a reset")
         begin = time.perf_counter()
         handle.event.synchronize()
         self.wait_s += time.perf_counter() - begin
         found = handle.logprobs
         logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
-        return StepResult(handle.token_ids.tolist(), logprobs)
+        tokens = handle.token_ids.tolist()
+        if handle.constrained is None:
+            return StepResult(tokens, logprobs)
+        return StepResult(tokens, logprobs, self._matchers.settle(handle.constrained, tokens))
 
     def reset(self) -> None:
         """Wait for all that is queued, and take nothing for known on the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._packer.reset()
+        self._matchers.reset()
+        self._unfinished = None
 
     def run_staged(self, shape: StepShape) -> StepOutputs:
         """Queue the step that is staged in this shape, zeros at first; returns its results, of

@@ -16,13 +16,16 @@ class TimedRunner(Runner, Protocol):
     """A runner over a KV cache.
 
     Attributes:
-        num_blocks: KV blocks. pack_s, wait_s: seconds of the host so far.
+        num_blocks: KV blocks. pack_s, mask_s, wait_s: seconds of the host so far.
     """
 
     num_blocks: int
 
     @property
     def pack_s(self) -> float: ...
+
+    @property
+    def mask_s(self) -> float: ...
 
     @property
     def wait_s(self) -> float: ...

@@ -244,7 +244,7 @@ def interrupt(seed: int, places: list[int], kind: type[BaseException], trace: Pa
     with (
         # An exception raised in a finalizer is not propagated, only told. Not to a Mock: it would
         # keep the traceback, and with its frames the callers that are to go.
-        mock.patch.object(sys, "unraisablehook", lambda _: None),
+        mock.patch.object(sys, "unraisablehook", new=lambda _: None),
     ):
         try:
             with raiser:

@@ -1,0 +1,175 @@
+"""What the text of an answer must be: a JSON schema, a regex, a choice or a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from ..errors import InvalidInputError
+from ..validation import is_list
+
+MAX_CONSTRAINT_BYTES = 1 << 18
+MAX_SCHEMA_DEPTH = 64
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Their values are no schemas, or schemas by names that anybody may choose.
+_VALUES = frozenset(("const", "default", "enum", "examples"))
+_NAMED = frozenset(("$defs", "definitions", "properties"))
+# The compiler would take no notice of these, or not all that they ask for.
+_UNSUPPORTED = {
+    "patternProperties": "is not supported",
+    "minProperties": "is not supported: nothing keeps a key from being written twice",
+    "disallow": "is of a draft that is not supported",
+    "divisibleBy": "is of a draft that is not supported; write multipleOf",
+    "extends": "is of a draft that is not supported; write allOf",
+    "x-guidance": "is not supported; see disable_any_whitespace and whitespace_pattern",
+}
+
+
+class Constraint(NamedTuple):
+    """One constraint in a form that can be compared and compiled.
+
+    Attributes:
+        kind: "json" (a schema), "regex", "choice" (a JSON list) or "grammar".
+    """
+
+    kind: str
+    text: str
+    any_whitespace: bool = True
+    whitespace_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """A constraint on the text of an answer; exactly one of the first five. Names as in vLLM.
+
+    Attributes:
+        json: a JSON schema, as a dict, as JSON text, or as a pydantic model class.
+        regex: the whole text matches it (syntax of Rust's ``regex``: no look-around, no
+            back-references).
+        choice: the text is one of these.
+        grammar: Lark, as llguidance reads it, or GBNF; it begins with ``start`` or ``root``.
+        json_object: True: any JSON object.
+        disable_any_whitespace: of JSON: no whitespace between its tokens.
+        whitespace_pattern: of JSON: a regex of the whitespace that may stand between its tokens.
+        disable_additional_properties, structural_tag: not supported.
+
+    Raises:
+        InvalidInputError: not exactly one constraint, or one that is not well formed, too large,
+            or asks for something that would not be kept.
+    """
+
+    json: str | Mapping[str, Any] | type | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool = False
+    structural_tag: str | None = None
+    constraint: Constraint = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.disable_additional_properties:
+            _refuse("disable_additional_properties", True, "write it in the schema")
+        if self.structural_tag is not None:
+            _refuse("structural_tag", self.structural_tag, "is not supported")
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidInputError(
+                "structured_outputs",
+                given,
+                f"exactly one of {', '.join(_KINDS)} must be given",
+            )
+        kind = given[0]
+        text = getattr(self, f"_{kind}_text")()
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_CONSTRAINT_BYTES:
+            limit = f"must be at most {MAX_CONSTRAINT_BYTES} bytes long"
+            _refuse(kind, f"{len(text)} characters", limit)
+        kind = "json" if kind == "json_object" else kind
+        constraint = Constraint(kind, text, *self._whitespace(kind == "json"))
+        object.__setattr__(self, "constraint", constraint)
+
+    def _whitespace(self, is_json: bool) -> tuple[bool, str | None]:
+        disabled, pattern = self.disable_any_whitespace, self.whitespace_pattern
+        if not isinstance(disabled, bool):
+            _refuse("disable_any_whitespace", disabled, "must be True or False")
+        if pattern is not None and (not isinstance(pattern, str) or disabled):
+            limit = "must be text, and is not for disable_any_whitespace"
+            _refuse("whitespace_pattern", pattern, limit)
+        if not is_json and (disabled or pattern is not None):
+            name = "disable_any_whitespace" if disabled else "whitespace_pattern"
+            _refuse(name, getattr(self, name), "is for json and json_object only")
+        return not disabled, pattern
+
+    def _json_text(self) -> str:
+        schema: Any = self.json
+        make = getattr(schema, "model_json_schema", None)
+        if isinstance(schema, type) and make is not None:
+            schema = make()
+        try:
+            if isinstance(schema, str):
+                schema = json.loads(schema)
+            text = json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            _refuse("json", self.json, f"must be a JSON schema: {error}")
+        if not isinstance(schema, (dict, bool)) and not isinstance(schema, Mapping):
+            _refuse("json", self.json, "a JSON schema is an object")
+        for keyword in _keywords(json.loads(text), 0):
+            if keyword in _UNSUPPORTED:
+                _refuse("json", keyword, _UNSUPPORTED[keyword])
+        return text
+
+    def _json_object_text(self) -> str:
+        if self.json_object is not True:
+            _refuse("json_object", self.json_object, "must be True or not given")
+        return '{"type": "object"}'
+
+    def _regex_text(self) -> str:
+        return _require_text("regex", self.regex)
+
+    def _grammar_text(self) -> str:
+        return _require_text("grammar", self.grammar)
+
+    def _choice_text(self) -> str:
+        choice = self.choice
+        if choice is None or not is_list(choice) or not choice:
+            _refuse("choice", choice, "must be a list of texts, at least one")
+        return json.dumps([_require_text("choice", text) for text in choice])
+
+
+def _require_text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        _refuse(name, value, "must be text, not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        _refuse(name, value, f"is not Unicode text ({error.reason})")
+    return value
+
+
+def _keywords(schema: object, depth: int) -> Iterator[str]:
+    """Every keyword in a schema and the schemas inside it."""
+    if depth > MAX_SCHEMA_DEPTH:
+        _refuse("json", "a schema", f"must be nested at most {MAX_SCHEMA_DEPTH} deep")
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _keywords(item, depth + 1)
+    elif isinstance(schema, dict):
+        for keyword, value in schema.items():
+            yield keyword
+            if keyword in _NAMED and isinstance(value, dict):
+                value = list(value.values())
+            if keyword not in _VALUES:
+                yield from _keywords(value, depth + 1)
+
+
+def _refuse(name: str, value: object, limit: str) -> NoReturn:
+    raise InvalidInputError(f"structured_outputs.{name}", value, limit)
+
+
+StructuredOutputsParams = StructuredOutputs
+"""Its name in vLLM."""

@@ -1,0 +1,87 @@
+"""A transformers tokenizer as llguidance reads it: the bytes of each token, and what ends a text.
+
+llguidance recognises a byte-level vocabulary by its decoder. Where the decoder is a sequence that
+has a byte fallback as well (tokenizers made of GGUF files), it takes the letters that stand for
+bytes for themselves. So what it made of the tokenizer is compared with the tokenizer's own text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from copy import copy
+from typing import Any
+
+from ..errors import InvalidInputError
+
+_FIELD = "structured_outputs"
+_NUM_COMPARED = 4096
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def make_ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> Any:
+    """An ``llguidance.LLTokenizer`` of at least ``vocab_size`` tokens, of which those the tokenizer
+    does not have are never allowed.
+
+    Args:
+        tokenizer: of the model, or None.
+        eos_token_ids: what may follow a text that is complete.
+
+    Raises:
+        InvalidInputError: there is no tokenizer, or none that llguidance reads rightly, or nothing
+            that ends a text; or llguidance is not installed.
+    """
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as error:
+        limit = "needs the llguidance package: pip install llguidance"
+        raise InvalidInputError(_FIELD, None, limit) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        what = "no tokenizer" if tokenizer is None else "no fast tokenizer"
+        raise InvalidInputError(_FIELD, type(tokenizer).__name__, f"this model has {what}")
+    if not eos_token_ids:
+        raise InvalidInputError(_FIELD, None, "this model has no end-of-sequence token")
+    num_tokens = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+    reason = ""
+    for text in _descriptions(backend):
+        try:
+            made = LLTokenizer(text, n_vocab=num_tokens, eos_token=sorted(eos_token_ids))
+        except Exception as error:  # of its own, in Rust
+            reason = str(error)
+            continue
+        wrong = _first_wrong_token(made, backend)
+        if wrong is None:
+            return made
+        reason = f"token {wrong} has other bytes there"
+    limit = f"llguidance does not read this model's tokenizer: {reason}"
+    raise InvalidInputError(_FIELD, type(tokenizer).__name__, limit)
+
+
+def _descriptions(backend: Any) -> Iterator[str]:
+    """The tokenizer as JSON: as it is, and with a decoder that says byte-level and nothing else."""
+    from tokenizers import decoders
+
+    own = copy(backend)
+    # What a user has set up for batches says nothing of the tokens.
+    own.no_padding()
+    own.no_truncation()
+    yield own.to_str()
+    own.decoder = decoders.ByteLevel()
+    yield own.to_str()
+
+
+def _first_wrong_token(made: Any, backend: Any) -> int | None:
+    """A token whose bytes are not those of its text, of all added ones and many others."""
+    size = backend.get_vocab_size(with_added_tokens=True)
+    compared = [*range(0, size, -(-size // _NUM_COMPARED)), *backend.get_added_tokens_decoder()]
+    compared = [i for i in compared if i < size and not made.is_special_token(i)]
+    # Behind another token: at the beginning of a text some decoders cut a space off.
+    (first, *_) = backend.encode("a", add_special_tokens=False).ids or [0]
+    before = backend.decode([first], skip_special_tokens=False)
+    pairs = [[first, token_id] for token_id in compared]
+    texts = backend.decode_batch(pairs, skip_special_tokens=False)
+    for token_id, text in zip(compared, texts, strict=True):
+        own = text.removeprefix(before)
+        if _INCOMPLETE not in own and made.decode_bytes([token_id]) != own.encode():
+            return token_id
+    return None

@@ -1,0 +1,82 @@
+"""Constraints at the door: what is asked for, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from pagespec import InvalidInputError, SamplingParams, StructuredOutputs, StructuredOutputsParams
+from pagespec.engine.structured_outputs import MAX_CONSTRAINT_BYTES
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+@pytest.mark.parametrize("schema", [Person, Person.model_json_schema()])
+def test_a_schema_may_be_a_model_a_dict_or_text(schema: Any) -> None:
+    as_text = StructuredOutputs(json=json.dumps(Person.model_json_schema()))
+    assert StructuredOutputs(json=schema).constraint == as_text.constraint
+
+
+def test_its_name_in_vllm_is_the_same_class() -> None:
+    assert StructuredOutputsParams is StructuredOutputs
+
+
+def test_names_in_a_schema_are_no_keywords() -> None:
+    names = {"patternProperties": {"type": "string"}, "x-guidance": {"const": {"extends": 1}}}
+    StructuredOutputs(json={"properties": names, "default": {"minProperties": 3}})
+
+
+_NESTED: dict[str, Any] = {}
+for _ in range(100):
+    _NESTED = {"items": _NESTED}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one"),
+    ({"regex": "a", "choice": ["b"]}, "exactly one"),
+    ({"json": "{"}, "json = .*must be a JSON schema"),
+    ({"json": "[1]"}, "a JSON schema is an object"),
+    ({"json": {"type": {1, 2}}}, "must be a JSON schema"),
+    ({"json": int}, "must be a JSON schema"),
+    ({"json": {"minimum": float("nan")}}, "must be a JSON schema"),
+    ({"json": _NESTED}, "nested at most"),
+    ({"json": {"items": {"patternProperties": {}}}}, "patternProperties.*not supported"),
+    ({"json": {"anyOf": [{"minProperties": 1}]}}, "minProperties"),
+    ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance"),
+    ({"json": {"$defs": {"a": {"divisibleBy": 2}}}}, "divisibleBy"),
+    ({"json_object": 1}, "json_object"),
+    ({"regex": ""}, "regex"),
+    ({"regex": 3}, "regex"),
+    ({"regex": "\ud800"}, "not Unicode"),
+    ({"regex": "a" * (MAX_CONSTRAINT_BYTES + 1)}, "bytes long"),
+    ({"choice": []}, "choice"),
+    ({"choice": "abc"}, "choice"),
+    ({"choice": ["a", ""]}, "choice"),
+    ({"grammar": ["start"]}, "grammar"),
+    ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "pattern"),
+    ({"regex": "a", "disable_any_whitespace": True}, "is for json"),
+    ({"json_object": True, "disable_additional_properties": True}, "write it in the schema"),
+    ({"structural_tag": "{}"}, "structural_tag"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_would_not_be_kept_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message) as refused:
+        StructuredOutputs(**given)
+    assert refused.value.field.startswith("structured_outputs")
+
+
+def test_parameters_take_nothing_else() -> None:
+    with pytest.raises(InvalidInputError, match="must be a StructuredOutputs"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+def test_parameters_with_a_schema_can_be_keys() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "null"}))
+    assert {params: 1}[params] == 1

@@ -1,0 +1,112 @@
+"""Constraints compiled for a tokenizer: what they allow, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagespec import InvalidInputError, StructuredOutputs
+from pagespec.structured import grammars as module
+from pagespec.structured.grammars import Grammars
+from tests.support.structured import END, NUM_TOKENS, check_output, random_outputs, tokenizer
+
+GRAMMARS = Grammars(tokenizer(), 320, {END})
+
+
+def walk(outputs: StructuredOutputs, rng: random.Random, length: int) -> tuple[list[int], str]:
+    """Tokens that the masks allow, and why they end."""
+    matcher, output = GRAMMARS.matcher(outputs), []
+    while len(output) < length:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        assert (END in allowed) == matcher.is_accepting()
+        token = END if END in allowed and rng.random() < 0.5 else rng.choice(allowed)
+        output.append(token)
+        assert matcher.consume_token(token)
+        if token == END:
+            return output, "stop"
+    return output, "length"
+
+
+@settings(max_examples=120)
+@given(st.integers(0, 2**32))
+def test_what_is_allowed_meets_what_was_asked(seed: int) -> None:
+    rng = random.Random(seed)
+    outputs, is_met = random_outputs(rng)
+    check_output(*walk(outputs, rng, 80), is_met)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"not": {}}}, "not"),
+    ({"json": {"uniqueItems": True}}, "uniqueItems"),
+    ({"json": {"type": "string", "format": "nothing"}}, "nothing"),
+    ({"json": {"type": "whatever"}}, "whatever"),
+    ({"json": {"$ref": "http://example.com/schema"}}, "example.com"),
+    ({"json": {"minimum": 3, "maximum": 2, "type": "integer"}}, "minimum"),
+    ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "unsatisf"),
+    ({"json_object": True, "whitespace_pattern": "(("}, "regex"),
+    ({"regex": "(?=a)"}, "look-around"),
+    ({"grammar": "start: nobody"}, "nobody"),
+    ({"grammar": "] garbage ["}, "garbage"),
+    ({"grammar": 'start: more\nmore: more "x"'}, "no text|grammar"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSED)
+def test_what_the_compiler_cannot_keep_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message) as refused:
+        GRAMMARS.check(StructuredOutputs(**asked))
+    assert refused.value.field.startswith("structured_outputs.")
+
+
+def allows(text: str, **asked: Any) -> bool:
+    matcher = GRAMMARS.matcher(StructuredOutputs(**asked))
+    ids = tokenizer().backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+
+def test_whitespace_is_as_asked() -> None:
+    tight, loose = '{"a":[1,2]}', '{ "a" : [1,\n2]}'
+    assert allows(tight, json_object=True)
+    assert allows(loose, json_object=True)
+    assert not allows(loose, json_object=True, disable_any_whitespace=True)
+    assert allows(tight, json_object=True, disable_any_whitespace=True)
+    assert not allows(loose, json_object=True, whitespace_pattern="[ ]?")
+    assert allows('{ "a": 1}', json_object=True, whitespace_pattern="[ ]?")
+
+
+def test_regexes_match_the_whole_text() -> None:
+    assert allows("ab", regex="ab")
+    assert allows("ab", regex="^ab$")
+    assert not allows("abc", regex="ab")
+
+
+def test_a_grammar_may_be_gbnf() -> None:
+    assert allows("ab", grammar='root ::= "a" tail\ntail ::= "b" | "c"')
+
+
+def test_a_constraint_is_compiled_once_and_the_oldest_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT_GRAMMARS", 2)
+    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
+    made: list[str] = []
+    compile_one = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda c: (made.append(c.text), compile_one(c))[1])
+    for regex in ("a", "b", "a", "c", "a", "b"):
+        grammars.matcher(StructuredOutputs(regex=regex))
+    assert made == ["a", "b", "c", "b"]
+
+
+def test_matchers_do_not_share_their_place() -> None:
+    outputs = StructuredOutputs(regex="ab")
+    one, other = GRAMMARS.matcher(outputs), GRAMMARS.matcher(outputs)
+    assert one.consume_token(3 + ord("a"))
+    assert one.consume_token(3 + ord("b"))
+    assert one.is_accepting()
+    assert not other.is_accepting()

@@ -1,0 +1,123 @@
+"""Matchers, fed by plans and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pagespec import SamplingParams, StructuredOutputs
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.request import RequestInfo
+from pagespec.structured.grammars import Grammars
+from pagespec.structured.matchers import ConstrainedRows, Matchers
+from tests.support.structured import END, tokenizer
+
+GRAMMARS = Grammars(tokenizer(), 320, {END})
+X, Y, Z = (3 + ord(letter) for letter in "xyz")
+
+
+def info(name: str, regex: str | None, num_prompt_tokens: int = 2) -> RequestInfo:
+    outputs = None if regex is None else StructuredOutputs(regex=regex)
+    params = SamplingParams(structured_outputs=outputs)
+    return RequestInfo(name, num_prompt_tokens, params, 0, b"", outputs is not None)
+
+
+def plan(
+    requests: tuple[RequestInfo, ...],
+    starts: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    *,
+    sampled: Sequence[bool] | None = None,
+    admitted: dict[int, tuple[int, ...]] | None = None,
+    released: tuple[str, ...] = (),
+) -> StepPlan:
+    """``admitted``: the ids before each admitted row, by row."""
+    lengths = tuple(map(len, tokens))
+    all_sampled = tuple(sampled or [True] * len(requests))
+    given = admitted or {}
+    return StepPlan(
+        0,
+        requests,
+        tuple(starts),
+        lengths,
+        all_sampled,
+        tuple(i for ids in tokens for i in ids),
+        tables=dict.fromkeys(given, (0,)),
+        prefixes={row: ids for row, ids in given.items() if requests[row].needs_history},
+        released=released,
+        is_decode_only=set(lengths) == {1} and all(all_sampled),
+    )
+
+
+def allowed(matchers: Matchers, rows: ConstrainedRows | None) -> dict[int, list[int]]:
+    assert rows is not None
+    return {row: ids_of(mask) for row, mask in matchers.masks(rows).items()}
+
+
+def ids_of(mask: Any) -> list[int]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert len(bits) == 320
+    return np.flatnonzero(bits).tolist()
+
+
+def test_a_text_goes_on_with_each_collected_token_also_in_steps_ahead() -> None:
+    matchers = Matchers(GRAMMARS)
+    requests = (info("free", None), info("own", "xy?z"))
+    first = matchers.take(plan(requests, [0, 0], [[7, 7], [Z, Z]], admitted={0: (), 1: ()}))
+    assert allowed(matchers, first) == {1: [X]}
+    # Dispatched before the first was collected, as with overlap; so are its masks made later.
+    second = matchers.take(plan(requests, [2, 2], [[-1], [-2]]))
+    assert first is not None
+    assert matchers.settle(first, [5, X]) == {}
+    assert allowed(matchers, second) == {1: [Y, Z]}
+    third = matchers.take(plan(requests, [3, 3], [[-1], [-2]]))
+    assert second is not None
+    assert third is not None
+    assert matchers.settle(second, [5, Z]) == {}
+    assert allowed(matchers, third) == {1: [END]}
+    # It has ended, and what its last row samples is for nobody.
+    matchers.settle(third, [5, END])
+
+
+def test_outputs_come_back_with_an_admission_in_chunks() -> None:
+    matchers = Matchers(GRAMMARS)
+    (own,) = requests = (info("own", "xyzxyz"),)
+    # Positions 0 to 2 from the prefix cache, the outputs "xyzx" known, a chunk of two at a time.
+    assert (
+        matchers.take(plan(requests, [3], [[Y]], sampled=[False], admitted={0: (9, 9, X)})) is None
+    )
+    last = matchers.take(plan(requests, [4], [[Z, X]]))
+    assert allowed(matchers, last) == {0: [Y]}
+    # Taken back and admitted in the same plan; then it is known from the beginning.
+    again = matchers.take(
+        plan(requests, [2], [[X, Y, Z, X]], admitted={0: (9, 9)}, released=("own",))
+    )
+    assert allowed(matchers, again) == {0: [Y]}
+    assert matchers.take(plan((), [], [], released=(own.request_id,))) is None
+    assert not matchers._texts
+
+
+def test_a_row_whose_matcher_failed_has_no_mask_and_says_why() -> None:
+    matchers = Matchers(GRAMMARS)
+    requests = (info("bad", "xy"), info("good", "xy"))
+    rows = matchers.take(plan(requests, [0, 0], [[7, 7], [7, 7]], admitted={0: (), 1: ()}))
+    assert allowed(matchers, rows) == {0: [X], 1: [X]}
+    assert rows is not None
+    failures = matchers.settle(rows, [Z, X])
+    assert list(failures) == ["bad"]
+    assert "structured_outputs" in failures["bad"]
+    in_flight = matchers.take(plan(requests, [2, 2], [[-1], [-2]]))
+    assert allowed(matchers, in_flight) == {1: [Y]}
+
+
+def test_after_a_reset_nothing_is_known() -> None:
+    matchers = Matchers(GRAMMARS)
+    requests = (info("own", "xy"),)
+    rows = matchers.take(plan(requests, [0], [[7, 7]], admitted={0: ()}))
+    assert rows is not None
+    matchers.settle(rows, [X])
+    matchers.reset()
+    rows = matchers.take(plan(requests, [0], [[7, 7]], admitted={0: ()}))
+    assert allowed(matchers, rows) == {0: [X]}

@@ -1,0 +1,126 @@
+"""Structured output through ``LLM``: a folder with a tokenizer, and the embedded model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagespec import (
+    LLM,
+    InvalidInputError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputs,
+    embedded_model_path,
+)
+from spec.replay import check
+from tests.support.models import tiny_model
+from tests.support.structured import save_byte_model
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "maximum": 999}, "s": {"enum": ["é", "b"]}},
+    "required": ["n", "s"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_byte_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, device="cpu", max_model_len=128, num_blocks=64)
+
+
+def params(max_tokens: int = 60, **asked: Any) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, seed=1, structured_outputs=StructuredOutputs(**asked)
+    )
+
+
+def text_of(output: RequestOutput) -> str:
+    (completion,) = output.outputs
+    assert completion.finish_reason == "stop"
+    return completion.text
+
+
+def test_answers_are_what_was_asked(llm: LLM) -> None:
+    asked = [
+        params(json=SCHEMA, disable_any_whitespace=True),
+        params(regex="a[0-9]{2}|b{3}"),
+        params(choice=["yes", "no"]),
+        params(grammar='start: "<" /[a-z]{1,5}/ ">"'),
+    ]
+    answers = [text_of(output) for output in llm.generate(["ab"] * 4, asked, use_tqdm=False)]
+    value = json.loads(answers[0])
+    assert value["n"] <= 999
+    assert value["s"] in ("é", "b")
+    assert re.fullmatch("a[0-9]{2}|b{3}", answers[1])
+    assert answers[2] in ("yes", "no")
+    assert re.fullmatch("<[a-z]{1,5}>", answers[3])
+    assert "".join(llm.stream("ab", asked[0])) == answers[0]
+    assert llm.stats().host_s["masks"] > 0
+
+
+def test_what_is_refused_leaves_the_others_alone(llm: LLM) -> None:
+    refused = params(json={"not": {}})
+    with pytest.raises(InvalidInputError, match="not"):
+        llm.generate("ab", refused, use_tqdm=False)
+    items = [("ab", params(choice=["x"])), ("ab", refused), ("ab", params(choice=["y"]))]
+    first, error, last = llm.generate_iter(items)
+    assert isinstance(error, InvalidInputError)
+    assert [text_of(first), text_of(last)] == ["x", "y"]  # type: ignore[arg-type]
+
+
+def test_a_request_that_cannot_go_on_ends_alone(llm: LLM) -> None:
+    nothing_left = SamplingParams(
+        allowed_token_ids=[3 + ord("z")],
+        structured_outputs=StructuredOutputs(choice=["x"]),
+    )
+    items = [("ab", params(choice=["x"])), ("ab", nothing_left), ("ab", params(choice=["y"]))]
+    first, error, last = llm.generate_iter(items)
+    assert isinstance(error, RequestError)
+    assert [text_of(first), text_of(last)] == ["x", "y"]  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="structured_outputs"):
+        llm.generate("ab", nothing_left, use_tqdm=False)
+
+
+def test_the_trace_of_one_that_failed_alone_is_replayed(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    traced = LLM(folder, device="cpu", max_model_len=128, num_blocks=64, trace=path)
+    test_a_request_that_cannot_go_on_ends_alone(traced)
+    lines = path.read_text().splitlines()
+    assert any(json.loads(line).get("reason") == "error" for line in lines)
+    verdict = check(lines)
+    assert not verdict.property_id, verdict
+
+
+def test_a_model_without_tokenizer_refuses() -> None:
+    llm = LLM(tiny_model("llama", num_hidden_layers=1), device="cpu", num_blocks=16)
+    with pytest.raises(InvalidInputError, match="no tokenizer"):
+        llm.generate([[5, 6]], params(choice=["x"]), use_tqdm=False)
+
+
+@pytest.mark.smollm2
+@pytest.mark.nightly
+def test_the_embedded_model_gives_valid_json() -> None:
+    path = embedded_model_path()
+    assert path is not None
+    llm = LLM(path, device="cpu", max_model_len=128, num_blocks=32)
+    schema = SCHEMA | {"properties": {"n": {"type": "integer"}, "s": {"enum": ["Paris", "Rome"]}}}
+    (output,) = llm.generate(
+        "A city and its number of hills as JSON:", params(json=schema), use_tqdm=False
+    )
+    value = json.loads(text_of(output))
+    assert isinstance(value["n"], int)
+    assert value["s"] in ("Paris", "Rome")
