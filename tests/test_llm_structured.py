@@ -72,6 +72,31 @@ def test_answers_are_what_was_asked(llm: LLM) -> None:
     assert llm.stats().host_s["masks"] > 0
 
 
+def test_each_of_several_continuations_is_what_was_asked(llm: LLM, folder: Path) -> None:
+    outputs = StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)
+    several = SamplingParams(n=3, max_tokens=60, seed=2, structured_outputs=outputs, logprobs=1)
+    asked = [several, params(regex="[a-c]{4}"), SamplingParams(max_tokens=20, seed=3)]
+    prompts = ["abababab", "ab", "abab"]
+    answers = llm.generate(prompts, asked, use_tqdm=False)
+    for completion in answers[0].outputs:
+        assert completion.finish_reason == "stop"
+        assert json.loads(completion.text)["s"] in ("é", "b")
+    assert len({completion.text for completion in answers[0].outputs}) > 1
+    crowded = LLM(
+        folder,
+        device="cpu",
+        max_model_len=96,
+        block_size=4,
+        num_blocks=24,
+        overlap=True,
+        check_invariants=True,
+    )
+    others = crowded.generate(prompts, asked, use_tqdm=False)
+    assert any(output.metrics.num_preemptions for output in others)
+    for one, other in zip(answers, others, strict=True):
+        assert one.outputs == other.outputs
+
+
 def test_what_is_refused_leaves_the_others_alone(llm: LLM) -> None:
     refused = params(json={"not": {}})
     with pytest.raises(InvalidInputError, match="not"):
