@@ -88,9 +88,7 @@ class PagespecLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, results[-1])
         return results
 
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
         totals = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -100,7 +98,7 @@ class PagespecLM(TemplateLM):
             totals.append(sum(total for total, _ in self._loglikelihood_tokens(parts)))
         return totals
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
         prompts, params = [], []
         for text, given in (request.args for request in requests):
             wanted = normalize_gen_kwargs(dict(given), self.max_gen_toks)

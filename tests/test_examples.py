@@ -14,9 +14,9 @@ from tests.support.models import save_word_model
 from tests.support.structured import save_byte_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-BY_HAND, STRUCTURED = "step_by_hand.py", "structured.py"
+BY_HAND, STRUCTURED, ADAPTER = "step_by_hand.py", "structured.py", "lm_eval_adapter.py"
 WITH_MODEL = sorted(
-    path.name for path in EXAMPLES.glob("*.py") if path.name not in (BY_HAND, STRUCTURED)
+    {path.name for path in EXAMPLES.glob("*.py")} - {BY_HAND, STRUCTURED, ADAPTER}
 )
 
 
@@ -56,6 +56,21 @@ def test_structured_answers_are_what_was_asked(
     assert re.search(r"sunny|cloudy|rainy", output)
     assert re.search(r"\b\d\d:\d\d\b", output)
     assert "refused: structured_outputs.json" in output
+
+
+def test_the_adapter_of_the_harness_scores_and_generates(model_folder: str) -> None:
+    """Where it is installed; docs/evaluation.md has a run beside the harness' own model."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    adapter = runpy.run_path(str(EXAMPLES / ADAPTER))["PagespecLM"](model_folder, device="cpu")
+    parts = [(("", ""), [5, 6], [7, 8]), (("", ""), [5, 6, 7], [8])]
+    (both, _), (last, _) = adapter._loglikelihood_tokens(parts)
+    first, _ = adapter._loglikelihood_tokens([(("", ""), [5, 6], [7])])[0]
+    assert both == pytest.approx(first + last)
+    arguments = ("word5 word6", {"until": [], "max_gen_toks": 3})
+    (text,) = adapter.generate_until([Instance("generate_until", {}, arguments, 0)])
+    assert len(text.split()) == 3
 
 
 def test_the_steps_by_hand_show_chunks_hits_and_preemption(

@@ -241,11 +241,9 @@ def interrupt(seed: int, places: list[int], kind: type[BaseException], trace: Pa
     """
     run = Run(seed, trace)
     raiser = LineRaiser(places, kind)
-    with (
-        # An exception raised in a finalizer is not propagated, only told. Not to a Mock: it would
-        # keep the traceback, and with its frames the callers that are to go.
-        mock.patch.object(sys, "unraisablehook", new=lambda _: None),
-    ):
+    # An exception raised in a finalizer is not propagated, only told. Not to a Mock: it would
+    # keep the traceback, and with its frames the callers that are to go.
+    with mock.patch.object(sys, "unraisablehook", new=_ignore):
         try:
             with raiser:
                 run.calls()
@@ -309,3 +307,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def _ignore(_: object) -> None:
+    pass
