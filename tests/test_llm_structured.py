@@ -85,9 +85,9 @@ def test_each_of_several_continuations_is_what_was_asked(llm: LLM, folder: Path)
     crowded = LLM(
         folder,
         device="cpu",
-        max_model_len=96,
+        max_model_len=64,
         block_size=4,
-        num_blocks=24,
+        num_blocks=16,
         overlap=True,
         check_invariants=True,
     )
