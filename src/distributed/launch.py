@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from .group import join_group, leave_group, make_communicator, make_store
 from .runner import DistributedRunner, LogitsCallback
 from .workers import Workers
 
+logger = logging.getLogger(__name__)
 # Imports, and weights from a slow disk.
 _IMPORT_TIMEOUT_S, _BUILD_TIMEOUT_S = 300.0, 3600.0
 _NUM_SLOTS = 4
@@ -46,11 +48,7 @@ def build_distributed(
             "a model in memory is in one process; give a folder or a hub id",
         )
     devices = _devices(config, num_ranks)
-    has_peer_access = all(
-        torch.cuda.can_device_access_peer(a, b)
-        for a, b in itertools.permutations(devices, 2)
-        if a.type == "cuda"
-    )
+    has_peer_access = _has_peer_access(devices)
     check_shared(name, num_ranks)
     channel = Channel(num_ranks)
     store = make_store(num_ranks)
@@ -94,6 +92,22 @@ def build_distributed(
         raise
     runner = DistributedRunner(local, workers, channel, leave_group, callback)
     return replace(built, runner=runner)
+
+
+def _has_peer_access(devices: Sequence[torch.device]) -> bool:
+    """Whether the ranks push into each other's memory; else NCCL moves what they sum."""
+    if any(device.type != "cuda" for device in devices):
+        return False
+    from ..kernels.collectives.symmetric import has_met
+
+    if has_met():
+        logger.warning(
+            "an engine of several GPUs was in this process before: the sums of this one travel by "
+            "NCCL, which is slower; start a new process for full speed"
+        )
+        return False
+    pairs = itertools.permutations(devices, 2)
+    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
 
 def _devices(config: EngineConfig, num_ranks: int) -> list[torch.device]:

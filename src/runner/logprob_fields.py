@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,25 +49,25 @@ def prompt_fields(plan: StepPlan) -> IntArray:
     return np.concatenate(parts, axis=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class HostLogprobRows:
     """Meets :class:`.engine.logprobs.LogprobRows`.
 
-    Attributes:
+    Args:
         words: int32 ``[n, ROW_WORDS]``, of its own memory.
     """
 
-    words: NDArray[Any]
+    __slots__ = ("_logprobs", "_ranks", "_words")
+
+    def __init__(self, words: NDArray[Any]) -> None:
+        self._words = words
+        # Whole columns at once: row by row this would take longer than the step.
+        self._logprobs: list[float] = words.view(np.float32)[:, 0].tolist()
+        self._ranks: list[int] = words[:, 1].tolist()
 
     def row(self, index: int, num_top: int) -> tuple[float, int, Sequence[int], Sequence[float]]:
-        words = self.words[index]
-        floats = words.view(np.float32)
-        ids = words[2 : 2 + num_top]
-        ids = ids[ids >= 0]  # a vocabulary may have fewer
-        first = 2 + MAX_TOP
-        return (
-            float(floats[0]),
-            int(words[1]),
-            ids.tolist(),
-            floats[first : first + len(ids)].tolist(),
-        )
+        own = self._logprobs[index], self._ranks[index]
+        if not num_top:
+            return *own, (), ()
+        words, first = self._words[index], 2 + MAX_TOP
+        ids = [i for i in words[2 : 2 + num_top].tolist() if i >= 0]  # a vocabulary may have fewer
+        return *own, ids, words[first : first + len(ids)].view(np.float32).tolist()

@@ -18,7 +18,7 @@ from .step_shapes import StepShape
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["num_updates"])
+@triton.jit(do_not_specialize=["num_updates"], do_not_specialize_on_alignment=["staged"])
 def _update_tables_kernel(staged, table_store, num_updates, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_updates

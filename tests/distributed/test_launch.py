@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pagespec import LLM, InvalidInputError, UnsupportedModelError
 from pagespec.distributed import launch
 from pagespec.engine.config import EngineConfig
+from pagespec.kernels.collectives import symmetric
 from tests.support.models import tiny_model
 
 
@@ -90,6 +91,18 @@ def test_devices_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert launch._devices(EngineConfig(device="cuda"), 3) == [
         torch.device("cuda", i) for i in range(3)
     ]
+
+
+def test_who_pushes_into_the_memory_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [torch.device("cuda", rank) for rank in range(3)]
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    assert launch._has_peer_access(gpus)
+    assert not launch._has_peer_access([torch.device("cpu")] * 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {*gpus[1:]})
+        assert not launch._has_peer_access(gpus)
+    monkeypatch.setattr(symmetric, "has_met", lambda: True)
+    assert not launch._has_peer_access(gpus)
 
 
 def test_a_process_of_another_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

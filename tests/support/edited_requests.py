@@ -91,7 +91,7 @@ def check_tokens(
     for case, request in zip(asked, requests, strict=True):
         prompt, output = case.prompt, request.output_token_ids
         for i, token in enumerate(output):
-            logits = seen.rows[request.request_id, len(prompt) + i].double().numpy()
+            logits = seen.rows[request.request_id, len(prompt) + i].double().cpu().numpy()
             edited = edited_logits(
                 logits,
                 prompt,

@@ -122,7 +122,7 @@ def run(case: str, device: str = "cpu", num_draws: int = NUM_DRAWS) -> Fit:
 def _draw(
     params: SamplingParams, edits: LogitEdits | None, logits: Tensor, device: str, num_draws: int
 ) -> Row:
-    info = RequestInfo("", len(PROMPT), params, 0, b"", True, edits)
+    info = RequestInfo("", len(PROMPT), params, 0, b"", True, edits=edits)
     num_known = len(PROMPT) + len(OUTPUT)
     num_rows = 1 if device == "cpu" else num_draws
     plan = StepPlan(

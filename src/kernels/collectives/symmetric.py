@@ -7,6 +7,7 @@ used. Everything runs inside CUDA graphs.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +63,20 @@ class Boxes:
         return 2 * num_ranks * max_chunks * chunk_bytes, 4 * num_ranks * max_chunks
 
 
+_has_met = threading.Event()
+
+
+def has_met() -> bool:
+    """Whether this process was in a group with boxes before. torch then keeps that group's store
+    and counts on, which processes that have just begun do not: they would never meet."""
+    return _has_met.is_set()
+
+
 def make_boxes(max_chunks: int, chunk_bytes: int, num_ranks: int, device: torch.device) -> Boxes:
-    """Boxes in symmetric memory. All ranks make theirs at a time."""
+    """Boxes in symmetric memory. All ranks make theirs at a time, and once in a process."""
     import torch.distributed._symmetric_memory as symmetric
+
+    _has_met.set()
 
     num_box_bytes, num_flag_bytes = Boxes.num_bytes(max_chunks, chunk_bytes, num_ranks)
     memory = symmetric.empty(num_box_bytes + num_flag_bytes, dtype=torch.uint8, device=device)

@@ -58,7 +58,7 @@ def plan_of(
     for i, (params, words, num_prompt, _) in enumerate(rows):
         stops = {*ENDS, *(params.stop_token_ids or ())}
         edits = LogitEdits.of(params, stops, words)
-        infos.append(RequestInfo(str(i), num_prompt, params, i, b"", True, edits))
+        infos.append(RequestInfo(str(i), num_prompt, params, i, b"", True, edits=edits))
     return StepPlan(
         step=0,
         requests=tuple(infos),
