@@ -15,9 +15,7 @@ from tests.support.structured import save_byte_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BY_HAND, STRUCTURED, ADAPTER = "step_by_hand.py", "structured.py", "lm_eval_adapter.py"
-WITH_MODEL = sorted(
-    {path.name for path in EXAMPLES.glob("*.py")} - {BY_HAND, STRUCTURED, ADAPTER}
-)
+WITH_MODEL = sorted({path.name for path in EXAMPLES.glob("*.py")} - {BY_HAND, STRUCTURED, ADAPTER})
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
