@@ -7,7 +7,7 @@ bytes for themselves. So what it made of the tokenizer is compared with the toke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -41,7 +41,8 @@ def make_ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection
         raise InvalidInputError(_FIELD, type(tokenizer).__name__, f"this model has {what}")
     if not eos_token_ids:
         raise InvalidInputError(_FIELD, None, "this model has no end-of-sequence token")
-    num_tokens = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+    token_ids = sorted(backend.get_vocab(with_added_tokens=True).values())
+    num_tokens = max(vocab_size, token_ids[-1] + 1)
     reason = ""
     for text in _descriptions(backend):
         try:
@@ -49,7 +50,7 @@ def make_ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection
         except Exception as error:  # of its own, in Rust
             reason = str(error)
             continue
-        wrong = _first_wrong_token(made, backend)
+        wrong = _first_wrong_token(made, backend, token_ids)
         if wrong is None:
             return made
         reason = f"token {wrong} has other bytes there"
@@ -70,11 +71,11 @@ def _descriptions(backend: Any) -> Iterator[str]:
     yield own.to_str()
 
 
-def _first_wrong_token(made: Any, backend: Any) -> int | None:
+def _first_wrong_token(made: Any, backend: Any, token_ids: Sequence[int]) -> int | None:
     """A token whose bytes are not those of its text, of all added ones and many others."""
-    size = backend.get_vocab_size(with_added_tokens=True)
-    compared = [*range(0, size, -(-size // _NUM_COMPARED)), *backend.get_added_tokens_decoder()]
-    compared = [i for i in compared if i < size and not made.is_special_token(i)]
+    some = token_ids[:: -(-len(token_ids) // _NUM_COMPARED)]
+    compared = [*some, *backend.get_added_tokens_decoder()]
+    compared = [token_id for token_id in compared if not made.is_special_token(token_id)]
     # Behind another token: at the beginning of a text some decoders cut a space off.
     (first, *_) = backend.encode("a", add_special_tokens=False).ids or [0]
     before = backend.decode([first], skip_special_tokens=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from tokenizers import decoders
+from tokenizers import Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
 
 from pagespec import InvalidInputError
 from pagespec.structured.tokens import make_ll_tokenizer
@@ -30,6 +33,18 @@ def test_a_byte_level_vocabulary_is_known_behind_a_byte_fallback() -> None:
     made = make_ll_tokenizer(tokenizer, 266, {2})
     (space_a,) = tokenizer.backend_tokenizer.encode(" a", add_special_tokens=False).ids
     assert made.decode_bytes([space_a]) == b" a"
+
+
+def test_a_vocabulary_may_have_gaps() -> None:
+    described = json.loads(byte_level().backend_tokenizer.to_str())
+    vocab = described["model"]["vocab"]
+    vocab.update({token: i + 5 for token, i in vocab.items() if i >= 200})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(described)), eos_token="</s>"
+    )
+    made = make_ll_tokenizer(tokenizer, 100, {2})
+    assert made.vocab_size == 271
+    assert made.decode_bytes([3 + ord("a"), 264]) == b"a a"
 
 
 def test_what_is_set_up_for_batches_stays_as_it_is() -> None:
