@@ -78,6 +78,7 @@ class LLM:
             weights, steps, graphs and KV cache; default 0.9. On a CPU the share of the memory
             available now that the KV cache takes; default half of it, at most 4 GiB. Give this or
             ``num_blocks``.
+        gpu_memory_utilization: vLLM's name of ``memory_utilization``.
         enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
         compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
             between its products and kernels (on CPU this needs a C++ compiler); "eager" runs the
@@ -121,6 +122,7 @@ class LLM:
         block_size: int = 16,
         num_blocks: int | None = None,
         memory_utilization: float | None = None,
+        gpu_memory_utilization: float | None = None,
         enable_prefix_caching: bool = True,
         compile: str = "auto",
         attention: str = "auto",
@@ -136,6 +138,11 @@ class LLM:
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
     ) -> None:
+        if gpu_memory_utilization is not None:
+            if memory_utilization is not None:
+                limit = "is another name of memory_utilization; give one of them"
+                raise InvalidInputError("gpu_memory_utilization", gpu_memory_utilization, limit)
+            memory_utilization = gpu_memory_utilization
         check_objects(
             model=model, trace=trace, check_invariants=check_invariants, on_logits=on_logits
         )
