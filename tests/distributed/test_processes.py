@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,15 @@ def test_a_callback_that_raises_fails_its_step_alone(group: Group, reference: Re
 # Interrupts -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As in a terminal: a shell that starts this in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_at_any_step_leaves_an_engine_that_answers(
     group: Group, reference: Reference
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_refusal_is_told_in_its_own_words(make_pool: Callable[..., ReplicaPool
         make_pool(refuse_work).start()
 
 
+@pytest.mark.nightly
 def test_starts_that_fail_are_bounded(
     make_pool: Callable[..., ReplicaPool], tmp_path: Path
 ) -> None:
