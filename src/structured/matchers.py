@@ -7,6 +7,7 @@ is only asked for when every token before it is known.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from .grammars import Grammars
 
 IntArray = NDArray[np.int32]
 _MAX_REASON = 300
+# A mask takes some 30 us. To wake a thread for each of many cores took longer than all of 64.
+_MAX_THREADS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +161,7 @@ class Matchers:
             fill_next_token_bitmask(matchers[0][0], bits)
         elif matchers:
             if self._executor is None:
-                self._executor = LLExecutor()
+                self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
             fill_next_token_bitmask_par(self._executor, matchers, bits)
 
     def settle(self, constrained: ConstrainedRows, token_ids: Sequence[int]) -> dict[str, str]:
