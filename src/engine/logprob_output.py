@@ -80,7 +80,6 @@ def score_of(output: RequestOutput, decode: Callable[[int], str] | None) -> Scor
 class _Reader:
     def __init__(self, decode: Callable[[int], str] | None) -> None:
         self._decode = decode
-        self._texts: dict[int, str] = {}
 
     def read(
         self, token_ids: Sequence[int], kept: Sequence[tuple[LogprobRows, int]], num_top: int
@@ -97,8 +96,4 @@ class _Reader:
         return found
 
     def _text(self, token_id: int) -> str | None:
-        if self._decode is None:
-            return None
-        if token_id not in self._texts:
-            self._texts[token_id] = self._decode(token_id)
-        return self._texts[token_id]
+        return None if self._decode is None else self._decode(token_id)

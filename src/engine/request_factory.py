@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache, cached_property
 from typing import Any
 
 import xxhash
@@ -212,11 +213,13 @@ class RequestFactory:
             stop_reason=stop_reason if finish_reason == "stop" else None,
         )
 
-    @property
+    @cached_property
     def decode_one(self) -> Callable[[int], str] | None:
-        """The text of a token by itself; None without a tokenizer."""
+        """The text of a token by itself, each decoded once; None without a tokenizer."""
         tokenizer = self._tokenizer
-        return None if tokenizer is None else lambda token_id: str(tokenizer.decode([token_id]))
+        if tokenizer is None:
+            return None
+        return cache(lambda token_id: str(tokenizer.decode([token_id])))
 
 
 def _unlikelihood(answer: CompletionOutput) -> float:

@@ -191,7 +191,7 @@ class ModelRunner:
         return self._pack(plan).to_arrays()
 
     def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> StepHandle:
-        """Compute a staged step. The plan is for ``on_logits``."""
+        """Compute a staged step. The plan is for edited rows and ``on_logits``."""
         return self._compute(PackedStep.from_arrays(arrays), plan)
 
     def is_computed(self, _handle: object, _wait_s: float) -> bool:

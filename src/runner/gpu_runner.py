@@ -349,7 +349,7 @@ class GpuRunner:
         return [staged.to_array(), array[: staged.num_elements]]
 
     def launch(self, arrays: Sequence[IntArray], plan: StepPlan | None = None) -> GpuStepHandle:
-        """Queue a staged step. Rank 0 gives its plan, for ``on_logits``."""
+        """Queue a staged step. Rank 0 gives its plan, for edited rows and ``on_logits``."""
         staged, array = StagedStep.from_array(arrays[0]), arrays[1]
         with self._scope():
             if plan is None:

@@ -50,7 +50,8 @@ class StagingRunner(TimedRunner, Protocol):
         ...
 
     def launch(self, arrays: Sequence[NDArray[Any]], plan: StepPlan | None = None) -> object:
-        """Compute a staged step, or queue it; rank 0 gives its plan, for ``on_logits``."""
+        """Compute a staged step, or queue it; rank 0 gives its plan, for edited rows and
+        ``on_logits``."""
         ...
 
     def is_computed(self, handle: Any, wait_s: float) -> bool:

@@ -87,7 +87,7 @@ def test_nccl_moves_what_peers_cannot_reach(
 def test_a_lost_rank_is_told_and_the_next_engine_starts(
     folder: Path, over_peer_memory: list[list[int]], how: signal.Signals
 ) -> None:
-    """Rank 0's kernels then wait for flags that nobody sets."""
+    """Of a second engine in this process, whose sums travel by NCCL: not that of peer memory."""
     llm = make_llm(folder)
     pids = llm._runner._workers.pids
     threading.Timer(1.0, os.kill, (pids[0], how)).start()
