@@ -90,7 +90,7 @@ def build_distributed(
         if reason is not error:
             raise reason from error
         raise
-    runner = DistributedRunner(local, workers, channel, leave_group, callback)
+    runner = DistributedRunner(local, workers, channel, communicator, leave_group, callback)
     return replace(built, runner=runner)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ..engine.plan import StepPlan, StepResult
 from ..errors import EngineError
+from ..kernels.collectives.communicator import Communicator
 from ..runner.staging_runner import StagingRunner
 from .channel import Channel
 from .workers import Watch, Workers
@@ -110,6 +111,7 @@ class DistributedRunner:
         local: rank 0's own runner.
         workers: the others.
         channel: shared with them, with slots.
+        communicator: rank 0's own.
         on_close: called once the group has ended.
         on_logits: as the local runner calls it.
     """
@@ -119,6 +121,7 @@ class DistributedRunner:
         local: StagingRunner,
         workers: Workers,
         channel: Channel,
+        communicator: Communicator,
         on_close: Callable[[], None],
         on_logits: LogitsCallback | None = None,
     ) -> None:
@@ -127,6 +130,7 @@ class DistributedRunner:
         self.pipeline_depth = local.pipeline_depth
         self.num_blocks = local.num_blocks
         self._workers, self._channel = workers, channel
+        self._communicator = communicator
         self._watch = Watch(workers, channel)
         self._thread = _LaunchThread(local, workers, channel, on_close)
         self._last: _Launch | None = None
@@ -217,7 +221,7 @@ class DistributedRunner:
         """The group's end: ranks that computed different parts cannot go on together."""
         if self._failure is None:
             self._failure = EngineError(f"{error}; make a new engine")
-            self.local.captured.communicator.end()
+            self._communicator.end()
             self._workers.end()
             # The error may keep this object alive for long, and a new engine needs a new group.
             self._thread.close()

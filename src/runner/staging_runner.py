@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ..compile.captured_model import CapturedModel
 from ..engine.plan import StepPlan
 from ..engine.runner import Runner
 
@@ -32,13 +31,7 @@ class TimedRunner(Runner, Protocol):
 
 
 class StagingRunner(TimedRunner, Protocol):
-    """The runner of one rank: ``dispatch`` in two, ``stage`` on rank 0 and ``launch`` on all.
-
-    Attributes:
-        captured: the model, with the communicator of this rank.
-    """
-
-    captured: CapturedModel
+    """The runner of one rank: ``dispatch`` in two, ``stage`` on rank 0 and ``launch`` on all."""
 
     @property
     def max_staged_bytes(self) -> int:
