@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -13,8 +12,9 @@ from pagespec import SamplingParams
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
-from pagespec.runner.cpu_runner import ModelRunner
-from tests.runner.test_gpu_runner import PassedEvent, Recomputed
+from tests.runner.test_gpu_runner import PassedEvent
+from tests.support import both_runners
+from tests.support.both_runners import BLOCK_SIZE, RUNNERS
 from tests.support.captures import graph_cache
 from tests.support.edited_requests import (
     Asked,
@@ -25,11 +25,6 @@ from tests.support.edited_requests import (
 )
 from tests.support.models import tiny_model
 
-BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
-RUNNERS = ["cpu"]
-if os.environ.get("TRITON_INTERPRET") == "1":
-    RUNNERS.append("gpu")
-
 
 @cache
 def captured() -> CapturedModel:
@@ -38,19 +33,9 @@ def captured() -> CapturedModel:
 
 
 def make_runner(kind: str, num_blocks: int, overlap: bool, on_logits: Any) -> Any:
-    sizes = {
-        "block_size": BLOCK_SIZE,
-        "num_blocks": num_blocks,
-        "max_num_tokens": 24,
-        "max_num_rows": MAX_NUM_SEQS,
-        "max_num_blocks": 20,
-    }
-    if kind == "cpu":
-        return ModelRunner(captured(), **sizes, overlap=overlap, on_logits=on_logits)
-    gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
-    runner = gpu_runner.GpuRunner(captured(), **sizes, overlap=overlap, on_logits=on_logits)
-    runner._graphs = Recomputed(runner.run_staged)
-    return runner
+    return both_runners.make_runner(
+        captured(), kind, num_blocks, max_num_blocks=20, overlap=overlap, on_logits=on_logits
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,16 +20,12 @@ from pagespec.engine.core import Engine
 from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
-from pagespec.runner.cpu_runner import ModelRunner
-from tests.runner.test_gpu_runner import PassedEvent, Recomputed
+from tests.runner.test_gpu_runner import PassedEvent
+from tests.support import both_runners
+from tests.support.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 from tests.support.structured import END, check_output, make_request, random_outputs, tokenizer
-
-BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
-RUNNERS = ["cpu"]
-if os.environ.get("TRITON_INTERPRET") == "1":
-    RUNNERS.append("gpu")
 
 
 @cache
@@ -41,19 +36,14 @@ def captured() -> CapturedModel:
 
 
 def make_runner(kind: str, num_blocks: int, overlap: bool, max_num_seqs: int = MAX_NUM_SEQS) -> Any:
-    sizes = {
-        "block_size": BLOCK_SIZE,
-        "num_blocks": num_blocks,
-        "max_num_tokens": max(24, max_num_seqs),
-        "max_num_rows": max_num_seqs,
-        "max_num_blocks": 24,
-    }
-    if kind == "cpu":
-        return ModelRunner(captured(), **sizes, overlap=overlap)
-    gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
-    runner = gpu_runner.GpuRunner(captured(), **sizes, overlap=overlap)
-    runner._graphs = Recomputed(runner.run_staged)
-    return runner
+    return both_runners.make_runner(
+        captured(),
+        kind,
+        num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_blocks=24,
+        overlap=overlap,
+    )
 
 
 def serve(

@@ -1,0 +1,42 @@
+"""A runner of either kind for a small model on a CPU: the GPU's kernels are interpreted."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from pagespec.compile.captured_model import CapturedModel
+from pagespec.runner.cpu_runner import ModelRunner
+from tests.runner.test_gpu_runner import Recomputed
+
+BLOCK_SIZE, MAX_NUM_SEQS = 4, 5
+RUNNERS = ["cpu"]
+if os.environ.get("TRITON_INTERPRET") == "1":
+    RUNNERS.append("gpu")
+
+
+def make_runner(
+    captured: CapturedModel,
+    kind: str,
+    num_blocks: int,
+    *,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    max_num_blocks: int,
+    **settings: Any,
+) -> Any:
+    """Of ``kind`` "cpu" or "gpu"; the latter has steps of every shape, computed anew."""
+    settings |= {
+        "block_size": BLOCK_SIZE,
+        "num_blocks": num_blocks,
+        "max_num_tokens": max(24, max_num_seqs),
+        "max_num_rows": max_num_seqs,
+        "max_num_blocks": max_num_blocks,
+    }
+    if kind == "cpu":
+        return ModelRunner(captured, **settings)
+    gpu_runner = pytest.importorskip("pagespec.runner.gpu_runner")
+    runner = gpu_runner.GpuRunner(captured, **settings)
+    runner._graphs = Recomputed(runner.run_staged)
+    return runner
