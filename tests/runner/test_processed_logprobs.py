@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pagespec import SamplingParams
-from tests.runner.test_edits import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS, captured
+from tests.runner.test_edits import captured
 from tests.runner.test_gpu_runner import PassedEvent, Recomputed
+from tests.support.both_runners import BLOCK_SIZE, MAX_NUM_SEQS, RUNNERS
 from tests.support.edited_requests import END_TOKEN_IDS, Asked, LogitsByPosition, serve
 from tests.support.plain_sampling import edited_logits, probabilities
 
