@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "LLM": "pagespec.llm",
+    "AsyncLLM": "pagespec.aio.async_llm",
     "SamplingParams": "pagespec.engine.sampling_params",
     "StructuredOutputs": "pagespec.engine.structured_outputs",
     "StructuredOutputsParams": "pagespec.engine.structured_outputs",
@@ -26,12 +27,15 @@ _HOME = {
     "UnsupportedModelError": "pagespec.errors",
     "EngineError": "pagespec.errors",
     "RequestError": "pagespec.errors",
+    "EngineBusyError": "pagespec.errors",
+    "EngineStoppedError": "pagespec.errors",
     "embedded_model_path": "pagespec.compile.model.gguf",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from .aio.async_llm import AsyncLLM
     from .compile.model.gguf import embedded_model_path
     from .engine.outputs import (
         CompletionOutput,
@@ -43,7 +47,9 @@ if TYPE_CHECKING:
     from .engine.sampling_params import SamplingParams
     from .engine.structured_outputs import StructuredOutputs, StructuredOutputsParams
     from .errors import (
+        EngineBusyError,
         EngineError,
+        EngineStoppedError,
         InvalidInputError,
         PagespecError,
         RequestError,

@@ -48,3 +48,11 @@ class EngineError(PagespecError):
 class RequestError(EngineError):
     """One request could not go on and was ended with finish reason "error"; the others are
     undisturbed."""
+
+
+class EngineBusyError(PagespecError):
+    """As many requests as the engine may have are live; try again later."""
+
+
+class EngineStoppedError(PagespecError):
+    """The engine is shutting down and takes no requests."""

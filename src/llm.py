@@ -177,15 +177,15 @@ class LLM:
         self.device = str(built.device)
         self._device = built.device
         self._runner = built.runner
-        self._reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
-        factory = RequestFactory(
+        self.reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
+        self.factory = RequestFactory(
             built.tokenizer,
             vocab_size=built.vocab_size,
             eos_token_ids=frozenset(built.eos_token_ids),
             max_model_len=built.max_model_len,
             seed=config.seed,
             can_score=built.can_score,
-            encode=self._reader.encode,
+            encode=self.reader.encode,
             check_structure=built.grammars.check if built.grammars is not None else None,
         )
         scheduler = Scheduler(
@@ -202,7 +202,7 @@ class LLM:
         self.engine = Engine(
             scheduler, built.runner, trace=trace, check_invariants=check_invariants
         )
-        self._loop = GenerationLoop(self.engine, factory)
+        self._loop = GenerationLoop(self.engine, self.factory)
 
     # Offline generation -----------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class LLM:
         items = split_prompts(prompts)
         params = pair_params(items, sampling_params, SamplingParams())
         return self._loop.run(
-            self._reader.read_all(items, [truncation_of(p) for p in params]), params, use_tqdm
+            self.reader.read_all(items, [truncation_of(p) for p in params]), params, use_tqdm
         )
 
     def score(self, prompts: Any, *, use_tqdm: bool = True) -> list[ScoreOutput]:
@@ -241,7 +241,7 @@ class LLM:
         Args:
             prompts: as of ``generate``.
         """
-        return self._loop.score(self._reader.read_all(split_prompts(prompts)), use_tqdm)
+        return self._loop.score(self.reader.read_all(split_prompts(prompts)), use_tqdm)
 
     def chat(
         self,
@@ -264,7 +264,7 @@ class LLM:
         conversations = list(messages) if is_many else [messages]
         params = pair_params(conversations, sampling_params, SamplingParams())
         inputs = [
-            self._reader.read_messages(
+            self.reader.read_messages(
                 item, f"messages[{i}]" if is_many else "messages", truncation_of(params[i])
             )
             for i, item in enumerate(conversations)
@@ -298,7 +298,7 @@ class LLM:
 
     def read_messages(self, messages: Any) -> PromptInput:
         """A conversation as a prompt for ``generate_iter`` and ``stream``."""
-        return self._reader.read_messages(messages)
+        return self.reader.read_messages(messages)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one answer as it grows; the pieces together are the text of
@@ -331,8 +331,8 @@ class LLM:
     def _read(self, prompt: Any, params: Any) -> PromptInput:
         truncate = truncation_of(params)
         if isinstance(prompt, PromptInput):
-            return self._reader.truncated(prompt, truncate)
-        return self._reader.read(prompt, truncate=truncate)
+            return self.reader.truncated(prompt, truncate)
+        return self.reader.read(prompt, truncate=truncate)
 
     def stats(self) -> EngineStats:
         """Counters, start-up times and memory as they are now."""

@@ -17,6 +17,8 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 # Top down: a room may import those below it, and none beside it (in the same line).
 PACKAGE = (
     ("cli",),
+    ("server",),
+    ("aio",),
     ("verify", "distributed.ray"),
     ("llm",),
     ("distributed",),
@@ -47,6 +49,8 @@ KERNELS = (
 # The engine stands beside: these may import it, and it knows the lowest line only.
 ABOVE_ENGINE = (
     "cli",
+    "server",
+    "aio",
     "verify",
     "distributed.ray",
     "llm",

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..errors import EngineError, InvalidInputError, PagespecError, RequestError
 from .core import Engine
-from .detokenizer import Detokenizer, StopStringWatcher
+from .growing_text import GrowingText
 from .inputs import PromptInput
 from .logprob_output import SCORE_PARAMS, score_of
 from .outputs import RequestOutput, ScoreOutput
@@ -154,7 +154,7 @@ class GenerationLoop:
     def _stream(
         self, requests: list[Request], prompt: PromptInput, tokenizer: Any
     ) -> Generator[tuple[int, str]]:
-        texts = [_GrowingText(request, prompt, tokenizer) for request in requests]
+        texts = [GrowingText(request, prompt, tokenizer) for request in requests]
         caller: _Caller | None = _Caller()
         try:
             # Added on the first step of the iterator: one that is never read must not be served.
@@ -190,40 +190,6 @@ class GenerationLoop:
                 raise kind(f"request {request.request_id} was ended: {failure}")
         metrics = [self._engine.metrics(request) for request in requests]
         return self._factory.output(requests, prompt, metrics)
-
-
-class _GrowingText:
-    """The text of a request as far as it is certain, read piece by piece.
-
-    Attributes:
-        num_read: characters.
-    """
-
-    def __init__(self, request: Request, prompt: PromptInput, tokenizer: Any) -> None:
-        self._request, self._watcher = request, request.on_token
-        params = request.sampling_params
-        self._detokenizer = Detokenizer(
-            tokenizer, prompt.token_ids, skip_special_tokens=params.skip_special_tokens
-        )
-        is_watched = isinstance(self._watcher, StopStringWatcher)
-        self._position = 0 if is_watched else request.num_prompt_tokens  # of pieces, or of tokens
-        self.num_read = 0
-
-    def read(self) -> str:
-        """What is new."""
-        if isinstance(self._watcher, StopStringWatcher):
-            # Read once: another thread may append meanwhile.
-            new = self._watcher.settled_pieces[self._position :]
-            piece = "".join(new)
-            self._position += len(new)
-        else:
-            ids = self._request.token_ids[self._position :]
-            # The text of a stop token comes at the end, if at all.
-            stops = self._request.stop_token_ids
-            piece = "".join(self._detokenizer.push(i) for i in ids if i not in stops)
-            self._position += len(ids)
-        self.num_read += len(piece)
-        return piece
 
 
 def only_text(pieces: Generator[tuple[int, str]]) -> Iterator[str]:

@@ -38,6 +38,23 @@ def require_unicode(field: str, text: str) -> None:
         raise InvalidInputError(field, text, f"is not Unicode text ({error.reason})") from error
 
 
+def _checked_salt(field: str, salt: Any) -> bytes:
+    if not isinstance(salt, str):
+        raise InvalidInputError(f"{field}.cache_salt", salt, "must be text")
+    require_unicode(f"{field}.cache_salt", salt)
+    return salt.encode()
+
+
+def _checked_priority(field: str, priority: Any) -> int:
+    if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
+        raise InvalidInputError(
+            f"{field}.priority",
+            priority,
+            f"must be an integer from 0, the most urgent, to {MAX_PRIORITY}",
+        )
+    return priority
+
+
 def split_prompts(prompts: Any) -> list[Any]:
     """One item a request, from what ``generate`` accepts: a text, a list of token ids, a dict, or
     a list of those."""
@@ -111,18 +128,8 @@ class PromptReader:
                     "must have either 'prompt' or 'prompt_token_ids', "
                     "and at most 'cache_salt' and 'priority' besides",
                 )
-            salt = prompt.get("cache_salt", "")
-            if not isinstance(salt, str):
-                raise InvalidInputError(f"{field}.cache_salt", salt, "must be text")
-            require_unicode(f"{field}.cache_salt", salt)
-            cache_salt = salt.encode()
-            priority = prompt.get("priority", 0)
-            if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
-                raise InvalidInputError(
-                    f"{field}.priority",
-                    priority,
-                    f"must be an integer from 0, the most urgent, to {MAX_PRIORITY}",
-                )
+            cache_salt = _checked_salt(field, prompt.get("cache_salt", ""))
+            priority = _checked_priority(field, prompt.get("priority", 0))
             if "prompt" in prompt:
                 prompt = prompt["prompt"]
                 if not isinstance(prompt, str):
@@ -160,6 +167,16 @@ class PromptReader:
     def truncated(self, prompt: PromptInput, truncate: int | None) -> PromptInput:
         """A prompt that was read before, as ``read`` would have cut it."""
         return replace(prompt, token_ids=self._truncated(prompt.token_ids, truncate))
+
+    def marked(
+        self, prompt: PromptInput, *, cache_salt: str | None = None, priority: int | None = None
+    ) -> PromptInput:
+        """A prompt that was read before, with these; None leaves what it has."""
+        if cache_salt is not None:
+            prompt = replace(prompt, cache_salt=_checked_salt("prompt", cache_salt))
+        if priority is not None:
+            prompt = replace(prompt, priority=_checked_priority("prompt", priority))
+        return prompt
 
     def _truncated(self, token_ids: list[Any], truncate: int | None) -> list[Any]:
         if truncate is None:

@@ -60,6 +60,18 @@ def add_logprobs(
         output.prompt_logprobs = [None, *reader.read(token_ids, kept, params.prompt_logprobs)]
 
 
+def logprob_entries(
+    request: Request, begin: int, end: int, decode: Callable[[int], str] | None
+) -> list[dict[int, Logprob]] | None:
+    """Of the settled outputs ``begin`` to ``end`` of a request; None if it asks for none."""
+    num_top = request.sampling_params.logprobs
+    if num_top is None or request.logprobs is None:
+        return None
+    first = request.num_prompt_tokens
+    token_ids = request.token_ids[first + begin : first + end]
+    return _Reader(decode).read(token_ids, request.logprobs.sampled[begin:end], num_top)
+
+
 def score_of(output: RequestOutput, decode: Callable[[int], str] | None) -> ScoreOutput:
     """The score of a finished request with :data:`SCORE_PARAMS`."""
     token_ids = output.prompt_token_ids

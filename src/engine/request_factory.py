@@ -172,7 +172,7 @@ class RequestFactory:
             request_id=requests[0].request_id,
             prompt=prompt.text,
             prompt_token_ids=prompt.token_ids,
-            outputs=[self._completion(i, request, prompt) for i, request in enumerate(requests)],
+            outputs=[self.completion(i, request, prompt) for i, request in enumerate(requests)],
             metrics=joined(metrics) if len(metrics) > 1 else metrics[0],
         )
         decode = self.decode_one if requests[0].sampling_params.detokenize else None
@@ -184,7 +184,8 @@ class RequestFactory:
                 answer.index = index
         return output
 
-    def _completion(self, index: int, request: Request, prompt: PromptInput) -> CompletionOutput:
+    def completion(self, index: int, request: Request, prompt: PromptInput) -> CompletionOutput:
+        """One finished continuation, without its log-probabilities."""
         params, finish_reason = request.sampling_params, request.finish_reason
         watcher, stop_token_id = request.on_token, request.stop_token_id
         stop_reason: int | str | None = None

@@ -1,0 +1,6 @@
+"""The engine for asyncio: many callers on event loops, one thread that steps.
+
+Read in this order: ``async_llm`` (the class people use), ``generation`` (one prompt being
+answered), ``engine_thread`` (who steps, and what is done between steps), ``snapshot`` (the engine
+in numbers). It stands on ``LLM``; ``server`` and the command line may import it.
+"""

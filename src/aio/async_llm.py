@@ -1,0 +1,449 @@
+"""``AsyncLLM``: an ``LLM`` for asyncio. Names as in vLLM's where meanings agree."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..engine.inputs import PromptInput, truncation_of
+from ..engine.outputs import RequestOutput
+from ..engine.request import Request
+from ..engine.sampling_params import SamplingParams
+from ..errors import EngineBusyError, EngineError, EngineStoppedError, InvalidInputError
+from ..llm import LLM
+from ..validation import is_int
+from .engine_thread import EngineThread
+from .generation import Generation, cumulative
+from .served import LoopRequests, Observer, Served, end_of
+from .snapshot import EngineSnapshot, block_map, take_snapshot
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("pagespec")
+
+_T = TypeVar("_T")
+PAUSE_MODES = ("keep", "abort", "wait")
+_POLL_S = 0.01
+# Prompts of more characters are tokenised on another thread, so that the loop goes on meanwhile.
+_SHORT_TEXT = 2_000
+
+
+class AsyncLLM:
+    """An ``LLM`` for many callers on event loops; a thread of its own steps the engine.
+
+    Requests of all callers are computed together, and a request's tokens are those of
+    ``LLM.generate``. A failed step ends every request that is being served with EngineError. The
+    engine then checks itself with a request of one token, before the next: :meth:`check_health`
+    says how that went.
+
+    Args:
+        model: as of ``LLM``, or an ``LLM``, which is then this object's.
+        max_num_requests: most requests that wait or run; more are refused with EngineBusyError.
+            Each of ``n`` continuations is one. None: any number.
+        arguments: of ``LLM``.
+
+    Raises:
+        InvalidInputError, UnsupportedModelError: as of ``LLM``.
+
+    Attributes:
+        llm: its calls may be used as well.
+        observers: are told of requests; to be filled before the first.
+    """
+
+    def __init__(
+        self,
+        model: LLM | str | os.PathLike[str] | PreTrainedModel,
+        *,
+        max_num_requests: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        if max_num_requests is not None and (not is_int(max_num_requests) or max_num_requests < 1):
+            limit = "must be an integer of 1 or more, or None"
+            raise InvalidInputError("max_num_requests", max_num_requests, limit)
+        if isinstance(model, LLM) and arguments:
+            raise InvalidInputError(next(iter(arguments)), arguments, "the LLM is there already")
+        self.llm = model if isinstance(model, LLM) else LLM(model, **arguments)
+        self.max_num_requests = max_num_requests
+        self.observers: list[Observer] = []
+        self._reader, self._factory = self.llm.reader, self.llm.factory
+        self._engine = self.llm.engine
+        self._numbers = itertools.count()
+        self._loops: dict[asyncio.AbstractEventLoop, LoopRequests] = {}
+        self._loops_lock = threading.Lock()
+        # Touched by the engine's thread alone.
+        self._live: dict[Request, Served] = {}
+        self._by_id: dict[str, Served] = {}
+        self._num_steps_told = 0
+        # Filled by C code alone, from wherever the last reference goes.
+        self._abandoned: deque[_Handle] = deque()
+        self._is_stopping = False
+        self._failure: str | None = None
+        self._resumed: Future[None] | None = None  # while new requests are held back
+        self._thread = EngineThread(self._engine, self._after_step, self._on_failure)
+
+    # Requests ---------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a prompt: yields the answers as they grow, from their beginning each time; the
+        last, with ``finished``, is what ``LLM.generate`` gives. Closing the iterator aborts it.
+
+        See :meth:`submit` for the arguments and what is raised.
+        """
+        async with await self.submit(
+            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt
+        ) as generation:
+            if generation.has_parts:
+                async for output in cumulative(generation):
+                    yield output
+            else:
+                yield await generation.result()
+
+    async def submit(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """Have a prompt answered.
+
+        Args:
+            prompt: as one item of ``LLM.generate``, or a ``PromptInput``.
+            request_id: a name for :meth:`abort`; no other live request may have it. None: a number.
+            priority, cache_salt: as in a prompt's dict; None: what the prompt says.
+
+        Raises:
+            InvalidInputError: the prompt or a parameter is refused.
+            EngineBusyError: ``max_num_requests`` are live.
+            EngineStoppedError: the engine is shutting down.
+            EngineError: the engine has failed, and did so again when it checked itself.
+        """
+        ids = None if request_id is None else [request_id]
+        item = (prompt, sampling_params or SamplingParams())
+        (generation,) = await self.submit_all([item], ids, priority=priority, cache_salt=cache_salt)
+        return generation
+
+    async def submit_all(
+        self,
+        items: Sequence[tuple[Any, SamplingParams]],
+        request_ids: Sequence[str] | None = None,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Generation]:
+        """Have several prompts answered, each with its parameters: all of them or, if one is
+        refused, none. As :meth:`submit`."""
+        self._require_running()
+        marks = {"priority": priority, "cache_salt": cache_salt}
+        if _is_quick(items):
+            made = self._make(items, request_ids, marks)
+        else:
+            made = await asyncio.to_thread(self._make, items, request_ids, marks)
+        while self._resumed is not None:
+            await asyncio.shield(asyncio.wrap_future(self._resumed))
+        self._require_running()
+        here = self._requests_of(asyncio.get_running_loop())
+        generations = [Generation(s, self._factory, self.llm.tokenizer, self._abort) for s in made]
+        handles = [
+            _Handle.of(g, s, self._abandoned) for g, s in zip(generations, made, strict=True)
+        ]
+        for served in made:
+            here.add(served)
+        try:
+            await self._call(lambda: self._admit(made, handles))
+        except BaseException:
+            for served in made:
+                here.discard(served)
+            raise
+        return generations
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now, with reason "abort"; nothing happens if it is not live."""
+
+        def abort() -> None:
+            served = self._by_id.get(request_id)
+            if served is not None:
+                self._abort_now(served)
+
+        await self._call(abort)
+
+    # The engine -------------------------------------------------------------------------------
+
+    async def pause_generation(self, mode: str = "keep") -> None:
+        """Stop computing. Requests that come are accepted, and wait until it is resumed.
+
+        Args:
+            mode: "keep": what is being answered keeps its blocks and goes on later; "abort": it
+                ends with reason "abort"; "wait": it is answered first.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidInputError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
+
+        def pause() -> None:
+            if mode == "abort":
+                self._abort_all()
+            self._engine.settle()
+            self._thread.is_paused = True
+
+        if mode == "wait" and not self._thread.is_paused:
+            self._resumed = self._resumed or Future()
+            await self.wait_for_requests_to_drain()
+        await self._call(pause)
+
+    async def resume_generation(self) -> None:
+        """Go on after :meth:`pause_generation`."""
+
+        def resume() -> None:
+            self._thread.is_paused = False
+
+        await self._call(resume)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the requests that were held back."""
+        held, self._resumed = self._resumed, None
+        if held is not None:
+            held.set_result(None)
+
+    async def is_paused(self) -> bool:
+        return self._thread.is_paused
+
+    async def reset_prefix_cache(self) -> bool:
+        """As ``LLM.reset_prefix_cache``."""
+        await self._call(self._engine.reset_prefix_cache)
+        return True
+
+    async def wait_for_requests_to_drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no request is live. Returns False if that took longer than ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._live:
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Refuse new requests, answer what is live within ``drain_s`` seconds, abort the rest, and
+        end the engine's thread. The ``LLM`` remains."""
+        self._is_stopping = True
+        self._let_go()
+        if self._thread.is_paused:
+            drain_s = 0.0
+        await self.wait_for_requests_to_drain(drain_s)
+        if self._thread.is_alive:
+            await self._call(self._abort_all)
+            await asyncio.to_thread(self._thread.close)
+
+    async def check_health(self) -> None:
+        """Raises:
+        EngineError: the engine has failed, and no request was computed since; or its thread ended.
+        """
+        failure = self.failure
+        if failure is not None:
+            raise EngineError(failure)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine cannot compute; None if it can."""
+        return self._failure if self._thread.is_alive else "the engine's thread has ended"
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether :meth:`shutdown` was called."""
+        return self._is_stopping
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._live)
+
+    def snapshot(self) -> EngineSnapshot:
+        """What the engine is doing now. Does not wait for it."""
+        return take_snapshot(self._engine)
+
+    def block_map(self) -> bytes:
+        """A byte for each KV block, 2: owned by a request, 1: in the prefix cache only, 0: free."""
+        return block_map(self._engine)
+
+    # On an event loop -------------------------------------------------------------------------
+
+    def _require_running(self) -> None:
+        if self._is_stopping:
+            raise EngineStoppedError("the engine is shutting down")
+
+    def _requests_of(self, loop: asyncio.AbstractEventLoop) -> LoopRequests:
+        with self._loops_lock:
+            if loop not in self._loops:
+                open_ones = {k: v for k, v in self._loops.items() if not v.is_closed}
+                self._loops = {**open_ones, loop: LoopRequests(loop, self.observers)}
+            return self._loops[loop]
+
+    async def _call(self, operation: Callable[[], _T]) -> _T:
+        return await asyncio.wrap_future(self._thread.call(operation))
+
+    def _make(
+        self,
+        items: Sequence[tuple[Any, SamplingParams]],
+        request_ids: Sequence[str] | None,
+        marks: Mapping[str, Any],
+    ) -> list[Served]:
+        """On any thread."""
+        made = []
+        for index, (prompt, params) in enumerate(items):
+            read = self._read(prompt, "prompt" if len(items) == 1 else f"prompts[{index}]", params)
+            read = self._reader.marked(read, **{k: v for k, v in marks.items() if v is not None})
+            requests = self._factory.make(read, params)
+            name = str(next(self._numbers)) if request_ids is None else request_ids[index]
+            if not isinstance(name, str) or not name:
+                raise InvalidInputError("request_id", name, "must be text, not empty")
+            made.append(Served(name, read, params, requests))
+        return made
+
+    def _read(self, prompt: Any, field: str, params: Any) -> PromptInput:
+        truncate = truncation_of(params)
+        if isinstance(prompt, PromptInput):
+            return self._reader.truncated(prompt, truncate)
+        return self._reader.read(prompt, field, truncate)
+
+    def _abort(self, served: Served) -> None:
+        # Nobody waits for it: the thread may have ended meanwhile.
+        self._thread.call(lambda: self._abort_now(served))
+
+    # On the engine's thread -------------------------------------------------------------------
+
+    def _admit(self, made: Sequence[Served], handles: Sequence[_Handle]) -> None:
+        if self._failure is not None:
+            self._check_itself()
+            if self._failure is not None:
+                raise EngineError(self._failure)
+        num_new = sum(len(served.requests) for served in made)
+        limit = self.max_num_requests
+        if limit is not None and len(self._live) + num_new > limit:
+            raise EngineBusyError(
+                f"{len(self._live)} requests are being served, {num_new} more are asked for, "
+                f"max_num_requests = {limit}"
+            )
+        names = [served.request_id for served in made]
+        for name in names:
+            if name in self._by_id or names.count(name) > 1:
+                raise InvalidInputError("request_id", name, "is in use")
+        done: list[Served] = []
+        try:
+            for served, handle in zip(made, handles, strict=True):
+                leader, *siblings = served.requests
+                self._engine.add(leader, None, siblings)
+                done.append(served)
+                served.handle = handle
+                self._by_id[served.request_id] = served
+                self._live |= dict.fromkeys(served.requests, served)
+        except BaseException:
+            for served in done:
+                self._abort_now(served)
+            raise
+
+    def _abort_now(self, served: Served) -> None:
+        for request in served.requests:
+            if request in self._live:
+                self._engine.abort(request.request_id)
+                self._end(request)
+
+    def _abort_all(self) -> None:
+        for served in list(self._by_id.values()):
+            self._abort_now(served)
+
+    def _end(self, request: Request) -> None:
+        served = self._live.pop(request, None)
+        if served is None:
+            return
+        engine = self._engine
+
+        def failure() -> tuple[str, bool]:
+            return engine.failure(request), engine.failed_alone(request)
+
+        served.ends[request] = end_of(request, engine.metrics(request), failure)
+        engine.forget(request)
+        if served.has_ended:
+            self._by_id.pop(served.request_id, None)
+
+    def _after_step(self, finished: list[Request]) -> None:
+        for request in finished:
+            self._end(request)
+        while self._abandoned:
+            self._abort_now(self._abandoned.popleft().served)
+        last = self._engine.scheduler.last_step
+        if last is not None and self._engine.scheduler.num_steps != self._num_steps_told:
+            self._num_steps_told = self._engine.scheduler.num_steps
+            for observer in self.observers:
+                observer.on_step(last.plan.total_num_tokens)
+        for requests in list(self._loops.values()):
+            requests.post()
+
+    def _on_failure(self, error: Exception) -> None:
+        logger.error("a step failed: %s", error)
+        for request in [r for r in self._live if r.finish_reason is not None]:
+            self._end(request)
+        self._check_itself()
+
+    def _check_itself(self) -> None:
+        """Whether it can compute: a failed step may have been the fault of what it computed, or of
+        a device that computes nothing any more."""
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        (request,) = self._factory.make(PromptInput(None, [0]), params)
+        try:
+            self._engine.add(request)
+            while request.finish_reason is None:
+                self._engine.step()
+            if request.finish_reason == "error":
+                raise EngineError(self._engine.failure(request))
+        except Exception as error:
+            self._failure = f"the engine has failed: {error}"
+            logger.error("%s", self._failure)
+        else:
+            self._failure = None
+        finally:
+            self._engine.forget(request)
+
+
+class _Handle(weakref.ref[Generation]):
+    """A weak reference to what the caller holds; its callback is C code (``deque.append``)."""
+
+    __slots__ = ("served",)
+    served: Served
+
+    @classmethod
+    def of(cls, generation: Generation, served: Served, gone: deque[_Handle]) -> _Handle:
+        handle = cls(generation, gone.append)
+        handle.served = served
+        return handle
+
+
+def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:
+    """Whether making requests of them takes no longer than handing that to another thread."""
+    if len(items) > 8:
+        return False
+    for prompt, params in items:
+        if getattr(params, "structured_outputs", None) is not None:
+            return False
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > _SHORT_TEXT:
+            return False
+    return True

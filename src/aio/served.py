@@ -1,0 +1,146 @@
+"""The requests of one prompt while they are served: what the engine's thread and an event loop
+share of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..engine.inputs import PromptInput
+from ..engine.outputs import RequestMetrics
+from ..engine.request import Request
+from ..engine.sampling_params import SamplingParams
+from ..errors import EngineError, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a request ended; ``error`` of reason "error"."""
+
+    metrics: RequestMetrics
+    error: EngineError | None = None
+
+
+class Observer(Protocol):
+    """Is told what happens to requests, on their event loop; ``on_step`` on the engine's thread."""
+
+    def on_arrival(self, served: Served) -> None: ...
+
+    def on_tokens(self, served: Served, num_tokens: int, elapsed_s: float | None) -> None:
+        """``num_tokens`` of one of its requests were settled, ``elapsed_s`` after those before of
+        that request; None for its first ones."""
+
+    def on_end(self, served: Served, request: Request, end: End) -> None: ...
+
+    def on_step(self, num_tokens: int) -> None:
+        """A step of so many tokens was dispatched."""
+
+
+@dataclass(eq=False, slots=True)
+class Served:
+    """The continuations of one prompt, the leader first.
+
+    The engine's thread grows ``ends``, and each request's tokens; everything else is the loop's.
+    """
+
+    request_id: str
+    prompt: PromptInput
+    params: SamplingParams
+    requests: list[Request]
+    ends: dict[Request, End] = field(default_factory=dict)
+    handle: object | None = None  # a weak reference, kept alive as long as it may fire
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_seen: dict[Request, int] = field(default_factory=dict)
+    _seen_at: dict[Request, float] = field(default_factory=dict)
+    _told_ends: set[Request] = field(default_factory=set)
+
+    @property
+    def has_ended(self) -> bool:
+        return len(self.ends) == len(self.requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Settled so far, of all continuations."""
+        return sum(len(r.token_ids) - r.num_prompt_tokens for r in self.requests)
+
+    def error(self) -> EngineError | None:
+        """Of the first continuation that failed."""
+        return next((end.error for end in self.ends.values() if end.error is not None), None)
+
+    def look(self, observers: list[Observer]) -> bool:
+        """See what is new, tell the observers, and wake who waits for news. Returns whether all
+        have ended, and so nothing more will be new."""
+        is_over, has_news = self.has_ended, False  # the ends are read before the tokens
+        now = time.perf_counter()
+        for request in self.requests:
+            num_tokens = len(request.token_ids) - request.num_prompt_tokens
+            num_new = num_tokens - self._num_seen.get(request, 0)
+            if num_new:
+                has_news = True
+                before = self._seen_at.get(request)
+                self._num_seen[request], self._seen_at[request] = num_tokens, now
+                for observer in observers:
+                    observer.on_tokens(self, num_new, None if before is None else now - before)
+            end = self.ends.get(request)
+            if end is not None and request not in self._told_ends:
+                has_news = True
+                self._told_ends.add(request)
+                for observer in observers:
+                    observer.on_end(self, request, end)
+        if has_news:
+            self.news.set()
+        return is_over
+
+
+class LoopRequests:
+    """What is served for the callers on one event loop, which is woken once for all of them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, observers: list[Observer]) -> None:
+        self.loop = loop
+        self._observers = observers
+        self._served: dict[Served, None] = {}
+        self._is_posted = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self.loop.is_closed()
+
+    def add(self, served: Served) -> None:
+        """Called on the loop."""
+        self._served[served] = None
+        for observer in self._observers:
+            observer.on_arrival(served)
+
+    def discard(self, served: Served) -> None:
+        """Called on the loop: it was refused."""
+        self._served.pop(served, None)
+
+    def post(self) -> None:
+        """Called on the engine's thread: have the loop look. If it is late, once for many steps."""
+        if not self._is_posted:
+            self._is_posted = True
+            with contextlib.suppress(RuntimeError):  # it was closed
+                self.loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        self._is_posted = False  # first: what comes from now on is posted again
+        over = [served for served in self._served if served.look(self._observers)]
+        for served in over:
+            del self._served[served]
+
+
+def end_of(
+    request: Request, metrics: RequestMetrics, failure: Callable[[], tuple[str, bool]]
+) -> End:
+    """Args:
+    failure: why a request of reason "error" failed, and whether it did so alone.
+    """
+    if request.finish_reason != "error":
+        return End(metrics)
+    message, is_alone = failure()
+    kind = RequestError if is_alone else EngineError
+    return End(metrics, kind(f"request {request.request_id} was ended: {message}"))
