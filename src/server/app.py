@@ -13,6 +13,10 @@ from . import basic
 from .config import ServerConfig
 from .context import ServerContext
 from .errors import add_error_handlers
+from .live import LiveView, live_router
+from .metrics import EngineMetrics
+from .page_files import page_router
+from .prometheus import metrics_router
 
 # Each has a ``router``.
 ENDPOINTS = (basic,)
@@ -42,4 +46,8 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     add_error_handlers(app)
     for module in ENDPOINTS:
         app.include_router(module.router)
+    metrics = EngineMetrics(engine)
+    app.include_router(metrics_router(metrics, context.model_names[0]))
+    app.include_router(live_router(LiveView(metrics)))
+    app.include_router(page_router())
     return app

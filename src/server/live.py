@@ -126,9 +126,7 @@ class LiveView:
                 "mean_tokens": num_step_tokens / num_steps if num_steps else 0.0,
                 "max_requests": engine.llm.config.max_num_seqs,
             },
-            "first_token_s": _quantiles(
-                metrics.first_token_s, now.first_token, minute.first_token
-            ),
+            "first_token_s": _quantiles(metrics.first_token_s, now.first_token, minute.first_token),
             "between_tokens_s": _quantiles(
                 metrics.between_tokens_s, now.between_tokens, minute.between_tokens
             ),
