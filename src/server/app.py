@@ -9,13 +9,13 @@ from fastapi import FastAPI
 
 from .. import __version__
 from ..aio.async_llm import AsyncLLM
-from . import basic
+from . import basic, completions
 from .config import ServerConfig
 from .context import ServerContext
 from .errors import add_error_handlers
 
 # Each has a ``router``.
-ENDPOINTS = (basic,)
+ENDPOINTS = (basic, completions)
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
