@@ -9,7 +9,8 @@ from typing import Any
 
 from fastapi import Request
 
-from ..aio.generation import Generation
+from ..aio.generation import AnswerDelta, Generation
+from ..engine.outputs import CompletionOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .basic import check_model
@@ -73,4 +74,23 @@ def read_call(
         salt_of(request, body.cache_salt),
         options is not None and bool(options.include_usage),
         options is not None and bool(options.continuous_usage_stats),
+    )
+
+
+def require_parts(params: SamplingParams) -> None:
+    """Refuse what cannot be streamed."""
+    if params.num_generated != params.n:
+        limit = "must be n for stream = true: which are the best is known at the end"
+        raise InvalidInputError("best_of", params.best_of, limit)
+
+
+def whole(answer: CompletionOutput) -> AnswerDelta:
+    """An answer, as if it had come in one piece."""
+    return AnswerDelta(
+        answer.index,
+        answer.text,
+        answer.token_ids,
+        answer.logprobs,
+        answer.finish_reason,
+        answer.stop_reason,
     )

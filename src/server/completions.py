@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from ..aio.generation import AnswerDelta, Generation
-from ..engine.inputs import PromptInput
-from ..engine.outputs import CompletionOutput
+from ..engine.inputs import PromptInput, require_unicode
 from ..engine.sampling_params import SamplingParams
-from ..errors import InvalidInputError
-from .call import Call, read_call
+from .call import Call, read_call, require_parts, whole
 from .context import Context, ServerContext
 from .logprobs import CompletionLogprobs, prompt_logprobs, token_texts
 from .protocol.completions import CompletionRequest
 from .sampling import completion_params, is_echo_alone
-from .sse import EventStream, abort_all, dumps, event, unless_client_leaves
+from .sse import EventStream, abort_all, dumps, unless_client_leaves
 from .usage import usage_of
 
 router = APIRouter()
@@ -33,10 +30,9 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     prompts = await _prompts_of(body, context)
     items = [(prompt, params) for prompt in prompts]
     if body.stream:
-        _require_parts(params)
+        require_parts(params)
         generations = await call.submit(items)
-        stream = _Stream(call, _Choices(call, body, params, generations))
-        return EventStream(generations, stream.write, stream.finish)
+        return EventStream(call, generations, _Choices(call, body, params, generations))
     return await unless_client_leaves(request, _answer(call, body, params, items))
 
 
@@ -54,12 +50,11 @@ async def _answer(
         found = []
         for place, result in enumerate(results):
             for answer in result.outputs:
-                choice = choices.choice(place, _whole(answer))
+                choice = choices.choice(place, whole(answer))
                 if body.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
                 found.append(choice)
-        usage = choices.usage()
-        return JSONResponse({**_head(call), "choices": found, "usage": usage}).body
+        return dumps({**choices.head, "choices": found, "usage": choices.usage()}).encode()
 
     # Of a long prompt there are many numbers to write.
     is_long = params.prompt_logprobs is not None
@@ -71,39 +66,15 @@ async def _prompts_of(body: CompletionRequest, context: ServerContext) -> list[A
     given = body.prompt
     is_one = isinstance(given, str) or not given or isinstance(given[0], int)
     prompts: list[Any] = [given] if is_one else list(given)
-    if body.add_special_tokens is False and any(isinstance(prompt, str) for prompt in prompts):
-        encode = context.engine.llm.reader.encode
-        return [
-            PromptInput(prompt, await asyncio.to_thread(encode, prompt)) for prompt in prompts
-        ]
-    return prompts
+    if body.add_special_tokens is not False or context.engine.llm.tokenizer is None:
+        return prompts
+    return [p if not isinstance(p, str) else await _encoded(p, context) for p in prompts]
 
 
-def _require_parts(params: SamplingParams) -> None:
-    if params.num_generated != params.n:
-        limit = "must be n for stream = true: which are the best is known at the end"
-        raise InvalidInputError("best_of", params.best_of, limit)
-
-
-def _head(call: Call) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "object": "text_completion",
-        "created": call.created,
-        "model": call.model,
-    }
-
-
-def _whole(answer: CompletionOutput) -> AnswerDelta:
-    """An answer, as if it had come in one piece."""
-    return AnswerDelta(
-        answer.index,
-        answer.text,
-        answer.token_ids,
-        answer.logprobs,
-        answer.finish_reason,
-        answer.stop_reason,
-    )
+async def _encoded(text: str, context: ServerContext) -> list[int]:
+    """Its tokens, none added."""
+    require_unicode("prompt", text)
+    return list(await asyncio.to_thread(context.engine.llm.reader.encode, text))
 
 
 class _Choices:
@@ -116,6 +87,12 @@ class _Choices:
         params: SamplingParams,
         generations: Sequence[Generation],
     ) -> None:
+        self.head = {
+            "id": call.id,
+            "object": "text_completion",
+            "created": call.created,
+            "model": call.model,
+        }
         self._engine = call.context.engine.llm
         self._body, self._params, self._generations = body, params, generations
         self._is_prompt_alone = is_echo_alone(body)
@@ -127,14 +104,16 @@ class _Choices:
     def index(self, place: int, delta: AnswerDelta) -> int:
         return place * self._params.n + delta.index
 
-    def has_news(self, delta: AnswerDelta) -> bool:
-        """Whether a piece of an answer shows anything; its text may be incomplete yet."""
-        is_shown = delta.logprobs is not None or bool(self._body.return_token_ids)
-        return bool(delta.text) or delta.finish_reason is not None or is_shown
+    def pieces(self, place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], None]]:
+        # There may be tokens whose text is incomplete.
+        is_shown = delta.logprobs is not None or self._body.return_token_ids
+        if is_shown or delta.text or delta.finish_reason is not None:
+            yield self.choice(place, delta), None
 
-    def usage(self) -> dict[str, Any]:
-        num_output = 0 if self._is_prompt_alone else None
-        return usage_of(self._generations, num_output_tokens=num_output)
+    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        if self._is_prompt_alone:
+            num_output_tokens = 0
+        return usage_of(self._generations, num_output_tokens=num_output_tokens)
 
     def choice(self, place: int, delta: AnswerDelta) -> dict[str, Any]:
         """A choice, or what it grew by.
@@ -164,8 +143,9 @@ class _Choices:
                 entries = [*known, *entries]
         if logprobs is not None and entries is not None:
             choice["logprobs"] = logprobs.read(token_ids, entries)
-        choice["finish_reason"] = delta.finish_reason
-        choice["stop_reason"] = delta.stop_reason
+        choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+        if self._is_prompt_alone and delta.finish_reason == "stop":
+            choice["finish_reason"], choice["stop_reason"] = "length", None
         if body.return_token_ids:
             choice["token_ids"] = [] if self._is_prompt_alone else delta.token_ids
             if is_first:
@@ -182,31 +162,3 @@ class _Choices:
             return ""
         skips = self._params.skip_special_tokens
         return str(tokenizer.decode(prompt.token_ids, skip_special_tokens=skips))
-
-
-class _Stream:
-    """Writes the events of a stream."""
-
-    def __init__(self, call: Call, choices: _Choices) -> None:
-        self._call, self._choices = call, choices
-        # What all chunks begin with, up to the choice.
-        self._begin = "data: " + dumps(_head(call))[:-1] + ',"choices":['
-        self._end = '],"usage":null}\n\n' if call.with_usage else "]}\n\n"
-
-    def write(self, place: int, deltas: list[AnswerDelta]) -> bytes:
-        pieces = []
-        for delta in deltas:
-            if self._choices.has_news(delta):
-                choice = self._choices.choice(place, delta)
-                pieces.append(f"{self._begin}{dumps(choice)}{self._end_now()}")
-        return "".join(pieces).encode()
-
-    def finish(self) -> bytes:
-        if not self._call.with_usage:
-            return b""
-        return event({**_head(self._call), "choices": [], "usage": self._choices.usage()})
-
-    def _end_now(self) -> str:
-        if self._call.with_usages:
-            return f'],"usage":{dumps(self._choices.usage())}}}\n\n'
-        return self._end

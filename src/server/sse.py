@@ -12,43 +12,65 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..aio.generation import AnswerDelta, Generation
+from .call import Call
 from .errors import api_error
 
 DONE = b"data: [DONE]\n\n"
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 _T = TypeVar("_T")
+Extra = dict[str, Any] | None
 
 
 def event(data: Mapping[str, Any]) -> bytes:
     return f"data: {dumps(data)}\n\n".encode()
 
 
-class EventStream(StreamingResponse):
-    """A stream over generations, which are aborted when it ends, also because the client left.
+class Choices(Protocol):
+    """Forms what clients see from answers, which may come in pieces.
 
-    Args:
-        write: the events of what is new of a prompt's answers: (place of the prompt, deltas).
-        finish: the events before the last.
+    Attributes:
+        head: what each chunk begins with.
     """
+
+    head: Mapping[str, Any]
+
+    def pieces(self, place: int, delta: AnswerDelta) -> Iterable[tuple[dict[str, Any], Extra]]:
+        """The choices of the chunks that a delta makes, none or more, and what else is in them.
+
+        Args:
+            place: of the prompt whose answer it is of.
+        """
+        ...
+
+    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        """
+        Args:
+            num_output_tokens: None: of the whole answers.
+        """
+        ...
+
+
+class EventStream(StreamingResponse):
+    """The chunks of the answers to a call, which is aborted when the stream ends, also because the
+    client left."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        generations: Sequence[Generation],
-        write: Callable[[int, list[AnswerDelta]], bytes],
-        finish: Callable[[], bytes],
-    ) -> None:
-        self._generations, self._write, self._finish = generations, write, finish
+    def __init__(self, call: Call, generations: Sequence[Generation], choices: Choices) -> None:
+        self._generations, self._choices, self._call = generations, choices, call
+        # What all chunks begin with, up to the choice.
+        self._begin = "data: " + dumps(choices.head)[:-1] + ',"choices":['
+        self._end = ',"usage":null}\n\n' if call.with_usage else "}\n\n"
+        self._num_tokens = 0  # in what was written
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers)
 
@@ -61,13 +83,30 @@ class EventStream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         try:
             async for place, deltas in joined_deltas(self._generations):
-                piece = self._write(place, deltas)
-                if piece:
-                    yield piece
-            last = self._finish()
+                written = self._write(place, deltas)
+                if written:
+                    yield written
+            last = self._usage_chunk() if self._call.with_usage else b""
         except Exception as error:
             last = event(api_error(error).body)
         yield last + DONE
+
+    def _write(self, place: int, deltas: list[AnswerDelta]) -> bytes:
+        chunks = []
+        for delta in deltas:
+            self._num_tokens += len(delta.token_ids)
+            for choice, extra in self._choices.pieces(place, delta):
+                more = "" if extra is None else "," + dumps(extra)[1:-1]
+                chunks.append(f"{self._begin}{dumps(choice)}]{more}{self._chunk_end()}")
+        return "".join(chunks).encode()
+
+    def _chunk_end(self) -> str:
+        if not self._call.with_usages:
+            return self._end
+        return f',"usage":{dumps(self._choices.usage(self._num_tokens))}}}\n\n'
+
+    def _usage_chunk(self) -> bytes:
+        return event({**self._choices.head, "choices": [], "usage": self._choices.usage()})
 
 
 async def joined_deltas(
