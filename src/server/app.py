@@ -9,13 +9,13 @@ from fastapi import FastAPI
 
 from .. import __version__
 from ..aio.async_llm import AsyncLLM
-from . import basic, completions
+from . import basic, chat, completions, generate
 from .config import ServerConfig
 from .context import ServerContext
 from .errors import add_error_handlers
 
 # Each has a ``router``.
-ENDPOINTS = (basic, completions)
+ENDPOINTS = (basic, completions, chat, generate)
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:

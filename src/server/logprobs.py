@@ -145,9 +145,7 @@ def _is_top(entry: Logprob, num_top: int) -> bool:
     return entry.rank is not None and entry.rank <= num_top
 
 
-def _chat_token(
-    token_id: int, entry: Logprob, text_of: Callable[[int], str]
-) -> dict[str, Any]:
+def _chat_token(token_id: int, entry: Logprob, text_of: Callable[[int], str]) -> dict[str, Any]:
     text = text_of(token_id)
     return {
         "token": text,

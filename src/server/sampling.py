@@ -85,7 +85,8 @@ def chat_params(body: ChatRequest, structure: StructuredOutputs | None = None) -
             limit = "must be none, auto or not given beside a response_format"
             raise InvalidInputError("tool_choice", body.tool_choice, limit)
         chosen["structured_outputs"] = structure
-    return SamplingParams(**chosen)
+    # The reader of the answer makes its own text; the engine needs one only to find stop strings.
+    return SamplingParams(**chosen, detokenize=bool(body.stop))
 
 
 def generate_params(given: Mapping[str, Any], *, with_text: bool) -> SamplingParams:
@@ -111,9 +112,7 @@ def generate_params(given: Mapping[str, Any], *, with_text: bool) -> SamplingPar
 
 
 def _shared(body: GeneratingBody) -> dict[str, Any]:
-    chosen = {
-        name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
-    }
+    chosen = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
         chosen["logit_bias"] = _logit_bias(body.logit_bias)
     structure = _structure_of(body)
@@ -152,9 +151,7 @@ def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
         )
     elif body.guided_whitespace_pattern is not None:
         limit = "is for guided_json"
-        raise InvalidInputError(
-            "guided_whitespace_pattern", body.guided_whitespace_pattern, limit
-        )
+        raise InvalidInputError("guided_whitespace_pattern", body.guided_whitespace_pattern, limit)
     if body.response_format is not None and body.response_format.type != "text":
         found["response_format"] = _response_format(body.response_format)
     if len(found) > 1:
