@@ -35,6 +35,7 @@ CI = (
         templates=(T((0, 0), 2, reads_cache=False), T((0, 0), 3, needs_history=True)),
         depth=1,
         abort=False,
+        reset=True,
     ),
     # siblings that share a block and copy the next one; those that copy only, without a cache
     _SIBLINGS._replace(name="ci-siblings", depth=1, pause=False, reset=True),

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from .. import __version__
 from ..aio.async_llm import AsyncLLM
-from . import basic
+from . import basic, chat, completions, generate
 from .config import ServerConfig
 from .context import ServerContext
 from .errors import add_error_handlers
@@ -19,7 +19,7 @@ from .page_files import page_router
 from .prometheus import metrics_router
 
 # Each has a ``router``.
-ENDPOINTS = (basic,)
+ENDPOINTS = (basic, completions, chat, generate)
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
