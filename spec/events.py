@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-VERSIONS = (1, 2, 3)
+VERSIONS = (1, 2, 3, 4)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 
@@ -104,6 +104,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
     "abort": {"id": _is_text},
     "pause": {"id": _is_text},
     "resume": {"id": _is_text},
+    "reset": {"pool": _POOL},
     "fail": {"pool": _POOL},
 }
 

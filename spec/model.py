@@ -1,14 +1,15 @@
 """The actions. ``actions(state, scope)`` is the whole next-state relation.
 
-=========  ================================================================
-Add        the environment sends a request; the door refuses what can never fit
-Schedule   one plan is made and dispatched (engine)
-Settle     the oldest step in flight is committed (engine)
-Abort      the user gives a request up, at any moment
-Pause      a request stops being scheduled and gives its blocks back
-Resume     it goes on, at its old place
-Fail       an operation raised or was interrupted half done: all live requests end, pool anew
-=========  ================================================================
+==========  ================================================================
+Add         the environment sends a request; the door refuses what can never fit
+Schedule    one plan is made and dispatched (engine)
+Settle      the oldest step in flight is committed (engine)
+Abort       the user gives a request up, at any moment
+Pause       a request stops being scheduled and gives its blocks back
+Resume      it goes on, at its old place
+ResetCache  the user has the prefix cache forgotten; who runs starts afresh, at its old place
+Fail        an operation raised or was interrupted half done: all live requests end, pool anew
+==========  ================================================================
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .state import (
     Pause,
     Plan,
     Request,
+    ResetCache,
     Resume,
     Row,
     Schedule,
@@ -240,6 +242,24 @@ class Machine(Scheduler):
         self.paused.remove(r)
         self.enter(self.waiting, r)
 
+    # ------------------------------------------------------------------ reset of the cache
+    def may_reset(self) -> bool:
+        """The engine settles everything first: no result of a step may come after it."""
+        return not self.flight
+
+    def reset_cache(self) -> None:
+        """S41: with nothing in flight, only running requests have blocks. All of these go, so that
+        nobody reads, or publishes, what was computed under other weights."""
+        self.send_back_running()
+        self.forget_cache()
+
+    def send_back_running(self) -> None:
+        for r in list(self.running):
+            self.send_back(r)
+
+    def forget_cache(self) -> None:
+        self.reset_pool()
+
     # ------------------------------------------------------------------ failure
     def fail(self) -> None:
         """S37: what was left half done is not looked at. Every live request ends, and the pool is
@@ -314,6 +334,8 @@ def step(state: State, label: Label, scope: Scope) -> State:
         m.abort(label.request)
     elif isinstance(label, Pause):
         m.pause(label.request)
+    elif isinstance(label, ResetCache):
+        m.reset_cache()
     elif isinstance(label, Fail):
         m.fail()
     else:
@@ -341,6 +363,8 @@ def user_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, Non
     if scope.pause:
         labels += [Pause(r) for r in (*state.waiting, *state.running, *state.pending)]
         labels += [Resume(r) for r in state.paused]
+    if scope.reset and machine(state, scope).may_reset():
+        labels.append(ResetCache())
     if scope.fail:
         labels.append(Fail())
     for label in labels:

@@ -275,6 +275,15 @@ class Replay:
         if r in self.machine.paused:
             self.machine.resume(r)
 
+    def _on_reset(self, event: dict[str, Any]) -> None:
+        machine = self.machine
+        if not machine.may_reset():
+            raise _Refused("S41", f"a reset while {len(machine.flight)} steps are in flight")
+        self.num_preemptions += len(machine.running)
+        machine.reset_cache()
+        if list(event["pool"]) != [len(machine.free), 0, 0]:
+            raise _Refused("S41", f"free, cached, owned blocks {event['pool']} after a reset")
+
     def _on_fail(self, event: dict[str, Any]) -> None:
         """The event of the operation that failed may be missing, whatever it did."""
         machine = self.machine

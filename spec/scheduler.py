@@ -261,12 +261,16 @@ class Scheduler(Pool):
         return [v for v in chosen if gained.intersection(self.requests[v].table)]
 
     def preempt(self, victim: int) -> None:
-        self.take_back(victim)
-        self.leave_running(victim)
+        self.send_back(victim)
         if victim in self.to_come:
             self.to_come.remove(victim)
-        self.enter(self.waiting, victim)
         self.preempted.append(victim)
+
+    def send_back(self, r: int) -> None:
+        """S20: from the running ones to the waiting ones, at its rank, with nothing computed."""
+        self.take_back(r)
+        self.leave_running(r)
+        self.enter(self.waiting, r)
 
     def take_back(self, r: int) -> None:
         """All its blocks go; tokens, rank and seed stay; what was computed will be recomputed."""

@@ -21,7 +21,7 @@ _SIBLINGS = _TIGHT._replace(
 
 CI = (
     _TIGHT._replace(name="ci-sync", fail=True),
-    _TIGHT._replace(name="ci-overlap", depth=1, templates=(LONG, SHORT)),
+    _TIGHT._replace(name="ci-overlap", depth=1, templates=(LONG, SHORT), reset=True),
     _TIGHT._replace(name="ci-depth-2", depth=2, templates=(PAIR, SHORT)),
     _TIGHT._replace(
         name="ci-blocks-of-2", depth=1, block_size=2, num_blocks=3, budget=3, fail=True
@@ -35,9 +35,10 @@ CI = (
         templates=(T((0, 0), 2, reads_cache=False), T((0, 0), 3, needs_history=True)),
         depth=1,
         abort=False,
+        reset=True,
     ),
     # siblings that share a block and copy the next one; those that copy only, without a cache
-    _SIBLINGS._replace(name="ci-siblings", depth=1, pause=False),
+    _SIBLINGS._replace(name="ci-siblings", depth=1, pause=False, reset=True),
     _SIBLINGS._replace(
         name="ci-siblings-uncached",
         templates=(T((0, 1), 4, n=2), T((0, 0, 0), 2)),

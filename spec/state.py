@@ -78,6 +78,7 @@ class Scope(NamedTuple):
     abort: bool = True
     pause: bool = True
     fail: bool = False  # engine operations may fail or be interrupted
+    reset: bool = False  # the user may reset the prefix cache
     defects: frozenset[str] = frozenset()
 
     def limit(self, template: Template) -> int:
@@ -207,8 +208,12 @@ class Resume(NamedTuple):
     request: int
 
 
+class ResetCache(NamedTuple):
+    """The user has changed the weights, or is about to: nothing computed before is to be read."""
+
+
 class Fail(NamedTuple):
     """An engine operation raised, or was interrupted, at any point of it."""
 
 
-Label = Add | Schedule | Settle | Abort | Pause | Resume | Fail
+Label = Add | Schedule | Settle | Abort | Pause | Resume | ResetCache | Fail

@@ -14,6 +14,7 @@ from .state import (
     Label,
     Pause,
     Plan,
+    ResetCache,
     Schedule,
     Scope,
     Settle,
@@ -40,6 +41,8 @@ def label_text(label: Label, plan: Plan | None) -> str:
         return f"Settle the oldest step; sampled [{tokens_text(label.tokens)}]"
     if isinstance(label, Schedule):
         return f"Schedule {plan_text(plan)}"
+    if isinstance(label, ResetCache):
+        return "ResetCache: nothing computed before is to be read"
     if isinstance(label, Fail):
         return "Fail: an operation raised or was interrupted"
     verb = {Abort: "Abort", Pause: "Pause"}.get(type(label), "Resume")

@@ -16,6 +16,7 @@ from .state import (
     Add,
     Fail,
     Pause,
+    ResetCache,
     Resume,
     Schedule,
     Settle,
@@ -291,8 +292,30 @@ def s37(m: Move) -> bool:
     return m.after._replace(requests=()) == model.initial(m.scope)
 
 
+def s41(m: Move) -> bool:
+    """Who ran waits at its rank with nothing computed, of the others nothing changes, no step is in
+    flight, and the pool with all that it held is as at the start. The runner is told who left."""
+    before, start = m.before, model.initial(m.scope)
+    ranks = [request.rank for request in before.requests]
+    for r, (old, new) in enumerate(zip(before.requests, m.after.requests, strict=True)):
+        if r in before.running:
+            old = old._replace(table=(), computed=0, dispatched=0, published=0)
+            old = old._replace(total=len(old.tokens))
+        if new != old:
+            return False
+    return m.after == start._replace(
+        requests=m.after.requests,
+        waiting=tuple(sorted((*before.waiting, *before.running), key=lambda r: ranks[r])),
+        paused=before.paused,
+        pending=before.pending,
+        left=tuple(sorted((*before.left, *before.running))),
+        view=before.view,
+        histories=before.histories,
+    )
+
+
 Property = Callable[[Move], bool]
-ANY = (Add, Schedule, Settle, Abort, Pause, Resume, Fail)
+ANY = (Add, Schedule, Settle, Abort, Pause, Resume, ResetCache, Fail)
 
 # By the kind of action that could violate them.
 ON_SCHEDULE: dict[str, Property] = {
@@ -326,5 +349,6 @@ TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
     "S27": ((Schedule, Resume), s27),
     "S29": ((Settle,), s29),
     "S37": ((Fail,), s37),
+    "S41": ((ResetCache,), s41),
     "L4": ((Schedule, Settle), progress.l4),
 }

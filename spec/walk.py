@@ -14,7 +14,7 @@ from . import model
 from .checker import successors, unfinished
 from .move import Move
 from .properties import STATE_PROPERTIES
-from .state import Abort, Fail, Label, Pause, Schedule, Scope, Settle, Template
+from .state import Abort, Fail, Label, Pause, ResetCache, Schedule, Scope, Settle, Template
 from .trace import render
 from .transitions import TRANSITION_PROPERTIES
 
@@ -51,14 +51,15 @@ def random_scope(rng: random.Random) -> Scope:
         caching=rng.random() < 0.85,
         pause=rng.random() < 0.5,
         fail=rng.random() < 0.3,
+        reset=rng.random() < 0.3,
     )
 
 
 def weight(label: Label) -> float:
-    """Mostly the engine works; abort, pause and failure are rare, else nothing ever grows."""
+    """Mostly the engine works; the others are rare, else nothing ever grows."""
     if isinstance(label, Abort | Fail):
         return 0.02
-    if isinstance(label, Pause):
+    if isinstance(label, Pause | ResetCache):
         return 0.1
     return 3.0 if isinstance(label, Schedule) else 1.5 if isinstance(label, Settle) else 1.0
 

@@ -334,6 +334,17 @@ class LLM:
             return self.reader.truncated(prompt, truncate)
         return self.reader.read(prompt, truncate=truncate)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that the KV cache holds, as after a change of the weights; always True. vLLM's
+        fails while requests are being served: here they go on, but compute their tokens so far
+        again.
+
+        Raises:
+            EngineError: a step in flight failed.
+        """
+        self.engine.reset_prefix_cache()
+        return True
+
     def stats(self) -> EngineStats:
         """Counters, start-up times and memory as they are now."""
         from .kernels.jit.counters import count_triton_variants, peak_memory_bytes

@@ -96,3 +96,38 @@ class PlanPeeksAtTheUnsettled(Machine):
     def serve(self, r: int) -> None:
         if STOP not in self.all_tokens(r):
             super().serve(r)
+
+
+@defect("reset-keeps-the-cache", "S41 S6 S16", depth=1, reset=True)
+class ResetKeepsTheCache(Machine):
+    """Blocks go back, and what is published is found by whoever comes, under the new weights."""
+
+    def forget_cache(self) -> None:
+        for block in range(self.scope.num_blocks):
+            self.clear_contents(block)
+
+
+@defect("reset-keeps-running-blocks", "S41 S6 S16", depth=1, reset=True)
+class ResetKeepsRunningBlocks(Machine):
+    """The cache forgets, and running requests go on over what was computed before. In the end they
+    publish it."""
+
+    def send_back_running(self) -> None:
+        pass
+
+    def forget_cache(self) -> None:
+        for block, key in enumerate(self.keys):
+            if key is not None:
+                self.forget_key(block)
+            if block in self.lru:
+                self.lru.remove(block)
+                self.free.append(block)
+            self.clear_contents(block)
+
+
+@defect("reset-without-settling", "S41 S28", depth=1, reset=True)
+class ResetWithoutSettling(Machine):
+    """Steps in flight write to blocks that are others' by then."""
+
+    def may_reset(self) -> bool:
+        return True

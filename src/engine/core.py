@@ -113,6 +113,23 @@ class Engine:
         """
         return self._lock.run(self._guard, self._step, self._num_taken)
 
+    def settle(self) -> list[Request]:
+        """Settle all steps in flight and dispatch none. Returns the requests that finished.
+
+        Raises:
+            EngineError: a step failed.
+        """
+        return self._lock.run(self._guard, self._settle)
+
+    def reset_prefix_cache(self) -> list[Request]:
+        """Settle all steps in flight, then see Scheduler.reset_prefix_cache. Returns the requests
+        that finished.
+
+        Raises:
+            EngineError: a step failed.
+        """
+        return self._lock.run(self._guard, self._reset_prefix_cache)
+
     def sweep(self) -> None:
         """Abort what no caller waits for any more. While another operation runs that is left to the
         next: a finalizer may call this in the middle of one, or with a lock that one waits for."""
@@ -244,20 +261,30 @@ class Engine:
 
     def _drain(self) -> None:
         """Settle what is in flight if nothing else is left to do."""
-        while self._handles and not self.scheduler.requests:
-            self._step(self._num_taken)
+        if not self.scheduler.requests:
+            self._settle()
 
     def _step(self, num_taken: int) -> list[Request]:
         """Take a step, if no other thread took one since ``num_taken`` was read."""
         if num_taken != self._num_taken:
             return []
         self._num_taken += 1
-        try:
-            return self._dispatch_and_settle()
-        except (EngineError, InvariantError):
-            raise
-        except Exception as error:
-            raise EngineError(f"a step failed: {error}") from error
+        return _raising_engine_errors(self._dispatch_and_settle)
+
+    def _settle(self) -> list[Request]:
+        finished: list[Request] = []
+        while self._handles:
+            finished += _raising_engine_errors(self._settle_oldest)
+        return finished
+
+    def _reset_prefix_cache(self) -> list[Request]:
+        finished = self._settle()
+        self.scheduler.reset_prefix_cache()
+        if self._trace is not None:
+            self._trace.reset()
+        if self._view is not None:
+            check_state(self.scheduler)
+        return finished
 
     def _dispatch_and_settle(self) -> list[Request]:
         scheduler = self.scheduler
@@ -329,3 +356,12 @@ class Engine:
 
     def _metrics(self, request: Request) -> RequestMetrics:
         return self._records[request].metrics(request)
+
+
+def _raising_engine_errors(take_step: Callable[[], _T]) -> _T:
+    try:
+        return take_step()
+    except (EngineError, InvariantError):
+        raise
+    except Exception as error:
+        raise EngineError(f"a step failed: {error}") from error

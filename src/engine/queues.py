@@ -25,16 +25,22 @@ class Queues:
         draining: finished or paused, but some step in flight still writes their blocks.
         pending: siblings by their leader, which waits or runs and has still to compute the prompt
             (S40). They are in no queue, so that nobody behind them waits for that, too.
+        num_preemptions: how often a running request lost its blocks to an elder one or to a reset
+            of the prefix cache.
+        num_queried_tokens: tokens, at their admissions, of requests that read the prefix cache.
+        num_hit_tokens: as many of these were found: in the cache, or with a sibling.
+            The three only grow.
     """
 
     def __init__(self, blocks: BlockManager, policy: Policy) -> None:
         self.blocks = blocks
         self._policy = policy
         self._num_arrivals = 0
+        self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
         self.reset()
 
     def reset(self) -> None:
-        """Empty the queues; nobody's blocks are given back. Arrivals are counted on."""
+        """Empty the queues; nobody's blocks are given back. What is counted is counted on."""
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.released: list[str] = []
@@ -72,6 +78,9 @@ class Queues:
         request.num_admissions += 1
         if request.num_admissions == 1:
             request.num_cached_tokens = num_tokens
+        if self.blocks.enable_prefix_caching and request.reads_cache:
+            self.num_queried_tokens += len(request.token_ids)
+            self.num_hit_tokens += num_tokens
         self.set_next_event(request)
 
     def preempt(self, request: Request) -> None:
@@ -79,6 +88,7 @@ class Queues:
         rank stay (S20)."""
         self.withdraw(request, RequestState.WAITING)
         request.num_preemptions += 1
+        self.num_preemptions += 1
         insort(self.waiting, request, key=by_rank)
 
     def resume(self, request: Request) -> None:

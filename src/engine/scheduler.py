@@ -215,6 +215,22 @@ class Scheduler:
             return "stop"
         return "length" if len(request.token_ids) >= request.max_num_tokens else None
 
+    # Reset of the prefix cache ----------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Make the pool as it was at the start: no block is owned or cached, so that nothing is
+        read again that was computed under other weights (S41). Running requests are preempted:
+        they wait at their ranks, and compute all their tokens afresh.
+
+        Raises:
+            RuntimeError: steps are in flight, which would settle into it; nothing was changed.
+        """
+        if self.in_flight:
+            raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit them first")
+        for request in reversed(self.queues.running.copy()):
+            self.queues.preempt(request)
+        self.blocks.reset()
+
     # Failure ----------------------------------------------------------------------------------
 
     def reset(self, reason: str) -> None:

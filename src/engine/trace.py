@@ -14,6 +14,7 @@ result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool
 abort      id, reason
 pause      id
 resume     id
+reset      pool; since version 4: the prefix cache was reset, with nothing in flight
 fail       pool; an operation failed or was interrupted, and all live requests ended. Its own event
            may be missing
 =========  =====================================================================================
@@ -36,7 +37,7 @@ from .plan import Blocks, StepPlan
 from .request import Request
 from .scheduler import Scheduler
 
-TRACE_VERSION = 3
+TRACE_VERSION = 4
 
 
 def check_trace_path(trace: object) -> None:
@@ -152,6 +153,9 @@ class TraceWriter:
 
     def resume(self, request_id: str) -> None:
         self._write("resume", id=request_id)
+
+    def reset(self) -> None:
+        self._write("reset", pool=self._pool())
 
     def fail(self) -> None:
         """The scheduler was reset. What was written of the event of that moment is cut off."""

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,24 @@ def test_tokens_and_logits_are_the_same_in_any_company(group: Group, reference: 
             for i in range(len(one.outputs[0].token_ids)):
                 expected = first.logits[one.request_id, i]
                 assert torch.equal(watcher.logits[other.request_id, i], expected)
+
+
+def test_a_reset_of_the_prefix_cache_changes_no_token(group: Group, reference: Reference) -> None:
+    prompts = reference.prompts[1:5]
+    expected = group.tokens(prompts)
+    first = replace(GREEDY, max_tokens=4)  # over while the others run
+    params = [first, *[GREEDY] * 3]
+    results = group.llm.generate_iter(zip(prompts, params, strict=True))
+    found: list[Any] = [next(results)]
+    assert group.llm.engine.scheduler.in_flight
+    group.llm.reset_prefix_cache()
+    for caches in group.llm._runner.local.kv_caches:
+        for cache in caches:
+            cache.fill_(1e4)  # of one rank is enough to see that a row reads it
+    found += results
+    expected[0] = expected[0][:4]
+    assert [list(result.outputs[0].token_ids) for result in found] == expected
+    assert not check_trace(group).property_id
 
 
 def test_sampled_tokens_are_those_of_one_rank(group: Group, reference: Reference) -> None:

@@ -244,6 +244,59 @@ def test_every_preemption_is_counted() -> None:
     assert elder.num_preemptions == 0
 
 
+def test_a_reset_of_the_prefix_cache_sends_who_runs_back_to_its_place() -> None:
+    scheduler = make_scheduler(pipeline_depth=1, max_num_seqs=2)
+    elder, younger = add(scheduler, "a", 5), add(scheduler, "b", 3)
+    waiter, paused = add(scheduler, "c", 3), add(scheduler, "d", 3)
+    scheduler.pause("d")
+    plan = scheduler.schedule()
+    with pytest.raises(RuntimeError, match="1 steps are in flight"):
+        scheduler.reset_prefix_cache()
+    assert scheduler.queues.running == [elder, younger]
+    scheduler.commit(plan, [7, 8])
+    scheduler.reset_prefix_cache()
+    check_state(scheduler)
+    assert scheduler.queues.waiting == [elder, younger, waiter]
+    assert scheduler.blocks.free_blocks == list(range(15, -1, -1))
+    assert not scheduler.blocks.index
+    assert (elder.output_token_ids, younger.output_token_ids) == ([7], [8])
+    assert (elder.num_computed, elder.block_table, elder.num_preemptions) == (0, [], 1)
+    assert paused.state is RequestState.PAUSED
+    plan = step(scheduler)
+    assert rows(plan) == [("a", 0, 6, True), ("b", 0, 4, True)]
+    assert sorted(plan.released) == ["a", "b"]
+
+
+def test_the_queues_count_preemptions_and_hits_on() -> None:
+    scheduler = make_scheduler()
+    queues = scheduler.queues
+
+    def counts() -> tuple[int, int, int]:
+        return queues.num_preemptions, queues.num_queried_tokens, queues.num_hit_tokens
+
+    add(scheduler, "a", 5)
+    step(scheduler)
+    assert counts() == (0, 5, 0)
+    add(scheduler, "b", 7, token=ord("a"))
+    add(scheduler, "c", 7, token=ord("a"), reads_cache=False)
+    step(scheduler)
+    assert counts() == (0, 12, 4)
+    scheduler.reset_prefix_cache()
+    assert counts() == (3, 12, 4)
+    step(scheduler)
+    assert counts() == (3, 27, 4), "each with the token it has sampled, or two"
+    scheduler.reset("error")
+    assert counts() == (3, 27, 4)
+    assert not queues.waiting
+
+
+def test_nothing_is_queried_of_a_cache_that_is_off() -> None:
+    scheduler = make_scheduler(caching=False)
+    add(scheduler, "a", 5)
+    step(scheduler)
+    assert (scheduler.queues.num_queried_tokens, scheduler.queues.num_hit_tokens) == (0, 0)
+
+
 def refusal(act) -> tuple[str, object, str]:
     with pytest.raises(InvalidInputError) as caught:
         act()

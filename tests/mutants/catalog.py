@@ -14,6 +14,7 @@ _SCHEDULER = "engine/scheduler.py"
 _QUEUES = "engine/queues.py"
 _VICTIMS = "engine/preemption.py"
 _REQUEST = "engine/request.py"
+_CORE = "engine/core.py"
 _SIBLINGS = "engine/siblings.py"
 _RING = "runner/pinned_ring.py"
 
@@ -522,5 +523,37 @@ MUTANTS = [
         _REQUEST,
         "            cache_salt=info.cache_salt,\n",
         "",
+    ),
+    # Row 0, too: the prefix cache is reset while requests are served (S41).
+    Mutant(
+        0,
+        "a reset leaves the prefix cache",
+        _SCHEDULER,
+        "            self.queues.preempt(request)\n        self.blocks.reset()\n",
+        "            self.queues.preempt(request)\n",
+    ),
+    Mutant(
+        0,
+        "a reset leaves running requests what they have computed",
+        _SCHEDULER,
+        "            self.queues.preempt(request)\n        self.blocks.reset()\n",
+        "            pass\n        blocks = self.blocks\n        blocks.index.clear()\n"
+        "        blocks.keys = [None] * blocks.num_blocks\n"
+        "        blocks.free_blocks += blocks.lru_blocks\n        blocks.lru_blocks.clear()\n",
+    ),
+    Mutant(
+        0,
+        "a reset does not wait for the steps in flight",
+        _SCHEDULER,
+        '            raise RuntimeError(f"{len(self.in_flight)} steps are in flight; '
+        'commit them first")\n',
+        "            self.in_flight.clear()\n",
+    ),
+    Mutant(
+        0,
+        "a reset does not settle the steps in flight",
+        _CORE,
+        "        finished = self._settle()\n",
+        "        finished: list[Request] = []\n",
     ),
 ]

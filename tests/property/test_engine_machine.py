@@ -149,6 +149,21 @@ class EngineMachine(RuleBasedStateMachine):
         self.scheduler.resume(self._live(index).request_id)
 
     @precondition(lambda self: self.scheduler.requests)
+    @rule(really=st.integers(0, 2))
+    def reset_prefix_cache(self, really: int) -> None:
+        if really == 0:
+            self.engine.reset_prefix_cache()
+            self.runner.change_weights()
+            check_state(self.scheduler)
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule()
+    def settle(self) -> None:
+        self.engine.settle()
+        assert not self.scheduler.in_flight
+        check_state(self.scheduler)
+
+    @precondition(lambda self: self.scheduler.requests)
     @rule(really=st.integers(0, 7))
     def fail(self, really: int) -> None:
         if really == 0:

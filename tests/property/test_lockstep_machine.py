@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from pagespec.engine.invariants import check_state
 from spec import model
-from spec.state import Abort, Add, Fail, Pause, Resume, Schedule, Scope, Template
+from spec.state import Abort, Add, Fail, Pause, ResetCache, Resume, Schedule, Scope, Template
 from tests.support.packers import CpuPacker
 from tests.support.refinement import Packer, Pair
 
@@ -141,6 +141,13 @@ class LockstepMachine(RuleBasedStateMachine):
         if really == 0:
             live = (*self.state.running, *self.state.waiting, *self.state.pending)
             self.pair.apply(Pause(live[index % len(live)]))
+
+    @precondition(lambda self: self.state.requests and not self.state.flight)
+    @rule(really=st.integers(0, 2))
+    def reset_cache(self, really: int) -> None:
+        if really == 0:
+            self.pair.apply(ResetCache())
+            check_state(self.pair.scheduler)
 
     @precondition(lambda self: self.state.requests)
     @rule(really=st.integers(0, 9))

@@ -104,7 +104,7 @@ def test_a_trace_of_an_older_version_is_still_read(tmp_path: Path, version: int)
     missed."""
     removed = ["prefixes", "reads_cache", "needs_history", "siblings", "copies"]
     removed += ["tables", "new_blocks", "released"] if version == 1 else []
-    scenario = Scenario(5)
+    scenario = Scenario(4)  # without a reset of the cache, which came with version 4
     scenario.reads_cache, scenario.max_n = 1.0, 1  # what an engine of that version served
     old = []
     for line in trace_of(scenario, tmp_path / "t.jsonl"):
@@ -134,6 +134,27 @@ def test_a_failure_that_is_told_wrongly_is_refused(tmp_path: Path) -> None:
     failure["pool"] = [failure["pool"][0] - 1, 1, 0]
     verdict = replay.check([*lines[:i], json.dumps(failure), *lines[i + 1 :]])
     assert (verdict.property_id, verdict.line) == ("S37", i + 1)
+
+
+def test_a_reset_that_is_told_wrongly_is_refused(tmp_path: Path) -> None:
+    """Of the prefix cache: blocks that are not free after it, or steps in flight before it."""
+    kinds = set()
+    for seed in range(NUM_SCENARIOS):
+        lines = trace_of(seed, tmp_path / "t.jsonl")
+        events = [json.loads(line) for line in lines]
+        names = [event["event"] for event in events]
+        for how in ("pool", "too early") if "reset" in names else ():
+            i = names.index("reset")
+            reset = json.dumps({**events[i], "pool": [events[i]["pool"][0] - 1, 1, 0]})
+            if how == "too early":
+                if "result" not in names[:i]:
+                    continue
+                i = names.index("result")
+                reset = json.dumps({**events[i], "event": "reset"})
+            verdict = replay.check([*lines[:i], reset, *lines[i:]])
+            assert (verdict.property_id, verdict.line) == ("S41", i + 1)
+            kinds.add(how)
+    assert kinds == {"pool", "too early"}
 
 
 def test_a_step_from_before_a_failure_is_not_settled_after_it(tmp_path: Path) -> None:
@@ -203,7 +224,7 @@ def test_a_misshapen_field_makes_it_no_trace(tmp_path: Path) -> None:
                     else:
                         with contextlib.suppress(replay.TraceError):
                             replay.check(altered)
-    assert seen == {"start", "add", "plan", "result", "abort", "pause", "resume", "fail"}
+    assert seen == {"start", "add", "plan", "result", "abort", "pause", "resume", "reset", "fail"}
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,15 @@ class ContentRunner:
 
     def reset(self) -> None:
         """Nothing of the cache can be read after: the pool promises to have forgotten it."""
-        self.kv = [_POISON] * len(self.kv)
+        self.change_weights()
         self._tables.clear()
         self._histories.clear()
         self._sampled.clear()
         self._num_uncollected = 0
+
+    def change_weights(self) -> None:
+        """What was computed before is no KV of the new weights (whose tokens are the old ones')."""
+        self.kv = [_POISON] * len(self.kv)
 
     def dispatch(self, plan: StepPlan) -> _Step:
         assert self._num_uncollected <= self.pipeline_depth, "steps were forgotten without a reset"

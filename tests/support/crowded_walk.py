@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from spec import model
-from spec.state import Abort, Add, Pause, Schedule, Scope, Template
+from spec.state import Abort, Add, Pause, ResetCache, Schedule, Scope, Template
 from tests.support.refinement import Packer, Pair
 
 NUM_ACTIONS = 50
@@ -50,6 +50,7 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
         outputs=(0, 1),
         policy=policy,
         overtaking=3 if policy == "priority" else 0,
+        reset=seed % 3 == 0,
     )
     pair = Pair(scope, make_packers(scope) if make_packers is not None else ())
     for _ in range(NUM_ACTIONS):
@@ -58,7 +59,7 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
             break
         weights = [
             0.1
-            if isinstance(label, Abort)
+            if isinstance(label, Abort | ResetCache)
             else 0.3
             if isinstance(label, Pause)
             else 2.0

@@ -163,6 +163,8 @@ class Run:
                 llm.engine.resume(request_id)
         if rng.random() < 0.3 and llm.engine.scheduler.requests:
             llm.engine.abort(rng.choice(list(llm.engine.scheduler.requests)))
+        if rng.random() < 0.3:
+            self.may_fail(self.reset_prefix_cache)
         if rng.random() < 0.5:
             results.close()
         if rng.random() < 0.5:
@@ -175,6 +177,10 @@ class Run:
     def may_fail(self, call: Callable[[], Any]) -> None:
         with contextlib.suppress(EngineError):
             call()
+
+    def reset_prefix_cache(self) -> None:
+        self.llm.reset_prefix_cache()
+        self.llm.engine.runner.change_weights()  # type: ignore[attr-defined]
 
     def generate(self) -> None:
         questions = [self.question() for _ in range(self.rng.randint(1, 4))]

@@ -33,6 +33,7 @@ from spec.state import (
     Pause,
     Plan,
     Request,
+    ResetCache,
     Row,
     Schedule,
     Scope,
@@ -177,6 +178,8 @@ class Pair:
             scheduler.abort(str(label.request))
         elif isinstance(label, Pause):
             scheduler.pause(str(label.request))
+        elif isinstance(label, ResetCache):
+            scheduler.reset_prefix_cache()
         elif isinstance(label, Fail):
             scheduler.reset("error")
             self.view.clear()

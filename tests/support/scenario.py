@@ -160,9 +160,18 @@ class Scenario:
             self.runner.fail_at_step = None
         elif action < 0.65:
             self.engine.pause(request_id)
-        else:
+        elif action < 0.95:
             self.engine.resume(request_id)
+        else:
+            self.reset_prefix_cache()
         check_state(self.scheduler)
+
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+        self.runner.change_weights()
+        blocks = self.scheduler.blocks
+        if blocks.index or len(blocks.free_blocks) < self.num_blocks or self.scheduler.in_flight:
+            raise PropertyError("S41", "after a reset of the prefix cache something is left of it")
 
     def step(self) -> None:
         emitted = {r: len(r.token_ids) for r in self.requests}
