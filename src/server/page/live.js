@@ -7,7 +7,7 @@ const NUM_POINTS = 240; // two minutes
 const RETRY_MS = 2000;
 
 const FORMATS = {
-  rate: (value) => value.toFixed(value < 10 ? 1 : 0),
+  rate: (value) => value.toFixed(value && value < 10 ? 1 : 0),
   percent: (value) => `${(100 * value).toFixed(1)} %`,
   seconds: (value) => {
     if (value >= 1) return `${value.toFixed(2)} s`;
