@@ -53,13 +53,12 @@ def tokenize(body: TokenizeRequest, context: Context) -> dict[str, Any]:
     check_model(context, body.model)
     llm = context.engine.llm
     tokens = _tokens(llm, body)
+    tokenizer: Any = llm.tokenizer
     return {
         "count": len(tokens),
         "max_model_len": llm.max_model_len,
         "tokens": tokens,
-        "token_strs": llm.tokenizer.convert_ids_to_tokens(tokens)
-        if body.return_token_strs
-        else None,
+        "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
     }
 
 
