@@ -59,7 +59,7 @@ def running(app: FastAPI, **settings: Any) -> Iterator[str]:
         listener.close()
 
 
-def client(app: FastAPI, **settings: Any) -> httpx.AsyncClient:
+def client(app: FastAPI, root_path: str = "", **settings: Any) -> httpx.AsyncClient:
     """A client that calls an app directly, in the test's own event loop."""
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
     return httpx.AsyncClient(transport=transport, base_url="http://test", **settings)
