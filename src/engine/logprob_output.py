@@ -53,11 +53,20 @@ def add_logprobs(
             answer.logprobs = reader.read(answer.token_ids, kept, params.logprobs)
             own = zip(answer.token_ids, answer.logprobs, strict=True)
             answer.cumulative_logprob = sum(entries[token].logprob for token, entries in own)
-    if params.prompt_logprobs is not None and requests[0].logprobs is not None:
-        kept = requests[0].logprobs.prompt
-        # All of them, unless the request was aborted in its prompt.
-        token_ids = output.prompt_token_ids[1 : len(kept) + 1]
-        output.prompt_logprobs = [None, *reader.read(token_ids, kept, params.prompt_logprobs)]
+    output.prompt_logprobs = prompt_entries(requests[0], decode)
+
+
+def prompt_entries(
+    leader: Request, decode: Callable[[int], str] | None
+) -> list[dict[int, Logprob] | None] | None:
+    """Of the prompt's tokens as far as they are computed; None if the parameters ask for none."""
+    num_top = leader.sampling_params.prompt_logprobs
+    if num_top is None or leader.logprobs is None:
+        return None
+    kept = list(leader.logprobs.prompt)  # the engine's thread may append meanwhile
+    # All of them, unless the request was aborted in its prompt.
+    token_ids = leader.token_ids[1 : len(kept) + 1]
+    return [None, *_Reader(decode).read(token_ids, kept, num_top)]
 
 
 def logprob_entries(
