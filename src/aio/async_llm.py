@@ -280,9 +280,10 @@ class AsyncLLM:
         """What the engine is doing now. Does not wait for it."""
         return take_snapshot(self._engine)
 
-    def block_map(self) -> bytes:
-        """A byte for each KV block, 2: owned by a request, 1: in the prefix cache only, 0: free."""
-        return block_map(self._engine)
+    def block_map(self, every: int = 1) -> bytes:
+        """A byte for each KV block, 2: owned by a request, 1: in the prefix cache only, 0: free.
+        ``every``: look at one in so many."""
+        return block_map(self._engine, every)
 
     # On an event loop -------------------------------------------------------------------------
 
