@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
 from ..aio.async_llm import AsyncLLM
-from . import admin, basic, chat, completions, generate
+from . import admin, basic, chat, completions, generate, tokenization
 from .config import ServerConfig
 from .context import ServerContext
 from .errors import add_error_handlers
@@ -23,7 +23,7 @@ from .requests import Requests
 from .security import ApiKeys
 
 # Each has a ``router``.
-ENDPOINTS = (basic, completions, chat, generate)
+ENDPOINTS = (basic, chat, completions, generate, tokenization)
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:

@@ -1,9 +1,9 @@
-"""``/v1/chat/completions``: conversations are answered, with tool calls and reasoning told apart."""
+"""``/v1/chat/completions``: answers to conversations, tool calls and reasoning told apart."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -20,7 +20,7 @@ from .context import Context, ServerContext
 from .logprobs import chat_logprobs, prompt_logprobs, token_texts
 from .protocol.chat import ChatRequest
 from .sampling import chat_params
-from .sse import EventStream, Extra, abort_all, dumps, unless_client_leaves
+from .sse import EventStream, Extra, abort_all, dumps
 from .usage import usage_of
 
 router = APIRouter()
@@ -38,7 +38,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
     if body.stream:
         generations = await call.submit([(prompt, params)])
         return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))
-    return await unless_client_leaves(request, _answer(call, body, params, choice, prompt))
+    return await _answer(call, body, params, choice, prompt)
 
 
 async def _answer(
@@ -99,7 +99,7 @@ class _Choices:
         choice: ToolChoice,
         generation: Generation,
     ) -> None:
-        self.head = {
+        self.head: Mapping[str, Any] = {
             "id": call.id,
             "object": "chat.completion.chunk",
             "created": call.created,
@@ -163,7 +163,7 @@ class _Choices:
                 self._params,
                 tools=self._body.tools,
                 tool_choice=self._choice,
-                request_id=self.head["id"],
+                request_id=str(self.head["id"]),
                 index=index,
             )
             answer = self._answers[index] = ChatAnswer(

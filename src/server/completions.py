@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,10 +13,10 @@ from ..engine.inputs import PromptInput, require_unicode
 from ..engine.sampling_params import SamplingParams
 from .call import Call, read_call, require_parts, whole
 from .context import Context, ServerContext
-from .logprobs import CompletionLogprobs, prompt_logprobs, token_texts
+from .logprobs import CompletionLogprobs, Entries, prompt_logprobs, token_texts
 from .protocol.completions import CompletionRequest
 from .sampling import completion_params, is_echo_alone
-from .sse import EventStream, abort_all, dumps, unless_client_leaves
+from .sse import EventStream, abort_all, dumps
 from .usage import usage_of
 
 router = APIRouter()
@@ -33,7 +33,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
         require_parts(params)
         generations = await call.submit(items)
         return EventStream(call, generations, _Choices(call, body, params, generations))
-    return await unless_client_leaves(request, _answer(call, body, params, items))
+    return await _answer(call, body, params, items)
 
 
 async def _answer(
@@ -87,7 +87,7 @@ class _Choices:
         params: SamplingParams,
         generations: Sequence[Generation],
     ) -> None:
-        self.head = {
+        self.head: Mapping[str, Any] = {
             "id": call.id,
             "object": "text_completion",
             "created": call.created,
@@ -122,7 +122,8 @@ class _Choices:
             place: of the prompt.
         """
         body, index = self._body, self.index(place, delta)
-        text, token_ids, entries = delta.text, delta.token_ids, delta.logprobs
+        text, token_ids = delta.text, delta.token_ids
+        entries: Sequence[Entries | None] | None = delta.logprobs
         if self._is_prompt_alone:
             text, token_ids, entries = "", [], None if entries is None else []
         is_first = index not in self._begun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,7 +16,7 @@ from .context import Context
 from .logprobs import generate_logprobs, prompt_logprobs
 from .protocol.generate import GenerateRequest
 from .sampling import generate_params
-from .sse import EventStream, abort_all, dumps, unless_client_leaves
+from .sse import EventStream, abort_all, dumps
 from .usage import usage_of
 
 router = APIRouter()
@@ -37,7 +37,7 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
             )
         generations = await call.submit([item])
         return EventStream(call, generations, _Choices(call, body, params, generations[0]))
-    return await unless_client_leaves(request, _answer(call, body, *item))
+    return await _answer(call, body, *item)
 
 
 async def _answer(
@@ -73,7 +73,11 @@ class _Choices:
     def __init__(
         self, call: Call, body: GenerateRequest, params: SamplingParams, generation: Generation
     ) -> None:
-        self.head = {"request_id": call.id, "created": call.created, "model": call.model}
+        self.head: Mapping[str, Any] = {
+            "request_id": call.id,
+            "created": call.created,
+            "model": call.model,
+        }
         self._body, self._params, self._generation = body, params, generation
 
     def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], None]]:

@@ -81,9 +81,6 @@ class CompletionLogprobs:
                     top[text] = number
         return top
 
-    def _text(self, token_id: int, entry: Logprob | None) -> str:
-        return _text(token_id, entry, self._with_ids)
-
 
 def chat_logprobs(
     token_ids: Sequence[int],

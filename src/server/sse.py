@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -26,7 +25,6 @@ from .errors import api_error
 DONE = b"data: [DONE]\n\n"
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
-_T = TypeVar("_T")
 Extra = dict[str, Any] | None
 
 
@@ -142,24 +140,6 @@ async def joined_deltas(
     finally:
         for task in pumps:
             task.cancel()
-
-
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, _T]) -> _T | Response:
-    """The result of ``work``, which is cancelled when the client goes away: then a response that
-    nobody will read."""
-    doing = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_client_left(request))
-    try:
-        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await doing if doing.done() else Response(status_code=499)
-    finally:
-        leaving.cancel()
-        doing.cancel()
-
-
-async def _client_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def abort_all(generations: Sequence[Generation]) -> None:
