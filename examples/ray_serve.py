@@ -31,7 +31,7 @@ def deploy(model: str, *, num_replicas: int = 1, num_gpus: float = 0) -> Applica
     """
 
     def build() -> FastAPI:
-        # The limit of the engine's own queue is Ray's business here: its proxy has the next replica.
+        # No limit of the engine's own: Ray's proxy holds requests back, and knows other replicas.
         engine = AsyncLLM(LLM(model, max_model_len=2048))
         return create_app(engine, ServerConfig(model=model.rpartition("/")[2]))
 
