@@ -43,7 +43,7 @@ _PACKING_PART = 4
 class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
     ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
-    runner."""
+    runner. ``model_type``: of the model's config."""
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -56,6 +56,7 @@ class BuiltEngine:
     stats: EngineStats
     can_score: bool = True
     grammars: Grammars | None = None
+    model_type: str | None = None
 
 
 def build(
@@ -168,6 +169,7 @@ def build(
         stats=stats,
         can_score=captured.head is not None,
         grammars=runner.grammars if shard.num_ranks == 1 else None,
+        model_type=loaded.config.model_type,
     )
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .chat.messages import read_tools
+from .chat.reader import ChatReader
+from .chat.response import read_response
 from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_objects
 from .engine.core import Engine
@@ -25,7 +28,7 @@ from .engine.scheduler import Scheduler
 from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
 from .startup import create_cuda_context_async, gc_paused
-from .validation import is_int
+from .validation import is_int, is_list
 
 if TYPE_CHECKING:
     import os
@@ -178,6 +181,12 @@ class LLM:
         self._device = built.device
         self._runner = built.runner
         self.reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
+        self.chat_reader = ChatReader(
+            self.reader,
+            built.tokenizer,
+            model_type=built.model_type,
+            eos_token_ids=frozenset(built.eos_token_ids),
+        )
         self.factory = RequestFactory(
             built.tokenizer,
             vocab_size=built.vocab_size,
@@ -249,27 +258,55 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations, through the model's chat
-        template.
+        template. Each answer has a ``message`` with its content, reasoning and tool calls.
 
         Args:
-            messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
+            messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists; an
+                answer's ``message`` may be one of them.
+            tools: functions that the model may ask to be called: OpenAI's dicts, or Python
+                functions with hints and a docstring.
+            chat_template: Jinja text in place of the model's.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: have the last message continued, which needs
+                ``add_generation_prompt=False``.
+            chat_template_kwargs: more variables of the template, as ``{"enable_thinking": False}``.
         """
-        is_many = (
-            isinstance(messages, Sequence)
-            and bool(messages)
-            and (isinstance(messages[0], Sequence) and not isinstance(messages[0], str))
-        )
+        is_many = is_list(messages) and bool(messages) and is_list(messages[0])
         conversations = list(messages) if is_many else [messages]
         params = pair_params(conversations, sampling_params, SamplingParams())
+        schemas = read_tools(tools)
         inputs = [
-            self.reader.read_messages(
-                item, f"messages[{i}]" if is_many else "messages", truncation_of(params[i])
+            self.chat_reader.read(
+                item,
+                tools=schemas,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+                truncate=truncation_of(params[i]),
+                field=f"messages[{i}]" if is_many else "messages",
             )
             for i, item in enumerate(conversations)
         ]
-        return self._loop.run(inputs, params, use_tqdm)
+        outputs = self._loop.run(inputs, params, use_tqdm)
+        for output, prompt, its_params in zip(outputs, inputs, params, strict=True):
+            for answer in output.outputs if its_params.detokenize else ():
+                reader = self.chat_reader.reader(
+                    prompt,
+                    its_params,
+                    tools=schemas,
+                    request_id=output.request_id,
+                    index=answer.index,
+                )
+                answer.message = read_response(reader, answer.token_ids)
+        return outputs
 
     def generate_iter(
         self,
@@ -297,8 +334,9 @@ class LLM:
         return self._loop.iterate(items, self._read, window)
 
     def read_messages(self, messages: Any) -> PromptInput:
-        """A conversation as a prompt for ``generate_iter`` and ``stream``."""
-        return self.reader.read_messages(messages)
+        """A conversation as a prompt for ``generate_iter`` and ``stream``; ``chat_reader.read``
+        takes tools and the other arguments of ``chat`` as well."""
+        return self.chat_reader.read(messages)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one answer as it grows; the pieces together are the text of

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from pagespec import LLM, EngineError, InvalidInputError, RequestOutput, SamplingParams
-from pagespec.engine.inputs import PromptReader
 from pagespec.engine.invariants import check_state
-from tests.support.cli_fakes import FakeTokenizer
+from tests.support.cli_fakes import FakeTokenizer, chat_reader
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -209,7 +208,7 @@ def test_a_stream_takes_nothing_for_its_default_but_none(
 
 def test_a_conversation_among_several_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     good = [{"role": "user", "content": "a"}]
-    monkeypatch.setattr(llm, "_reader", PromptReader(FakeTokenizer(), VOCAB_SIZE, 100))
+    monkeypatch.setattr(llm, "chat_reader", chat_reader(FakeTokenizer()))
     with pytest.raises(InvalidInputError, match=r"^messages\[1\] = \[\]: must be a non-empty"):
         llm.chat([good, []])
     with pytest.raises(InvalidInputError, match=r"^messages = .*no such role"):

@@ -21,6 +21,7 @@ PACKAGE = (
     ("aio",),
     ("verify", "distributed.ray"),
     ("llm",),
+    ("chat",),
     ("distributed",),
     ("build",),
     ("runner",),
@@ -54,6 +55,7 @@ ABOVE_ENGINE = (
     "verify",
     "distributed.ray",
     "llm",
+    "chat",
     "distributed",
     "build",
     "runner",
@@ -61,7 +63,7 @@ ABOVE_ENGINE = (
 )
 NOT_FOR_ENGINE = ("torch", "triton", "transformers", "numpy")
 # The package's own `__init__` hands on public names on first use, and says its version.
-ROOT, ABOVE_ROOT = "", ("cli",)
+ROOT, ABOVE_ROOT = "", ("cli", "server")
 # What stands outside `src`: the specification travels with the package, for `pagespec trace`.
 SPEC, ABOVE_SPEC = "spec", ("cli",)
 
@@ -271,7 +273,7 @@ PLANTED = [
         "if TYPE_CHECKING:\n    from .scheduler import Scheduler",
         "a circle of",
     ),
-    ("build", "from . import __version__", "only ('cli',) may"),
+    ("build", "from . import __version__", "only ('cli', 'server') may"),
     ("llm", "from .spec.replay import replay", "only ('cli',) may"),
 ]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..engine.growing_text import GrowingText
 from ..engine.inputs import PromptInput
-from ..engine.logprob_output import logprob_entries
+from ..engine.logprob_output import logprob_entries, prompt_entries
 from ..engine.outputs import CompletionOutput, Logprob, RequestOutput
 from ..engine.request import Request
 from ..engine.request_factory import RequestFactory
@@ -92,6 +92,13 @@ class Generation:
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache; known once there is a token of output."""
         return self._served.requests[0].num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None] | None:
+        """As of :class:`RequestOutput`; complete once there is a token of output."""
+        params = self._served.params
+        decode = self._factory.decode_one if params.detokenize else None
+        return prompt_entries(self._served.requests[0], decode)
 
     async def result(self) -> RequestOutput:
         """The answers, when all are done: as of ``LLM.generate``.

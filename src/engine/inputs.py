@@ -100,6 +100,9 @@ class PromptReader:
         tokenizer: a transformers tokenizer, or None: then only token ids are accepted.
         vocab_size: ids must be below it.
         max_model_len: prompts must leave room for one generated token.
+
+    Attributes:
+        encoding_lock: held while the tokenizer encodes or renders a chat template.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
@@ -108,7 +111,7 @@ class PromptReader:
         self._max_model_len = max_model_len
         # A fast tokenizer cannot be set up for one call ("Already borrowed") while it encodes for
         # another. Decoding sets nothing up. No step of the engine waits for this lock.
-        self._encoding = threading.RLock()
+        self.encoding_lock = threading.RLock()
 
     def read(self, prompt: Any, field: str = "prompt", truncate: int | None = None) -> PromptInput:
         """
@@ -192,30 +195,15 @@ class PromptReader:
         if self._tokenizer is None:
             raise InvalidInputError("bad_words", text, "this model has no tokenizer")
         require_unicode("bad_words", text)
-        with self._encoding:
+        with self.encoding_lock:
             token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
 
-    def read_messages(
-        self, messages: Any, field: str = "messages", truncate: int | None = None
-    ) -> PromptInput:
-        """A conversation (list of {"role", "content"}) through the model's chat template."""
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise InvalidInputError(field, messages, "this model has no chat template")
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise InvalidInputError(field, messages, "must be a non-empty list of messages")
-        for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                raise InvalidInputError(field, message, "a message needs 'role' and 'content'")
-        try:
-            with self._encoding:
-                text = self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=True, tokenize=False
-                )
-        except Exception as error:  # a template refuses with whatever Jinja raises
-            raise InvalidInputError(field, messages, f"chat template: {error}") from error
+    def read_rendered(self, text: str, field: str, truncate: int | None = None) -> PromptInput:
+        """A text that has its special tokens already, as chat templates make it. Raises as
+        :meth:`read`."""
         require_unicode(field, text)
-        with self._encoding:
+        with self.encoding_lock:
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return PromptInput(text, self._check(self._truncated(token_ids, truncate), field))
 
@@ -225,7 +213,7 @@ class PromptReader:
         if not text:
             raise InvalidInputError(field, text, "must not be empty")
         require_unicode(field, text)
-        with self._encoding:
+        with self.encoding_lock:
             token_ids: list[int] = self._tokenizer(text)["input_ids"]
         return token_ids
 

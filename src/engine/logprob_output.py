@@ -121,13 +121,20 @@ def add_logprobs(
             answer.logprobs = logprob_entries(request, 0, len(answer.token_ids), decode)
             kept = request.logprobs
             answer.cumulative_logprob = 0.0 if kept is None else kept.cumulative
-    if params.prompt_logprobs is not None and requests[0].logprobs is not None:
-        kept_rows = requests[0].logprobs.prompt
-        # All of them, unless the request was aborted in its prompt.
-        token_ids = output.prompt_token_ids[1 : len(kept_rows) + 1]
-        output.prompt_logprobs = LogprobList(
-            token_ids, kept_rows, params.prompt_logprobs, decode, first=(None,)
-        )
+    output.prompt_logprobs = prompt_entries(requests[0], decode)
+
+
+def prompt_entries(
+    leader: Request, decode: Callable[[int], str] | None
+) -> Sequence[dict[int, Logprob] | None] | None:
+    """Of the prompt's tokens as far as they are computed; None if the parameters ask for none."""
+    num_top = leader.sampling_params.prompt_logprobs
+    if num_top is None or leader.logprobs is None:
+        return None
+    kept = leader.logprobs.prompt
+    # All of them, unless the request was aborted in its prompt, or is still in it.
+    token_ids = leader.token_ids[1 : len(kept) + 1]
+    return LogprobList(token_ids, kept, num_top, decode, first=(None,))
 
 
 def logprob_entries(

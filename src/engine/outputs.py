@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -81,6 +82,8 @@ class CompletionOutput:
             when they are looked at.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None for
             the model's end tokens and every other end.
+        message: of ``LLM.chat``: the answer as a message of OpenAI's form (``role``, ``content``,
+            ``reasoning_content``, ``tool_calls``); None otherwise, or with ``detokenize=False``.
     """
 
     index: int
@@ -90,6 +93,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = None
     stop_reason: int | str | None = None
+    message: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

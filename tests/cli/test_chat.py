@@ -13,8 +13,9 @@ from typer.testing import CliRunner, Result
 from pagespec.cli import chat, make_llm
 from pagespec.cli.chat import ctrl_c_sets
 from pagespec.cli.main import app
-from pagespec.engine.inputs import PromptInput, PromptReader
+from pagespec.engine.inputs import PromptInput
 from pagespec.errors import InvalidInputError
+from tests.support.cli_fakes import chat_reader
 
 
 class FakeTokenizer:
@@ -38,7 +39,7 @@ class FakeLLM:
         self.interrupt = False
 
     def read_messages(self, messages: Any) -> PromptInput:
-        return PromptReader(self.tokenizer, 1 << 21, 1000).read_messages(messages)
+        return chat_reader(self.tokenizer).read(messages)
 
     def stream(self, prompt: dict[str, list[int]], params: Any) -> Iterator[str]:
         text = "".join(chr(i) for i in prompt["prompt_token_ids"])

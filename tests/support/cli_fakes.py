@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from pagespec.chat.reader import ChatReader
 from pagespec.cli import make_llm
 from pagespec.cli.main import app
 from pagespec.engine.inputs import PromptReader
@@ -30,6 +31,10 @@ class FakeTokenizer:
         return {"input_ids": [ord(c) for c in text]}
 
 
+def chat_reader(tokenizer: Any) -> ChatReader:
+    return ChatReader(PromptReader(tokenizer, 1 << 21, 1000), tokenizer)
+
+
 class FakeLLM:
     """Pulls ``window`` requests ahead, as the engine does, so that order is not a given."""
 
@@ -38,7 +43,7 @@ class FakeLLM:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
-        self.read_messages = PromptReader(tokenizer, 1 << 21, 1000).read_messages
+        self.read_messages = chat_reader(tokenizer).read
         self.seen: list[tuple[Any, Any]] = []
 
     def generate_iter(

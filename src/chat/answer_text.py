@@ -1,0 +1,158 @@
+"""The text of one answer as it grows, with what has no text for the caller marked as such.
+
+A parser of answers needs the special tokens, as delimiters; the caller must not see them. So the
+text here is the one that ``generate`` gives, from the same detokenizer and cut by the same search
+for stop strings, with the names of special tokens laid between as pieces of their own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ..engine.detokenizer import Detokenizer, StopStringWatcher
+from ..engine.sampling_params import SamplingParams
+
+
+class Kind(Enum):
+    """What a piece is: text of the answer; a special token in it; the stop token that ended it."""
+
+    TEXT = "text"
+    SPECIAL = "special"
+    STOP = "stop"
+
+
+class Piece(NamedTuple):
+    text: str
+    kind: Kind
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The tokens that decoding leaves out when it skips special tokens, by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token_id: token.content for token_id, token in added.items() if token.special}
+
+
+class _CountingDetokenizer(Detokenizer):
+    """Knows how many characters it has given, also those in which a stop string may have begun."""
+
+    num_chars = 0
+
+    def push(self, token_id: int) -> str:
+        text = super().push(token_id)
+        self.num_chars += len(text)
+        return text
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        before = self.num_chars
+        text = super().push_all(token_ids)
+        self.num_chars = before + len(text)
+        return text
+
+
+class AnswerText:
+    """Reads the tokens of one answer; those after its end are ignored.
+
+    Args:
+        stop_token_ids: each ends the answer.
+        specials: of the tokenizer, see :func:`special_tokens`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        stop_token_ids: frozenset[int],
+        specials: Mapping[int, str],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._specials = specials if params.skip_special_tokens else {}
+        self._all_specials = specials
+        self._stop_token_ids = stop_token_ids
+        self._include_stop = params.include_stop_str_in_output
+        self._detokenizer = _CountingDetokenizer(
+            tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        self._detokenizer.num_chars = 0
+        self._watcher: StopStringWatcher | None = None
+        if params.stop_strings:
+            self._watcher = StopStringWatcher(
+                self._detokenizer,
+                params.stop_strings,
+                include=self._include_stop,
+                min_tokens=params.min_tokens,
+            )
+        self._num_watched = 0  # settled pieces of the watcher that were given out
+        self._num_given = 0  # characters of text that were given out
+        self._waiting: deque[tuple[int, str]] = deque()  # special tokens, by characters before
+        self._stop_token_id: int | None = None
+        self._has_ended = False
+
+    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
+        """What is certain with these tokens."""
+        pieces: list[Piece] = []
+        run: list[int] = []
+        for token_id in token_ids:
+            is_stop, is_special = token_id in self._stop_token_ids, token_id in self._specials
+            if is_stop or is_special:
+                pieces += self._give(self._push(run))
+                run = []
+            if self._has_ended:
+                break
+            if is_stop:
+                self._stop_token_id, self._has_ended = token_id, True
+                break
+            if is_special:
+                pieces += self._give(self._push([token_id]) if self._watcher else "")
+                self._waiting.append((self._detokenizer.num_chars, self._specials[token_id]))
+            else:
+                run.append(token_id)
+        pieces += self._give(self._push(run))
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """What was kept back until the end was known."""
+        stop = self._stop_token_id
+        shown = stop if self._include_stop else None
+        if self._watcher is not None:
+            tail = self._watcher.finish(shown)[self._num_given :]
+            if self._watcher.is_stopped:
+                stop = None
+        else:
+            tail = "" if shown is None else self._detokenizer.push(shown)
+            tail += self._detokenizer.flush()
+        pieces = [*self._give(tail)]
+        if stop is not None and (shown is None or stop in self._specials):
+            text = self._all_specials.get(stop)
+            if text is None:
+                text = self._tokenizer.decode([stop], skip_special_tokens=False)
+            pieces.append(Piece(text, Kind.STOP))
+        return pieces
+
+    def _push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain."""
+        if not token_ids or self._has_ended:
+            return ""
+        watcher = self._watcher
+        if watcher is None:
+            return self._detokenizer.push_all(token_ids)
+        self._has_ended = any(map(watcher, token_ids))
+        new = watcher.settled_pieces[self._num_watched :]
+        self._num_watched += len(new)
+        return "".join(new)
+
+    def _give(self, text: str) -> Iterator[Piece]:
+        """Text that became certain, and the special tokens that stand in it or at its end."""
+        while self._waiting and self._waiting[0][0] <= self._num_given + len(text):
+            place, name = self._waiting.popleft()
+            before, text = text[: place - self._num_given], text[place - self._num_given :]
+            self._num_given = place
+            if before:
+                yield Piece(before, Kind.TEXT)
+            yield Piece(name, Kind.SPECIAL)
+        self._num_given += len(text)
+        if text:
+            yield Piece(text, Kind.TEXT)

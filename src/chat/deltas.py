@@ -1,0 +1,88 @@
+"""The pieces of an answer, as its reader gives them, and the message that they make together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_ID_DIGITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer's content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thought before it answered."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """One whole tool call.
+
+    Attributes:
+        index: its place among the calls of the answer, from 0.
+        id: "call_" and 24 hexadecimal digits.
+        arguments: the text of a JSON object.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+Delta = ContentDelta | ReasoningDelta | ToolCallDelta
+
+
+def call_id(request_id: str, answer: int, index: int) -> str:
+    """The id of a tool call: the same whenever the same request is read again, streamed or not."""
+    key = f"{request_id}/{answer}/{index}".encode("utf-8", "surrogatepass")
+    return "call_" + hashlib.sha256(key).hexdigest()[:_ID_DIGITS]
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same with texts of one kind that follow each other put together, and no empty ones."""
+    made: list[Delta] = []
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta):
+            made.append(delta)
+        elif delta.text:
+            last = made[-1] if made else None
+            if isinstance(last, ContentDelta) and isinstance(delta, ContentDelta):
+                made[-1] = ContentDelta(last.text + delta.text)
+            elif isinstance(last, ReasoningDelta) and isinstance(delta, ReasoningDelta):
+                made[-1] = ReasoningDelta(last.text + delta.text)
+            else:
+                made.append(delta)
+    return made
+
+
+def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """An assistant message in OpenAI's form, which may be an item of ``messages`` again.
+
+    It always has ``role``, ``content`` (None if there is nothing but tool calls or reasoning),
+    ``reasoning_content`` (None if there is none) and ``tool_calls`` (a list, mostly empty).
+    """
+    deltas = list(deltas)
+    content = "".join(d.text for d in deltas if isinstance(d, ContentDelta))
+    reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
+    calls = [
+        {"id": d.id, "type": "function", "function": {"name": d.name, "arguments": d.arguments}}
+        for d in deltas
+        if isinstance(d, ToolCallDelta)
+    ]
+    return {
+        "role": "assistant",
+        "content": None if not content and (calls or reasoning) else content,
+        "reasoning_content": reasoning or None,
+        "tool_calls": calls,
+    }

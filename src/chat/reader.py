@@ -1,0 +1,198 @@
+"""Chat for one model: conversations to prompts, and the readers of their answers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from ..engine.inputs import PromptInput, PromptReader
+from ..engine.sampling_params import SamplingParams
+from ..errors import InvalidInputError
+from .answer_text import AnswerText, special_tokens
+from .formats import AnswerFormat, make_format, template_of
+from .messages import read_messages, read_tools
+from .regions import TemplateAnswer
+from .response import Answer, PlainAnswer, ResponseReader
+from .tool_choice import ForcedAnswer, ToolChoice, forced_name
+
+# Arguments of ``apply_chat_template`` that are no variables of the template.
+_NO_VARIABLES = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
+
+
+class ChatReader:
+    """Reads conversations and answers. Threads may share it.
+
+    Args:
+        prompts: of the same tokenizer.
+        tokenizer: a transformers tokenizer, or None: then every conversation is refused.
+        model_type: of the model's config, for the response template that transformers has for it.
+        eos_token_ids: end an answer unless its parameters ignore them.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptReader,
+        tokenizer: Any,
+        *,
+        model_type: str | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._model_type = model_type
+        self._eos_token_ids = eos_token_ids
+
+    def read(
+        self,
+        messages: Any,
+        *,
+        tools: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        truncate: int | None = None,
+        field: str = "messages",
+    ) -> PromptInput:
+        """A conversation as a prompt.
+
+        Args:
+            messages: see :func:`.messages.read_messages`.
+            tools: see :func:`.messages.read_tools`; shown to the model by its template.
+            chat_template: Jinja text in place of the model's, or the name of one of the model's.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: leave the last message open, for the model to continue.
+            chat_template_kwargs: more variables of the template, as ``{"enable_thinking": False}``.
+            truncate: as of ``PromptReader.read``.
+            field: what errors call the messages.
+
+        Raises:
+            InvalidInputError: something is refused, also by the template; names it and the limit.
+        """
+        if not chat_template and not getattr(self._tokenizer, "chat_template", None):
+            raise InvalidInputError(field, messages, "this model has no chat template")
+        conversation = read_messages(messages, field)
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise InvalidInputError("chat_template", chat_template, "must be text")
+        if continue_final_message and add_generation_prompt:
+            limit = "must be False if add_generation_prompt is True"
+            raise InvalidInputError("continue_final_message", continue_final_message, limit)
+        arguments = {
+            **_variables(chat_template_kwargs),
+            "tools": read_tools(tools),
+            "chat_template": chat_template,
+            "add_generation_prompt": bool(add_generation_prompt),
+            "continue_final_message": bool(continue_final_message),
+        }
+        try:
+            with self._prompts.encoding_lock:
+                text = self._tokenizer.apply_chat_template(
+                    conversation, tokenize=False, **arguments
+                )
+        except Exception as error:  # a template refuses with whatever Jinja raises
+            raise InvalidInputError(field, messages, f"chat template: {error}") from error
+        return self._prompts.read_rendered(text, field, truncate)
+
+    def reader(
+        self,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        tools: Any = None,
+        tool_choice: ToolChoice = "auto",
+        request_id: str = "",
+        index: int = 0,
+    ) -> ResponseReader:
+        """The reader of one answer.
+
+        Args:
+            prompt: of the answer; what it has of the answer already is read first.
+            params: of the answer: its stop strings and tokens, and whether special tokens show.
+            tools: as of :meth:`read`: their schemas give arguments their types.
+            tool_choice: see :mod:`.tool_choice`. Where it forces a call, the parameters must have
+                the ``structured_outputs`` that ``forced_output`` gives.
+            request_id, index: of the request and the answer, from which the ids of its tool calls
+                are made.
+
+        Raises:
+            InvalidInputError: tools or choice are refused.
+        """
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_token_ids |= self._eos_token_ids
+        text = AnswerText(
+            self._tokenizer, prompt.token_ids, params, stop_token_ids, self._special_tokens
+        )
+        schemas = read_tools(tools)
+        name = forced_name(schemas, tool_choice)
+        answer: Answer
+        if name is not None or tool_choice == "required":
+            answer = ForcedAnswer(name, request_id, index)
+        elif self.answer_format is None:
+            answer = PlainAnswer()
+        else:
+            answer = TemplateAnswer(
+                self.answer_format,
+                self._text_of(prompt),
+                tools=schemas,
+                reads_tools=tool_choice != "none",
+                request_id=request_id,
+                answer=index,
+            )
+        return ResponseReader(text, answer)
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat | None:
+        """How the model writes reasoning and tool calls; None if that is not known."""
+        template = template_of(self._tokenizer, self._model_type)
+        if template is None:
+            return None
+        try:
+            return make_format(template)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            warnings.warn(f"the tokenizer's response template is ignored: {error}", stacklevel=2)
+            return None
+
+    @cached_property
+    def _special_tokens(self) -> dict[int, str]:
+        return special_tokens(self._tokenizer)
+
+    def _text_of(self, prompt: PromptInput) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        text: str = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        return text
+
+
+def _variables(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidInputError("chat_template_kwargs", given, "must be a dict with names")
+    for name in given:
+        if name in _NO_VARIABLES:
+            raise InvalidInputError(
+                "chat_template_kwargs",
+                name,
+                "is no variable of a template, or has its own argument",
+            )
+    return dict(given)

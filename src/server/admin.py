@@ -1,0 +1,53 @@
+"""What an operator or a trainer asks of the engine. Served with ``enable_admin`` only."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from fastapi import APIRouter, Response
+
+from .context import Context
+
+router = APIRouter()
+
+
+class PauseMode(StrEnum):
+    """As of ``AsyncLLM.pause_generation``."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    KEEP = "keep"
+
+
+@router.post("/pause")
+async def pause(
+    context: Context, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True
+) -> dict[str, str]:
+    """Stop computing. Requests that come wait until ``/resume``.
+
+    ``mode``: "abort" ends what runs with finish reason "abort", "wait" answers it first, "keep"
+    goes on with it later. ``clear_cache`` empties the prefix cache, unless requests are kept.
+    """
+    await context.engine.pause_generation(mode.value)
+    if clear_cache and mode is not PauseMode.KEEP:
+        await context.engine.reset_prefix_cache()
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+async def resume(context: Context) -> dict[str, str]:
+    """Go on after ``/pause``."""
+    await context.engine.resume_generation()
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(context: Context) -> dict[str, bool]:
+    return {"is_paused": await context.engine.is_paused()}
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(context: Context) -> Response:
+    """Forget what is known of prompts; what runs keeps its own. The body is empty."""
+    await context.engine.reset_prefix_cache()
+    return Response()

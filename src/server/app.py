@@ -1,0 +1,73 @@
+"""The ASGI app of a server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from .. import __version__
+from ..aio.async_llm import AsyncLLM
+from . import admin, basic, chat, completions, generate
+from .config import ServerConfig
+from .context import ServerContext
+from .errors import add_error_handlers
+from .limits import Limits
+from .requests import Requests
+from .security import ApiKeys
+
+# Each has a ``router``.
+ENDPOINTS = (basic, chat, completions, generate)
+
+
+def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
+    """An app that serves ``engine``, which is shut down with it.
+
+    A request passes, from the outside: its frame (``requests``), browsers' rules, keys, limits, and
+    what FastAPI checks. So of a request without a key no body is read, and a web page that may use
+    this server can read why it is refused.
+    """
+    context = ServerContext(engine, config or ServerConfig())
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await engine.shutdown()
+
+    app = FastAPI(
+        title="pagespec",
+        version=__version__,
+        lifespan=lifespan,
+        # They load scripts from elsewhere. The document itself is at /openapi.json.
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.context = context
+    add_error_handlers(app)
+    for module in ENDPOINTS:
+        app.include_router(module.router)
+    if context.config.enable_admin:
+        app.include_router(admin.router)
+    _add_middlewares(app, context)
+    return app
+
+
+def _add_middlewares(app: FastAPI, context: ServerContext) -> None:
+    """From the inside out: each is put around those before."""
+    config = context.config
+    app.add_middleware(Limits, context=context)
+    if config.api_keys:
+        app.add_middleware(ApiKeys, keys=config.api_keys)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(Requests, log=config.access_log)

@@ -1,0 +1,89 @@
+"""What clients, load balancers and people ask a server about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from .. import __version__
+from .context import Context, ServerContext
+from .errors import ApiError
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(context: Context) -> dict[str, Any]:
+    """The model, under each of its names."""
+    return {"object": "list", "data": [_card(context, name) for name in context.model_names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, context: Context) -> dict[str, Any]:
+    """The model, under one name."""
+    check_model(context, name)
+    return _card(context, name)
+
+
+def check_model(context: ServerContext, name: str | None) -> str:
+    """The name to answer with, of a request that calls the model ``name``; None: the first.
+
+    Raises:
+        ApiError: the model has no such name.
+    """
+    if name is None or name == "":
+        return context.model_names[0]
+    if name not in context.model_names:
+        message = f"The model `{name}` does not exist."
+        raise ApiError(404, message, param="model")
+    return name
+
+
+def _card(context: ServerContext, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(context.started),
+        "owned_by": "pagespec",
+        "root": context.config.model,
+        "parent": None,
+        "max_model_len": context.engine.llm.max_model_len,
+    }
+
+
+@router.get("/health")
+@router.get("/readiness")
+async def health(context: Context) -> Response:
+    """200 if new requests are taken, else 503. The body is empty."""
+    return Response(status_code=200 if context.is_ready else 503)
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(context: Context) -> Response:
+    """As ``/health``."""
+    return await health(context)
+
+
+@router.get("/liveness")
+async def liveness() -> Response:
+    """200 while the process answers at all, also when it drains or the engine has failed."""
+    return Response(status_code=200)
+
+
+@router.get("/load")
+async def load(context: Context) -> dict[str, int]:
+    """Requests that are being answered."""
+    return {"server_load": context.num_requests}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/get_world_size")
+async def world_size(context: Context) -> dict[str, int]:
+    """Processes that compute the model together."""
+    return {"world_size": context.engine.llm.config.tensor_parallel_size}

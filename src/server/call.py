@@ -1,0 +1,96 @@
+"""What every generating endpoint does with a request before and after its own part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from ..aio.generation import AnswerDelta, Generation
+from ..engine.outputs import CompletionOutput
+from ..engine.sampling_params import SamplingParams
+from ..errors import InvalidInputError
+from .basic import check_model
+from .context import ServerContext, request_id_of, salt_of
+from .protocol.fields import EngineFields
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to generate.
+
+    Attributes:
+        id: of the answer: the kind of its object, and the request's own id.
+        created: seconds since 1970.
+        model: the name to answer with.
+        with_usage: whether a stream ends with the usage.
+        with_usages: whether each of its chunks has it.
+    """
+
+    context: ServerContext
+    id: str
+    created: int
+    model: str
+    priority: int | None
+    cache_salt: str | None
+    with_usage: bool
+    with_usages: bool
+
+    async def submit(self, items: Sequence[tuple[Any, SamplingParams]]) -> list[Generation]:
+        return await self.context.engine.submit_all(
+            items, priority=self.priority, cache_salt=self.cache_salt
+        )
+
+
+def read_call(
+    body: EngineFields, request: Request, context: ServerContext, prefix: str = ""
+) -> Call:
+    """
+    Args:
+        prefix: of the answer's id.
+
+    Raises:
+        ApiError: there is no such model.
+        InvalidInputError: a field is not for this engine, or not for this request.
+    """
+    model = check_model(context, body.model)
+    options = body.stream_options
+    if options is not None and not body.stream:
+        limit = "is for stream = true"
+        raise InvalidInputError("stream_options", options.model_dump(exclude_none=True), limit)
+    if body.priority and context.engine.llm.config.policy != "priority":
+        limit = "is not supported: the server was not started with the policy 'priority'"
+        raise InvalidInputError("priority", body.priority, limit)
+    request_id = body.request_id or request_id_of(request)
+    return Call(
+        context,
+        f"{prefix}{request_id}",
+        int(time.time()),
+        model,
+        body.priority or None,
+        salt_of(request, body.cache_salt),
+        options is not None and bool(options.include_usage),
+        options is not None and bool(options.continuous_usage_stats),
+    )
+
+
+def require_parts(params: SamplingParams) -> None:
+    """Refuse what cannot be streamed."""
+    if params.num_generated != params.n:
+        limit = "must be n for stream = true: which are the best is known at the end"
+        raise InvalidInputError("best_of", params.best_of, limit)
+
+
+def whole(answer: CompletionOutput) -> AnswerDelta:
+    """An answer, as if it had come in one piece."""
+    return AnswerDelta(
+        answer.index,
+        answer.text,
+        answer.token_ids,
+        answer.logprobs,
+        answer.finish_reason,
+        answer.stop_reason,
+    )

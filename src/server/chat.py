@@ -1,0 +1,207 @@
+"""``/v1/chat/completions``: answers to conversations, tool calls and reasoning told apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ..aio.generation import AnswerDelta, Generation
+from ..chat.deltas import ContentDelta, Delta, ReasoningDelta
+from ..chat.messages import read_tools
+from ..chat.tool_choice import ToolChoice, forced_output
+from ..engine.inputs import PromptInput
+from ..engine.sampling_params import SamplingParams
+from .call import Call, read_call, require_parts, whole
+from .chat_answer import ChatAnswer
+from .context import Context, ServerContext
+from .logprobs import chat_logprobs, prompt_logprobs, token_texts
+from .protocol.chat import ChatRequest
+from .sampling import chat_params
+from .sse import EventStream, Extra, abort_all, dumps
+from .usage import usage_of
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(body: ChatRequest, request: Request, context: Context) -> Response:
+    """Answer a conversation."""
+    call = read_call(body, request, context, "chatcmpl-")
+    tools, choice = read_tools(body.tools), _tool_choice(body)
+    params = chat_params(body, forced_output(tools, choice))
+    if body.stream:
+        require_parts(params)
+    prompt = await asyncio.to_thread(_read_prompt, body, context, params)
+    if body.stream:
+        generations = await call.submit([(prompt, params)])
+        return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))
+    return await _answer(call, body, params, choice, prompt)
+
+
+async def _answer(
+    call: Call, body: ChatRequest, params: SamplingParams, choice: ToolChoice, prompt: PromptInput
+) -> Response:
+    generations = await call.submit([(prompt, params)])
+    try:
+        result = await generations[0].result()
+    finally:
+        abort_all(generations)
+    choices = _Choices(call, body, params, choice, generations[0])
+
+    def content() -> bytes:
+        found: dict[str, Any] = {
+            **choices.head,
+            "object": "chat.completion",
+            "choices": [choices.choice(whole(answer)) for answer in result.outputs],
+            "usage": choices.usage(),
+        }
+        if body.return_token_ids:
+            found["prompt_token_ids"] = result.prompt_token_ids
+        if body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+        return dumps(found).encode()
+
+    return Response(await asyncio.to_thread(content), media_type="application/json")
+
+
+def _tool_choice(body: ChatRequest) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None:
+        return "auto" if body.tools else "none"
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _read_prompt(body: ChatRequest, context: ServerContext, params: SamplingParams) -> PromptInput:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return context.engine.llm.chat_reader.read(
+        body.messages,
+        tools=None if body.tool_choice == "none" else body.tools,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=variables,
+        truncate=params.truncate_prompt_tokens,
+    )
+
+
+class _Choices:
+    """Forms choices from answers, which may come in pieces: what is joined is the same."""
+
+    def __init__(
+        self,
+        call: Call,
+        body: ChatRequest,
+        params: SamplingParams,
+        choice: ToolChoice,
+        generation: Generation,
+    ) -> None:
+        self.head: Mapping[str, Any] = {
+            "id": call.id,
+            "object": "chat.completion.chunk",
+            "created": call.created,
+            "model": call.model,
+        }
+        self._llm = call.context.engine.llm
+        self._body, self._params, self._choice = body, params, choice
+        self._generation = generation
+        self._texts = token_texts(self._llm.factory, as_ids=bool(body.return_tokens_as_token_ids))
+        self._answers: dict[int, ChatAnswer] = {}
+
+    def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
+        """First the role, then what the answer grows by, at last why it ended."""
+        index = delta.index
+        if index not in self._answers:
+            is_told = self._body.return_token_ids and not self._answers
+            extra = {"prompt_token_ids": self._generation.prompt.token_ids} if is_told else None
+            yield _chunk(index, {"role": "assistant", "content": ""}), extra
+        answer = self._answer(index)
+        # The first chunk of several has what belongs to the tokens.
+        marks = self._marks(delta)
+        for found in answer.read(delta):
+            yield _chunk(index, _shown(found), **marks), None
+            marks = {}
+        if delta.finish_reason is not None:
+            reason = answer.finish_reason(delta)
+            yield _chunk(index, {}, reason, stop_reason=delta.stop_reason, **marks), None
+        elif marks:
+            yield _chunk(index, {}, **marks), None
+
+    def choice(self, delta: AnswerDelta) -> dict[str, Any]:
+        """Of a whole answer."""
+        answer = self._answer(delta.index)
+        message = answer.message(delta)
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": answer.finish_reason(delta),
+            "stop_reason": delta.stop_reason,
+            **self._marks(delta),
+        }
+
+    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        is_known = self._llm.chat_reader.answer_format is not None
+        return usage_of(
+            [self._generation],
+            num_output_tokens=num_output_tokens,
+            num_reasoning_tokens=(
+                sum(answer.num_reasoning_tokens for answer in self._answers.values())
+                if is_known
+                else None
+            ),
+        )
+
+    def _answer(self, index: int) -> ChatAnswer:
+        answer = self._answers.get(index)
+        if answer is None:
+            reader = self._llm.chat_reader.reader(
+                self._generation.prompt,
+                self._params,
+                tools=self._body.tools,
+                tool_choice=self._choice,
+                request_id=str(self.head["id"]),
+                index=index,
+            )
+            answer = self._answers[index] = ChatAnswer(
+                reader,
+                with_reasoning=self._body.include_reasoning is not False,
+                max_num_calls=1 if self._body.parallel_tool_calls is False else None,
+            )
+        return answer
+
+    def _marks(self, delta: AnswerDelta) -> dict[str, Any]:
+        """What is told of the tokens of a delta."""
+        marks: dict[str, Any] = {}
+        if delta.logprobs is not None:
+            num_top = self._body.top_logprobs or 0
+            entries = chat_logprobs(delta.token_ids, delta.logprobs, num_top, self._texts)
+            marks["logprobs"] = {"content": entries}
+        if self._body.return_token_ids:
+            marks["token_ids"] = delta.token_ids
+        return marks
+
+
+def _chunk(
+    index: int, delta: dict[str, Any], finish_reason: str | None = None, **marks: Any
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": None,
+        "finish_reason": finish_reason,
+        **marks,
+    }
+
+
+def _shown(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, ContentDelta):
+        return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return {"reasoning_content": delta.text, "reasoning": delta.text}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    call = {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+    return {"tool_calls": [call]}

@@ -1,0 +1,165 @@
+"""``/v1/completions``: texts or token ids are continued."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ..aio.generation import AnswerDelta, Generation
+from ..engine.inputs import PromptInput, require_unicode
+from ..engine.sampling_params import SamplingParams
+from .call import Call, read_call, require_parts, whole
+from .context import Context, ServerContext
+from .logprobs import CompletionLogprobs, Entries, prompt_logprobs, token_texts
+from .protocol.completions import CompletionRequest
+from .sampling import completion_params, is_echo_alone
+from .sse import EventStream, abort_all, dumps
+from .usage import usage_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
+    """Continue one prompt or several; choice ``i * n + j`` is answer j to prompt i."""
+    call = read_call(body, request, context, "cmpl-")
+    params = completion_params(body)
+    prompts = await _prompts_of(body, context)
+    items = [(prompt, params) for prompt in prompts]
+    if body.stream:
+        require_parts(params)
+        generations = await call.submit(items)
+        return EventStream(call, generations, _Choices(call, body, params, generations))
+    return await _answer(call, body, params, items)
+
+
+async def _answer(
+    call: Call, body: CompletionRequest, params: SamplingParams, items: Sequence[Any]
+) -> Response:
+    generations = await call.submit(items)
+    try:
+        results = [await generation.result() for generation in generations]
+    finally:
+        abort_all(generations)
+    choices = _Choices(call, body, params, generations)
+
+    def content() -> bytes:
+        found = []
+        for place, result in enumerate(results):
+            for answer in result.outputs:
+                choice = choices.choice(place, whole(answer))
+                if body.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+                found.append(choice)
+        return dumps({**choices.head, "choices": found, "usage": choices.usage()}).encode()
+
+    # Of a long prompt there are many numbers to write.
+    is_long = params.prompt_logprobs is not None
+    written = await asyncio.to_thread(content) if is_long else content()
+    return Response(written, media_type="application/json")
+
+
+async def _prompts_of(body: CompletionRequest, context: ServerContext) -> list[Any]:
+    given = body.prompt
+    is_one = isinstance(given, str) or not given or isinstance(given[0], int)
+    prompts: list[Any] = [given] if is_one else list(given)
+    if body.add_special_tokens is not False or context.engine.llm.tokenizer is None:
+        return prompts
+    return [p if not isinstance(p, str) else await _encoded(p, context) for p in prompts]
+
+
+async def _encoded(text: str, context: ServerContext) -> list[int]:
+    """Its tokens, none added."""
+    require_unicode("prompt", text)
+    return list(await asyncio.to_thread(context.engine.llm.reader.encode, text))
+
+
+class _Choices:
+    """Forms choices from answers, which may come in pieces: what is joined is the same."""
+
+    def __init__(
+        self,
+        call: Call,
+        body: CompletionRequest,
+        params: SamplingParams,
+        generations: Sequence[Generation],
+    ) -> None:
+        self.head: Mapping[str, Any] = {
+            "id": call.id,
+            "object": "text_completion",
+            "created": call.created,
+            "model": call.model,
+        }
+        self._engine = call.context.engine.llm
+        self._body, self._params, self._generations = body, params, generations
+        self._is_prompt_alone = is_echo_alone(body)
+        self._texts = token_texts(
+            self._engine.factory, as_ids=bool(body.return_tokens_as_token_ids)
+        )
+        self._begun: dict[int, CompletionLogprobs | None] = {}
+
+    def index(self, place: int, delta: AnswerDelta) -> int:
+        return place * self._params.n + delta.index
+
+    def pieces(self, place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], None]]:
+        # There may be tokens whose text is incomplete.
+        is_shown = delta.logprobs is not None or self._body.return_token_ids
+        if is_shown or delta.text or delta.finish_reason is not None:
+            yield self.choice(place, delta), None
+
+    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        if self._is_prompt_alone:
+            num_output_tokens = 0
+        return usage_of(self._generations, num_output_tokens=num_output_tokens)
+
+    def choice(self, place: int, delta: AnswerDelta) -> dict[str, Any]:
+        """A choice, or what it grew by.
+
+        Args:
+            place: of the prompt.
+        """
+        body, index = self._body, self.index(place, delta)
+        text, token_ids = delta.text, delta.token_ids
+        entries: Sequence[Entries | None] | None = delta.logprobs
+        if self._is_prompt_alone:
+            text, token_ids, entries = "", [], None if entries is None else []
+        is_first = index not in self._begun
+        if is_first:
+            num_top = body.logprobs
+            self._begun[index] = (
+                None if num_top is None else CompletionLogprobs(num_top, self._texts)
+            )
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        logprobs = self._begun[index]
+        generation = self._generations[place]
+        prompt = generation.prompt
+        if is_first and body.echo:
+            choice["text"] = self._prompt_text(prompt) + text
+            if entries is not None:
+                known = generation.prompt_logprobs or []  # of an aborted prompt a part
+                token_ids = [*prompt.token_ids[: len(known)], *token_ids]
+                entries = [*known, *entries]
+        if logprobs is not None and entries is not None:
+            choice["logprobs"] = logprobs.read(token_ids, entries)
+        choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
+        if self._is_prompt_alone and delta.finish_reason == "stop":
+            choice["finish_reason"], choice["stop_reason"] = "length", None
+        if body.return_token_ids:
+            choice["token_ids"] = [] if self._is_prompt_alone else delta.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = prompt.token_ids
+        return choice
+
+    def _prompt_text(self, prompt: PromptInput) -> str:
+        """As it was given; of token ids, or what is left of a text, the text of the tokens."""
+        tokenizer = self._engine.tokenizer
+        is_whole = self._params.truncate_prompt_tokens is None
+        if prompt.text is not None and is_whole:
+            return prompt.text
+        if tokenizer is None:
+            return ""
+        skips = self._params.skip_special_tokens
+        return str(tokenizer.decode(prompt.token_ids, skip_special_tokens=skips))

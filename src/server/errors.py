@@ -1,0 +1,150 @@
+"""Answers to requests that are refused or fail: one form for all, as OpenAI's and vLLM's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from ..errors import (
+    EngineBusyError,
+    EngineError,
+    EngineStoppedError,
+    InvalidInputError,
+    PagespecError,
+    shortened,
+)
+
+logger = logging.getLogger("pagespec")
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+}
+_BUSY_RETRY_S, _STOPPED_RETRY_S = 1, 5
+_MAX_FAULTS = 3
+_MAX_MESSAGE = 2000
+# Where a value stands in a request, which is no part of a field's name.
+_PLACES = frozenset(("body", "query", "path", "header"))
+
+
+class ApiError(Exception):
+    """A request that gets no answer.
+
+    Attributes:
+        status: of HTTP.
+        type: vLLM's name of this kind of error.
+        param: the field that is at fault.
+        code: the status again, where nothing else is known.
+        retry_after: seconds after which it may be sent again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str | None = None,
+        param: str | None = None,
+        code: int | str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, shortened(message, _MAX_MESSAGE)
+        self.type = type or _TYPES.get(status) or _phrase(status).replace(" ", "") + "Error"
+        self.param, self.retry_after = param, retry_after
+        self.code = status if code is None else code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What is sent: as the body, or as the last event of a stream."""
+        names = ("message", "type", "param", "code")
+        return {"error": {name: getattr(self, name) for name in names}}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        sent = dict(headers or {})
+        if self.retry_after is not None:
+            sent["Retry-After"] = str(self.retry_after)
+        return JSONResponse(self.body, self.status, sent)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error. What only the operator may know is logged instead."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidInputError):
+        return ApiError(400, str(error), param=error.field)
+    if isinstance(error, EngineBusyError):
+        return ApiError(429, str(error), retry_after=_BUSY_RETRY_S)
+    if isinstance(error, EngineStoppedError):
+        return stopping()
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error.errors())
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    if isinstance(error, (EngineError, PagespecError)):
+        logger.error("a request failed: %s", error)
+        return ApiError(500, "the engine failed while it computed this request; try again")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed")
+
+
+def stopping() -> ApiError:
+    """What a server that is about to end says to new requests."""
+    return ApiError(503, "the server is shutting down", retry_after=_STOPPED_RETRY_S)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every exception of an endpoint in the one form."""
+
+    def handle(_request: Request, error: Exception) -> JSONResponse:
+        headers = error.headers if isinstance(error, HTTPException) else None
+        return api_error(error).response(headers)
+
+    for kind in (ApiError, PagespecError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, handle)
+
+
+def _validation_error(faults: Sequence[Any]) -> ApiError:
+    """Of FastAPI's own checks, which say where a value stands and what it should be. The values
+    are left out: a body may be large, and is no one else's business."""
+    told = [_told(fault) for fault in faults[:_MAX_FAULTS]]
+    if len(faults) > _MAX_FAULTS:
+        told.append(f"and {len(faults) - _MAX_FAULTS} more")
+    return ApiError(400, "; ".join(told), param=_field(faults[0]["loc"]) if faults else None)
+
+
+def _told(fault: Mapping[str, Any]) -> str:
+    field, kind, message = _field(fault["loc"]), fault["type"], str(fault["msg"])
+    if kind == "json_invalid":
+        reason = (fault.get("ctx") or {}).get("error", message)
+        return f"the body is no JSON: {reason}, at character {fault['loc'][-1]}"
+    if kind == "extra_forbidden":
+        return f"{field}: is not supported"
+    if kind == "missing" and field is None:
+        return "a body is missing"
+    return message if field is None else f"{field}: {message[:1].lower()}{message[1:]}"
+
+
+def _field(place: Sequence[int | str]) -> str | None:
+    """The name of a field, as the client spelled it: "messages.0.role"."""
+    parts = place[1:] if place and place[0] in _PLACES else place
+    if not parts or (len(parts) == 1 and isinstance(parts[0], int)):
+        return None
+    return ".".join(str(part) for part in parts)
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Http"

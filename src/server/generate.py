@@ -1,0 +1,102 @@
+"""``/inference/v1/generate``: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ..aio.generation import AnswerDelta, Generation
+from ..engine.sampling_params import SamplingParams
+from ..errors import InvalidInputError
+from .call import Call, read_call, require_parts, whole
+from .context import Context
+from .logprobs import generate_logprobs, prompt_logprobs
+from .protocol.generate import GenerateRequest
+from .sampling import generate_params
+from .sse import EventStream, abort_all, dumps
+from .usage import usage_of
+
+router = APIRouter()
+
+
+@router.post("/inference/v1/generate", response_model=None)
+async def generate(body: GenerateRequest, request: Request, context: Context) -> Response:
+    """Continue token ids."""
+    call = read_call(body, request, context)
+    params = generate_params(body.sampling_params, with_text=body.output_mode == "text")
+    item = {"prompt_token_ids": body.token_ids}, params
+    if body.stream:
+        require_parts(params)
+        if params.prompt_logprobs is not None:
+            limit = "is not for stream = true"
+            raise InvalidInputError(
+                "sampling_params.prompt_logprobs", params.prompt_logprobs, limit
+            )
+        generations = await call.submit([item])
+        return EventStream(call, generations, _Choices(call, body, params, generations[0]))
+    return await _answer(call, body, *item)
+
+
+async def _answer(
+    call: Call, body: GenerateRequest, prompt: dict[str, Any], params: SamplingParams
+) -> Response:
+    generations = await call.submit([(prompt, params)])
+    try:
+        result = await generations[0].result()
+    finally:
+        abort_all(generations)
+    choices = _Choices(call, body, params, generations[0])
+
+    def content() -> bytes:
+        found: dict[str, Any] = {
+            **choices.head,
+            "choices": [choices.choice(whole(answer)) for answer in result.outputs],
+            "prompt_logprobs": prompt_logprobs(result.prompt_logprobs),
+            "usage": choices.usage(),
+        }
+        if body.return_token_ids:
+            found["prompt_token_ids"] = result.prompt_token_ids
+        return dumps(found).encode()
+
+    # Of a long prompt there are many numbers to write.
+    is_long = params.prompt_logprobs is not None
+    written = await asyncio.to_thread(content) if is_long else content()
+    return Response(written, media_type="application/json")
+
+
+class _Choices:
+    """Forms choices from answers, which may come in pieces: what is joined is the same."""
+
+    def __init__(
+        self, call: Call, body: GenerateRequest, params: SamplingParams, generation: Generation
+    ) -> None:
+        self.head: Mapping[str, Any] = {
+            "request_id": call.id,
+            "created": call.created,
+            "model": call.model,
+        }
+        self._body, self._params, self._generation = body, params, generation
+
+    def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], None]]:
+        yield self.choice(delta), None
+
+    def choice(self, delta: AnswerDelta) -> dict[str, Any]:
+        logprobs = None
+        if delta.logprobs is not None:
+            num_top = self._params.logprobs or 0
+            logprobs = {"content": generate_logprobs(delta.token_ids, delta.logprobs, num_top)}
+        choice: dict[str, Any] = {"index": delta.index, "token_ids": delta.token_ids}
+        if self._body.output_mode == "text":
+            choice["text"] = delta.text
+        return {
+            **choice,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        return usage_of([self._generation], num_output_tokens=num_output_tokens)

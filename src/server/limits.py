@@ -1,0 +1,181 @@
+"""What a request may take: bytes, time, and a server that is not about to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .context import ServerContext
+from .errors import ApiError, stopping
+from .paths import is_open, route_path
+
+MAX_HEADER_BYTES = 64 << 10
+# A client that is sending a body that is too large reads the answer only when it has sent it; to
+# close the connection meanwhile would take the answer from it.
+_DISCARD_S = 2.0
+
+
+class Limits:
+    """A middleware: refuses what is too large or too slow, and ends what nobody waits for any more.
+
+    A body is taken in whole before the endpoint is called. Who goes away then, or whose time is
+    over, has the endpoint cancelled wherever it waits: its requests to the engine are aborted, if
+    it holds them by ``async with``.
+    """
+
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+        self._app, self._context = app, context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = self._context
+        is_work = scope["method"] == "POST" and not is_open(route_path(scope))
+        context.num_requests += is_work
+        try:
+            self._check_start(scope, is_work)
+            body = await self._body(scope, receive)
+            if body is not None:
+                limit_s = context.config.request_timeout_s if is_work else None
+                await self._call(scope, _Client(receive, body), _Answer(send), limit_s)
+        except ApiError as error:
+            await error.response({"Connection": "close"})(scope, receive, send)
+        finally:
+            context.num_requests -= is_work
+
+    def _check_start(self, scope: Scope, is_work: bool) -> None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            raise ApiError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+        if is_work and (self._context.is_draining or self._context.engine.is_stopping):
+            raise stopping()
+
+    async def _call(
+        self, scope: Scope, client: _Client, answer: _Answer, limit_s: float | None
+    ) -> None:
+        watch = None
+        try:
+            async with asyncio.timeout(limit_s) as time:
+                watch = asyncio.create_task(client.watch(answer, time))
+                await self._app(scope, client.receive, answer.send)
+        except TimeoutError:
+            if not time.expired():
+                raise  # of the endpoint's own
+            if not client.is_gone:
+                message = f"the request took longer than {limit_s:g} s"
+                await answer.fail(ApiError(503, message, retry_after=1))
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """A request's body; None if the client went away.
+
+        Raises:
+            ApiError: it is too large, too slow, or not JSON by its own account.
+        """
+        headers = dict(scope["headers"])
+        limit = self._context.config.max_body_bytes
+        too_large = ApiError(413, f"the body has more than {limit} bytes")
+        with contextlib.suppress(ValueError):
+            if int(headers.get(b"content-length", b"0")) > limit:
+                if b"expect" not in headers:
+                    await _discard(receive)
+                raise too_large
+        limit_s = self._context.config.body_timeout_s
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        parts.clear()
+                        await _discard(receive)
+                        raise too_large
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(408, f"the body took longer than {limit_s:g} s") from None
+        body = b"".join(parts)
+        if body and scope["method"] == "POST":
+            _check_type(headers.get(b"content-type", b"").decode("latin-1"))
+        return body
+
+
+async def _discard(receive: Receive) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while (await receive()).get("more_body", False):
+                pass
+
+
+def _check_type(content_type: str) -> None:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise ApiError(415, f"Content-Type is {kind or 'missing'}: it must be application/json")
+
+
+class _Client:
+    """Who sent a request: its body, and whether it is still there."""
+
+    def __init__(self, receive: Receive, body: bytes) -> None:
+        self._receive = receive
+        self._body: bytes | None = body
+        self._gone = asyncio.Event()
+
+    @property
+    def is_gone(self) -> bool:
+        return self._gone.is_set()
+
+    async def watch(self, answer: _Answer, time: asyncio.Timeout) -> None:
+        """Make ``time`` be over when the client goes away before the end of the answer."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone.set()
+        if not answer.has_ended:
+            with contextlib.suppress(RuntimeError):  # the endpoint has just returned
+                time.reschedule(0.0)
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+class _Answer:
+    """What was sent to a client so far."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self.has_ended = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+        elif message["type"] == "http.response.body":
+            # Before it is sent: servers say that the client is gone as soon as it has all.
+            self.has_ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Say that there is no more: by an answer if none has begun, or by the last events of a
+        stream. In the midst of another answer the server closes the connection."""
+        if self._start is None:
+            raise error
+        headers = dict(self._start.get("headers", ()))
+        is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        if is_stream and not self.has_ended:
+            last = f"data: {json.dumps(error.body)}\n\ndata: [DONE]\n\n".encode()
+            await self.send({"type": "http.response.body", "body": last})

@@ -1,0 +1,24 @@
+"""The body of ``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from .fields import GeneratingBody
+
+
+class CompletionRequest(GeneratingBody):
+    neutral: ClassVar[Mapping[str, Any]] = {
+        **GeneratingBody.neutral,
+        "suffix": None,
+        "prompt_embeds": None,
+    }
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(16, description="null: what is left of the context.")
+    echo: bool | None = Field(None, description="The prompt precedes the answer.")
+    logprobs: int | None = None
+    add_special_tokens: bool | None = Field(None, description="To a prompt of text; default true.")

@@ -1,0 +1,85 @@
+"""The frame of every request: its id, its line in the log, and an answer whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import api_error
+
+access_logger = logging.getLogger("pagespec.access")
+
+# Of the client's own ids: what is fit for a header and a line of a log.
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Requests:
+    """The outermost middleware.
+
+    A request's id is that of its header X-Request-Id, or a new one; the answer has it as well. An
+    exception that nobody handled becomes an answer of status 500 and a line of the log.
+    """
+
+    def __init__(self, app: ASGIApp, log: bool) -> None:
+        self._app, self._log = app, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope["pagespec.request_id"] = request_id
+        status = 0
+        began = time.perf_counter()
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tell)
+        except Exception as error:
+            refusal = api_error(error)
+            if not status:
+                await refusal.response({"Connection": "close"})(scope, receive, tell)
+        finally:
+            if self._log:
+                # Without the query, which may say more than a log should keep.
+                access_logger.info(
+                    "%s %s %s %s %.3f s",
+                    _client(scope),
+                    scope["method"],
+                    _printable(scope["path"]),
+                    status or "gone",
+                    seconds := time.perf_counter() - began,
+                    extra={
+                        "request_id": request_id,
+                        "client": _client(scope),
+                        "method": scope["method"],
+                        "path": scope["path"],
+                        "status": status or None,
+                        "seconds": round(seconds, 6),
+                    },
+                )
+
+
+def _request_id(scope: Scope) -> str:
+    given = next((v for name, v in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _client(scope: Scope) -> str:
+    return "{}:{}".format(*scope["client"]) if scope.get("client") else "-"
+
+
+def _printable(path: str) -> str:
+    """A path with nothing that would begin another line of a log."""
+    return path if path.isprintable() else ascii(path)[1:-1]

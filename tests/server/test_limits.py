@@ -1,0 +1,210 @@
+"""Bodies, headers, types and time: what a server refuses before an endpoint sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import StreamingResponse
+
+from pagespec import AsyncLLM
+from pagespec.server.app import create_app
+from pagespec.server.config import ServerConfig
+from tests.support.content_llm import content_llm
+from tests.support.raw_http import connected, head, read_answer
+from tests.support.server import running
+
+MAX_BYTES = 5000
+JSON = "Content-Type: application/json"
+
+
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    config = ServerConfig(max_body_bytes=MAX_BYTES, body_timeout_s=0.5, request_timeout_s=0.6)
+    app = create_app(AsyncLLM(content_llm()), config)
+    app.state.cancelled = []
+
+    @app.post("/echo")
+    async def echo(request: Request) -> int:
+        return len(await request.body())
+
+    @app.post("/slow")
+    async def slow(stream: bool = False) -> object:
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b"data: {}\n\n"
+                    await asyncio.sleep(0.1)
+            finally:
+                app.state.cancelled.append("stream")
+
+        if stream:
+            return StreamingResponse(events(), media_type="text/event-stream")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            app.state.cancelled.append("plain")
+        return None
+
+    @app.post("/broken")
+    async def broken() -> None:
+        raise RuntimeError("secret of the house")
+
+    return app
+
+
+@pytest.fixture(scope="module")
+def url(app: FastAPI) -> Iterator[str]:
+    with running(app) as url:
+        yield url
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=20) as http:
+        yield http
+
+
+def error_of(answer: httpx.Response) -> dict[str, object]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == answer.status_code
+    return error
+
+
+def test_a_body_within_the_limit_is_taken_in(http: httpx.Client) -> None:
+    assert http.post("/echo", json="x" * (MAX_BYTES - 2)).json() == MAX_BYTES
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("num_bytes", [MAX_BYTES + 1, 3_000_000])
+def test_a_larger_one_is_refused(http: httpx.Client, num_bytes: int, is_chunked: bool) -> None:
+    body = b"x" * num_bytes
+    content = iter([body[i : i + 1000] for i in range(0, num_bytes, 1000)]) if is_chunked else body
+    answer = http.post("/echo", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    assert error_of(answer)["message"] == "the body has more than 5000 bytes"
+
+
+def test_a_body_that_is_announced_too_large_is_not_waited_for(url: str) -> None:
+    with connected(url) as connection:
+        connection.sendall(head("/echo", JSON, "Content-Length: 6000", "Expect: 100-continue"))
+        assert read_answer(connection)[0] == 413
+
+
+def test_a_slow_body_is_given_up(url: str) -> None:
+    with connected(url) as connection:
+        connection.sendall(head("/echo", JSON, "Content-Length: 10") + b"{")
+        status, headers, body = read_answer(connection)
+        assert (status, headers["connection"]) == (408, "close")
+        assert json.loads(body)["error"]["message"] == "the body took longer than 0.5 s"
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_other_types_are_refused(http: httpx.Client, kind: str) -> None:
+    answer = http.post("/echo", content=b"{}", headers={"Content-Type": kind})
+    assert answer.status_code == 415
+    assert "must be application/json" in str(error_of(answer)["message"])
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/ld+json"])
+def test_types_of_json_are_taken(http: httpx.Client, kind: str) -> None:
+    assert http.post("/echo", content=b"{}", headers={"Content-Type": kind}).json() == 2
+
+
+def test_large_headers_are_refused(http: httpx.Client) -> None:
+    answer = http.get("/version", headers={"X-Large": "x" * (66 << 10)})
+    assert answer.status_code == 431
+    assert error_of(answer)["type"] == "RequestHeaderFieldsTooLargeError"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("POST", "/nothing", 404),
+        ("POST", "/version", 405),
+        ("DELETE", "/v1/models", 405),
+        ("HEAD", "/echo", 405),
+        ("OPTIONS", "/echo", 405),
+    ],
+)
+def test_unknown_paths_and_methods(http: httpx.Client, method: str, path: str, status: int) -> None:
+    answer = http.request(method, path)
+    assert answer.status_code == status
+    if method != "HEAD":
+        error_of(answer)
+    if status == 405:
+        assert answer.headers["allow"]
+
+
+def test_time_is_limited(http: httpx.Client, app: FastAPI) -> None:
+    app.state.cancelled.clear()
+    answer = http.post("/slow")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert error_of(answer)["message"] == "the request took longer than 0.6 s"
+    assert app.state.cancelled == ["plain"]
+
+
+def test_time_of_a_stream_is_limited(http: httpx.Client, app: FastAPI) -> None:
+    app.state.cancelled.clear()
+    events = http.post("/slow?stream=true").text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == 503
+    wait_for(lambda: app.state.cancelled == ["stream"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "stream"])
+def test_who_goes_away_is_not_worked_for(url: str, app: FastAPI, kind: str) -> None:
+    app.state.cancelled.clear()
+    began = time.monotonic()
+    with connected(url) as connection:
+        query = "?stream=true" if kind == "stream" else ""
+        connection.sendall(head(f"/slow{query}", "Content-Length: 0"))
+        time.sleep(0.1)
+        assert not app.state.cancelled
+    wait_for(lambda: app.state.cancelled == [kind])
+    assert time.monotonic() - began < 0.5, "it was the limit of time"
+    wait_for(lambda: app.state.context.num_requests == 0)
+
+
+def test_a_fault_of_ours_says_nothing_of_us(http: httpx.Client) -> None:
+    answer = http.post("/broken")
+    assert answer.status_code == 500
+    assert error_of(answer)["message"] == "the server failed"
+    assert "secret" not in answer.text
+
+
+def test_request_ids_are_kept_or_given(http: httpx.Client) -> None:
+    own = http.get("/version", headers={"X-Request-Id": "abc-1"})
+    assert own.headers["x-request-id"] == "abc-1"
+    given = {http.get("/version").headers["x-request-id"] for _ in range(3)}
+    assert len(given) == 3
+    for bad in ("two words", "x" * 200, ""):
+        answer = http.get("/nothing", headers={"X-Request-Id": bad})
+        assert len(answer.headers["x-request-id"]) == 32
+
+
+def test_two_hundred_connections(url: str) -> None:
+    def ask(number: int) -> int:
+        answer = httpx.post(f"{url}/echo", json="x" * number, timeout=60)
+        return int(answer.json()) - number
+
+    with ThreadPoolExecutor(200) as pool:
+        assert list(pool.map(ask, range(200))) == [2] * 200
+
+
+def wait_for(condition: object, limit_s: float = 5.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until
+        time.sleep(0.01)

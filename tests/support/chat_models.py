@@ -1,0 +1,94 @@
+"""Small tokenizers with chat templates in the styles of models that think and call tools."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerFast
+
+from pagespec.chat.reader import ChatReader
+from pagespec.engine.inputs import PromptInput, PromptReader
+from tests.support.tokenizers import byte_level
+
+# Roughly as the models' own; "<think>" is a plain token there, as it is here.
+QWEN_TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if opens_thinking %}<think>
+{% elif enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+GEMMA_TEMPLATE = """<bos>
+{%- for message in messages %}<|turn>{{ message.role }}
+{{ message.content }}<turn|>
+{% endfor %}
+{%- if add_generation_prompt %}<|turn>model
+{% endif %}"""
+
+QWEN_SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+QWEN_PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+GEMMA_SPECIAL = [
+    "<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>",
+    "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+]  # fmt: skip
+STYLES = {"qwen3": QWEN_SPECIAL, "qwen3_5": QWEN_SPECIAL, "gemma4": GEMMA_SPECIAL}
+END = {"qwen3": "<|im_end|>", "qwen3_5": "<|im_end|>", "gemma4": "<turn|>"}
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def chat_tokenizer(style: str) -> PreTrainedTokenizerFast:
+    """A token is a byte, a few are two; delimiters are one token each."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": STYLES[style]})
+    if style != "gemma4":
+        tokenizer.add_tokens(QWEN_PLAIN)
+    tokenizer.chat_template = GEMMA_TEMPLATE if style == "gemma4" else QWEN_TEMPLATE
+    return tokenizer
+
+
+def make_reader(style: str | None, tokenizer: PreTrainedTokenizerFast) -> ChatReader:
+    """``style``: the model type; None for one of which no format is known."""
+    prompts = PromptReader(tokenizer, len(tokenizer), 10_000)
+    ends = [END[style]] if style else ["</s>"]
+    return ChatReader(
+        prompts,
+        tokenizer,
+        model_type=style,
+        eos_token_ids=frozenset(tokenizer.convert_tokens_to_ids(ends)),
+    )
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def prompt_of(reader: ChatReader, **arguments: object) -> PromptInput:
+    return reader.read([{"role": "user", "content": "hé?"}], **arguments)  # type: ignore[arg-type]
