@@ -167,7 +167,7 @@ class ChatReader:
         try:
             template = template_of(self._tokenizer, self._model_type)
             return None if template is None else make_format(template)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ImportError, ValueError, LookupError, TypeError, AttributeError) as error:
             warnings.warn(f"the tokenizer's response template is ignored: {error}", stacklevel=2)
             return None
 
