@@ -136,6 +136,8 @@ def test_what_is_no_call_is_content_to_the_last_character(style: str, text: str)
         "tool_calls": [],
     }
     assert read(style, f"{text}{END[style]}", tools=[WEATHER]) == message, "no end token leaks"
+    ignored = SamplingParams(max_tokens=None, ignore_eos=True)
+    assert read(style, f"{text}</s>", ignored, tools=[WEATHER]) == message, "nor any other"
 
 
 def test_a_malformed_call_does_not_disturb_those_beside_it() -> None:
