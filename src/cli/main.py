@@ -15,6 +15,7 @@ from ..errors import InvalidInputError
 from .bench import Workload, report
 from .command import command, prepare_streams, refuse
 from .options import EngineOptions, ReplicaOptions, SamplingOptions
+from .serve import SafetyOptions, ServerOptions, serve_model
 
 app = typer.Typer(
     name="pagespec",
@@ -29,6 +30,7 @@ app = typer.Typer(
   pagespec generate --prompt "What is the capital of France?" --temperature 0
   pagespec generate --input prompts.jsonl --output answers.jsonl
   pagespec chat
+  pagespec serve
   pagespec bench
   pagespec verify --quick
   pagespec trace check run.jsonl
@@ -143,6 +145,25 @@ def chat(
     from .chat import talk
 
     talk(engine, sampling, system=system)
+
+
+@app.command()
+@command
+def serve(*, server: ServerOptions, safety: SafetyOptions, engine: EngineOptions) -> None:
+    """Serve a model over HTTP: OpenAI's interface, with vLLM's additions.
+
+    \b
+      pagespec serve
+      pagespec serve --model Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key "$KEY"
+      curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+        -d '{"messages": \\[{"role": "user", "content": "Hi"}]}'
+
+    http://127.0.0.1:8000/ is a page to talk with the model and to watch the
+    engine. At SIGTERM or Ctrl-C the server says that it is not ready (/health is
+    503), refuses new requests with 503, and answers those that run; at a second
+    one it ends at once. Exit code 0, or 128 and the number of a second signal.
+    """
+    serve_model(engine, server, safety)
 
 
 @app.command()
