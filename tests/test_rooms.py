@@ -17,7 +17,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 # Top down: a room may import those below it, and none beside it (in the same line).
 PACKAGE = (
     ("cli",),
-    ("verify", "distributed.ray"),
+    ("verify", "viewer", "distributed.ray"),
     ("llm",),
     ("distributed",),
     ("build",),
@@ -59,7 +59,7 @@ NOT_FOR_ENGINE = ("torch", "triton", "transformers", "numpy")
 # The package's own `__init__` hands on public names on first use, and says its version.
 ROOT, ABOVE_ROOT = "", ("cli",)
 # What stands outside `src`: the specification travels with the package, for `pagespec trace`.
-SPEC, ABOVE_SPEC = "spec", ("cli",)
+SPEC, ABOVE_SPEC = "spec", ("cli", "viewer")
 
 
 class Import(NamedTuple):
@@ -268,7 +268,7 @@ PLANTED = [
         "a circle of",
     ),
     ("build", "from . import __version__", "only ('cli',) may"),
-    ("llm", "from .spec.replay import replay", "only ('cli',) may"),
+    ("llm", "from .spec.replay import replay", "only ('cli', 'viewer') may"),
 ]
 
 

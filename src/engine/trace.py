@@ -23,7 +23,7 @@ fail       pool; an operation failed or was interrupted, and all live requests e
 =========  =====================================================================================
 
 ``pool`` is the number of blocks ``[free, cached, owned]`` after the event. ``times`` are seconds
-since the trace began; a plan is written after its dispatch, so that the device does not wait for it.
+since the trace began. A plan is written after its dispatch, so that the device need not wait.
 """
 
 from __future__ import annotations

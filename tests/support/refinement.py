@@ -18,8 +18,8 @@ from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.invariants import RunnerView
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import SENIORITY_BITS, Policy
-from pagespec.engine.request import Request as RealRequest
 from pagespec.engine.refusals import ExplainingPlanner, PlanAccount
+from pagespec.engine.request import Request as RealRequest
 from pagespec.engine.request import RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
