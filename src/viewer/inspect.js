@@ -52,7 +52,7 @@ function describeLane(view, lane, place, step) {
   const { trace } = view, { lanes, segments } = trace;
   const first = trace.firstSegment[lane], end = trace.firstSegment[lane + 1];
   const i = firstWhere(first, end, (k) => view.segmentEnd(k) > place);
-  const title = lanes.name[lane];
+  const title = trace.nameOf(lane);
   const violation = trace.violation && trace.violation.step === step ? trace.violation.text : "";
   const isIn = i < end && view.segmentBegin(i) <= place;
   if (isIn && trace.isRow(i)) return { ...describeRow(trace, lane, step), violation };
@@ -87,7 +87,7 @@ function describeRow(trace, lane, step) {
   let note = "";
   if (isAgain) note = "It computes again what its preemption gave away.";
   else if (row.kind === PREFILL && !row.sampled) note = "A chunk: the rest of the prompt follows.";
-  return { title: `${trace.lanes.name[lane]}: ${KIND_NAMES[row.kind]}`, lines, note, step };
+  return { title: `${trace.nameOf(lane)}: ${KIND_NAMES[row.kind]}`, lines, note, step };
 }
 
 function element(tag, className, text) {
@@ -155,7 +155,7 @@ function showPanel(panel, view, step, onClose) {
 
 function showDecisions(panel, trace, step) {
   const preempted = trace.preemptionsOf.get(step) || [];
-  const nameOf = (lane) => trace.lanes.name[lane];
+  const nameOf = (lane) => trace.nameOf(lane);
   if (preempted.length) {
     panel.append(element("h3", "", "Preempted"));
     panel.append(table([], preempted.map(([, victim, asker]) =>

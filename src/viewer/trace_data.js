@@ -120,6 +120,12 @@ class Trace {
     return found.sort((a, b) => a[0] - b[0]);
   }
 
+  // A request in words: ids that the engine gives are numbers.
+  nameOf(lane) {
+    const name = this.lanes.name[lane];
+    return /^[0-9]+$/.test(name) ? "request " + name : name;
+  }
+
   isRow(i) { return this.segments.kind[i] >= PREFILL; }
 
   segmentBegin(i) {
@@ -185,12 +191,12 @@ class Trace {
     const i = this.segmentAtStep(lane, step), kind = i < 0 ? -1 : this.segments.kind[i];
     const victims = this.preemptionsOf.get(step) || [];
     const own = victims.find(([, victim]) => victim === lane);
-    if (own) return own[2] < 0 ? "preempted" : "preempted for " + this.lanes.name[own[2]];
+    if (own) return own[2] < 0 ? "preempted" : "preempted for " + this.nameOf(own[2]);
     if (kind === PAUSED) return "paused";
     if (kind === PENDING) return "its leader computes the prompt for both";
     const head = this.heads.get(step);
     if ((kind === WAITING || kind === PREEMPTED) && head && head[0] !== lane) {
-      return "behind " + this.lanes.name[head[0]] + ", which waits: " + REASONS[head[1]];
+      return "behind " + this.nameOf(head[0]) + ", which waits: " + REASONS[head[1]];
     }
     return "";
   }
