@@ -128,10 +128,18 @@ def test_tokens_in_tokens_out(model_url: str, body: dict[str, Any]) -> None:
     assert alike(whole) == alike(streamed)
 
 
-@pytest.mark.parametrize("extra", [{}, {"tools": [WEATHER]}, {"include_reasoning": False},
-                                   {"tools": [WEATHER], "parallel_tool_calls": False},
-                                   {"tools": [WEATHER], "max_tokens": 40},
-                                   {"tools": [WEATHER], "tool_choice": "none"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"tools": [WEATHER]},
+        {"include_reasoning": False},
+        {"tools": [WEATHER], "parallel_tool_calls": False},
+        {"tools": [WEATHER], "max_tokens": 40},
+        {"tools": [WEATHER], "tool_choice": "none"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(len(ANSWERS)))
 def test_reasoning_and_calls(script_url: str, seed: int, extra: dict[str, Any]) -> None:
     body = {"messages": HELLO, "seed": seed, "max_tokens": 400, **extra}
