@@ -201,7 +201,7 @@ class AsyncLLM:
         def pause() -> None:
             if mode == "abort":
                 self._abort_all()
-            self._engine.settle()
+            self._settling(self._engine.settle)
             self._thread.is_paused = True
 
         if mode == "wait" and not self._thread.is_paused:
@@ -229,7 +229,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """As ``LLM.reset_prefix_cache``."""
-        await self._call(self._engine.reset_prefix_cache)
+        await self._call(lambda: self._settling(self._engine.reset_prefix_cache))
         return True
 
     async def wait_for_requests_to_drain(self, timeout_s: float | None = None) -> bool:
@@ -280,9 +280,10 @@ class AsyncLLM:
         """What the engine is doing now. Does not wait for it."""
         return take_snapshot(self._engine)
 
-    def block_map(self) -> bytes:
-        """A byte for each KV block, 2: owned by a request, 1: in the prefix cache only, 0: free."""
-        return block_map(self._engine)
+    def block_map(self, every: int = 1) -> bytes:
+        """A byte for each KV block, 2: owned by a request, 1: in the prefix cache only, 0: free.
+        ``every``: look at one in so many."""
+        return block_map(self._engine, every)
 
     # On an event loop -------------------------------------------------------------------------
 
@@ -369,6 +370,16 @@ class AsyncLLM:
     def _abort_all(self) -> None:
         for served in list(self._by_id.values()):
             self._abort_now(served)
+
+    def _settling(self, operation: Callable[[], list[Request]]) -> None:
+        """Do what settles steps, which may end requests or fail as a step does."""
+        try:
+            finished = operation()
+        except EngineError as error:
+            self._on_failure(error)
+            raise
+        for request in finished:
+            self._end(request)
 
     def _end(self, request: Request) -> None:
         served = self._live.pop(request, None)

@@ -45,12 +45,14 @@ class Served:
     """The continuations of one prompt, the leader first.
 
     The engine's thread grows ``ends``, and each request's tokens; everything else is the loop's.
+    ``arrived_at`` is of ``time.perf_counter``.
     """
 
     request_id: str
     prompt: PromptInput
     params: SamplingParams
     requests: list[Request]
+    arrived_at: float = field(default_factory=time.perf_counter)
     ends: dict[Request, End] = field(default_factory=dict)
     handle: object | None = None  # a weak reference, kept alive as long as it may fire
     news: asyncio.Event = field(default_factory=asyncio.Event)

@@ -52,10 +52,10 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     )
 
 
-def block_map(engine: Engine) -> bytes:
-    """A byte for each KV block: ``OWNED``, ``CACHED`` or ``FREE``."""
+def block_map(engine: Engine, every: int = 1) -> bytes:
+    """A byte for each KV block, or for one in ``every``: ``OWNED``, ``CACHED`` or ``FREE``."""
     blocks = engine.scheduler.blocks
     return bytes(
         OWNED if count else FREE if key is None else CACHED
-        for count, key in zip(blocks.ref_counts, blocks.keys, strict=True)
+        for count, key in zip(blocks.ref_counts[::every], blocks.keys[::every], strict=True)
     )

@@ -2,7 +2,7 @@
 
 Read in this order: ``main`` (the commands), ``command`` and ``options`` (how a function becomes
 one), ``make_llm``, ``prompts``; then the commands: ``generate_prompts``, ``generate_file`` with
-``jsonl``, ``answer_lines`` and ``replicas``, ``chat``, ``bench``, ``verify``, ``trace``.
+``jsonl``, ``answer_lines`` and ``replicas``, ``chat``, ``serve``, ``bench``, ``verify``, ``trace``.
 
 Imports everything below; nothing imports it.
 """

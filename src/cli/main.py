@@ -15,6 +15,7 @@ from ..errors import InvalidInputError
 from .bench import Workload, report
 from .command import command, prepare_streams, refuse
 from .options import EngineOptions, ReplicaOptions, SamplingOptions
+from .serve import SafetyOptions, ServerOptions, serve_model
 
 app = typer.Typer(
     name="pagespec",
@@ -29,9 +30,11 @@ app = typer.Typer(
   pagespec generate --prompt "What is the capital of France?" --temperature 0
   pagespec generate --input prompts.jsonl --output answers.jsonl
   pagespec chat
+  pagespec serve
   pagespec bench
   pagespec verify --quick
   pagespec trace check run.jsonl
+  pagespec trace view run.jsonl
 
 Without --model the commands use the embedded SmolLM2-135M, if it is
 installed. Answers go to stdout, all else to stderr. Exit codes: 0 done,
@@ -147,6 +150,25 @@ def chat(
 
 @app.command()
 @command
+def serve(*, server: ServerOptions, safety: SafetyOptions, engine: EngineOptions) -> None:
+    """Serve a model over HTTP: OpenAI's interface, with vLLM's additions.
+
+    \b
+      pagespec serve
+      pagespec serve --model Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key "$KEY"
+      curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+        -d '{"messages": \\[{"role": "user", "content": "Hi"}]}'
+
+    http://127.0.0.1:8000/ is a page to talk with the model and to watch the
+    engine. At SIGTERM or Ctrl-C the server says that it is not ready (/health is
+    503), refuses new requests with 503, and answers those that run; at a second
+    one it ends at once. Exit code 0, or 128 and the number of a second signal.
+    """
+    serve_model(engine, server, safety)
+
+
+@app.command()
+@command
 def bench(
     *,
     workload: Workload,
@@ -218,6 +240,40 @@ def check(
     from .trace import check_trace
 
     check_trace(file)
+
+
+@trace_app.command()
+@command
+def view(
+    file: Annotated[Path, typer.Argument(help="A trace written with --trace or LLM(trace=...).")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where the page goes.", show_default="FILE.html beside the trace"
+        ),
+    ] = None,
+    perfetto: Annotated[
+        bool,
+        typer.Option("--perfetto", help="Write Chrome trace JSON, for ui.perfetto.dev, instead."),
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(help="Mark what `pagespec trace check` refuses. It takes its time."),
+    ] = True,
+) -> None:
+    """Draw a trace: one HTML file with steps over time and a lane for each request.
+
+    \b
+      pagespec generate --input prompts.jsonl --output answers.jsonl --trace run.jsonl
+      pagespec trace view run.jsonl
+      pagespec trace view run.jsonl --perfetto -o run.perfetto.json
+
+    The page needs no network and no server; its keys are under "?". Prompts are
+    not in it, nor are the tokens of the answers.
+    """
+    from .trace import view_trace
+
+    view_trace(file, output, perfetto=perfetto, checks=check)
 
 
 @app.command()

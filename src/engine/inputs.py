@@ -186,18 +186,34 @@ class PromptReader:
             return token_ids
         return token_ids[-(self._max_model_len - 1 if truncate == -1 else truncate) :]
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text, none added.
+    def encode(
+        self, text: str, field: str = "bad_words", *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The tokens of a text.
 
         Raises:
             InvalidInputError: the model has no tokenizer.
         """
         if self._tokenizer is None:
-            raise InvalidInputError("bad_words", text, "this model has no tokenizer")
-        require_unicode("bad_words", text)
+            raise InvalidInputError(field, text, "this model has no tokenizer")
+        require_unicode(field, text)
         with self.encoding_lock:
-            token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)[
+                "input_ids"
+            ]
         return token_ids
+
+    def decode(self, token_ids: list[int], field: str) -> str:
+        """The text of tokens, special ones among them.
+
+        Raises:
+            InvalidInputError: the model has no tokenizer, or not these tokens.
+        """
+        if self._tokenizer is None:
+            raise InvalidInputError(field, token_ids, "this model has no tokenizer")
+        self._check_ids(token_ids, field)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
     def read_rendered(self, text: str, field: str, truncate: int | None = None) -> PromptInput:
         """A text that has its special tokens already, as chat templates make it. Raises as
@@ -227,6 +243,10 @@ class PromptReader:
                 f"must be at most {self._max_model_len - 1} tokens, one less than "
                 f"max_model_len = {self._max_model_len}",
             )
+        self._check_ids(token_ids, field)
+        return token_ids
+
+    def _check_ids(self, token_ids: list[Any], field: str) -> None:
         for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
                 raise InvalidInputError(
@@ -235,4 +255,3 @@ class PromptReader:
                     f"token ids must be integers from 0 to {self._vocab_size - 1}, "
                     f"the vocabulary has {self._vocab_size}",
                 )
-        return token_ids

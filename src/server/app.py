@@ -10,16 +10,20 @@ from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
 from ..aio.async_llm import AsyncLLM
-from . import admin, basic, chat, completions, generate
+from . import admin, basic, chat, completions, generate, tokenization
 from .config import ServerConfig
 from .context import ServerContext
 from .errors import add_error_handlers
 from .limits import Limits
+from .live import LiveView, live_router
+from .metrics import EngineMetrics
+from .page_files import page_router
+from .prometheus import metrics_router
 from .requests import Requests
 from .security import ApiKeys
 
 # Each has a ``router``.
-ENDPOINTS = (basic, chat, completions, generate)
+ENDPOINTS = (basic, chat, completions, generate, tokenization)
 
 
 def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
@@ -50,6 +54,10 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     add_error_handlers(app)
     for module in ENDPOINTS:
         app.include_router(module.router)
+    metrics = EngineMetrics(engine)
+    app.include_router(metrics_router(metrics, context.model_names[0]))
+    app.include_router(live_router(LiveView(metrics)))
+    app.include_router(page_router())
     if context.config.enable_admin:
         app.include_router(admin.router)
     _add_middlewares(app, context)

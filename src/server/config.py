@@ -8,8 +8,8 @@ from typing import Any
 from ..errors import InvalidInputError
 from ..validation import is_int, is_list, is_number
 
-# A first request may bring a picture of a long conversation; a body is held in memory.
-_MAX_BODY_BYTES = 32 << 20
+# A million token ids, written out, and then some. A body is held in memory.
+_MAX_BODY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

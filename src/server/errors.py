@@ -59,9 +59,10 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message = status, shortened(message, _MAX_MESSAGE)
+        self.status, self.message = status, _unicode(shortened(message, _MAX_MESSAGE))
         self.type = type or _TYPES.get(status) or _phrase(status).replace(" ", "") + "Error"
-        self.param, self.retry_after = param, retry_after
+        self.param = None if param is None else _unicode(shortened(param, _MAX_MESSAGE))
+        self.retry_after = retry_after
         self.code = status if code is None else code
 
     @property
@@ -141,6 +142,11 @@ def _field(place: Sequence[int | str]) -> str | None:
     if not parts or (len(parts) == 1 and isinstance(parts[0], int)):
         return None
     return ".".join(str(part) for part in parts)
+
+
+def _unicode(text: str) -> str:
+    """What a client wrote may have lone surrogates, which no answer can."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _phrase(status: int) -> str:

@@ -56,6 +56,18 @@ class SlowRunner(ContentRunner):
         return super().dispatch(plan)
 
 
+class FailingCollect(SlowRunner):
+    """Fails when the tokens of a step are read, once."""
+
+    is_failing = False
+
+    def collect(self, handle: Any) -> Any:
+        if self.is_failing:
+            self.is_failing = False
+            raise RuntimeError("lost, says the fake")
+        return super().collect(handle)
+
+
 def slow_runner(pipeline_depth: int = 0, num_blocks: int = 24) -> ContentRunner:
     return SlowRunner(
         num_blocks=num_blocks, block_size=2, vocab_size=3, pipeline_depth=pipeline_depth
@@ -185,6 +197,53 @@ def test_the_cache_is_reset_in_mid_run() -> None:
             assert output.outputs[0].token_ids == answer_alone(engine.llm, PROMPT, LONG)
 
     run(test, runner=slow_runner(1, 80), num_blocks=80)
+
+
+@pytest.mark.parametrize("how", ["pause", "reset"])
+def test_what_ends_in_the_steps_that_are_settled_is_told(how: str) -> None:
+    params = SamplingParams(max_tokens=6, seed=5, ignore_eos=True)
+
+    async def test(engine: AsyncLLM) -> None:
+        for number in range(40):
+            async with await engine.submit(PROMPT, params) as generation:
+                # Some time in the answer: at most moments its last tokens are in flight.
+                await asyncio.sleep(number * 3e-4)
+                if how == "pause":
+                    await engine.pause_generation()
+                    await engine.resume_generation()
+                else:
+                    await engine.reset_prefix_cache()
+                async with asyncio.timeout(5):
+                    (answer,) = (await generation.result()).outputs
+                assert answer.token_ids == answer_alone(engine.llm, PROMPT, params)
+
+    run(test, runner=slow_runner(pipeline_depth=4), pipeline_depth=4)
+
+
+@pytest.mark.parametrize("how", ["pause", "reset"])
+def test_a_step_that_fails_when_it_is_settled_ends_its_requests(how: str) -> None:
+    runner = FailingCollect(num_blocks=24, block_size=2, vocab_size=3, pipeline_depth=1)
+
+    async def test(engine: AsyncLLM) -> None:
+        async with await engine.submit(PROMPT, LONG) as generation:
+            while generation.num_output_tokens == 0:
+                await asyncio.sleep(0.001)
+            operation = engine.pause_generation if how == "pause" else engine.reset_prefix_cache
+
+            def fail_what_is_next() -> None:
+                runner.is_failing = True
+                time.sleep(0.1)  # until the operation is there: then no step comes before it
+
+            engine._thread.call(fail_what_is_next)
+            with pytest.raises(EngineError):
+                await operation()
+            with pytest.raises(EngineError):
+                async with asyncio.timeout(5):
+                    await generation.result()
+        await engine.check_health()
+        await engine.resume_generation()
+
+    run(test, runner=runner, pipeline_depth=1)
 
 
 def test_more_than_the_limit_is_refused_and_disturbs_nobody() -> None:

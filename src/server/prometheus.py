@@ -1,0 +1,124 @@
+"""``/metrics``: the numbers of an engine in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from .histogram import Histogram
+from .metrics import EngineMetrics
+
+
+class EngineCollector(Collector):
+    """Writes an engine's numbers down when Prometheus asks; the names that begin with ``vllm:``
+    mean what they mean there."""
+
+    def __init__(self, metrics: EngineMetrics, model_name: str) -> None:
+        self._metrics = metrics
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = [*self._labels], [*self._labels.values()]
+        for name, text, value in self._gauges():
+            gauge = GaugeMetricFamily(name, text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, text, count in self._counters():
+            counter = CounterMetricFamily(name, text, labels=names)
+            counter.add_metric(values, count)
+            yield counter
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended.", labels=[*names, "finished_reason"]
+        )
+        for reason, number in self._metrics.num_ended.items():
+            ended.add_metric([*values, reason], number)
+        yield ended
+        for name, text, histogram in self._histograms():
+            family = HistogramMetricFamily(name, text, labels=names)
+            family.add_metric(values, histogram.buckets(), histogram.total)
+            yield family
+        yield self._settings()
+
+    def _gauges(self) -> list[tuple[str, str, float]]:
+        engine = self._metrics.engine
+        now = engine.snapshot()
+        usage = now.num_owned_blocks / max(1, now.num_blocks)
+        is_up = engine.failure is None and not engine.is_stopping
+        return [
+            ("vllm:num_requests_running", "Requests that are computed.", now.num_running),
+            ("vllm:num_requests_waiting", "Requests that wait.", now.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", usage),
+            ("pagespec:num_requests_paused", "Requests whose blocks are kept.", now.num_paused),
+            ("pagespec:engine_up", "1 if the engine takes and computes requests.", float(is_up)),
+        ]
+
+    def _counters(self) -> list[tuple[str, str, int]]:
+        metrics = self._metrics
+        now = metrics.engine.snapshot()
+        return [
+            ("vllm:prefix_cache_queries", "Tokens looked up.", now.num_queried_tokens),
+            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.num_hit_tokens),
+            ("vllm:num_preemptions", "Times that blocks were taken back.", now.num_preemptions),
+            ("vllm:prompt_tokens", "Tokens of prompts computed.", metrics.num_prompt_tokens),
+            ("vllm:generation_tokens", "Tokens generated.", metrics.num_generated_tokens),
+            ("pagespec:engine_steps", "Steps of the engine.", now.num_steps),
+        ]
+
+    def _histograms(self) -> list[tuple[str, str, Histogram]]:
+        m = self._metrics
+        first, mean = "time_to_first_token_seconds", "request_time_per_output_token_seconds"
+        rows = [
+            (first, "From arrival to the first token.", m.first_token_s),
+            ("inter_token_latency_seconds", "Between two tokens.", m.between_tokens_s),
+            (mean, "Mean time between a request's tokens.", m.token_s),
+            ("e2e_request_latency_seconds", "From arrival to the end.", m.whole_s),
+            ("request_queue_time_seconds", "From arrival to the first step.", m.queue_s),
+            ("request_inference_time_seconds", "From first step to the end.", m.inference_s),
+            ("request_prefill_time_seconds", "From first step to first token.", m.prefill_s),
+            ("request_decode_time_seconds", "From first token to the end.", m.decode_s),
+            ("iteration_tokens_total", "Tokens computed per step.", m.step_tokens),
+            ("request_prompt_tokens", "Tokens per prompt.", m.prompt_tokens),
+            ("request_generation_tokens", "Tokens generated per request.", m.generated_tokens),
+            ("request_params_n", "The parameter n.", m.continuations),
+            ("request_params_max_tokens", "The parameter max_tokens.", m.max_tokens),
+        ]
+        return [(f"vllm:{name}", text, histogram) for name, text, histogram in rows]
+
+    def _settings(self) -> Metric:
+        llm = self._metrics.engine.llm
+        labels = {
+            **self._labels,
+            "block_size": str(llm.config.block_size),
+            "num_gpu_blocks": str(llm.num_blocks),
+            "enable_prefix_caching": str(llm.config.enable_prefix_caching),
+        }
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "Settings of the KV cache; always 1.", labels=[*labels]
+        )
+        info.add_metric([*labels.values()], 1.0)
+        return info
+
+
+def metrics_router(metrics: EngineMetrics, model_name: str) -> APIRouter:
+    """GET /metrics."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(metrics, model_name))
+    ProcessCollector(registry=registry)
+    router = APIRouter()
+
+    @router.get("/metrics", include_in_schema=False)
+    def read_metrics(request: Request) -> Response:  # not async: on a thread, beside the loop
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+    return router

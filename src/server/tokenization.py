@@ -1,0 +1,106 @@
+"""Text to tokens and back, as the model reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..llm import LLM
+from .basic import check_model
+from .context import Context
+from .errors import ApiError
+
+router = APIRouter()
+
+# Of a tokenizer's settings those that say how it reads: others may be paths of this machine.
+_SHOWN = (
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces"),
+    *("chat_template", "model_max_length", "padding_side", "truncation_side"),
+)
+
+
+class TokenizeRequest(BaseModel):
+    """Either a text or a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(
+        None, description="Default: true for `prompt`, false for `messages`."
+    )
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# Not coroutines: FastAPI calls them on threads, as a long text takes its time.
+@router.post("/tokenize")
+def tokenize(body: TokenizeRequest, context: Context) -> dict[str, Any]:
+    """The tokens of a text, or of a conversation as the model's template writes it."""
+    check_model(context, body.model)
+    llm = context.engine.llm
+    tokens = _tokens(llm, body)
+    tokenizer: Any = llm.tokenizer
+    return {
+        "count": len(tokens),
+        "max_model_len": llm.max_model_len,
+        "tokens": tokens,
+        "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
+    }
+
+
+def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        add = body.add_special_tokens is not False
+        return llm.reader.encode(body.prompt, "prompt", add_special_tokens=add)
+    prompt = llm.chat_reader.read(
+        body.messages,
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    if body.add_special_tokens and prompt.text is not None:
+        return llm.reader.encode(prompt.text, "messages", add_special_tokens=True)
+    return prompt.token_ids
+
+
+@router.post("/detokenize")
+def detokenize(body: DetokenizeRequest, context: Context) -> dict[str, str]:
+    """The text of tokens."""
+    check_model(context, body.model)
+    return {"prompt": context.engine.llm.reader.decode(body.tokens, "tokens")}
+
+
+@router.get("/tokenizer_info")
+def tokenizer_info(context: Context) -> dict[str, Any]:
+    """What a client must know to make prompts of its own: special tokens, template, settings."""
+    tokenizer = context.engine.llm.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "this model has no tokenizer")
+    settings = {name: getattr(tokenizer, name, None) for name in _SHOWN}
+    special = getattr(tokenizer, "special_tokens_map", {})
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        **{name: value for name, value in settings.items() if value is not None},
+        **{name: _plain(value) for name, value in special.items()},
+    }
+
+
+def _plain(token: Any) -> Any:
+    return [str(one) for one in token] if isinstance(token, (list, tuple)) else str(token)
