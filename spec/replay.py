@@ -113,6 +113,7 @@ class Replay:
         self.next_step: int | None = 0  # None: any later one, as a failure may hide a plan
         self.has_tables = start["version"] >= 2
         self.has_prefixes = start["version"] >= 3
+        self.has_account = start["version"] >= 4
         self.tables: dict[int, list[int]] = {}  # of the running requests, from the plans alone
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -151,6 +152,7 @@ class Replay:
         rows = [(self.numbers.get(name, -1), *rest) for name, *rest in event["rows"]]
         preempted = [self.numbers.get(name, -1) for name in event["preempted"]]
         self._check_rows(rows, preempted)
+        num_keys = len(machine.index)
         made = machine.schedule()
         if [tuple(row) for row in made.rows] != rows or list(made.preempted) != preempted:
             raise _Refused(
@@ -166,6 +168,8 @@ class Replay:
                 raise _Refused(
                     "S33", f"copies {event['copies']}, the specification {list(made.copies)}"
                 )
+        if self.has_account:
+            self._check_account(event, made, num_keys - len(machine.index))
         machine.dispatch(made, ())
         self.num_steps += 1
         self.steps_in_flight.append(event["step"])
@@ -210,6 +214,30 @@ class Replay:
                     "S39",
                     f"request {r} is told {len(ids)} tokens before its row, the specification "
                     f"tells request {expected_r} {len(expected)}",
+                )
+
+    def _check_account(self, event: dict[str, Any], made: Plan, num_evicted: int) -> None:
+        """S31: why a plan is as it is follows from the state, as the plan does."""
+        starts = {row.request: row.start for row in made.rows}
+        expected = {
+            "askers": list(made.askers),
+            "hits": [(r, starts[r]) for r, _ in made.admitted if starts[r]],
+            "evicted": num_evicted,
+            "refused": [(r, reason) for r, reason in made.refused if reason != "behind"],
+        }
+        numbers = self.numbers
+        told = {
+            "askers": [numbers.get(name, -1) for name in event["askers"]],
+            "hits": [(numbers.get(name, -1), n) for name, n in event["hits"]],
+            "evicted": event["evicted"],
+            "refused": [(numbers.get(name, -1), reason) for name, reason in event["refused"]],
+        }
+        for field, value in expected.items():
+            if told[field] != value:
+                raise _Refused(
+                    "S5" if field == "evicted" else "S31",
+                    f"{field} {shortened(str(told[field]), 80)}, the specification has "
+                    f"{shortened(str(value), 80)}",
                 )
 
     def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int]) -> None:

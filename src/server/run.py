@@ -25,7 +25,7 @@ from .context import ServerContext
 logger = logging.getLogger("pagespec")
 
 # After the engine has ended, for answers to be sent that are written already.
-_SEND_S = 5
+_SEND_S, _SEND_LESS_S = 5, 1
 # Longer than proxies keep a connection to a server (60 s): whoever closes first loses no request.
 _KEEP_ALIVE_S = 65
 # The engine's thread waits that long for the event loop to let go of the interpreter, at each of
@@ -68,7 +68,8 @@ def serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> in
 
     At SIGTERM or SIGINT ``/health`` fails at once, new requests are refused with 503, and what runs
     is answered, at most for ``drain_timeout_s``; what is left then ends with finish reason "abort".
-    At a second signal all connections are closed.
+    At a second signal all of them end so, and the process after the step that runs; at a third one
+    it ends at once.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # What was loaded stays: to search it again for garbage would stop all threads each time.
@@ -121,9 +122,17 @@ class _Server(uvicorn.Server):
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._context.config.drain_timeout_s
             self._context.is_draining = True
-        else:
+        elif not self.exit_code:
             self.exit_code = 128 + sig
-            self.should_exit = self.force_exit = True
+            self.should_exit = True
+        else:  # a step does not come to its end
+            os._exit(128 + sig)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.exit_code:
+            await self._context.engine.shutdown()  # ends what runs after the step it is in
+            self.config.timeout_graceful_shutdown = _SEND_LESS_S
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         if self._drain_until is not None and not self.should_exit:

@@ -1,0 +1,71 @@
+"""``pagespec serve`` over the content runner, slowed: a process for tests to send signals to.
+
+python -m tests.support.serve_content serve --model content --port 0
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from pagespec.cli import main, make_llm
+from tests.support.content_llm import content_llm
+from tests.support.content_runner import ContentRunner
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP_S = 0.02
+NUM_BLOCKS, BLOCK_SIZE = 256, 2
+
+
+class SlowRunner(ContentRunner):
+    def dispatch(self, plan: Any) -> Any:
+        time.sleep(STEP_S)
+        return super().dispatch(plan)
+
+
+class Process(NamedTuple):
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+
+@contextmanager
+def server_process(log: Path, *options: str) -> Iterator[Process]:
+    """A server that runs; killed in the end if it has not ended by itself."""
+    with log.open("w") as stderr:
+        command = [sys.executable, "-m", __name__, "serve", "--model", "content", "--port", "0"]
+        process = subprocess.Popen([*command, *options], cwd=ROOT, stderr=stderr, text=True)
+    try:
+        yield Process(process, _url(process, log), log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _url(process: subprocess.Popen[str], log: Path) -> str:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        assert process.poll() is None, log.read_text()
+        text = log.read_text()
+        if " at http" in text or " at unix:" in text:
+            return text.partition(" at ")[2].split()[0].rstrip('",}')
+        time.sleep(0.02)
+    raise AssertionError(f"the server did not start: {log.read_text()}")
+
+
+def _make_llm(_model: str, **_: object) -> Any:
+    runner = SlowRunner(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, vocab_size=3)
+    return content_llm(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, runner=runner)
+
+
+if __name__ == "__main__":
+    os.environ.pop("PAGESPEC_API_KEY", None)
+    with mock.patch.object(make_llm, "make_llm", _make_llm):
+        main.main()
