@@ -146,7 +146,7 @@ def main() -> None:
         f"{num_chunks / wall_s:.0f} chunks/s, {num_tokens / wall_s:.0f} tokens/s; event loop "
         f"{1e6 * loop_s / num_chunks:.1f} us a chunk, {1e6 * loop_s / num_tokens:.1f} us a token, "
         f"engine's thread {1e6 * cpu_s[0] / num_tokens:.1f} us a token; "
-        f"first chunk after {statistics.median(first_ms):.0f} ms (median), {first_ms[-1]:.0f} (last)"
+        f"first chunk after {statistics.median(first_ms):.0f} ms, {first_ms[-1]:.0f} at most"
     )
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(28)
