@@ -71,6 +71,8 @@ class Served:
 
     def error(self) -> EngineError | None:
         """Of the first continuation that failed."""
+        if not self.ends:  # as nearly always
+            return None
         return next((end.error for end in self.ends.values() if end.error is not None), None)
 
     def look(self, observers: list[Observer]) -> bool:
