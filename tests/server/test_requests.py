@@ -77,7 +77,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [WEATHER], "tool_choice": "required",
             "response_format": {"type": "json_object"}}, "tool_choice"),
     (GENERATE, {"token_ids": []}, "token_ids"),
-    (GENERATE, {"token_ids": [-1]}, "prompt"),
+    (GENERATE, {"token_ids": [-1]}, "token_ids"),
+    (COMPLETIONS, {"cache_salt": "\ud800"}, "cache_salt"),
     (GENERATE, {"sampling_params": {"max_token": 1}}, "sampling_params.max_token"),
     (GENERATE, {"sampling_params": {"logits_processors": []}}, "sampling_params.logits_processors"),
     (GENERATE, {"sampling_params": {"extra_args": 1}}, "extra_args"),
@@ -203,3 +204,4 @@ def test_priority_is_for_its_policy() -> None:
         for priority, status in (5, 200), (-1, 400), (10**9, 400):
             answer = httpx.post(url + COMPLETIONS, json={"prompt": "abc", "priority": priority})
             assert answer.status_code == status
+            assert answer.json().get("error", {"param": "priority"})["param"] == "priority"
