@@ -214,11 +214,12 @@ class Painter {
     const x = view.x(view.placeOfTime(trace.lanes.ended[lane]));
     const reason = trace.lanes.reason[lane];
     const isGood = reason === "stop" || reason === "length";
-    context.fillStyle = isGood ? colours.finished : colours.violation;
+    const colour = isGood ? colours.finished : reason === "abort" ? colours.muted : colours.violation;
+    context.fillStyle = colour;
     if (height >= 8) context.fillRect(x, y + 1, 3, height - 2);
     else context.fillRect(x, y, 2, height);
     if (!isGood && height >= 12) {
-      this.text(reason, x + 7, y + height / 2 + 0.5, colours.violation, { size: 10 });
+      this.text(reason, x + 7, y + height / 2 + 0.5, colour, { size: 10 });
     }
   }
 
