@@ -123,6 +123,14 @@ def browser_tests(session: nox.Session) -> None:
 
 
 @nox.session
+def clients(session: nox.Session) -> None:
+    """Clients of OpenAI's interface against a server; `tests/clients/README.md` has larger ones."""
+    # litellm wants mcp where a request has tools; Ray's HTTP processor is aiohttp's.
+    install_all(session, "litellm", "mcp", "langchain-openai", "aiohttp")
+    python(session, "-m", "pytest", "tests/clients", *session.posargs)
+
+
+@nox.session
 def spec(session: nox.Session) -> None:
     """Model check every scope (minutes), prove the pool, drive the real classes through it."""
     install_all(session)

@@ -45,14 +45,13 @@ def _is_reason(value: Any) -> bool:
     return value in REFUSALS and value != "behind"  # of those behind a refused one nothing is told
 
 
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < _MAX_SECONDS
+
+
 def _are_times(value: Any) -> bool:
     """Three readings of one clock, in seconds."""
-    return (
-        isinstance(value, list)
-        and len(value) == 3
-        and all(type(seconds) in (int, float) for seconds in value)
-        and 0 <= value[0] <= value[1] <= value[2] < _MAX_SECONDS
-    )
+    return _tuple_of(_is_time, _is_time, _is_time)(value) and value == sorted(value)
 
 
 def _between(low: int, high: int | None = None) -> Shape:
@@ -179,7 +178,7 @@ def _check_shape(event: dict[str, Any], number: int, version: int) -> None:
     fields = _EVENTS.get(name) if isinstance(name, str) else None
     if fields is None:
         raise TraceError(f"line {number}: unknown event {shortened(repr(name), 80)}")
-    for field, shape in fields.items():
+    for field, shape in {"t": _is_time, **fields}.items():
         if version < _SINCE.get((name, field), 0):
             continue
         if field not in event:

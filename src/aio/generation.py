@@ -143,7 +143,8 @@ class Generation:
             answers = [answer for answer in answers if answer.request not in ended]
             if deltas:
                 yield deltas
-            elif answers:
+            if answers:
+                # What came meanwhile is told as news: nothing is missed.
                 await self._news()
 
     def abort(self) -> None:

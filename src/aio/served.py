@@ -71,6 +71,8 @@ class Served:
 
     def error(self) -> EngineError | None:
         """Of the first continuation that failed."""
+        if not self.ends:  # as nearly always
+            return None
         ends = list(self.ends.values())  # the engine's thread may add one meanwhile
         return next((end.error for end in ends if end.error is not None), None)
 

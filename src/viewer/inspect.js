@@ -59,8 +59,13 @@ function describeLane(view, lane, place, step) {
   if (isIn) {
     const lines = [["for", milliseconds(segments.end[i] - segments.begin[i])]];
     if (step >= 0) lines.push(["at step", trace.steps.number[step]]);
+    if (trace.settings.policy === "priority") lines.push(["priority", lanes.priority[lane]]);
     const note = step >= 0 ? trace.reason(lane, step) : "";
     return { title: `${title}: ${KIND_NAMES[segments.kind[i]]}`, lines, note, violation, step };
+  }
+  if (i < end && trace.isRow(i) && view.isByTime && trace.steps.planned[segments.step[i]] <= place) {
+    const note = "In flight: dispatched, while the device computes the step before.";
+    return { ...describeRow(trace, lane, segments.step[i]), note, violation };
   }
   const time = view.isByTime ? place : trace.deviceEnd[Math.max(step, 0)];
   if (lanes.ended[lane] >= 0 && time >= lanes.ended[lane]) {
@@ -85,7 +90,8 @@ function describeRow(trace, lane, step) {
   ];
   if (row.hit) lines.push(["not computed: hit", row.hit + " tokens"]);
   let note = "";
-  if (isAgain) note = "It computes again what its preemption gave away.";
+  if (trace.steps.collected[step] < 0) note = "In flight: the trace has no result of this step.";
+  else if (isAgain) note = "It computes again what its preemption gave away.";
   else if (row.kind === PREFILL && !row.sampled) note = "A chunk: the rest of the prompt follows.";
   return { title: `${trace.nameOf(lane)}: ${KIND_NAMES[row.kind]}`, lines, note, step };
 }

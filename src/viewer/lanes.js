@@ -158,6 +158,21 @@ class Painter {
       context.fillRect(x, y + gap, Math.max(end - x - cut, 0.8), inner);
     }
     if (kind === PREFILL) this._paintChunk(i, x, end, y, height, gap);
+    this._paintFlight(i, y + gap, inner);
+  }
+
+  // Dispatched, while the device still computes a step that this request has no row in.
+  _paintFlight(i, y, height) {
+    const { context, view } = this, s = view.trace.segments;
+    const follows = i > view.trace.firstSegment[s.lane[i]] &&
+      s.step[i - 1] + s.numSteps[i - 1] === s.step[i] && view.trace.isRow(i - 1);
+    if (!view.isByTime || follows) return;
+    const x = view.x(view.trace.steps.planned[s.step[i]]), end = view.x(view.segmentBegin(i));
+    if (end - x < 0.5) return;
+    context.fillStyle = this.kindColours[s.kind[i]];
+    context.globalAlpha = 0.4;
+    context.fillRect(x, y, end - x, height);
+    context.globalAlpha = 1;
   }
 
   _paintSlices(i, y, height, perStep) {
@@ -199,11 +214,12 @@ class Painter {
     const x = view.x(view.placeOfTime(trace.lanes.ended[lane]));
     const reason = trace.lanes.reason[lane];
     const isGood = reason === "stop" || reason === "length";
-    context.fillStyle = isGood ? colours.finished : colours.violation;
+    const colour = isGood ? colours.finished : reason === "abort" ? colours.muted : colours.violation;
+    context.fillStyle = colour;
     if (height >= 8) context.fillRect(x, y + 1, 3, height - 2);
     else context.fillRect(x, y, 2, height);
     if (!isGood && height >= 12) {
-      this.text(reason, x + 7, y + height / 2 + 0.5, colours.violation, { size: 10 });
+      this.text(reason, x + 7, y + height / 2 + 0.5, colour, { size: 10 });
     }
   }
 

@@ -52,6 +52,7 @@ class Viewer {
     }
     byId("summary").append(element("b", "", milliseconds(trace.end)));
     for (const [colour, name, shape] of LEGEND) addLegend(colour, name, shape);
+    if (trace.settings.pipeline_depth) addLegend("decode", "in flight", "faint");
     byId("legend").append(element("span", "", "host:"));
     for (const [colour, name] of HOST_LEGEND) addLegend(colour, name);
     if (trace.violation || trace.marks.length) addLegend("violation", "violation, failure", "mark");

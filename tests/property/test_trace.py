@@ -247,13 +247,14 @@ def test_a_misshapen_field_makes_it_no_trace(tmp_path: Path) -> None:
             if kind in seen or event.get("rows") == [] or event.get("token_ids") == []:
                 continue
             seen.add(kind)
-            for field in event.keys() - {"t", "reason"}:
+            for field in event.keys() - {"reason"}:
                 for value in (*MISSHAPEN, *ODD, "missing"):
                     changed = {"event": kind, **event, field: value}
                     if value == "missing":
                         del changed[field]
                     altered = [*lines[:i], json.dumps(changed), *lines[i + 1 :]]
-                    if value == "missing" or value in MISSHAPEN:
+                    is_misshapen = value == "missing" or value in MISSHAPEN
+                    if is_misshapen and not (field == "t" and value == 1.5):
                         with pytest.raises(replay.TraceError, match=r"^line|^not"):
                             replay.check(altered)
                     else:

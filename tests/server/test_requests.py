@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from pagespec.engine.outputs import Logprob
-from pagespec.server.logprobs import CompletionLogprobs, chat_logprobs
 from tests.support.chat_models import WEATHER
 from tests.support.chunks import read_events
 from tests.support.content_llm import content_llm
@@ -80,7 +77,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [WEATHER], "tool_choice": "required",
             "response_format": {"type": "json_object"}}, "tool_choice"),
     (GENERATE, {"token_ids": []}, "token_ids"),
-    (GENERATE, {"token_ids": [-1]}, "prompt"),
+    (GENERATE, {"token_ids": [-1]}, "token_ids"),
+    (COMPLETIONS, {"cache_salt": "\ud800"}, "cache_salt"),
     (GENERATE, {"sampling_params": {"max_token": 1}}, "sampling_params.max_token"),
     (GENERATE, {"sampling_params": {"logits_processors": []}}, "sampling_params.logits_processors"),
     (GENERATE, {"sampling_params": {"extra_args": 1}}, "extra_args"),
@@ -206,20 +204,4 @@ def test_priority_is_for_its_policy() -> None:
         for priority, status in (5, 200), (-1, 400), (10**9, 400):
             answer = httpx.post(url + COMPLETIONS, json={"prompt": "abc", "priority": priority})
             assert answer.status_code == status
-
-
-def test_greedy_means_the_largest_of_the_top() -> None:
-    """Also where another token has the same text: U+FFFD is that of many."""
-    found = {7: Logprob(-0.5, 1), 8: Logprob(-0.7, 2), 9: Logprob(-3.0, 3)}
-    texts = {7: "\ufffd", 8: "\ufffd", 9: "z"}
-    read = CompletionLogprobs(3, texts.__getitem__).read([7, 9], [found, found])
-    assert read["top_logprobs"] == [{"\ufffd": -0.5, "z": -3.0}] * 2
-    assert read["token_logprobs"] == [-0.5, -3.0]
-    assert read["text_offset"] == [0, 1]
-
-
-def test_numbers_that_json_lacks() -> None:
-    found = {1: Logprob(-math.inf, 2), 0: Logprob(math.nan, 1)}
-    (entry,) = chat_logprobs([1], [found], 1, str)
-    assert entry["logprob"] == -9999.0
-    assert entry["top_logprobs"][0]["logprob"] is None
+            assert answer.json().get("error", {"param": "priority"})["param"] == "priority"

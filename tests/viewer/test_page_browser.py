@@ -50,9 +50,9 @@ def plans_of(lines: list[str]) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == "plan"]
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> list[str]:
-    return write_trace(tmp_path / "t.jsonl")
+@pytest.fixture(params=[0, 1], ids=["depth-0", "depth-1"])
+def lines(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    return write_trace(tmp_path / "t.jsonl", pipeline_depth=request.param)
 
 
 @pytest.fixture(params=["light", "dark"])
