@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 import runpy
+import socket
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from spec.replay import check
@@ -16,7 +18,9 @@ from tests.support.structured import save_byte_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BY_HAND, STRUCTURED, ADAPTER = "step_by_hand.py", "structured.py", "lm_eval_adapter.py"
-WITH_MODEL = sorted({path.name for path in EXAMPLES.glob("*.py")} - {BY_HAND, STRUCTURED, ADAPTER})
+RAY_SERVE = "ray_serve.py"
+APART = {BY_HAND, STRUCTURED, ADAPTER, RAY_SERVE}
+WITH_MODEL = sorted({path.name for path in EXAMPLES.glob("*.py")} - APART)
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -80,6 +84,28 @@ def test_the_adapter_of_the_harness_scores_and_generates(model_folder: str) -> N
     arguments = ("word5 word6", {"until": [], "max_gen_toks": 3})
     (text,) = adapter.generate_until([Instance("generate_until", {}, arguments, 0)])
     assert len(text.split()) == 3
+
+
+@pytest.mark.nightly
+def test_ray_serve_answers(model_folder: str) -> None:
+    """Where Ray Serve is installed: `ray[data]` alone has it not."""
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    import ray
+    from ray import serve
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    try:
+        serve.start(http_options={"port": port})
+        deploy = runpy.run_path(str(EXAMPLES / RAY_SERVE))["deploy"]
+        serve.run(deploy(model_folder))
+        body = {"prompt": "word5 word6", "max_tokens": 3, "ignore_eos": True}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+        assert len(answer.json()["choices"][0]["text"].split()) == 3
+    finally:
+        serve.shutdown()
+        ray.shutdown()
 
 
 def test_the_steps_by_hand_show_chunks_hits_and_preemption(

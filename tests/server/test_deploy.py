@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from pagespec import AsyncLLM
+from pagespec.cli.serve import SafetyOptions, ServerOptions
 from pagespec.server.app import create_app
 from pagespec.server.config import ServerConfig
 from tests.support.content_llm import content_llm
@@ -60,6 +62,21 @@ def test_every_metric_is_in_the_documentation() -> None:
     ours = {name for name in names if name.startswith(("vllm:", "pagespec:"))}
     assert ours <= told
     assert {name for name in told if ":" in name} - {"vllm:"} <= ours
+
+
+def test_every_option_is_in_the_documentation_with_its_default() -> None:
+    rows = [row for row in DOCS.read_text().splitlines() if row.startswith("| `--")]
+    for options in (ServerOptions, SafetyOptions):
+        for field in fields(options):
+            flag = "--" + field.name.replace("_", "-")
+            (row,) = (row for row in rows if f"`{flag}`" in row.split("|")[1])
+            if isinstance(field.default, str | int | float) and field.default not in (True, False):
+                assert str(field.default).removesuffix(".0") in row, row
+    told = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row.split("|")[1])}
+    known = {
+        "--" + f.name.replace("_", "-") for o in (ServerOptions, SafetyOptions) for f in fields(o)
+    }
+    assert told - {"--no-access-log"} == known
 
 
 def test_a_stop_takes_longer_than_a_drain() -> None:
