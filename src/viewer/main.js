@@ -55,7 +55,8 @@ class Viewer {
     if (trace.settings.pipeline_depth) addLegend("decode", "in flight", "faint");
     byId("legend").append(element("span", "", "host:"));
     for (const [colour, name] of HOST_LEGEND) addLegend(colour, name);
-    if (trace.violation || trace.marks.length) addLegend("violation", "violation, failure", "mark");
+    const isMarked = trace.marks.some(([, , , colour]) => colour === "violation");
+    if (trace.violation || isMarked) addLegend("violation", "violation, failure", "mark");
   }
 
   resize() {

@@ -172,7 +172,7 @@ def _instant(name: str, pid: int, tid: int, when: int, scope: str) -> Event:
 
 
 def _marks(timeline: Timeline, verdict: Verdict | None) -> Iterator[Event]:
-    for when, _, text in timeline.marks:
+    for when, _, text, _ in timeline.marks:
         yield _instant(text, _ENGINE, _HOST, when, "g")
     if verdict is not None and verdict.line:
         when, _ = timeline.lines.get(verdict.line, (timeline.end, 0))

@@ -78,7 +78,7 @@ class Timeline:
         self.preemptions: list[tuple[int, int, int]] = []  # (step, victim's lane, asker's or -1)
         # (lane, reason, first step, number of steps): a reason that stays is one entry.
         self.refusals: list[list[Any]] = []
-        self.marks: list[tuple[int, int, str]] = []  # (time, step, text)
+        self.marks: list[tuple[int, int, str, str]] = []  # (time, step, text, colour)
         self.end = 0
         self.lines: dict[int, tuple[int, int]] = {}  # line -> (time, step) of what may be refused
         self._live: dict[str, int] = {}
@@ -162,11 +162,20 @@ class Timeline:
             self._enter(lane, WAITING, self.end)
 
     def _on_fail(self, _event: dict[str, Any]) -> None:
-        self.marks.append((self.end, len(self.numbers) - 1, "an operation failed"))
+        self._mark("an operation failed", "violation")
         for name in list(self._live):
             self._end(name, "error")
         self._in_flight.clear()
         self._num_waiting = self._num_running = 0
+
+    def _on_reset(self, _event: dict[str, Any]) -> None:
+        self._mark("prefix cache reset", "preempted")
+        for number in self._live.values():
+            if self.lanes[number].state == _RUNNING:
+                self._enter(self.lanes[number], PREEMPTED, self.end)
+
+    def _mark(self, text: str, colour: str) -> None:
+        self.marks.append((self.end, len(self.numbers) - 1, text, colour))
 
     # Steps ------------------------------------------------------------------------------------
 

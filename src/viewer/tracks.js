@@ -229,7 +229,7 @@ function paintHits(painter, y, height) {
   context.fillRect(GUTTER, y + height / 2 - 0.5, view.plotWidth, 1);
 }
 
-// Over everything: the chosen step, failures, and the violated property.
+// Over everything: the chosen step, failures, resets of the cache, and the violated property.
 function paintMarks(painter) {
   const { context, view, colours } = painter, { trace } = view;
   context.save();
@@ -244,10 +244,10 @@ function paintMarks(painter) {
     context.globalAlpha = 1;
     context.fillRect(x - 0.5, DEVICE.y, 1, view.height - DEVICE.y);
   }
-  const mark = (step, text) => {
+  const mark = (step, text, colour) => {
     if (step < 0) return;
     const x = view.x(view.stepBegin(step));
-    context.fillStyle = colours.violation;
+    context.fillStyle = colour;
     context.fillRect(x - 0.75, DEVICE.y + DEVICE.height, 1.5, view.height);
     context.beginPath();
     context.moveTo(x - 7, DEVICE.y + DEVICE.height + 13);
@@ -255,10 +255,11 @@ function paintMarks(painter) {
     context.lineTo(x, DEVICE.y + DEVICE.height + 1);
     context.fill();
     const isLeft = x > view.width - 160;
-    painter.text(text, x + (isLeft ? -11 : 11), LANES_TOP + 5, colours.violation,
+    painter.text(text, x + (isLeft ? -11 : 11), LANES_TOP + 5, colour,
       { bold: true, align: isLeft ? "right" : "left" });
   };
-  for (const [, step, text] of trace.marks) mark(step, text);
-  if (trace.violation) mark(trace.violation.step, trace.violation.property + " violated");
+  for (const [, step, text, colour] of trace.marks) mark(step, text, colours[colour]);
+  const { violation } = trace;
+  if (violation) mark(violation.step, violation.property + " violated", colours.violation);
   context.restore();
 }

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pagespec.viewer.timeline import DECODE, NEVER, PREEMPTED, PREFILL, read_timeline
+from pagespec.viewer.timeline import DECODE, NEVER, PREEMPTED, PREFILL, Timeline, read_timeline
+from spec.events import read_events
 from tests.property.test_trace import trace_of
 from tests.support.traces import write_trace
 
@@ -47,6 +48,18 @@ def test_a_lane_is_in_one_state_at_a_time(tmp_path: Path) -> None:
     again = [(s, lane) for lane in timeline.lanes for s in lane.segments if s.kind == PREEMPTED]
     assert len(again) == len(timeline.preemptions)
     assert {s.step for s, _ in again} == {step for step, _, _ in timeline.preemptions}
+
+
+def test_a_reset_of_the_cache_sends_back_who_runs(tmp_path: Path) -> None:
+    lines = write_trace(tmp_path / "t.jsonl")
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["event"] == "result")
+    after = json.loads(lines[place])
+    reset = json.dumps({"event": "reset", "t": after["t"], "pool": [1, 0, 0]})
+    before = Timeline(read_events(lines[: place + 1]))
+    changed = Timeline(read_events([*lines[: place + 1], reset]))
+    assert changed.marks == [(before.end, 0, "prefix cache reset", "preempted")]
+    assert before._num_running > changed._num_running == 0
+    assert changed._num_waiting == before._num_waiting + before._num_running
 
 
 def test_waiting_and_running_are_counted(tmp_path: Path) -> None:
