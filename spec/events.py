@@ -11,9 +11,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from .state import REFUSALS
+
 VERSIONS = (1, 2, 3, 4)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
+_MAX_SECONDS = 1 << 40
 
 Shape = Callable[[Any], bool]
 
@@ -36,6 +39,19 @@ def _is_integer(value: Any) -> bool:
 
 def _is_policy(value: Any) -> bool:
     return value in ("fcfs", "shortest_first", "priority")
+
+
+def _is_reason(value: Any) -> bool:
+    return value in REFUSALS and value != "behind"  # of those behind a refused one nothing is told
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < _MAX_SECONDS
+
+
+def _are_times(value: Any) -> bool:
+    """Three readings of one clock, in seconds."""
+    return _tuple_of(_is_time, _is_time, _is_time)(value) and value == sorted(value)
 
 
 def _between(low: int, high: int | None = None) -> Shape:
@@ -93,12 +109,18 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "released": _list_of(_is_text),
         "prefixes": _TABLES,
         "copies": _list_of(_tuple_of(_is_count, _is_count)),
+        "askers": _list_of(_is_text),
+        "hits": _list_of(_tuple_of(_is_text, _is_count)),
+        "evicted": _is_count,
+        "refused": _list_of(_tuple_of(_is_text, _is_reason)),
+        "times": _are_times,
         "pool": _POOL,
     },
     "result": {
         "step": _is_count,
         "token_ids": _list_of(_is_count),
         "finished": _list_of(_tuple_of(_is_text, _is_text)),
+        "times": _are_times,
         "pool": _POOL,
     },
     "abort": {"id": _is_text},
@@ -113,6 +135,8 @@ _SINCE = {
     **{("plan", field): 2 for field in ("tables", "new_blocks", "released")},
     **{("add", field): 3 for field in ("reads_cache", "needs_history", "siblings")},
     **{("plan", field): 3 for field in ("prefixes", "copies")},
+    **{("plan", field): 4 for field in ("askers", "hits", "evicted", "refused", "times")},
+    ("result", "times"): 4,
 }
 
 
@@ -154,7 +178,7 @@ def _check_shape(event: dict[str, Any], number: int, version: int) -> None:
     fields = _EVENTS.get(name) if isinstance(name, str) else None
     if fields is None:
         raise TraceError(f"line {number}: unknown event {shortened(repr(name), 80)}")
-    for field, shape in fields.items():
+    for field, shape in {"t": _is_time, **fields}.items():
         if version < _SINCE.get((name, field), 0):
             continue
         if field not in event:

@@ -5,9 +5,6 @@ planned and what came back. What entered is given to the specification's machine
 and what finished must be what the machine plans and finishes, row by row, block counts included.
 The first event that differs is named with the property it breaks; a plan that breaks none by
 itself and is yet another than the specified one breaks S31, for a plan is a function of the state.
-
-The contents of blocks are not in a trace, so the machine here does without them: keys name exact
-prefixes still, interned instead of spelt out, since real prompts are long.
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ from collections.abc import Iterable
 from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
-from . import model
 from .events import TraceError, read_events, shortened
-from .model import Machine
-from .state import NO_TOKEN, Plan, Request, Row, Scope, Template
+from .replay_machine import ReplayMachine
+from .state import NO_TOKEN, Plan, Scope, Template
 
 __all__ = ["TraceError", "Verdict", "check"]
 
@@ -42,48 +38,6 @@ class _Refused(Exception):
     def __init__(self, property_id: str, detail: str) -> None:
         super().__init__(detail)
         self.property_id = property_id
-
-
-class ReplayMachine(Machine):
-    """The specification's machine for one run, without contents, its tokens told by the trace."""
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__(model.initial(scope), scope)
-        self.stop_ids: list[frozenset[int]] = []
-        self.watches_text: list[bool] = []
-        self.told_reasons: dict[int, str] = {}
-        self._names: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._chains: dict[int, list[int]] = {}
-
-    def block_key(self, request: Request, i: int) -> int:
-        chain = self._chains.setdefault(request.rank[1], [])
-        for block in range(len(chain), i + 1):
-            parent = chain[-1] if chain else -1 - request.salt
-            begin = block * self.block_size
-            name = (parent, request.tokens[begin : begin + self.block_size])
-            chain.append(self._names.setdefault(name, len(self._names)))
-        return chain[i]
-
-    def clear_contents(self, block: int) -> None:
-        pass
-
-    def dispatch(self, plan: Plan, _tokens: tuple[int, ...]) -> None:
-        self.left.clear()  # what the runner was told is read from the trace
-        self.flight.append(
-            tuple(
-                Row(row.request, row.start, row.n, 0 if row.sampled else NO_TOKEN, ())
-                for row in plan.rows
-            )
-        )
-
-    def finish_reason(self, r: int) -> str:
-        request = self.requests[r]
-        if request.tokens[-1] in self.stop_ids[r]:
-            return "stop"
-        # Only the engine sees text; that a stop string was met is the environment's to say.
-        if self.watches_text[r] and self.told_reasons.get(r) == "stop":
-            return "stop"
-        return "length" if len(request.tokens) >= request.limit else ""
 
 
 class Replay:
@@ -113,6 +67,7 @@ class Replay:
         self.next_step: int | None = 0  # None: any later one, as a failure may hide a plan
         self.has_tables = start["version"] >= 2
         self.has_prefixes = start["version"] >= 3
+        self.has_account = start["version"] >= 4
         self.tables: dict[int, list[int]] = {}  # of the running requests, from the plans alone
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -151,6 +106,7 @@ class Replay:
         rows = [(self.numbers.get(name, -1), *rest) for name, *rest in event["rows"]]
         preempted = [self.numbers.get(name, -1) for name in event["preempted"]]
         self._check_rows(rows, preempted)
+        num_keys = len(machine.index)
         made = machine.schedule()
         if [tuple(row) for row in made.rows] != rows or list(made.preempted) != preempted:
             raise _Refused(
@@ -166,6 +122,8 @@ class Replay:
                 raise _Refused(
                     "S33", f"copies {event['copies']}, the specification {list(made.copies)}"
                 )
+        if self.has_account:
+            self._check_account(event, made, num_keys - len(machine.index))
         machine.dispatch(made, ())
         self.num_steps += 1
         self.steps_in_flight.append(event["step"])
@@ -210,6 +168,30 @@ class Replay:
                     "S39",
                     f"request {r} is told {len(ids)} tokens before its row, the specification "
                     f"tells request {expected_r} {len(expected)}",
+                )
+
+    def _check_account(self, event: dict[str, Any], made: Plan, num_evicted: int) -> None:
+        """S31: why a plan is as it is follows from the state, as the plan does."""
+        starts = {row.request: row.start for row in made.rows}
+        expected = {
+            "askers": list(made.askers),
+            "hits": [(r, starts[r]) for r, _ in made.admitted if starts[r]],
+            "evicted": num_evicted,
+            "refused": [(r, reason) for r, reason in made.refused if reason != "behind"],
+        }
+        numbers = self.numbers
+        told = {
+            "askers": [numbers.get(name, -1) for name in event["askers"]],
+            "hits": [(numbers.get(name, -1), n) for name, n in event["hits"]],
+            "evicted": event["evicted"],
+            "refused": [(numbers.get(name, -1), reason) for name, reason in event["refused"]],
+        }
+        for field, value in expected.items():
+            if told[field] != value:
+                raise _Refused(
+                    "S5" if field == "evicted" else "S31",
+                    f"{field} {shortened(str(told[field]), 80)}, the specification has "
+                    f"{shortened(str(value), 80)}",
                 )
 
     def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int]) -> None:

@@ -19,6 +19,7 @@ class Scheduler(Pool):
         self.held: list[int] = []
         self.copies: list[tuple[int, int]] = []
         self.forked: list[tuple[int, int]] = []
+        self.refused: list[tuple[int, str]] = []
         self.closed_by: int | None = None
         self.admission_open = True
         known = {r: len(self.requests[r].table) for r in self.running}
@@ -46,6 +47,7 @@ class Scheduler(Pool):
             self.history_before(),
             tuple(self.copies),
             tuple(self.forked),
+            tuple(self.refused),
         )
 
     # ------------------------------------------------------------------ what the runner is told
@@ -86,6 +88,10 @@ class Scheduler(Pool):
         if self.closed_by is None:
             self.closed_by = r
 
+    def refuse(self, r: int, reason: str) -> None:
+        """The account of why r has no row."""
+        self.refused.append((r, reason))
+
     # ------------------------------------------------------------------ budget
     def num_wanted(self, request: Request) -> int:
         if request.total >= request.limit:  # its last token is being sampled: nothing follows
@@ -108,13 +114,16 @@ class Scheduler(Pool):
     # ------------------------------------------------------------------ serving a running request
     def serve(self, r: int) -> None:
         if r in self.held:
+            self.refuse(r, "held")
             return
         request = self.requests[r]
         wanted = self.within_budget(self.num_wanted(request))
         if wanted <= 0:
+            self.refuse(r, "budget" if self.num_wanted(request) else "ending")
             return
         n = self.fit(r, wanted)
         if n <= 0:
+            self.refuse(r, "blocks" if self.closed_by == r else "closed")
             return
         blocks = ceil_div(request.dispatched + n, self.block_size)
         self.allocate(r, blocks - len(request.table))
@@ -144,19 +153,26 @@ class Scheduler(Pool):
 
     # ------------------------------------------------------------------ admission
     def may_admit(self, r: int) -> bool:
+        return not self.obstacle(r)
+
+    def obstacle(self, r: int) -> str:
         """Once an elder was refused, nobody waiting overtakes it; once somebody was preempted or
         wants blocks, nobody new takes any; a resumed request first drains."""
-        return (
-            self.admission_open
-            and self.closed_by is None
-            and not self.preempted
-            and len(self.running) < self.scope.cap
-            and self.budget_left - self.num_reserved() >= 1
-            and self.requests[r].in_flight == 0
-        )
+        if not self.admission_open:
+            return "behind"
+        if self.closed_by is not None:
+            return "closed"
+        if self.preempted:
+            return "preempting"
+        if len(self.running) >= self.scope.cap:
+            return "full"
+        if self.requests[r].in_flight:
+            return "draining"
+        return "" if self.budget_left - self.num_reserved() >= 1 else "budget"
 
     def admit(self, r: int) -> bool:
         if not self.may_admit(r):
+            self.refuse(r, self.obstacle(r))
             return False
         request = self.requests[r]
         hits = self.look_up(r)
@@ -172,6 +188,7 @@ class Scheduler(Pool):
         shortage = needed - (self.num_available() - sum(b in self.lru for b in hits))
         if shortage > 0 and not self.make_room(r, shortage, hits):
             self.close(r)
+            self.refuse(r, "blocks")
             return False
         self.acquire(r, hits)
         if source is not None:

@@ -151,6 +151,21 @@ class State(NamedTuple):
 
 
 # --------------------------------------------------------------------------- plans and labels
+# Why a request has no row in a plan. The first four of running requests; all but "ending" and
+# "held" of waiting ones. Of several the first in the order of the walk is named.
+REFUSALS = (
+    "ending",  # its last token is being sampled: nothing is left to compute
+    "held",  # a victim: it drains, so that its blocks can be taken
+    "budget",  # the tokens of the step are used, or kept for decodes
+    "blocks",  # it wants blocks, and there are none even with those of the younger: it closes
+    "closed",  # an elder wanted more blocks than it got: nobody younger takes any
+    "preempting",  # somebody was preempted in this step: nobody new is admitted
+    "full",  # the running ones are max_num_seqs
+    "draining",  # resumed, while steps in flight still write its blocks
+    "behind",  # an elder waiting one was refused
+)
+
+
 class PlanRow(NamedTuple):
     request: int
     start: int
@@ -177,6 +192,8 @@ class Plan(NamedTuple):
     # (source, destination) block: copied before the step reads or writes anything
     copies: tuple[tuple[int, int], ...] = ()
     forked: tuple[tuple[int, int], ...] = ()  # (admitted sibling, whose blocks it shares)
+    # (running or waiting request without a row, one of REFUSALS); the preempted are not among them
+    refused: tuple[tuple[int, str], ...] = ()
 
 
 class Add(NamedTuple):

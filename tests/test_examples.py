@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spec.replay import check
 from tests.support.models import save_word_model
 from tests.support.structured import save_byte_model
 
@@ -43,6 +44,16 @@ def test_runs_with_the_model_it_is_given(
     if name == "shared_prefix.py":
         hits = [int(n) for n in re.findall(r"^ *(\d+) of \d+ prompt tokens cached", output, re.M)]
         assert hits[0] == 0 < min(hits[1:])
+
+
+def test_an_example_writes_the_trace_it_is_asked_for(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGESPEC_CACHE", f"{model_folder}-cache")
+    trace = tmp_path / "trace.jsonl"
+    run("shared_prefix.py", monkeypatch, model_folder, str(trace))
+    verdict = check(trace.read_text().splitlines())
+    assert (verdict.property_id, verdict.num_hit_blocks > 0) == ("", True)
 
 
 def test_structured_answers_are_what_was_asked(

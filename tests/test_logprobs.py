@@ -157,7 +157,7 @@ def test_only_tokens_of_the_answer_have_them() -> None:
     """With overlap a step is in flight when a stop string or token ends the request."""
     tokenizer = NumberTokenizer()
     llm = make_llm(overlap=True)
-    llm._reader._tokenizer = llm._loop._factory._tokenizer = tokenizer
+    llm.reader._tokenizer = llm._loop._factory._tokenizer = tokenizer
     first = generate(llm, prompts(5), logprobs=1)[0].outputs[0]
     assert first.logprobs is not None
     entry = first.logprobs[2][first.token_ids[2]]

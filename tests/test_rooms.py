@@ -19,7 +19,7 @@ PACKAGE = (
     ("cli",),
     ("server",),
     ("aio",),
-    ("verify", "distributed.ray"),
+    ("verify", "viewer", "distributed.ray"),
     ("llm",),
     ("chat",),
     ("distributed",),
@@ -65,7 +65,7 @@ NOT_FOR_ENGINE = ("torch", "triton", "transformers", "numpy")
 # The package's own `__init__` hands on public names on first use, and says its version.
 ROOT, ABOVE_ROOT = "", ("cli", "server")
 # What stands outside `src`: the specification travels with the package, for `pagespec trace`.
-SPEC, ABOVE_SPEC = "spec", ("cli",)
+SPEC, ABOVE_SPEC = "spec", ("cli", "viewer")
 
 
 class Import(NamedTuple):
@@ -274,7 +274,7 @@ PLANTED = [
         "a circle of",
     ),
     ("build", "from . import __version__", "only ('cli', 'server') may"),
-    ("llm", "from .spec.replay import replay", "only ('cli',) may"),
+    ("llm", "from .spec.replay import replay", "only ('cli', 'viewer') may"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -34,7 +34,7 @@ class AnswerDelta:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -94,7 +94,7 @@ class Generation:
         return self._served.requests[0].num_cached_tokens
 
     @property
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+    def prompt_logprobs(self) -> Sequence[dict[int, Logprob] | None] | None:
         """As of :class:`RequestOutput`; complete once there is a token of output."""
         params = self._served.params
         decode = self._factory.decode_one if params.detokenize else None
@@ -143,7 +143,8 @@ class Generation:
             answers = [answer for answer in answers if answer.request not in ended]
             if deltas:
                 yield deltas
-            elif answers:
+            if answers:
+                # What came meanwhile is told as news: nothing is missed.
                 await self._news()
 
     def abort(self) -> None:
@@ -237,11 +238,11 @@ def _extend(answer: CompletionOutput, delta: AnswerDelta) -> None:
     answer.text += delta.text
     answer.token_ids += delta.token_ids
     if delta.logprobs is not None:
-        answer.logprobs = (answer.logprobs or []) + delta.logprobs
-        own = zip(delta.token_ids, delta.logprobs, strict=True)
-        answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + sum(
-            entries[token].logprob for token, entries in own
-        )
+        answer.logprobs = [*(answer.logprobs or ()), *delta.logprobs]
+        total = answer.cumulative_logprob or 0.0
+        for token, entries in zip(delta.token_ids, delta.logprobs, strict=True):
+            total += entries[token].logprob  # one by one, as the engine adds them up
+        answer.cumulative_logprob = total
     answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
 
 

@@ -71,7 +71,10 @@ class Served:
 
     def error(self) -> EngineError | None:
         """Of the first continuation that failed."""
-        return next((end.error for end in self.ends.values() if end.error is not None), None)
+        if not self.ends:  # as nearly always
+            return None
+        ends = list(self.ends.values())  # the engine's thread may add one meanwhile
+        return next((end.error for end in ends if end.error is not None), None)
 
     def look(self, observers: list[Observer]) -> bool:
         """See what is new, tell the observers, and wake who waits for news. Returns whether all

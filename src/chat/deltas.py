@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 _ID_DIGITS = 24
 
@@ -46,7 +47,7 @@ Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 def call_id(request_id: str, answer: int, index: int) -> str:
     """The id of a tool call: the same whenever the same request is read again, streamed or not."""
     key = f"{request_id}/{answer}/{index}".encode("utf-8", "surrogatepass")
-    return "call_" + hashlib.sha256(key).hexdigest()[:_ID_DIGITS]
+    return "call_" + xxhash.xxh3_128_hexdigest(key)[:_ID_DIGITS]
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:

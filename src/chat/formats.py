@@ -4,7 +4,9 @@ that transformers has for models of its type."""
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,7 @@ class AnswerFormat:
             an event. So reading never fails, and positions in the text can be told.
         implicit: the field of ``plain`` that text is in which is in no other.
         strips_content, strips_reasoning: whether white space at the ends is no part of it.
+        call_field: all texts and patterns of the field of tool calls.
     """
 
     whole: Any
@@ -33,6 +36,11 @@ class AnswerFormat:
     implicit: str
     strips_content: bool
     strips_reasoning: bool
+    call_field: str
+
+    def writes_calls_with(self, token: str) -> bool:
+        """Whether tool calls are written with this token, as a delimiter or in their text."""
+        return token in self.call_field or re.escape(token) in self.call_field
 
     @staticmethod
     def role(field: str) -> str | None:
@@ -71,7 +79,17 @@ def make_format(template: dict[str, Any]) -> AnswerFormat:
         str(loaded.implicit),
         _strips(fields.get("content", {})),
         _strips(fields.get(reasoning, {})),
+        "\n".join(_texts(fields.get("tool_calls", {}))),
     )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _strips(field: dict[str, Any]) -> bool:

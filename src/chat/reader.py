@@ -88,7 +88,8 @@ class ChatReader:
         Raises:
             InvalidInputError: something is refused, also by the template; names it and the limit.
         """
-        if not chat_template and not getattr(self._tokenizer, "chat_template", None):
+        has_own = bool(getattr(self._tokenizer, "chat_template", None))
+        if self._tokenizer is None or not (chat_template or has_own):
             raise InvalidInputError(field, messages, "this model has no chat template")
         conversation = read_messages(messages, field)
         if chat_template is not None and not isinstance(chat_template, str):
@@ -163,12 +164,10 @@ class ChatReader:
     @cached_property
     def answer_format(self) -> AnswerFormat | None:
         """How the model writes reasoning and tool calls; None if that is not known."""
-        template = template_of(self._tokenizer, self._model_type)
-        if template is None:
-            return None
         try:
-            return make_format(template)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            template = template_of(self._tokenizer, self._model_type)
+            return None if template is None else make_format(template)
+        except (ImportError, ValueError, LookupError, TypeError, AttributeError) as error:
             warnings.warn(f"the tokenizer's response template is ignored: {error}", stacklevel=2)
             return None
 

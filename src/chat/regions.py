@@ -72,9 +72,10 @@ class TemplateAnswer:
         self._text = form.prefix_of(prompt)
         self._place = 0  # of the next event, in the text
         self._region = 0  # where the open field began, with its delimiter
-        self._begin = len(self._text)  # what is before is the prompt's
-        self._end: int | None = None  # what is behind is the stop token
-        self._hidden = deque([(0, self._begin)])
+        # Stretches that are not for the caller: the prompt's, the stop token, special tokens. Those
+        # that calls are written with show where a call is not read.
+        self._hidden = deque([(0, len(self._text))])
+        self._hidden_in_calls = deque(self._hidden)
         for _ in self._read(self._parser.feed(self._text)):
             pass
         self._num_calls = 0  # those of the answer; there were some if it continues a message
@@ -83,9 +84,10 @@ class TemplateAnswer:
         begin = len(self._text)
         self._text += piece.text
         if piece.kind is not Kind.TEXT:
-            self._hidden.append((begin, len(self._text)))
-        if piece.kind is Kind.STOP:
-            self._end = begin
+            stretch = (begin, len(self._text))
+            self._hidden.append(stretch)
+            if piece.kind is Kind.STOP or not self._form.writes_calls_with(piece.text):
+                self._hidden_in_calls.append(stretch)
         return list(self._read(self._parser.feed(piece.text)))
 
     def finish(self) -> list[Delta]:
@@ -119,20 +121,20 @@ class TemplateAnswer:
 
     def _shown(self, role: str | None, begin: int, end: int) -> Iterator[Delta]:
         if role == "content":
-            yield ContentDelta(self._content.push(self._visible(begin, end)))
+            yield ContentDelta(self._content.push(self._shown_text(self._hidden, begin, end)))
         elif role == "reasoning":
-            yield ReasoningDelta(self._reasoning.push(self._visible(begin, end)))
+            yield ReasoningDelta(self._reasoning.push(self._shown_text(self._hidden, begin, end)))
 
-    def _visible(self, begin: int, end: int) -> str:
+    def _shown_text(self, hidden: deque[tuple[int, int]], begin: int, end: int) -> str:
         """A stretch of the text without what is hidden in it. Called for stretches in order."""
-        while self._hidden and self._hidden[0][1] <= begin:
-            self._hidden.popleft()
+        while hidden and hidden[0][1] <= begin:
+            hidden.popleft()
         shown, place = [], begin
-        for hidden_begin, hidden_end in self._hidden:
+        for hidden_begin, hidden_end in hidden:
             if hidden_begin >= end:
                 break
             shown.append(self._text[place : max(place, hidden_begin)])
-            place = max(place, min(hidden_end, end))
+            place = min(hidden_end, end)
         shown.append(self._text[place:end])
         return "".join(shown)
 
@@ -141,8 +143,7 @@ class TemplateAnswer:
         raw = self._text[self._region : self._place]
         calls = self._parsed(raw) if is_closed and self._reads_tools else []
         if not calls:
-            end = self._place if self._end is None else min(self._place, self._end)
-            shown = self._text[max(self._region, self._begin) : end]
+            shown = self._shown_text(self._hidden_in_calls, self._region, self._place)
             yield ContentDelta(self._content.push(shown))
         for name, arguments in calls:
             yield ToolCallDelta(

@@ -34,6 +34,7 @@ app = typer.Typer(
   pagespec bench
   pagespec verify --quick
   pagespec trace check run.jsonl
+  pagespec trace view run.jsonl
 
 Without --model the commands use the embedded SmolLM2-135M, if it is
 installed. Answers go to stdout, all else to stderr. Exit codes: 0 done,
@@ -239,6 +240,40 @@ def check(
     from .trace import check_trace
 
     check_trace(file)
+
+
+@trace_app.command()
+@command
+def view(
+    file: Annotated[Path, typer.Argument(help="A trace written with --trace or LLM(trace=...).")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where the page goes.", show_default="FILE.html beside the trace"
+        ),
+    ] = None,
+    perfetto: Annotated[
+        bool,
+        typer.Option("--perfetto", help="Write Chrome trace JSON, for ui.perfetto.dev, instead."),
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(help="Mark what `pagespec trace check` refuses. It takes its time."),
+    ] = True,
+) -> None:
+    """Draw a trace: one HTML file with steps over time and a lane for each request.
+
+    \b
+      pagespec generate --input prompts.jsonl --output answers.jsonl --trace run.jsonl
+      pagespec trace view run.jsonl
+      pagespec trace view run.jsonl --perfetto -o run.perfetto.json
+
+    The page needs no network and no server; its keys are under "?". Prompts are
+    not in it, nor are the tokens of the answers.
+    """
+    from .trace import view_trace
+
+    view_trace(file, output, perfetto=perfetto, checks=check)
 
 
 @app.command()

@@ -8,6 +8,6 @@ commit), ``policy`` (the order of service), ``core`` (the step loop, around a ``
 ``request_factory``, ``detokenizer``, ``outputs``. ``logprobs`` and ``logprob_output`` keep
 log-probabilities. Beside: ``invariants``, ``trace``, ``stats``, ``lock``, ``record``.
 
-Imports only ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``llm``, ``verify``
-and ``cli``.
+Imports only ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``chat``, ``llm``,
+``verify`` and ``cli``.
 """

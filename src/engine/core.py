@@ -291,18 +291,19 @@ class Engine:
         if len(self._handles) <= scheduler.pipeline_depth:
             begin = time.perf_counter()
             plan = scheduler.schedule()
-            self.schedule_s += time.perf_counter() - begin
+            scheduled = time.perf_counter()
+            self.schedule_s += scheduled - begin
             if self._view is not None:
                 check_state(scheduler)
                 check_plan(scheduler, plan)
                 self._view.check(scheduler, plan)
             if plan.requests:
-                if self._trace is not None:
-                    self._trace.plan(plan)
                 if plan.tables:
                     requests = scheduler.in_flight[-1].requests
                     self._note_first_scheduled([requests[row] for row in plan.tables])
                 self._handles.append(self.runner.dispatch(plan))
+                if self._trace is not None:  # only now: a device may be computing it already
+                    self._trace.plan(plan, begin, scheduled)
                 if len(self._handles) <= scheduler.pipeline_depth:
                     return []
             elif not self._handles and scheduler.has_work:
@@ -312,6 +313,7 @@ class Engine:
     def _settle_oldest(self) -> list[Request]:
         step = self.scheduler.in_flight[0]
         plan = step.plan
+        asked = time.perf_counter()
         result = self.runner.collect(self._handles[0])
         begin = time.perf_counter()
         if result.logprobs is not None:
@@ -320,7 +322,7 @@ class Engine:
         self.commit_s += time.perf_counter() - begin
         self._handles.popleft()
         if self._trace is not None:
-            self._trace.result(plan, result.token_ids, finished)
+            self._trace.result(plan, result.token_ids, finished, asked, begin)
         if self._view is not None:
             check_state(self.scheduler)
         now = time.perf_counter()

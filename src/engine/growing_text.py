@@ -44,7 +44,7 @@ class GrowingText:
             ids = self._request.token_ids[self._position :]
             # The text of a stop token comes at the end, if at all.
             stops = self._request.stop_token_ids
-            piece = "".join(self._detokenizer.push(i) for i in ids if i not in stops)
+            piece = self._detokenizer.push_all([i for i in ids if i not in stops])
             self._position += len(ids)
         self.num_read += len(piece)
         return piece

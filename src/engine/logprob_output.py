@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from .logprobs import LogprobRows, StepLogprobs
+from .logprobs import KeptRows, StepLogprobs
 from .outputs import Logprob, RequestOutput, ScoreOutput
 from .plan import InFlightStep
 from .request import Request
@@ -32,8 +33,76 @@ def keep_logprobs(step: InFlightStep, found: StepLogprobs) -> None:
         prompt_row += count
         if is_sampled and request.sampling_params.logprobs is not None:
             if is_live:
-                kept.sampled.append((found.sampled, sampled_row))
+                kept.add_sampled(found.sampled, sampled_row)
             sampled_row += 1
+
+
+class LogprobList(Sequence[Any]):
+    """The log-probabilities of some tokens: for each a dict of its own entry, first, and those of
+    the likeliest tokens, made when it is looked at.
+
+    Made at once, hundreds of thousands of dicts would keep Python's garbage collector busy while
+    the device waits. It reads as a list, equals one, and is pickled as one.
+
+    Args:
+        token_ids: whose they are.
+        kept: their rows; the first is at ``begin``.
+        num_top: how many of the likeliest tokens.
+        decode: the text of one token; None leaves the texts out.
+        first: an element before them; of a prompt None, whose first token has none.
+    """
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        kept: KeptRows,
+        num_top: int,
+        decode: Callable[[int], str] | None,
+        *,
+        begin: int = 0,
+        first: tuple[None, ...] = (),
+    ) -> None:
+        self._token_ids, self._num_top, self._decode = token_ids, num_top, decode
+        end = begin + len(token_ids)
+        self._rows, self._places = kept.rows[begin:end], kept.places[begin:end]
+        self._first = first
+        if len(self._places) != len(token_ids):
+            raise RuntimeError(f"{len(self._places)} rows for {len(token_ids)} tokens")
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._token_ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index] - len(self._first)
+        if place < 0:
+            return None
+        token_id = self._token_ids[place]
+        logprob, rank, top_ids, top_logprobs = self._rows[place].row(
+            self._places[place], self._num_top
+        )
+        entries = {token_id: Logprob(logprob, rank, self._text(token_id))}
+        for top_rank, (top_id, top) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
+            if top_id != token_id:
+                entries[top_id] = Logprob(top, top_rank, self._text(top_id))
+        return entries
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, LogprobList)):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def _text(self, token_id: int) -> str | None:
+        return None if self._decode is None else self._decode(token_id)
 
 
 def add_logprobs(
@@ -46,39 +115,38 @@ def add_logprobs(
         requests: its continuations; the first has the prompt's.
         decode: the text of one token; None leaves the texts out.
     """
-    params, reader = requests[0].sampling_params, _Reader(decode)
+    params = requests[0].sampling_params
     if params.logprobs is not None:
         for answer, request in zip(output.outputs, requests, strict=True):
-            kept = [] if request.logprobs is None else request.logprobs.sampled
-            answer.logprobs = reader.read(answer.token_ids, kept, params.logprobs)
-            own = zip(answer.token_ids, answer.logprobs, strict=True)
-            answer.cumulative_logprob = sum(entries[token].logprob for token, entries in own)
+            answer.logprobs = logprob_entries(request, 0, len(answer.token_ids), decode)
+            kept = request.logprobs
+            answer.cumulative_logprob = 0.0 if kept is None else kept.cumulative
     output.prompt_logprobs = prompt_entries(requests[0], decode)
 
 
 def prompt_entries(
     leader: Request, decode: Callable[[int], str] | None
-) -> list[dict[int, Logprob] | None] | None:
+) -> Sequence[dict[int, Logprob] | None] | None:
     """Of the prompt's tokens as far as they are computed; None if the parameters ask for none."""
     num_top = leader.sampling_params.prompt_logprobs
     if num_top is None or leader.logprobs is None:
         return None
-    kept = list(leader.logprobs.prompt)  # the engine's thread may append meanwhile
-    # All of them, unless the request was aborted in its prompt.
+    kept = leader.logprobs.prompt
+    # All of them, unless the request was aborted in its prompt, or is still in it.
     token_ids = leader.token_ids[1 : len(kept) + 1]
-    return [None, *_Reader(decode).read(token_ids, kept, num_top)]
+    return LogprobList(token_ids, kept, num_top, decode, first=(None,))
 
 
 def logprob_entries(
     request: Request, begin: int, end: int, decode: Callable[[int], str] | None
-) -> list[dict[int, Logprob]] | None:
+) -> Sequence[dict[int, Logprob]] | None:
     """Of the settled outputs ``begin`` to ``end`` of a request; None if it asks for none."""
     num_top = request.sampling_params.logprobs
     if num_top is None or request.logprobs is None:
         return None
     first = request.num_prompt_tokens
     token_ids = request.token_ids[first + begin : first + end]
-    return _Reader(decode).read(token_ids, request.logprobs.sampled[begin:end], num_top)
+    return LogprobList(token_ids, request.logprobs.sampled, num_top, decode, begin=begin)
 
 
 def score_of(output: RequestOutput, decode: Callable[[int], str] | None) -> ScoreOutput:
@@ -96,25 +164,3 @@ def score_of(output: RequestOutput, decode: Callable[[int], str] | None) -> Scor
         logprobs=[None if entry is None else entry.logprob for entry in own],
         ranks=[None if entry is None else entry.rank for entry in own],
     )
-
-
-class _Reader:
-    def __init__(self, decode: Callable[[int], str] | None) -> None:
-        self._decode = decode
-
-    def read(
-        self, token_ids: Sequence[int], kept: Sequence[tuple[LogprobRows, int]], num_top: int
-    ) -> list[dict[int, Logprob]]:
-        """Of each token its own entry, first, and those of the ``num_top`` likeliest."""
-        found = []
-        for token_id, (rows, index) in zip(token_ids, kept, strict=True):
-            logprob, rank, top_ids, top_logprobs = rows.row(index, num_top)
-            entries = {token_id: Logprob(logprob, rank, self._text(token_id))}
-            for place, (top_id, top) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-                if top_id != token_id:
-                    entries[top_id] = Logprob(top, place + 1, self._text(top_id))
-            found.append(entries)
-        return found
-
-    def _text(self, token_id: int) -> str | None:
-        return None if self._decode is None else self._decode(token_id)

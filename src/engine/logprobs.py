@@ -8,13 +8,16 @@ each position once: a request that was preempted computes them again, to the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 
 class LogprobRows(Protocol):
     """Rows of one step; never changed once they were handed over."""
+
+    def logprob(self, index: int) -> float: ...
 
     def row(self, index: int, num_top: int) -> tuple[float, int, Sequence[int], Sequence[float]]:
         """(log-probability, rank, ids of the ``num_top`` likeliest tokens, theirs)."""
@@ -35,19 +38,49 @@ class StepLogprobs:
     prompt: LogprobRows
 
 
+class KeptRows:
+    """Rows of several steps, in order.
+
+    A list and an array, not a tuple for each row: Python's garbage collector would look through
+    these again and again, which took longer than all else that log-probabilities cost the host.
+
+    Attributes:
+        rows, places: of each, the rows of its step and which of them it is.
+    """
+
+    __slots__ = ("places", "rows")
+
+    def __init__(self) -> None:
+        self.rows: list[LogprobRows] = []
+        self.places = array("i")
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[tuple[LogprobRows, int]]:
+        return zip(self.rows, self.places, strict=False)  # another thread may be adding one
+
+
 class RequestLogprobs:
     """What a request has so far.
 
     Attributes:
-        sampled: of each settled output, (rows of its step, which of them).
-        prompt: the same of the prompt tokens, from the second on.
+        sampled: of each settled output.
+        prompt: of the prompt tokens, from the second on.
+        cumulative: the sum over ``sampled``, added up in their order.
     """
 
-    __slots__ = ("prompt", "sampled")
+    __slots__ = ("cumulative", "prompt", "sampled")
 
     def __init__(self) -> None:
-        self.sampled: list[tuple[LogprobRows, int]] = []
-        self.prompt: list[tuple[LogprobRows, int]] = []
+        self.sampled, self.prompt = KeptRows(), KeptRows()
+        self.cumulative = 0.0
+
+    def add_sampled(self, rows: LogprobRows, place: int) -> None:
+        kept = self.sampled
+        kept.rows.append(rows)
+        kept.places.append(place)
+        self.cumulative += rows.logprob(place)
 
     def add_prompt(self, rows: LogprobRows, first: int, start: int, count: int) -> None:
         """The ``count`` rows from ``first`` on are those of the positions from ``start`` on."""
@@ -56,4 +89,5 @@ class RequestLogprobs:
         num_known = len(self.prompt) - start  # of these; more than none after a preemption
         if num_known < 0:
             raise RuntimeError(f"positions {len(self.prompt)} to {start} were never computed")
-        self.prompt += [(rows, first + place) for place in range(num_known, count)]
+        self.prompt.rows += [rows] * (count - num_known)
+        self.prompt.places.extend(range(first + num_known, first + count))

@@ -78,7 +78,8 @@ class CompletionOutput:
         cumulative_logprob: the sum of the log-probabilities of ``token_ids``; None if the
             parameters have no ``logprobs``.
         logprobs: for each of ``token_ids`` its own log-probability and those of the ``logprobs``
-            likeliest tokens, by id; None if the parameters have no ``logprobs``.
+            likeliest tokens, by id; None if the parameters have no ``logprobs``. Its dicts are made
+            when they are looked at.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None for
             the model's end tokens and every other end.
         message: of ``LLM.chat``: the answer as a message of OpenAI's form (``role``, ``content``,
@@ -90,7 +91,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     stop_reason: int | str | None = None
     message: dict[str, Any] | None = None
 
@@ -111,7 +112,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = True
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(slots=True)

@@ -87,8 +87,8 @@ class Queues:
         """Take a running request's blocks, with nothing of it in flight; its outputs, seed and
         rank stay (S20)."""
         self.withdraw(request, RequestState.WAITING)
-        request.num_preemptions += 1
         self.num_preemptions += 1
+        request.num_preemptions += 1
         insort(self.waiting, request, key=by_rank)
 
     def resume(self, request: Request) -> None:

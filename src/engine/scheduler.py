@@ -12,7 +12,7 @@ No torch here: the scheduler runs, and is checked, without a model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import InvalidInputError
 from .block_manager import BlockManager
@@ -65,6 +65,7 @@ class Scheduler:
         self.in_flight: deque[InFlightStep] = deque()
         self.last_step: InFlightStep | None = None  # the newest dispatched, settled or not
         self.num_steps = 0
+        self.make_planner: Callable[..., Planner] = Planner
 
     @property
     def has_work(self) -> bool:
@@ -133,7 +134,7 @@ class Scheduler:
         is not in flight and must not be committed). Deterministic in the state (S31)."""
         if len(self.in_flight) > self.pipeline_depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit one first")
-        step = Planner(
+        step = self.make_planner(
             self.queues,
             self.max_num_seqs,
             self.max_num_batched_tokens,

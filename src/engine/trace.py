@@ -9,8 +9,12 @@ add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_stri
            priority; since version 3 reads_cache, needs_history, siblings (ids)
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
-           ``[id, token ids]`` and copies (see ``StepPlan``)
-result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool
+           ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for whom
+           the preempted gave their blocks), hits ``[id, tokens that its admission did not have to
+           compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``refusals``) and
+           times: when planning began, when it was done, when the runner's ``dispatch`` returned
+result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool; since version 4
+           times: when the result was asked for, when it was there, when it was committed
 abort      id, reason
 pause      id
 resume     id
@@ -19,7 +23,8 @@ fail       pool; an operation failed or was interrupted, and all live requests e
            may be missing
 =========  =====================================================================================
 
-``pool`` is the number of blocks ``[free, cached, owned]`` after the event.
+``pool`` is the number of blocks ``[free, cached, owned]`` after the event. ``times`` are seconds
+since the trace began. A plan is written after its dispatch, so that the device need not wait.
 """
 
 from __future__ import annotations
@@ -29,11 +34,13 @@ import os
 import stat
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import InvalidInputError
 from ..validation import path_of
 from .plan import Blocks, StepPlan
+from .refusals import ExplainingPlanner, PlanAccount
 from .request import Request
 from .scheduler import Scheduler
 
@@ -61,7 +68,8 @@ def check_trace_path(trace: object) -> None:
 
 
 class TraceWriter:
-    """Appends events to a file. A line is complete once its event is over.
+    """Appends events to a file. A line is complete once its event is over. From here on the
+    scheduler's plans are explained.
 
     Raises:
         OSError: the file cannot be written.
@@ -73,6 +81,8 @@ class TraceWriter:
         self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         self._num_bytes = 0
         self._scheduler = scheduler
+        self._account = PlanAccount()
+        scheduler.make_planner = partial(ExplainingPlanner, self._account)
         self._begin = time.perf_counter()
         blocks = scheduler.blocks
         self._write(
@@ -91,12 +101,17 @@ class TraceWriter:
         )
 
     def _write(self, event: str, **fields: Any) -> None:
-        seconds = round(time.perf_counter() - self._begin, 6)
-        line = json.dumps({"event": event, "t": seconds, **fields}).encode() + b"\n"
+        line = json.dumps({"event": event, "t": self._now(), **fields}).encode() + b"\n"
         num_written = 0
         while num_written < len(line):  # a pipe or a full disk may take a part
             num_written += self._file.write(line[num_written:])
         self._num_bytes += num_written
+
+    def _now(self) -> float:
+        return self._since_start(time.perf_counter())
+
+    def _since_start(self, clock: float) -> float:
+        return round(clock - self._begin, 6)
 
     def _pool(self) -> list[int]:
         blocks = self._scheduler.blocks
@@ -118,9 +133,18 @@ class TraceWriter:
             siblings=[sibling.request_id for sibling in siblings],
         )
 
-    def plan(self, plan: StepPlan) -> None:
+    def plan(self, plan: StepPlan, began: float, planned: float) -> None:
+        """A step was planned, between these two readings of the clock, and just dispatched."""
+        times = [self._since_start(began), self._since_start(planned), self._now()]
+        account = self._account
+        hits = [
+            (plan.requests[row].request_id, plan.starts[row])
+            for row in plan.tables
+            if plan.starts[row]
+        ]
         self._write(
             "plan",
+            times=times,
             step=plan.step,
             rows=[[r.request_id, start, n, sampled] for r, start, n, sampled in plan.rows()],
             preempted=[r.request_id for r in plan.preempted],
@@ -129,6 +153,10 @@ class TraceWriter:
             prefixes=self._by_id(plan, plan.prefixes),
             copies=plan.copies,
             released=plan.released,
+            askers=account.askers,
+            hits=hits,
+            evicted=account.num_evicted,
+            refused=account.refused,
             pool=self._pool(),
         )
 
@@ -136,9 +164,19 @@ class TraceWriter:
     def _by_id(plan: StepPlan, rows: dict[int, Blocks]) -> list[tuple[str, Blocks]]:
         return [(plan.requests[row].request_id, ids) for row, ids in rows.items()]
 
-    def result(self, plan: StepPlan, token_ids: Sequence[int], finished: Sequence[Request]) -> None:
+    def result(
+        self,
+        plan: StepPlan,
+        token_ids: Sequence[int],
+        finished: Sequence[Request],
+        asked: float,
+        collected: float,
+    ) -> None:
+        """A result was asked for and collected, at these readings of the clock, and just
+        committed."""
         self._write(
             "result",
+            times=[self._since_start(asked), self._since_start(collected), self._now()],
             step=plan.step,
             token_ids=list(token_ids),
             finished=[[r.request_id, r.finish_reason] for r in finished],

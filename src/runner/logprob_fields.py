@@ -64,6 +64,9 @@ class HostLogprobRows:
         self._logprobs: list[float] = words.view(np.float32)[:, 0].tolist()
         self._ranks: list[int] = words[:, 1].tolist()
 
+    def logprob(self, index: int) -> float:
+        return self._logprobs[index]
+
     def row(self, index: int, num_top: int) -> tuple[float, int, Sequence[int], Sequence[float]]:
         own = self._logprobs[index], self._ranks[index]
         if not num_top:

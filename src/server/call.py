@@ -17,6 +17,9 @@ from .basic import check_model
 from .context import ServerContext, request_id_of, salt_of
 from .protocol.fields import EngineFields
 
+# As the engine calls them, of one prompt.
+_MARKS = ("prompt.priority", "prompt.cache_salt")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -39,10 +42,21 @@ class Call:
     with_usage: bool
     with_usages: bool
 
-    async def submit(self, items: Sequence[tuple[Any, SamplingParams]]) -> list[Generation]:
-        return await self.context.engine.submit_all(
-            items, priority=self.priority, cache_salt=self.cache_salt
-        )
+    async def submit(
+        self, items: Sequence[tuple[Any, SamplingParams]], field: str = "prompt"
+    ) -> list[Generation]:
+        """
+        Args:
+            field: what the request calls its prompts.
+        """
+        try:
+            return await self.context.engine.submit_all(
+                items, priority=self.priority, cache_salt=self.cache_salt
+            )
+        except InvalidInputError as error:
+            name = error.field.removeprefix("prompt.") if error.field in _MARKS else error.field
+            name = field if name == "prompt" else name
+            raise InvalidInputError(name, error.value, error.limit) from None
 
 
 def read_call(

@@ -35,7 +35,7 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
             raise InvalidInputError(
                 "sampling_params.prompt_logprobs", params.prompt_logprobs, limit
             )
-        generations = await call.submit([item])
+        generations = await call.submit([item], "token_ids")
         return EventStream(call, generations, _Choices(call, body, params, generations[0]))
     return await _answer(call, body, *item)
 
@@ -43,7 +43,7 @@ async def generate(body: GenerateRequest, request: Request, context: Context) ->
 async def _answer(
     call: Call, body: GenerateRequest, prompt: dict[str, Any], params: SamplingParams
 ) -> Response:
-    generations = await call.submit([(prompt, params)])
+    generations = await call.submit([(prompt, params)], "token_ids")
     try:
         result = await generations[0].result()
     finally:

@@ -28,9 +28,10 @@ _MAX_BLOCKS_READ = 4 * MAX_CELLS
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The counters at a moment."""
+    """The counters at a moment, and at any since ``unchanged_since``."""
 
     time: float
+    unchanged_since: float
     first_token: list[int]
     between_tokens: list[int]
     num_prompt_tokens: int
@@ -44,6 +45,7 @@ class LiveView:
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics, self._engine = metrics, metrics.engine
+        self._stepped_at = time.monotonic()
         self._marks = deque([self._mark()], maxlen=int(WINDOW_S) + 2)
         self._frame: dict[str, Any] = {}
         self._frame_at = float("-inf")
@@ -51,8 +53,10 @@ class LiveView:
 
     def on_step(self) -> None:
         """Called on the engine's thread."""
-        if time.monotonic() - self._marks[-1].time >= 1.0:
+        now = time.monotonic()
+        if now - self._marks[-1].time >= 1.0:
             self._marks.append(self._mark())
+        self._stepped_at = now
 
     async def frame(self, context: ServerContext) -> dict[str, Any]:
         """All numbers. Made at most every half period, however many look."""
@@ -66,6 +70,7 @@ class LiveView:
         metrics = self._metrics
         return _Mark(
             time.monotonic(),
+            self._stepped_at,
             metrics.first_token_s.counts.copy(),
             metrics.between_tokens_s.counts.copy(),
             metrics.num_prompt_tokens,
@@ -75,15 +80,19 @@ class LiveView:
         )
 
     def _since(self, now: _Mark, seconds: float) -> _Mark:
-        """The last mark that is so many seconds old, or the oldest."""
-        older = [mark for mark in list(self._marks) if now.time - mark.time >= seconds]
-        return older[-1] if older else self._marks[0]
+        """The counters so many seconds ago, or when there were the first."""
+        begin = now.time - seconds
+        marks = [*self._marks, now]
+        return next((m for m in reversed(marks) if m.unchanged_since <= begin), marks[0])
 
     def _make_frame(self, context: ServerContext, state: str) -> dict[str, Any]:
         engine, metrics = self._engine, self._metrics
         snapshot, now = engine.snapshot(), self._mark()
         recent, minute = self._since(now, RATE_S), self._since(now, WINDOW_S)
-        elapsed = max(1e-3, now.time - recent.time)
+        elapsed = now.time - recent.time
+        if recent.unchanged_since <= now.time - RATE_S:
+            elapsed = max(elapsed, RATE_S)
+        elapsed = max(elapsed, 1e-3)
         num_steps = now.num_steps - recent.num_steps
         num_step_tokens = now.num_step_tokens - recent.num_step_tokens
         queried = snapshot.num_queried_tokens

@@ -92,10 +92,10 @@ class ScoreCases:
         found = self._stepped.answer(request)
         kept = request.logprobs
         assert kept is not None
-        token_ids, rows = found.token_ids, kept.sampled
+        token_ids, rows = found.token_ids, list(kept.sampled)
         num_scored = self._num_scored.get(request.request_id, 0)
         if num_scored:
-            rows = kept.prompt[-num_scored:]
+            rows = list(kept.prompt)[-num_scored:]
             token_ids = tuple(request.token_ids[len(request.token_ids) - len(rows) - 1 : -1])
         logprobs = tuple(part.row(index, 0)[0] for part, index in rows)
         return Answer(token_ids, {}, logprobs)

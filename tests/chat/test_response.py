@@ -136,6 +136,8 @@ def test_what_is_no_call_is_content_to_the_last_character(style: str, text: str)
         "tool_calls": [],
     }
     assert read(style, f"{text}{END[style]}", tools=[WEATHER]) == message, "no end token leaks"
+    ignored = SamplingParams(max_tokens=None, ignore_eos=True)
+    assert read(style, f"{text}</s>", ignored, tools=[WEATHER]) == message, "nor any other"
 
 
 def test_a_malformed_call_does_not_disturb_those_beside_it() -> None:
@@ -267,6 +269,24 @@ def test_every_way_of_cutting_gives_the_same(style: str, data: st.DataObject) ->
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
     assert stream(style, ids, cuts, params) == whole
     assert stream(style, ids, list(range(len(ids))), params) == whole, "token by token"
+
+
+@pytest.mark.parametrize("style", ["qwen3", "qwen3_5"])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_text_is_lost(style: str, data: st.DataObject) -> None:
+    """But delimiters, and white space; that of the end may be spelled in plain tokens, too."""
+    tokenizer, chat = subject(style)
+    ids = data.draw(answers(style))
+    prompt = prompt_of(chat)
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    reader = chat.reader(prompt, params, tool_choice="none")
+    deltas = joined([*reader.feed(ids), *reader.finish()])
+    given = decode_output(tokenizer, prompt.token_ids, ids)
+    read = "".join(d.text for d in deltas)  # type: ignore[union-attr]
+    for delimiter in (*THOUGHTS[style], END[style]):
+        given, read = given.replace(delimiter, ""), read.replace(delimiter, "")
+    assert "".join(read.split()) == "".join(given.split())
 
 
 @pytest.mark.parametrize("style", STYLES)

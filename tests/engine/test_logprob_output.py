@@ -31,6 +31,9 @@ class TokenRows:
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids
 
+    def logprob(self, index: int) -> float:
+        return self.row(index, 0)[0]
+
     def row(self, index: int, num_top: int) -> tuple[float, int, Sequence[int], Sequence[float]]:
         token = self._token_ids[index]
         top = [place * TOKEN_STRIDE for place in range(num_top)]
@@ -148,7 +151,7 @@ def test_positions_cannot_be_skipped() -> None:
     rows = TokenRows([1, 2, 3])
     kept.add_prompt(rows, 0, 0, 2)
     kept.add_prompt(rows, 1, 1, 2)  # computed again, and one more
-    assert kept.prompt == [(rows, 0), (rows, 1), (rows, 2)]
+    assert list(kept.prompt) == [(rows, 0), (rows, 1), (rows, 2)]
     with pytest.raises(RuntimeError, match="never computed"):
         kept.add_prompt(rows, 0, 4, 1)
 

@@ -127,12 +127,15 @@ def test_rates_and_quantiles_forget_what_is_old(monkeypatch: pytest.MonkeyPatch)
         now = time.monotonic
         frame = await view.frame(app.state.context)
         assert frame["between_tokens_s"]["count"] > 0
-        monkeypatch.setattr(time, "monotonic", lambda: now() + 2)
-        view.on_step()  # a step of another request
-        monkeypatch.setattr(time, "monotonic", lambda: now() + 3 + WINDOW_S)
-        frame = await view.frame(app.state.context)
-        assert frame["between_tokens_s"]["count"] == 0
-        assert frame["tokens"]["generated_per_s"] == 0
+        for has_step in (False, True):
+            if has_step:
+                monkeypatch.setattr(time, "monotonic", lambda: now() + WINDOW_S)
+                view.on_step()  # of another request
+            seconds = WINDOW_S + (3 if has_step else 1)
+            monkeypatch.setattr(time, "monotonic", lambda s=seconds: now() + s)
+            frame = await view.frame(app.state.context)
+            assert frame["between_tokens_s"]["count"] == 0
+            assert frame["tokens"]["generated_per_s"] == 0
         monkeypatch.undo()
         await engine.shutdown()
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from pagespec import LLM
-from tests.support.chat_models import END, WEATHER, chat_tokenizer
+from tests.support.chat_models import WEATHER, save_chat_model
 from tests.support.chunks import alike, joined_answer, read_events
-from tests.support.models import tiny_model
 from tests.support.scripted_llm import scripted_llm
 from tests.support.server import serving
 
@@ -33,14 +31,8 @@ ANSWERS = [
 @pytest.fixture(scope="module")
 def model_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Random weights, so log-probabilities and tokens of every kind."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    tokenizer = chat_tokenizer("qwen3")
-    (end,) = tokenizer.convert_tokens_to_ids([END["qwen3"]])
-    model = tiny_model("qwen3", vocab_size=len(tokenizer))
-    model.generation_config.eos_token_id = end
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    llm = LLM(str(folder), max_num_seqs=8, num_blocks=200, compile="eager")
+    folder = save_chat_model(tmp_path_factory.mktemp("model"))
+    llm = LLM(folder, max_num_seqs=8, num_blocks=200, compile="eager")
     with serving(llm) as url:
         yield url
 
@@ -128,10 +120,17 @@ def test_tokens_in_tokens_out(model_url: str, body: dict[str, Any]) -> None:
     assert alike(whole) == alike(streamed)
 
 
-@pytest.mark.parametrize("extra", [{}, {"tools": [WEATHER]}, {"include_reasoning": False},
-                                   {"tools": [WEATHER], "parallel_tool_calls": False},
-                                   {"tools": [WEATHER], "max_tokens": 40},
-                                   {"tools": [WEATHER], "tool_choice": "none"}], ids=str)  # fmt: skip
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"tools": [WEATHER]},
+    {"include_reasoning": False},
+    {"tools": [WEATHER], "parallel_tool_calls": False},
+    {"tools": [WEATHER], "max_tokens": 40},
+    {"tools": [WEATHER], "tool_choice": "none"},
+]
+
+
+@pytest.mark.parametrize("extra", ASKED, ids=str)
 @pytest.mark.parametrize("seed", range(len(ANSWERS)))
 def test_reasoning_and_calls(script_url: str, seed: int, extra: dict[str, Any]) -> None:
     body = {"messages": HELLO, "seed": seed, "max_tokens": 400, **extra}

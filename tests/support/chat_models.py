@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PreTrainedTokenizerFast
 
 from pagespec.chat.reader import ChatReader
 from pagespec.engine.inputs import PromptInput, PromptReader
+from tests.support.models import tiny_model
 from tests.support.tokenizers import byte_level
 
 # Roughly as the models' own; "<think>" is a plain token there, as it is here.
@@ -92,3 +95,14 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 def prompt_of(reader: ChatReader, **arguments: object) -> PromptInput:
     return reader.read([{"role": "user", "content": "hé?"}], **arguments)  # type: ignore[arg-type]
+
+
+def save_chat_model(folder: Path) -> str:
+    """A tiny random model whose tokenizer has the chat template of qwen3."""
+    tokenizer = chat_tokenizer("qwen3")
+    (end,) = tokenizer.convert_tokens_to_ids([END["qwen3"]])
+    model = tiny_model("qwen3", vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = end
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

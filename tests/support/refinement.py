@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.invariants import RunnerView
 from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import SENIORITY_BITS, Policy
+from pagespec.engine.refusals import ExplainingPlanner, PlanAccount
 from pagespec.engine.request import Request as RealRequest
 from pagespec.engine.request import RequestState
 from pagespec.engine.sampling_params import SamplingParams
@@ -63,7 +65,7 @@ class Packer(Protocol):
 
 _SAVED = (
     *("state", "scheduler", "requests", "view", "histories", "sampled"),
-    *("checker", "packers"),
+    *("checker", "packers", "account"),
 )
 
 
@@ -90,6 +92,9 @@ class Pair:
         self.scope = scope
         self.state = model.initial(scope)
         self.scheduler = real_scheduler(scope)
+        # The same decisions as a Planner's, and the account of them.
+        self.account = PlanAccount()
+        self.scheduler.make_planner = partial(ExplainingPlanner, self.account)
         self.requests: list[RealRequest] = []
         self.view = TablesFromPlans()
         self.histories = HistoriesFromPlans()
@@ -202,6 +207,13 @@ class Pair:
             raise RefinementError(f"copies: {made.copies} are specified, {plan.copies} planned")
         if got != expected:
             raise RefinementError(f"plan: the specification says {expected}, the code {got}")
+        refused = [(str(r), reason) for r, reason in made.refused if reason != "behind"]
+        if self.account.refused != refused:
+            raise RefinementError(
+                f"refused: the specification says {refused}, the code {self.account.refused}"
+            )
+        if sorted(self.account.askers) != sorted(map(str, made.askers)):
+            raise RefinementError(f"preempted for {made.askers}, the code {self.account.askers}")
 
     def compare(self, after: object) -> None:
         expected = _comparable(self.state)

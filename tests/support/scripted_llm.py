@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ from pagespec.engine.plan import StepPlan, StepResult
 from pagespec.engine.stats import EngineStats
 from tests.support.chat_models import END, chat_tokenizer, ids_of
 
-NUM_BLOCKS, BLOCK_SIZE = 600, 4
+BLOCK_SIZE = 4
 
 
 class ScriptRunner:
@@ -44,7 +44,14 @@ class ScriptRunner:
         return handle
 
 
-def scripted_llm(style: str, answers: Sequence[str], **settings: Any) -> LLM:
+def scripted_llm(
+    style: str,
+    answers: Sequence[str],
+    *,
+    num_blocks: int = 600,
+    make_runner: Callable[[list[list[int]]], ScriptRunner] = ScriptRunner,
+    **settings: Any,
+) -> LLM:
     """
     Args:
         style: of ``chat_models``.
@@ -57,12 +64,12 @@ def scripted_llm(style: str, answers: Sequence[str], **settings: Any) -> LLM:
 
     def build(_model: object, config: EngineConfig, _on_logits: object) -> BuiltEngine:
         return BuiltEngine(
-            runner=ScriptRunner(scripts),  # type: ignore[arg-type]
+            runner=make_runner(scripts),  # type: ignore[arg-type]
             tokenizer=tokenizer,
             eos_token_ids=frozenset({end}),
             vocab_size=len(tokenizer),
-            max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
+            max_model_len=num_blocks * BLOCK_SIZE,
+            num_blocks=num_blocks,
             device=torch.device("cpu"),
             config=config,
             stats=EngineStats(),  # type: ignore[call-arg]
@@ -70,4 +77,4 @@ def scripted_llm(style: str, answers: Sequence[str], **settings: Any) -> LLM:
         )
 
     with mock.patch.object(llm_module, "import_engine", return_value=build):
-        return LLM("script", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **settings)
+        return LLM("script", block_size=BLOCK_SIZE, num_blocks=num_blocks, **settings)

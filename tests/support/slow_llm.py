@@ -1,4 +1,4 @@
-"""An ``LLM`` over a content runner whose steps take a time of their own, as a model's do."""
+"""An ``LLM`` without a model whose steps take a time of their own, as a model's do."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import Any
 
 from pagespec import LLM
 from pagespec.engine.plan import StepPlan
-from tests.support.content_llm import NUM_TOKENS, content_llm
-from tests.support.content_runner import ContentRunner
+from tests.support.content_llm import content_llm
 
 
-class SlowRunner(ContentRunner):
-    """Waits ``step_s`` seconds in each step, as for a device: other threads run meanwhile."""
+def slowed(llm: LLM, step_s: float) -> LLM:
+    """Have each step of an ``LLM`` wait so many seconds; other threads run meanwhile."""
+    runner: Any = llm.engine.runner
+    dispatch = runner.dispatch
 
-    def __init__(self, step_s: float, **settings: Any) -> None:
-        super().__init__(vocab_size=NUM_TOKENS, **settings)
-        self.step_s = step_s
+    def wait_and_dispatch(plan: StepPlan) -> Any:
+        time.sleep(step_s)
+        return dispatch(plan)
 
-    def dispatch(self, plan: StepPlan) -> Any:
-        time.sleep(self.step_s)
-        return super().dispatch(plan)
+    runner.dispatch = wait_and_dispatch
+    return llm
 
 
-def slow_llm(step_s: float, *, num_blocks: int = 24, block_size: int = 2, **settings: Any) -> LLM:
-    """``settings`` as of ``LLM``."""
-    runner = SlowRunner(step_s, num_blocks=num_blocks, block_size=block_size)
-    return content_llm(num_blocks=num_blocks, block_size=block_size, runner=runner, **settings)
+def slow_llm(step_s: float, **settings: Any) -> LLM:
+    """``settings`` as of ``content_llm``."""
+    return slowed(content_llm(**settings), step_s)

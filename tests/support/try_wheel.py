@@ -1,8 +1,9 @@
 """Tries the installed package from outside the repository: `python try_wheel.py REPOSITORY`.
 
 Run by `nox -s wheel` with the Python the wheel was installed for, which needs no torch. Every
-Python file of the sources must have been installed, the command line must answer, and a trace that
-the engine writes must pass `pagespec trace check`, whose specification travels in the wheel.
+file of the sources must have been installed, the command line must answer, and a trace that
+the engine writes must pass `pagespec trace check`, whose specification travels in the wheel, and be
+drawn by `pagespec trace view`, whose page does.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def missing_files(repository: Path, installed: Path) -> list[str]:
     for source, target in (("src", installed), ("spec", installed / "spec")):
         for path in sorted((repository / source).rglob("*")):
             name = path.relative_to(repository / source)
-            is_code = path.suffix == ".py" or path.name == "py.typed"
+            is_code = path.suffix in (".py", ".css", ".html", ".js") or path.name == "py.typed"
             if is_code and not (target / name).exists():
                 names.append(f"{source}/{name}")
     return names
@@ -81,6 +82,8 @@ def main() -> None:
         trace = Path(folder) / "trace.jsonl"
         write_trace(trace)
         verdict = command("trace", "check", str(trace))
+        page = Path(command("trace", "view", str(trace)).strip())
+        assert page.read_text().startswith("<!doctype html>"), page
     assert verdict.startswith("accepted: "), verdict
     print(f"{installed}: all files are there; trace check: {verdict}", end="")
 

@@ -11,7 +11,10 @@ export function onKeyNeeded(ask) {
 
 export const key = {
   get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  set: (value) => {
+    sessionStorage.setItem(KEY, value);
+    dispatchEvent(new Event("pagespec-key"));
+  },
 };
 
 export class ServerError extends Error {

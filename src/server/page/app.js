@@ -81,6 +81,6 @@ live.onState = (state) => {
   // Written only when it changes: a screen reader says it.
   if (shown.dataset.state === state) return;
   shown.dataset.state = state;
-  shown.textContent = state;
+  shown.textContent = shown.title = state;
 };
 live.run();

@@ -104,9 +104,10 @@ export class Chat {
   }
 
   async #answer() {
+    // Only the last answer can be had again.
+    for (const old of this.#log.querySelectorAll(".regenerate")) old.remove();
     const shown = this.#show("assistant", "");
     const answer = new Answer(shown, () => this.#regenerate());
-    for (const old of this.#log.querySelectorAll(".regenerate")) old.hidden = true;
     this.#setBusy(new AbortController());
     const wasAtEnd = () =>
       this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < 60;

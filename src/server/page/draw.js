@@ -47,7 +47,8 @@ export function drawSpark(canvas, numPoints, lines) {
   context.fillStyle = color(canvas, "--muted");
   context.font = "10px system-ui, sans-serif";
   context.textBaseline = "top";
-  context.fillText(largest.toFixed(largest < 10 ? 1 : 0), 2, 1);
+  const isShort = largest < 10 && !Number.isInteger(largest);
+  context.fillText(largest.toFixed(isShort ? 1 : 0), 2, 1);
 }
 
 // A cell for each digit of `owned` and `cached`: shares of the cell's blocks, 0 to 9.
@@ -55,15 +56,21 @@ export function drawMap(canvas, { owned, cached }) {
   const width = canvas.clientWidth;
   if (!width) return;
   const count = owned.length;
-  // Cells as large as fit into a picture no taller than 150 pixels.
+  // Cells as large as fit into a picture no taller than 120 pixels, in full rows if that can be.
   let size = 14;
-  const rows = () => Math.ceil(count / Math.floor(width / size));
-  while (size > 3 && rows() * size > 150) size -= 1;
-  const perRow = Math.floor(width / size);
-  const height = Math.max(size, rows() * size);
+  while (size > 3 && Math.ceil(count / Math.floor(width / size)) * size > 120) size -= 1;
+  let perRow = Math.floor(width / size);
+  for (let fewer = perRow; fewer > 0.8 * perRow; fewer -= 1) {
+    if (count % fewer === 0) {
+      perRow = fewer;
+      break;
+    }
+  }
+  const step = Math.min(14, width / perRow);
+  const height = Math.ceil(Math.ceil(count / perRow) * step);
   canvas.style.height = `${height}px`;
   const { context } = prepare(canvas, height);
-  const gap = size > 5 ? 1.5 : 0.5;
+  const side = step - (step > 5 ? 1.5 : 0.5);
   const fill = {
     free: color(canvas, "--free"),
     cached: color(canvas, "--cached"),
@@ -81,8 +88,7 @@ export function drawMap(canvas, { owned, cached }) {
       const strength = alpha(at);
       if (!strength) continue;
       context.globalAlpha = strength;
-      const [left, top] = [(at % perRow) * size, Math.floor(at / perRow) * size];
-      context.fillRect(left, top, size - gap, size - gap);
+      context.fillRect((at % perRow) * step, Math.floor(at / perRow) * step, side, side);
     }
   }
   context.globalAlpha = 1;

@@ -7,7 +7,7 @@ const NUM_POINTS = 240; // two minutes
 const RETRY_MS = 2000;
 
 const FORMATS = {
-  rate: (value) => value.toFixed(value < 10 ? 1 : 0),
+  rate: (value) => value.toFixed(value && value < 10 ? 1 : 0),
   percent: (value) => `${(100 * value).toFixed(1)} %`,
   seconds: (value) => {
     if (value >= 1) return `${value.toFixed(2)} s`;
@@ -34,6 +34,7 @@ export class LiveView {
       if (document.hidden) this.abort?.abort();
       else this.wake?.();
     });
+    addEventListener("pagespec-key", () => this.wake?.());
   }
 
   async run() {
@@ -41,20 +42,23 @@ export class LiveView {
       if (!document.hidden) await this.#follow();
       await new Promise((resolve) => {
         this.wake = resolve;
-        if (!document.hidden) setTimeout(resolve, RETRY_MS);
+        // Without a key it would ask for one again and again.
+        if (!document.hidden && !this.isLocked) setTimeout(resolve, RETRY_MS);
       });
     }
   }
 
   async #follow() {
     this.abort = new AbortController();
+    this.isLocked = false;
     try {
       const response = await request("live/stream", { signal: this.abort.signal });
       for await (const data of events(response)) this.#take(JSON.parse(data));
       this.onState("unreachable");
     } catch (error) {
       if (error.name === "AbortError") return;
-      this.onState(error instanceof ServerError && error.status === 401 ? "locked" : "unreachable");
+      this.isLocked = error instanceof ServerError && error.status === 401;
+      this.onState(this.isLocked ? "locked" : "unreachable");
     }
   }
 

@@ -23,6 +23,8 @@ class ChatRequest(GeneratingBody):
     neutral: ClassVar[Mapping[str, Any]] = {
         **GeneratingBody.neutral,
         "add_special_tokens": False,
+        # A template is a program: it could keep the server busy for ever.
+        "chat_template": None,
         "echo": False,
         "documents": None,
         "modalities": None,
@@ -46,5 +48,4 @@ class ChatRequest(GeneratingBody):
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

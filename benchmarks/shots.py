@@ -1,0 +1,162 @@
+"""Screenshots of the trace viewer for README and docs/viewer.md, light and dark.
+
+    python -m benchmarks.shots
+
+SmolLM2-135M serves 15 requests on the CPU with so few blocks and so small a budget that there is
+everything to see: questions that share a long instruction, a long prompt in chunks beside decodes,
+tales that outgrow the pool and preempt one another. Needs the embedded model, Chromium and
+playwright (``nox -s browser_tests`` installs it).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagespec import LLM, SamplingParams, embedded_model_path
+from pagespec.viewer.page import Verdict, make_page
+from pagespec.viewer.timeline import read_timeline
+from spec.replay import check
+from tests.support.browser import open_page, started_browser
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
+_MAX_BYTES = 300 * 1024
+
+INSTRUCTION = (
+    "You are a careful assistant of the public library. Answer in the language of the question, in "
+    "at most three sentences, and say when you do not know. The library opens at nine in the "
+    "morning and closes at eight in the evening, on Sundays at six. Books are lent for four weeks, "
+    "films for one. "
+) * 2
+QUESTIONS = (
+    "When do you close on Sunday?",
+    "How long may I keep a film?",
+    "May I bring my dog?",
+    "Who wrote Moby Dick?",
+    "Can I renew a book?",
+    "What do you cost?",
+    "Do you have maps?",
+    "Where is the lift?",
+    "Is there coffee?",
+    "May I print here?",
+)
+STORY = "Once upon a time there was a lighthouse keeper who counted the ships that passed. " * 28
+
+
+def requests() -> list[tuple[str, int]]:
+    """(prompt, tokens to generate)."""
+    questions = [INSTRUCTION + question for question in QUESTIONS]
+    tales = [f"Tale {i}: the ship that" for i in range(4)]
+    return [
+        *((question, 40) for question in questions[:4]),
+        (STORY, 24),
+        *((tale, 90) for tale in tales),
+        *((question, 30) for question in questions[4:]),
+    ]
+
+
+def write_trace(path: Path) -> None:
+    llm = LLM(
+        str(embedded_model_path()),
+        device="cpu",
+        num_blocks=56,
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+        trace=path,
+    )
+    prompts, lengths = zip(*requests(), strict=True)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=i) for i, n in enumerate(lengths)]
+    llm.generate(list(prompts), params, use_tqdm=False)
+
+
+def write_page(trace: Path, page: Path) -> None:
+    lines = trace.read_text().splitlines()
+    found = check(lines)
+    said = f"accepted: {found.num_steps} steps" if not found.property_id else found.detail
+    verdict = Verdict(found.line, found.property_id, said)
+    page.write_text(make_page(read_timeline(lines), "smollm2.jsonl", verdict), encoding="utf-8")
+
+
+def hover(page: Page, lane: int, step: int) -> None:
+    x, y = page.evaluate(
+        """([lane, step]) => {
+          const { view, canvas } = window.viewer, box = canvas.getBoundingClientRect();
+          const x = (view.x(view.stepBegin(step)) + view.x(view.stepEnd(step))) / 2;
+          return [box.x + x, box.y + view.laneY(lane) + view.laneHeight / 2];
+        }""",
+        [lane, step],
+    )
+    page.mouse.move(x, y)
+
+
+def show_steps(page: Page, first: int, last: int) -> None:
+    page.evaluate(
+        f"""() => {{
+          const {{ view }} = window.viewer, begin = view.stepBegin({first});
+          view.moveTo(begin, view.stepEnd({last}) - begin);
+          window.viewer.paintNow();
+        }}"""
+    )
+
+
+def arrange_all(_page: Page) -> None:
+    pass
+
+
+def arrange_long_prompt(page: Page) -> None:
+    """The chunks of the long prompt, beside the decodes of four questions."""
+    lane = page.evaluate(
+        "viewer.trace.lanes.numPrompt.indexOf(Math.max(...viewer.trace.lanes.numPrompt))"
+    )
+    first = page.evaluate(f"viewer.trace.segments.step[viewer.trace.firstSegment[{lane}] + 1]")
+    show_steps(page, max(first - 2, 0), first + 9)
+    hover(page, lane, first + 2)
+
+
+def arrange_preemption(page: Page) -> None:
+    step = page.evaluate("viewer.trace.preemptions[0][0]")
+    show_steps(page, step - 6, step + 16)
+    page.evaluate("viewer.goToEvent(1)")
+
+
+def arrange_shared_prefix(page: Page) -> None:
+    """The first rows of questions that come when the instruction is in the cache."""
+    lane = page.evaluate("Math.max(...viewer.trace.hits.map(([, lane]) => lane)) - 4")
+    step = page.evaluate(f"viewer.trace.hits.find(([, lane]) => lane === {lane})[0]")
+    show_steps(page, step - 5, step + 8)
+    hover(page, lane, step)
+
+
+SHOTS = {
+    "viewer": arrange_all,
+    "viewer-long-prompt": arrange_long_prompt,
+    "viewer-preemption": arrange_preemption,
+    "viewer-shared-prefix": arrange_shared_prefix,
+}
+
+
+def main() -> None:
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, started_browser() as browser:
+        page_file = Path(folder) / "smollm2.html"
+        write_trace(Path(folder) / "smollm2.jsonl")
+        write_page(Path(folder) / "smollm2.jsonl", page_file)
+        for name, arrange in SHOTS.items():
+            for theme in ("light", "dark"):
+                with open_page(browser, page_file, theme=theme) as page:
+                    page.wait_for_function("window.viewer")
+                    arrange(page)
+                    page.wait_for_timeout(200)
+                    path = IMAGES / f"{name}-{theme}.png"
+                    page.screenshot(path=path)
+                size = path.stat().st_size
+                print(f"{path.name} {size / 1024:.0f} KiB")
+                assert size < _MAX_BYTES
+
+
+if __name__ == "__main__":
+    main()

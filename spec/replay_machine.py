@@ -1,0 +1,53 @@
+"""The specification's machine as a step trace leads it.
+
+The contents of blocks are not in a trace, so the machine here does without them: keys name exact
+prefixes still, interned instead of spelt out, since real prompts are long.
+"""
+
+from __future__ import annotations
+
+from . import model
+from .model import Machine
+from .state import NO_TOKEN, Plan, Request, Row, Scope
+
+
+class ReplayMachine(Machine):
+    """The specification's machine for one run, without contents, its tokens told by the trace."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(model.initial(scope), scope)
+        self.stop_ids: list[frozenset[int]] = []
+        self.watches_text: list[bool] = []
+        self.told_reasons: dict[int, str] = {}
+        self._names: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._chains: dict[int, list[int]] = {}
+
+    def block_key(self, request: Request, i: int) -> int:
+        chain = self._chains.setdefault(request.rank[1], [])
+        for block in range(len(chain), i + 1):
+            parent = chain[-1] if chain else -1 - request.salt
+            begin = block * self.block_size
+            name = (parent, request.tokens[begin : begin + self.block_size])
+            chain.append(self._names.setdefault(name, len(self._names)))
+        return chain[i]
+
+    def clear_contents(self, block: int) -> None:
+        pass
+
+    def dispatch(self, plan: Plan, _tokens: tuple[int, ...]) -> None:
+        self.left.clear()  # what the runner was told is read from the trace
+        self.flight.append(
+            tuple(
+                Row(row.request, row.start, row.n, 0 if row.sampled else NO_TOKEN, ())
+                for row in plan.rows
+            )
+        )
+
+    def finish_reason(self, r: int) -> str:
+        request = self.requests[r]
+        if request.tokens[-1] in self.stop_ids[r]:
+            return "stop"
+        # Only the engine sees text; that a stop string was met is the environment's to say.
+        if self.watches_text[r] and self.told_reasons.get(r) == "stop":
+            return "stop"
+        return "length" if len(request.tokens) >= request.limit else ""

@@ -1,0 +1,102 @@
+"""The files of deploy/ say what the server is: ports, paths, metrics, times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from pagespec import AsyncLLM
+from pagespec.server.app import create_app
+from pagespec.server.config import ServerConfig
+from tests.support.content_llm import content_llm
+from tests.support.server import client
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+METRIC = re.compile(r"\b(?:vllm|pagespec):\w+|\bprocess_\w+")
+
+
+def served_names() -> tuple[set[str], set[str]]:
+    """Of the metrics, and of their samples."""
+
+    async def main() -> str:
+        engine = AsyncLLM(content_llm())
+        async with client(create_app(engine)) as http:
+            text = (await http.get("/metrics")).text
+        await engine.shutdown()
+        return text
+
+    families = list(parse(asyncio.run(main())))
+    samples = {sample.name for family in families for sample in family.samples}
+    return {family.name for family in families}, samples
+
+
+def expressions(dashboard: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+def test_every_metric_of_the_dashboard_is_served() -> None:
+    _, samples = served_names()
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    found = {name for text in expressions(dashboard) for name in METRIC.findall(text)}
+    assert len(found) > 20
+    assert found <= samples
+    (model,) = (v for v in dashboard["templating"]["list"] if v["name"] == "model_name")
+    assert {*METRIC.findall(model["query"]["query"])} <= samples
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        assert 0 <= place["x"] <= 24 - place["w"], panel["title"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_every_metric_is_in_the_documentation() -> None:
+    names, _ = served_names()
+    told = {*METRIC.findall(DOCS.read_text())}
+    ours = {name for name in names if name.startswith(("vllm:", "pagespec:"))}
+    assert ours <= told
+    assert {name for name in told if ":" in name} - {"vllm:"} <= ours
+
+
+def test_a_stop_takes_longer_than_a_drain() -> None:
+    drain_s = ServerConfig().drain_timeout_s
+    unit = (DEPLOY / "pagespec.service").read_text()
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.M)[0]) > drain_s
+    assert re.findall(r"--drain-timeout (\d+)", unit) == [f"{drain_s:.0f}"]
+    compose = (DEPLOY / "compose.yaml").read_text()
+    assert int(re.findall(r"stop_grace_period: (\d+)s", compose)[0]) > drain_s
+
+
+def test_proxies_let_as_large_bodies_through_and_do_not_buffer() -> None:
+    largest_mib = ServerConfig().max_body_bytes >> 20
+    nginx, caddy = (DEPLOY / "nginx.conf").read_text(), (DEPLOY / "Caddyfile").read_text()
+    assert f"client_max_body_size {largest_mib}m;" in nginx
+    assert f"max_size {largest_mib}M" in caddy
+    assert "proxy_buffering off;" in nginx
+    assert "flush_interval -1" in caddy
+
+
+def test_files_that_name_files_name_those_that_are_there() -> None:
+    compose = (DEPLOY / "compose.yaml").read_text()
+    for name in re.findall(r"- \./([\w./]+):/", compose):
+        assert (DEPLOY / name).is_file(), name
+    root = DEPLOY.parent
+    for sources in re.findall(
+        r"^COPY (?!--from)(.+) \S+$", (DEPLOY / "Dockerfile").read_text(), re.M
+    ):
+        for source in sources.split():
+            assert (root / source).exists(), source
+            assert f"!{source}" in (DEPLOY / "Dockerfile.dockerignore").read_text()
+    assert "pagespec:8000" in (DEPLOY / "prometheus.yml").read_text()
+
+
+def test_the_container_does_not_run_as_root() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    last = text[text.rindex("\nFROM ") :]
+    assert re.search(r"^USER pagespec$", last, re.M)
+    assert last.index("USER pagespec") < last.index("ENTRYPOINT")
+    assert re.search(r'^ENTRYPOINT \["pagespec", "serve"', last, re.M), "signals reach it"

@@ -1,0 +1,42 @@
+"""Traces of small runs, written by a real engine over the content runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagespec import SamplingParams
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.core import Engine
+from pagespec.engine.request import Request
+from pagespec.engine.scheduler import Scheduler
+from tests.support.content_runner import TOKEN_STRIDE, ContentRunner
+
+
+def write_trace(path: Path, *, pipeline_depth: int = 0, num_requests: int = 9) -> list[str]:
+    """A run with chunks, prefix hits, preemptions, evictions, a pause and an abort. Returns its
+    lines."""
+    scheduler = Scheduler(
+        BlockManager(14, 4),
+        max_num_seqs=5,
+        max_num_batched_tokens=12,
+        pipeline_depth=pipeline_depth,
+    )
+    runner = ContentRunner(
+        num_blocks=14, block_size=4, vocab_size=50, pipeline_depth=pipeline_depth
+    )
+    engine = Engine(scheduler, runner, trace=path)
+    shared = [TOKEN_STRIDE * (i % 7) for i in range(8)]
+    for i in range(num_requests):
+        prompt = [*shared, *[TOKEN_STRIDE * (i + 1)] * (3 + 4 * (i % 4))]
+        limit = len(prompt) + 6 + 3 * (i % 5)
+        engine.add(Request(f"request-{i}", prompt, SamplingParams(), max_num_tokens=limit, seed=i))
+    for _ in range(4):
+        engine.step()
+    engine.pause("request-3")
+    engine.abort("request-5")
+    for _ in range(4):
+        engine.step()
+    engine.resume("request-3")
+    while engine.has_work:
+        engine.step()
+    return path.read_text().splitlines()

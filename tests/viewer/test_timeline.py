@@ -1,0 +1,85 @@
+"""A timeline has what its trace has: every row, hit, preemption and refusal, counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagespec.viewer.timeline import DECODE, NEVER, PREEMPTED, PREFILL, read_timeline
+from tests.property.test_trace import trace_of
+from tests.support.traces import write_trace
+
+
+@pytest.mark.parametrize("pipeline_depth", [0, 1])
+def test_a_timeline_has_every_row_of_its_trace(tmp_path: Path, pipeline_depth: int) -> None:
+    lines = write_trace(tmp_path / "t.jsonl", pipeline_depth=pipeline_depth)
+    plans = [e for e in map(json.loads, lines) if e["event"] == "plan"]
+    timeline = read_timeline(lines)
+    assert timeline.num_rows == sum(len(plan["rows"]) for plan in plans)
+    assert timeline.numbers == [plan["step"] for plan in plans]
+    told = {
+        (timeline.numbers[segment.step + i], lane.name, segment.start + i, segment.num_tokens)
+        for lane in timeline.lanes
+        for segment in lane.segments
+        if segment.kind in (PREFILL, DECODE)
+        for i in range(segment.num_steps)
+    }
+    assert told == {(p["step"], name, start, n) for p in plans for name, start, n, _ in p["rows"]}
+    assert len(timeline.preemptions) == sum(len(plan["preempted"]) for plan in plans) > 0
+    assert len(timeline.hits) == sum(len(plan["hits"]) for plan in plans) > 0
+    assert sum(timeline.counts["evicted"]) == sum(plan["evicted"] for plan in plans) > 0
+    assert sum(r[3] for r in timeline.refusals) == sum(len(plan["refused"]) for plan in plans) > 0
+    totals = zip(timeline.counts["prefill"], timeline.counts["decode"], strict=True)
+    assert list(map(sum, totals)) == [sum(row[2] for row in plan["rows"]) for plan in plans]
+
+
+def test_a_lane_is_in_one_state_at_a_time(tmp_path: Path) -> None:
+    """And the preempted wait again, from their preemption to their next row."""
+    timeline = read_timeline(write_trace(tmp_path / "t.jsonl"))
+    for lane in timeline.lanes:
+        ends = 0
+        for segment in lane.segments:
+            assert segment.step >= ends
+            ends = segment.step + segment.num_steps
+        assert lane.ended != NEVER
+    again = [(s, lane) for lane in timeline.lanes for s in lane.segments if s.kind == PREEMPTED]
+    assert len(again) == len(timeline.preemptions)
+    assert {s.step for s, _ in again} == {step for step, _, _ in timeline.preemptions}
+
+
+def test_waiting_and_running_are_counted(tmp_path: Path) -> None:
+    lines = write_trace(tmp_path / "t.jsonl")
+    timeline = read_timeline(lines)
+    assert timeline.counts["waiting"][0] == 9 - timeline.counts["running"][0]
+    assert (timeline._num_waiting, timeline._num_running) == (0, 0)
+    assert max(timeline.counts["running"]) <= 5
+    assert min(timeline.counts["waiting"]) >= 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_run_has_a_timeline(tmp_path: Path, seed: int) -> None:
+    """With pauses, aborts, failures, siblings and steps that never settle."""
+    lines = trace_of(seed, tmp_path / "t.jsonl")
+    plans = [e for e in map(json.loads, lines) if e["event"] == "plan"]
+    for end in (len(lines), len(lines) // 2):
+        timeline = read_timeline(lines[:end])
+        if end == len(lines):
+            assert timeline.num_rows == sum(len(plan["rows"]) for plan in plans)
+            assert all(lane.ended != NEVER for lane in timeline.lanes)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_an_old_trace_has_a_timeline(tmp_path: Path, version: int) -> None:
+    removed = ["askers", "hits", "evicted", "refused", "times"]
+    removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"] * (version < 3)
+    removed += ["tables", "new_blocks", "released"] * (version < 2)
+    lines = write_trace(tmp_path / "t.jsonl")
+    events = [json.loads(line) for line in lines]
+    events[0]["version"] = version
+    old = [json.dumps({k: v for k, v in event.items() if k not in removed}) for event in events]
+    timeline, new = read_timeline(old), read_timeline(lines)
+    assert timeline.num_rows == new.num_rows
+    assert timeline.hits == (new.hits if version > 1 else [])
+    assert timeline.times["collected"] == sorted(timeline.times["collected"])
