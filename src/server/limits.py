@@ -97,7 +97,8 @@ class Limits:
                     size += len(parts[-1])
                     if size > limit:
                         parts.clear()
-                        await _discard(receive)
+                        if message.get("more_body", False):
+                            await _discard(receive)
                         raise too_large
                     if not message.get("more_body", False):
                         break
