@@ -19,8 +19,9 @@ from .tokens import make_ll_tokenizer
 MAX_KEPT_GRAMMARS = 256
 # Of one grammar, shared by its requests: a state of the lexer takes 1 to 2 kB.
 _MAX_LEXER_STATES = 50_000
-# A fifth of llguidance's own: enough for 20,000 words, and small repeats of repeats cost 0.1 s.
-_LEXER_FUEL = 200_000
+# Less than llguidance's own million: a repeat of repeats took 160 MB, and is kept. 350,000 are
+# enough for an enum that is as large as a constraint may be.
+_LEXER_FUEL = 400_000
 # llguidance calls itself for each reference and rule: 3,000 in a row ended the process on a stack
 # of 8 MiB. The longest that the largest constraint has room for take some 90 MiB.
 _STACK_BYTES = 256 << 20
