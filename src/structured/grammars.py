@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from ..engine.structured_outputs import Constraint, StructuredOutputs
-from ..errors import InvalidInputError, shortened
+from ..errors import EngineBusyError, InvalidInputError, shortened
 from .tokens import make_ll_tokenizer
 
 MAX_KEPT_GRAMMARS = 256
 # Of one grammar, shared by its requests: a state of the lexer takes 1 to 2 kB.
 _MAX_LEXER_STATES = 50_000
+# Less than llguidance's own million: a repeat of repeats took 160 MB, and is kept. 350,000 are
+# enough for an enum that is as large as a constraint may be.
+_LEXER_FUEL = 400_000
+# llguidance calls itself for each reference and rule: 3,000 in a row ended the process on a stack
+# of 8 MiB. The longest that the largest constraint has room for take some 90 MiB.
+_STACK_BYTES = 256 << 20
+_MAX_COMPILING = 2
+# What takes longer goes on to its end, on one of the two threads, but nobody waits for it.
+_MAX_COMPILE_S = 10.0
 _MAX_REASON = 500
 
 
@@ -35,25 +46,32 @@ class Grammars:
         self._ll_tokenizer: Any = None
         self._kept: OrderedDict[Constraint, Any] = OrderedDict()
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_MAX_COMPILING)
 
     def check(self, outputs: StructuredOutputs) -> None:
         """Compile a constraint, unless that was done already.
 
         Raises:
-            InvalidInputError: it cannot be kept, or can never be met; or not with this model.
+            InvalidInputError: it cannot be kept, or can never be met; or not with this model; or
+                it takes too long to compile.
+            EngineBusyError: others are being compiled all the time.
         """
-        self._compiled(outputs.constraint)
+        self._compiled(outputs.constraint, self._compile_in_time)
 
     def matcher(self, outputs: StructuredOutputs) -> Any:
         """A new ``llguidance.LLMatcher``, at the beginning of the text."""
-        return self._compiled(outputs.constraint).deep_copy()
+        # Steps of the engine need it, and wait for nobody: it was compiled before, in time.
+        again = self._compiled(
+            outputs.constraint, lambda c: _on_deep_stack(lambda: self._compile(c)).result()
+        )
+        return again.deep_copy()
 
     @property
     def num_ll_words(self) -> int:
         """Words of a mask that llguidance writes: of all tokens it knows."""
         return -(-self._ll_tokenizer.vocab_size // 32)
 
-    def _compiled(self, constraint: Constraint) -> Any:
+    def _compiled(self, constraint: Constraint, compile: Callable[[Constraint], Any]) -> Any:
         with self._lock:
             kept = self._kept.get(constraint)
             if kept is not None:
@@ -62,13 +80,25 @@ class Grammars:
             # The first request of a model waits for a second or so, and others with it.
             if self._ll_tokenizer is None:
                 self._ll_tokenizer = make_ll_tokenizer(*self._model)
-        # The rest takes milliseconds, and threads need not wait for each other.
-        made = self._compile(constraint)
+        made = compile(constraint)
         with self._lock:
             self._kept[constraint] = made
             while len(self._kept) > MAX_KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
         return made
+
+    def _compile_in_time(self, constraint: Constraint) -> Any:
+        """What most users ask for takes milliseconds."""
+        until = time.monotonic() + _MAX_COMPILE_S
+        if not self._places.acquire(timeout=_MAX_COMPILE_S):
+            raise EngineBusyError("constraints of other requests are being compiled")
+        made = _on_deep_stack(lambda: self._compile(constraint))
+        made.add_done_callback(lambda _: self._places.release())
+        try:
+            return made.result(max(0.1, until - time.monotonic()))
+        except TimeoutError:
+            field = f"structured_outputs.{constraint.kind}"
+            raise _refusal(field, constraint, "takes too long to compile") from None
 
     def _compile(self, constraint: Constraint) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -78,7 +108,11 @@ class Grammars:
             grammar = _grammar(constraint)
         except Exception as error:  # llguidance converts GBNF in Python
             raise _refusal(field, constraint, str(error)) from error
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            max_lexer_states=_MAX_LEXER_STATES,
+            initial_lexer_fuel=_LEXER_FUEL,
+            verbose_errors=False,
+        )
         is_error, messages = LLMatcher.validate_grammar_with_warnings(
             grammar, self._ll_tokenizer, limits=limits
         )
@@ -92,6 +126,28 @@ class Grammars:
         if not mask.any():
             raise _refusal(field, constraint, "no text can meet it")
         return matcher
+
+
+_starting = threading.Lock()
+
+
+def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
+    """Run ``work`` on a thread with ``_STACK_BYTES``, of which only what is used takes memory."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _starting:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="pagespec-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done
 
 
 def _grammar(constraint: Constraint) -> str:

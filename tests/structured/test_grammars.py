@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagespec import InvalidInputError, StructuredOutputs
+from pagespec import EngineBusyError, InvalidInputError, StructuredOutputs
 from pagespec.structured import grammars as module
 from pagespec.structured.grammars import Grammars
 from tests.support.structured import END, NUM_TOKENS, check_output, random_outputs, tokenizer
@@ -101,6 +104,50 @@ def test_a_constraint_is_compiled_once_and_the_oldest_forgotten(
     for regex in ("a", "b", "a", "c", "a", "b"):
         grammars.matcher(StructuredOutputs(regex=regex))
     assert made == ["a", "b", "c", "b"]
+
+
+def chained(num_definitions: int) -> dict[str, Any]:
+    last = num_definitions - 1
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(last)}
+    return {"$defs": chain | {f"d{last}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+def test_long_chains_do_not_end_the_process() -> None:
+    """3,000 references did, on a stack of 8 MiB."""
+    rules = "".join(f'r{i}: "x" r{i + 1}\n' for i in range(13_000))
+    for outputs in (
+        StructuredOutputs(json=chained(6_000)),
+        StructuredOutputs(grammar=f'start: r0\n{rules}r13000: "e"'),
+    ):
+        grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
+        with contextlib.suppress(InvalidInputError):
+            grammars.check(outputs)
+            matcher = grammars.matcher(outputs)
+            assert matcher.compute_bitmask()
+
+
+def test_nobody_waits_for_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_COMPILE_S", 0.2)
+    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
+    kept = StructuredOutputs(regex="kept")
+    grammars.check(kept)
+    go_on = threading.Event()
+    compile_one = grammars._compile
+    monkeypatch.setattr(
+        grammars, "_compile", lambda c: (c.text == "slow" and go_on.wait(30), compile_one(c))[1]
+    )
+    slow = StructuredOutputs(regex="slow")
+    for _ in range(module._MAX_COMPILING):
+        with pytest.raises(InvalidInputError, match="too long"):
+            grammars.check(slow)
+    with pytest.raises(EngineBusyError):
+        grammars.check(StructuredOutputs(regex="other"))
+    # Steps of the engine need not wait, also if it was forgotten meanwhile.
+    grammars._kept.clear()
+    assert grammars.matcher(kept).compute_bitmask()
+    go_on.set()
+    time.sleep(0.1)
+    grammars.check(StructuredOutputs(regex="other"))
 
 
 def test_matchers_do_not_share_their_place() -> None:

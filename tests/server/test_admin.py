@@ -1,0 +1,59 @@
+"""What operators may ask, and only where it was enabled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from pagespec import AsyncLLM
+from tests.support.content_llm import content_llm
+from tests.support.server import serving
+
+BODY = {"prompt": [0, 0, 0, 0, 0], "max_tokens": 3, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def engine() -> AsyncLLM:
+    return AsyncLLM(content_llm())
+
+
+@pytest.fixture(scope="module")
+def http(engine: AsyncLLM) -> Iterator[httpx.Client]:
+    with serving(engine, enable_admin=True) as url, httpx.Client(base_url=url) as http:
+        yield http
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_pause_and_resume(http: httpx.Client, mode: str) -> None:
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+    assert http.post("/pause", params={"mode": mode}).json() == {"status": "paused"}
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=BODY, timeout=0.3)
+    assert http.post("/resume").json() == {"status": "resumed"}
+    assert http.get("/is_paused").json() == {"is_paused": False}
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_another_mode_is_refused(http: httpx.Client) -> None:
+    answer = http.post("/pause?mode=now")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mode")
+    assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_the_prefix_cache_is_emptied(http: httpx.Client, engine: AsyncLLM) -> None:
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+    assert engine.snapshot().num_cached_blocks > 0
+    answer = http.post("/reset_prefix_cache")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert engine.snapshot().num_cached_blocks == 0
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/reset_prefix_cache", "/is_paused"])
+def test_without_the_option_there_is_no_such_path(path: str) -> None:
+    with serving(content_llm()) as url:
+        assert (
+            httpx.request("GET" if path == "/is_paused" else "POST", url + path).status_code == 404
+        )
