@@ -7,22 +7,20 @@ import itertools
 import logging
 import os
 import threading
-import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine.inputs import PromptInput, truncation_of
 from ..engine.outputs import RequestOutput
-from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
-from ..errors import EngineBusyError, EngineError, EngineStoppedError, InvalidInputError
+from ..errors import EngineError, EngineStoppedError, InvalidInputError
 from ..llm import LLM
 from ..validation import is_int
 from .engine_thread import EngineThread
 from .generation import Generation, cumulative
-from .served import LoopRequests, Observer, Served, end_of
+from .host import RequestHost
+from .served import LoopRequests, Observer, Served
 from .snapshot import EngineSnapshot, block_map, take_snapshot
 
 if TYPE_CHECKING:
@@ -79,16 +77,12 @@ class AsyncLLM:
         self._numbers = itertools.count()
         self._loops: dict[asyncio.AbstractEventLoop, LoopRequests] = {}
         self._loops_lock = threading.Lock()
-        # Touched by the engine's thread alone.
-        self._live: dict[Request, Served] = {}
-        self._by_id: dict[str, Served] = {}
-        self._num_steps_told = 0
-        # Filled by C code alone, from wherever the last reference goes.
-        self._abandoned: deque[_Handle] = deque()
         self._is_stopping = False
-        self._failure: str | None = None
         self._resumed: Future[None] | None = None  # while new requests are held back
-        self._thread = EngineThread(self._engine, self._after_step, self._on_failure)
+        self._host = host = RequestHost(
+            self._engine, self._factory, max_num_requests, self.observers, self._tell_loops
+        )
+        self._thread = EngineThread(self._engine, host.after_step, host.on_failure)
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -163,13 +157,11 @@ class AsyncLLM:
         self._require_running()
         here = self._requests_of(asyncio.get_running_loop())
         generations = [Generation(s, self._factory, self.llm.tokenizer, self._abort) for s in made]
-        handles = [
-            _Handle.of(g, s, self._abandoned) for g, s in zip(generations, made, strict=True)
-        ]
+        handles = [self._host.handle(g, s) for g, s in zip(generations, made, strict=True)]
         for served in made:
             here.add(served)
         try:
-            await self._call(lambda: self._admit(made, handles))
+            await self._call(lambda: self._host.admit(made, handles))
         except BaseException:
             for served in made:
                 here.discard(served)
@@ -178,13 +170,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request now, with reason "abort"; nothing happens if it is not live."""
-
-        def abort() -> None:
-            served = self._by_id.get(request_id)
-            if served is not None:
-                self._abort_now(served)
-
-        await self._call(abort)
+        await self._call(lambda: self._host.abort_id(request_id))
 
     # The engine -------------------------------------------------------------------------------
 
@@ -200,8 +186,8 @@ class AsyncLLM:
 
         def pause() -> None:
             if mode == "abort":
-                self._abort_all()
-            self._settling(self._engine.settle)
+                self._host.abort_all()
+            self._host.settle(self._engine.settle)
             self._thread.is_paused = True
 
         if mode == "wait" and not self._thread.is_paused:
@@ -229,14 +215,14 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """As ``LLM.reset_prefix_cache``."""
-        await self._call(lambda: self._settling(self._engine.reset_prefix_cache))
+        await self._call(lambda: self._host.settle(self._engine.reset_prefix_cache))
         return True
 
     async def wait_for_requests_to_drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no request is live. Returns False if that took longer than ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._live:
+                while self._host.num_live:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return False
@@ -251,7 +237,7 @@ class AsyncLLM:
             drain_s = 0.0
         await self.wait_for_requests_to_drain(drain_s)
         if self._thread.is_alive:
-            await self._call(self._abort_all)
+            await self._call(self._host.abort_all)
             await asyncio.to_thread(self._thread.close)
 
     async def check_health(self) -> None:
@@ -265,7 +251,7 @@ class AsyncLLM:
     @property
     def failure(self) -> str | None:
         """Why the engine cannot compute; None if it can."""
-        return self._failure if self._thread.is_alive else "the engine's thread has ended"
+        return self._host.failure if self._thread.is_alive else "the engine's thread has ended"
 
     @property
     def is_stopping(self) -> bool:
@@ -274,7 +260,7 @@ class AsyncLLM:
 
     @property
     def num_live_requests(self) -> int:
-        return len(self._live)
+        return self._host.num_live
 
     def snapshot(self) -> EngineSnapshot:
         """What the engine is doing now. Does not wait for it."""
@@ -297,6 +283,11 @@ class AsyncLLM:
                 open_ones = {k: v for k, v in self._loops.items() if not v.is_closed}
                 self._loops = {**open_ones, loop: LoopRequests(loop, self.observers)}
             return self._loops[loop]
+
+    def _tell_loops(self) -> None:
+        """Called on the engine's thread."""
+        for requests in list(self._loops.values()):
+            requests.post()
 
     async def _call(self, operation: Callable[[], _T]) -> _T:
         return await asyncio.wrap_future(self._thread.call(operation))
@@ -327,124 +318,7 @@ class AsyncLLM:
 
     def _abort(self, served: Served) -> None:
         # Nobody waits for it: the thread may have ended meanwhile.
-        self._thread.call(lambda: self._abort_now(served))
-
-    # On the engine's thread -------------------------------------------------------------------
-
-    def _admit(self, made: Sequence[Served], handles: Sequence[_Handle]) -> None:
-        if self._failure is not None:
-            self._check_itself()
-            if self._failure is not None:
-                raise EngineError(self._failure)
-        num_new = sum(len(served.requests) for served in made)
-        limit = self.max_num_requests
-        if limit is not None and len(self._live) + num_new > limit:
-            raise EngineBusyError(
-                f"{len(self._live)} requests are being served, {num_new} more are asked for, "
-                f"max_num_requests = {limit}"
-            )
-        names = [served.request_id for served in made]
-        for name in names:
-            if name in self._by_id or names.count(name) > 1:
-                raise InvalidInputError("request_id", name, "is in use")
-        done: list[Served] = []
-        try:
-            for served, handle in zip(made, handles, strict=True):
-                leader, *siblings = served.requests
-                self._engine.add(leader, None, siblings)
-                done.append(served)
-                served.handle = handle
-                self._by_id[served.request_id] = served
-                self._live |= dict.fromkeys(served.requests, served)
-        except BaseException:
-            for served in done:
-                self._abort_now(served)
-            raise
-
-    def _abort_now(self, served: Served) -> None:
-        for request in served.requests:
-            if request in self._live:
-                self._engine.abort(request.request_id)
-                self._end(request)
-
-    def _abort_all(self) -> None:
-        for served in list(self._by_id.values()):
-            self._abort_now(served)
-
-    def _settling(self, operation: Callable[[], list[Request]]) -> None:
-        """Do what settles steps, which may end requests or fail as a step does."""
-        try:
-            finished = operation()
-        except EngineError as error:
-            self._on_failure(error)
-            raise
-        for request in finished:
-            self._end(request)
-
-    def _end(self, request: Request) -> None:
-        served = self._live.pop(request, None)
-        if served is None:
-            return
-        engine = self._engine
-
-        def failure() -> tuple[str, bool]:
-            return engine.failure(request), engine.failed_alone(request)
-
-        served.ends[request] = end_of(request, engine.metrics(request), failure)
-        engine.forget(request)
-        if served.has_ended:
-            self._by_id.pop(served.request_id, None)
-
-    def _after_step(self, finished: list[Request]) -> None:
-        for request in finished:
-            self._end(request)
-        while self._abandoned:
-            self._abort_now(self._abandoned.popleft().served)
-        last = self._engine.scheduler.last_step
-        if last is not None and self._engine.scheduler.num_steps != self._num_steps_told:
-            self._num_steps_told = self._engine.scheduler.num_steps
-            for observer in self.observers:
-                observer.on_step(last.plan.total_num_tokens)
-        for requests in list(self._loops.values()):
-            requests.post()
-
-    def _on_failure(self, error: Exception) -> None:
-        logger.error("a step failed: %s", error)
-        for request in [r for r in self._live if r.finish_reason is not None]:
-            self._end(request)
-        self._check_itself()
-
-    def _check_itself(self) -> None:
-        """Whether it can compute: a failed step may have been the fault of what it computed, or of
-        a device that computes nothing any more."""
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        (request,) = self._factory.make(PromptInput(None, [0]), params)
-        try:
-            self._engine.add(request)
-            while request.finish_reason is None:
-                self._engine.step()
-            if request.finish_reason == "error":
-                raise EngineError(self._engine.failure(request))
-        except Exception as error:
-            self._failure = f"the engine has failed: {error}"
-            logger.error("%s", self._failure)
-        else:
-            self._failure = None
-        finally:
-            self._engine.forget(request)
-
-
-class _Handle(weakref.ref[Generation]):
-    """A weak reference to what the caller holds; its callback is C code (``deque.append``)."""
-
-    __slots__ = ("served",)
-    served: Served
-
-    @classmethod
-    def of(cls, generation: Generation, served: Served, gone: deque[_Handle]) -> _Handle:
-        handle = cls(generation, gone.append)
-        handle.served = served
-        return handle
+        self._thread.call(lambda: self._host.abort(served))
 
 
 def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:
