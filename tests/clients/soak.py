@@ -165,15 +165,18 @@ class Client:
                 await answer.aread()
                 await asyncio.sleep(0.2)
                 return str(answer.status_code)
-            num_events, last = 0, ""
+            num_events, last, error = 0, "", ""
             async for line in answer.aiter_lines():
                 if line.startswith("data: "):
                     num_events, last = num_events + 1, line
                     self.num_tokens += line != "data: [DONE]"
+                    error = error or (line if line.startswith('data: {"error"') else "")
                 if leaves_after is not None and num_events >= leaves_after:
                     return "left"
                 if is_slow:
                     await asyncio.sleep(0.05)
+        if error:
+            return f"no answer: {error[:200]}"
         return "streamed" if last == "data: [DONE]" else f"no answer: ended by {last[:60]!r}"
 
 
