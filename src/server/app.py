@@ -17,6 +17,7 @@ from .errors import add_error_handlers
 from .limits import Limits
 from .live import LiveView, live_router
 from .metrics import EngineMetrics
+from .openapi import describe_truly
 from .page_files import page_router
 from .prometheus import metrics_router
 from .requests import Requests
@@ -60,6 +61,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app.include_router(page_router())
     if context.config.enable_admin:
         app.include_router(admin.router)
+    describe_truly(app)
     _add_middlewares(app, context)
     return app
 

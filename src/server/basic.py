@@ -59,8 +59,7 @@ async def health(context: Context) -> Response:
     return Response(status_code=200 if context.is_ready else 503)
 
 
-@router.get("/ping")
-@router.post("/ping")
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
 async def ping(context: Context) -> Response:
     """As ``/health``."""
     return await health(context)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..llm import LLM
 from .basic import check_model
 from .context import Context
 from .errors import ApiError
+from .protocol.fields import Body
 
 router = APIRouter()
 
@@ -21,10 +22,8 @@ _SHOWN = (
 )
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """Either a text or a conversation."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     prompt: str | None = None
@@ -39,8 +38,8 @@ class TokenizeRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class DetokenizeRequest(Body):
+    """Token ids."""
 
     model: str | None = None
     tokens: list[int]
