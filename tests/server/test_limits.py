@@ -18,7 +18,7 @@ from pagespec.server.app import create_app
 from pagespec.server.config import ServerConfig
 from tests.support.content_llm import content_llm
 from tests.support.raw_http import connected, head, read_answer
-from tests.support.server import running
+from tests.support.server import running, serving
 
 MAX_BYTES = 5000
 JSON = "Content-Type: application/json"
@@ -26,7 +26,7 @@ JSON = "Content-Type: application/json"
 
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
-    config = ServerConfig(max_body_bytes=MAX_BYTES, body_timeout_s=0.5, request_timeout_s=0.6)
+    config = ServerConfig(max_body_bytes=MAX_BYTES, body_timeout_s=2.0, request_timeout_s=2.5)
     app = create_app(AsyncLLM(content_llm()), config)
     app.state.cancelled = []
 
@@ -103,7 +103,7 @@ def test_a_slow_body_is_given_up(url: str) -> None:
         connection.sendall(head("/echo", JSON, "Content-Length: 10") + b"{")
         status, headers, body = read_answer(connection)
         assert (status, headers["connection"]) == (408, "close")
-        assert json.loads(body)["error"]["message"] == "the body took longer than 0.5 s"
+        assert json.loads(body)["error"]["message"] == "the body took longer than 2 s"
         assert connection.recv(1) == b""
 
 
@@ -151,7 +151,7 @@ def test_time_is_limited(http: httpx.Client, app: FastAPI) -> None:
     app.state.cancelled.clear()
     answer = http.post("/slow")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert error_of(answer)["message"] == "the request took longer than 0.6 s"
+    assert error_of(answer)["message"] == "the request took longer than 2.5 s"
     assert app.state.cancelled == ["plain"]
 
 
@@ -173,7 +173,7 @@ def test_who_goes_away_is_not_worked_for(url: str, app: FastAPI, kind: str) -> N
         time.sleep(0.1)
         assert not app.state.cancelled
     wait_for(lambda: app.state.cancelled == [kind])
-    assert time.monotonic() - began < 0.5, "it was the limit of time"
+    assert time.monotonic() - began < 2, "it was the limit of time"
     wait_for(lambda: app.state.context.num_requests == 0)
 
 
@@ -194,13 +194,18 @@ def test_request_ids_are_kept_or_given(http: httpx.Client) -> None:
         assert len(answer.headers["x-request-id"]) == 32
 
 
-def test_two_hundred_connections(url: str) -> None:
-    def ask(number: int) -> int:
-        answer = httpx.post(f"{url}/echo", json="x" * number, timeout=60)
-        return int(answer.json()) - number
-
-    with ThreadPoolExecutor(200) as pool:
-        assert list(pool.map(ask, range(200))) == [2] * 200
+def test_two_hundred_connections() -> None:
+    # A server of its own: 200 threads that begin at once are slower than the others' limits.
+    limits = httpx.Limits(max_connections=200)
+    with (
+        serving(content_llm()) as url,
+        httpx.Client(base_url=url, limits=limits, timeout=60) as http,
+        ThreadPoolExecutor(200) as pool,
+    ):
+        answers = pool.map(
+            lambda n: http.post("/tokenize", json={"prompt": "a" * n}).json(), range(1, 201)
+        )
+        assert [answer["count"] for answer in answers] == list(range(1, 201))
 
 
 def wait_for(condition: object, limit_s: float = 5.0) -> None:
