@@ -39,7 +39,7 @@ from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
-from .unpack_kernels import unpack
+from .unpack_kernels import unpack, update_tables
 
 _POLL_S = 20e-6
 
@@ -205,6 +205,7 @@ class GpuRunner:
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
             self._copier.copy(b.staged[:2].fill_(self.num_blocks))
+            update_tables(b.staged[:2].zero_(), b.table_store, 1)
             # Every row has tokens, so that each attention kernel has its work space; but not more
             # than a request can have. What is left over belongs to no row, like padding.
             length = min(num_tokens // num_rows, b.width * self.block_size)
@@ -432,4 +433,7 @@ class GpuRunner:
         communicator, sampled = self.captured.communicator, self.buffers.sampled[:num_rows]
         if communicator.num_ranks > 1:
             own = sampled.to(torch.int32).unsqueeze(1)
-            sampled.copy_(communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0])
+            tokens = communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0]
+            # Of a rank that was lost they can be anything, and the next step embeds them.
+            shard = self.captured.vocab_shard
+            sampled.copy_(tokens.clamp(0, sum(shard.sizes) - 1) if shard else tokens)
