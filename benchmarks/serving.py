@@ -1,6 +1,6 @@
 """The HTTP server beside offline ``generate``, and beside ``vllm serve``: rates and latencies.
 
-    python -m benchmarks.serving --model 0.6b [--repeat 2] [--seconds 20] [--peer SITE]
+    python -m benchmarks.serving --model 0.6b [--repeat 3] [--seconds 20] [--peer SITE]
         [--peer-only] [--json out.json]
 
 Random weights at their real shape. Offline, one process calls ``generate`` with the workload. Then
@@ -64,7 +64,7 @@ Options = Annotated[
 def main(
     model: options.Model = "0.6b",
     workload: Annotated[str, typer.Option(help=f"Of {', '.join(_LENGTHS)}.")] = "nano",
-    repeat: options.Repeat = 2,
+    repeat: options.Repeat = 3,
     streams: Annotated[int, typer.Option(min=1, help="Clients that do not pause.")] = 256,
     seconds: Annotated[float, typer.Option(min=1, help="How long they begin requests.")] = 20.0,
     clients: Annotated[
