@@ -63,9 +63,9 @@ class Job:
     """One engine and what to measure with it.
 
     Attributes:
-        kind: "throughput", "latency" or "startup".
+        kind: "throughput", "latency", "startup" or "tracing".
         model: a name of ``benchmarks.workload.MODELS``.
-        workloads: names of ``benchmarks.workload.WORKLOADS``; for throughput.
+        workloads: names of ``benchmarks.workload.WORKLOADS``; for throughput and tracing.
         num_prompt_tokens, num_output_tokens: of the one request of "latency" and "startup".
         settings: keyword arguments of ``LLM``.
         profile: file of the chrome trace, or None for no profile.
