@@ -13,7 +13,7 @@ from typing import Any
 
 from .state import REFUSALS
 
-VERSIONS = (1, 2, 3, 4)
+VERSIONS = (1, 2, 3, 4, 5)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 _MAX_SECONDS = 1 << 40
@@ -98,6 +98,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "priority": _is_integer,
         "reads_cache": _is_flag,
         "needs_history": _is_flag,
+        "settled_only": _is_flag,
         "siblings": _list_of(_is_text),
     },
     "plan": {
@@ -137,6 +138,7 @@ _SINCE = {
     **{("plan", field): 3 for field in ("prefixes", "copies")},
     **{("plan", field): 4 for field in ("askers", "hits", "evicted", "refused", "times")},
     ("result", "times"): 4,
+    ("add", "settled_only"): 5,
 }
 
 
