@@ -10,6 +10,8 @@ The rules, with the properties of ``spec/README.md`` they serve:
   out of the plan, so that it drains (S28).
 * One token of the budget is kept for every running decode, so that a long prompt never stalls
   them (L6); a prompt is admitted only when blocks for all its present tokens are available.
+* Of a settled-only request no token is computed that is not settled: it is left out of steps until
+  then, and the others are not (S42).
 * A sibling shares the blocks of an elder one that has computed the prompt; of the block that the
   shared tokens fill in part it gets a copy (S33).
 """
@@ -128,7 +130,7 @@ class Planner:
             if (
                 total - start == 1
                 and total != request.max_num_tokens
-                and not held
+                and not (held or (request.settled_only and total != len(request.token_ids)))
                 and (start != request.num_slots or self._grow(request))
             ):
                 add_request(request)
@@ -150,8 +152,8 @@ class Planner:
     def _serve_slowly(self, request: Request) -> None:
         start = request.num_dispatched
         num_tokens = request.num_total - start
-        if num_tokens == 0 or request.num_total == request.max_num_tokens:
-            return  # its last token is being sampled
+        if num_tokens == 0 or request.num_total == request.max_num_tokens or request.must_settle:
+            return  # its last token is being sampled, or one that must be settled first
         if num_tokens > 1:
             num_tokens = min(num_tokens, self._budget_behind(request))
         num_slots_left = request.num_slots - start
@@ -182,6 +184,7 @@ class Planner:
             if other is not request
             and other.num_total - other.num_dispatched == 1
             and other.num_total != other.max_num_tokens
+            and not other.must_settle
         )
 
     def _take_blocks(self, request: Request, num_tokens: int) -> int:
