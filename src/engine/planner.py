@@ -37,7 +37,7 @@ class Planner:
         max_num_seqs: cap on the running set. max_num_batched_tokens: token budget of the step.
         step: its number.
         in_flight: dispatched and not settled, oldest first.
-        last_step: the newest dispatched, settled or not.
+        last_steps: the one or two newest dispatched, settled or not; the newest comes last.
 
     Rows of one sampled token are the rule, so only the exceptions are written down a row at a
     time; ``_freeze`` fills in the rest.
@@ -50,7 +50,7 @@ class Planner:
         "_held",
         "_in_flight",
         "_is_closed",
-        "_last_step",
+        "_last_steps",
         "_max_num_batched_tokens",
         "_max_num_seqs",
         "_new_blocks",
@@ -71,7 +71,7 @@ class Planner:
         max_num_batched_tokens: int,
         step: int,
         in_flight: deque[InFlightStep],
-        last_step: InFlightStep | None,
+        last_steps: Sequence[InFlightStep],
     ) -> None:
         self._queues = queues
         self._blocks = queues.blocks
@@ -80,7 +80,7 @@ class Planner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step = step
         self._in_flight = in_flight
-        self._last_step = last_step
+        self._last_steps = last_steps
         self._requests: list[Request] = []
         self._starts: list[int] = []
         self._unusual_rows: dict[int, tuple[int, bool]] = {}
@@ -289,12 +289,13 @@ class Planner:
 
     def _batch(self) -> tuple[tuple[Request, ...], tuple[RequestInfo, ...], bool]:
         """The rows' requests, what the plan says of them, and whether each row feeds the token
-        that the same row of the step before sampled: then the batch is the one before."""
+        that the same row of the step before sampled. A batch that comes again, at once or in turns
+        with another, is the same objects: what is made of it can be kept."""
         requests = tuple(self._requests)
-        last = self._last_step
-        if last is not None and requests == last.requests:
-            feeds_itself = last.plan.is_decode_only and not self._unusual_rows
-            return requests, last.plan.requests, feeds_itself
+        for age, (plan, batch) in enumerate(reversed(self._last_steps)):
+            if requests == batch:
+                feeds_itself = age == 0 and plan.is_decode_only and not self._unusual_rows
+                return batch, plan.requests, feeds_itself
         return requests, tuple([request.info for request in requests]), False
 
     def _token_ids(self, num_tokens: list[int]) -> tuple[int, ...]:

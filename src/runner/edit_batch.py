@@ -104,7 +104,7 @@ class EditPacker:
         self.any_edited = False
         self.any_history = False
         self._lists: dict[RequestInfo, _RowLists] = {}
-        self._last: tuple[tuple[_Edited, ...], EditBatch] | None = None
+        self._kept: tuple[tuple[tuple[_Edited, ...], EditBatch], ...] = ()
         self._asks = LastTwoBatches[tuple[bool, bool]]()
 
     def look(self, plan: StepPlan) -> None:
@@ -145,9 +145,10 @@ class EditPacker:
         if not rows:
             return None
         key = tuple(who)
-        if self._last is None or self._last[0] != key:
-            self._last = key, self._pack_lists(who, vocab_size)
-        batch = self._last[1]
+        batch = next((batch for kept, batch in self._kept if kept == key), None)
+        if batch is None:
+            batch = self._pack_lists(who, vocab_size)
+            self._kept = ((key, batch), *self._kept[:1])  # two: steps may alternate
         fields = batch.fields.copy()
         fields[:4] = np.array(rows, np.int32).T
         if masks is None:
