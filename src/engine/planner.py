@@ -294,7 +294,8 @@ class Planner:
         requests = tuple(self._requests)
         for age, (plan, batch) in enumerate(reversed(self._last_steps)):
             if requests == batch:
-                feeds_itself = age == 0 and plan.is_decode_only and not self._unusual_rows
+                is_usual = not (self._unusual_rows or self._admitted_rows)
+                feeds_itself = age == 0 and plan.is_decode_only and is_usual
                 return batch, plan.requests, feeds_itself
         return requests, tuple([request.info for request in requests]), False
 
