@@ -29,7 +29,7 @@ IntArray = NDArray[np.int32]
 _MAX_REASON = 300
 # A mask takes some 30 us. To wake a thread for each of many cores took longer than all of 64.
 _MAX_THREADS = 4
-_FEW_MASKS = 16
+_FEW_MASKS = 64
 
 
 @dataclass(slots=True, eq=False)

@@ -174,9 +174,7 @@ def test_whoever_runs_behind_a_victim_is_served_although_another_waits_before_it
     assert rows(plan) == [("a", 2, 1, True), ("d", 1, 1, True)]
 
 
-def test_one_that_is_admitted_again_is_told_its_tokens_also_in_the_batch_of_the_step_before() -> (
-    None
-):
+def test_one_admitted_again_is_told_its_tokens_also_in_the_batch_of_the_step_before() -> None:
     """A runner may have forgotten what it sampled for a request that has left."""
     scheduler = make_scheduler(block_size=1)
     add(scheduler, "a", 2, needs_history=True)

@@ -150,10 +150,10 @@ def test_the_mask_of_a_row_in_flight_outlives_its_request() -> None:
 
 def test_more_requests_than_there_is_memory_for_masks() -> None:
     matchers = Matchers(GRAMMARS)
-    requests = tuple(info(str(i), "xyz"[i % 3]) for i in range(50))
-    admitted = dict.fromkeys(range(50), ())
-    rows = matchers.take(plan(requests, [0] * 50, [[7, 7]] * 50, admitted=admitted))
-    assert allowed(matchers, rows) == {i: [(X, Y, Z)[i % 3]] for i in range(50)}
+    requests = tuple(info(str(i), "xyz"[i % 3]) for i in range(100))
+    admitted = dict.fromkeys(range(100), ())
+    rows = matchers.take(plan(requests, [0] * 100, [[7, 7]] * 100, admitted=admitted))
+    assert allowed(matchers, rows) == {i: [(X, Y, Z)[i % 3]] for i in range(100)}
 
 
 def test_after_a_reset_nothing_is_known() -> None:
