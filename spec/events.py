@@ -111,6 +111,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "priority": _is_integer,
         "reads_cache": _is_flag,
         "needs_history": _is_flag,
+        "settled_only": _is_flag,
         "siblings": _list_of(_is_text),
     },
     "plan": {
@@ -150,6 +151,7 @@ _SINCE = {
     **{("plan", field): 3 for field in ("prefixes", "copies")},
     **{("plan", field): 4 for field in ("askers", "hits", "evicted", "refused", "times")},
     ("result", "times"): 4,
+    ("add", "settled_only"): 5,
 }
 _COLUMNS_SINCE = 5
 

@@ -23,8 +23,8 @@ class EngineStats:
             "graphs").
         memory_bytes: "weights", "kv_cache", "activations", "graphs", "peak", "budget", "total";
             empty on a CPU.
-        host_s: seconds of the host's time by part ("schedule", "pack", "commit", "wait"); wait is
-            for the device.
+        host_s: seconds of the engine's thread by part ("schedule", "pack", "masks", "commit",
+            "wait"); masks is waiting for masks of constrained rows, wait is for the device.
     """
 
     attention: str = ""

@@ -6,7 +6,8 @@ event      fields besides ``t`` (seconds since the trace began)
 =========  =====================================================================================
 start      version, and the scheduler's settings
 add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
-           priority; since version 3 reads_cache, needs_history, siblings (ids)
+           priority; since version 3 reads_cache, needs_history, siblings (ids); since version 5
+           settled_only
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
            ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for whom
@@ -138,6 +139,7 @@ class TraceWriter:
             priority=request.priority,
             reads_cache=request.reads_cache,
             needs_history=request.info.needs_history,
+            settled_only=request.settled_only,
             siblings=[sibling.request_id for sibling in siblings],
         )
 

@@ -9,7 +9,7 @@ are on the device, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.grammars import Grammars
-from ..structured.matchers import ConstrainedRows, Matchers
+from ..structured.matchers import ConstrainedRows, Masks, Matchers
 from .block_copies import BlockCopier
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
@@ -50,7 +50,7 @@ class GpuStepHandle:
     ``logprobs``, the first of which are of ``num_logprobs`` sampled rows.
 
     Attributes:
-        constrained: rows that are sampled when their masks can be made; until then there is no
+        constrained: rows that are sampled when their masks are made; until then there is no
             ``event``, and no ``logprobs``.
     """
 
@@ -138,7 +138,7 @@ class GpuRunner:
         )
         self._graphs: StepGraphs | None = None
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
-        self._matchers = Matchers(self.grammars)
+        self._matchers = Matchers(self.grammars, self._edits.masks.make_space)
         self._unfinished: _Unfinished | None = None
         self.pack_s = self.mask_s = self.wait_s = 0.0
 
@@ -294,7 +294,7 @@ class GpuRunner:
         logits: Tensor,
         hidden: Tensor | None,
         truncated: Tensor,
-        masks: Mapping[int, IntArray] | None = None,
+        masks: Masks | None = None,
     ) -> None:
         """Queue what is left to do of a step behind its graph: the last of its work. All that it
         reads stays as it is until the next step is sent."""
@@ -318,9 +318,9 @@ class GpuRunner:
     def _sample_constrained(self) -> None:
         """Finish the step queued last, if it has constrained rows.
 
-        Their masks need the tokens of the step before it. Those were collected when this is called:
-        at the beginning of the next ``dispatch``, while the step computes, or when it is itself
-        collected. What is queued later finds their tokens on the device.
+        A thread makes their masks since their last tokens were collected. This is called at the
+        beginning of the next ``dispatch``, while the step computes, or when it is itself collected:
+        no sooner, as one who is early waits. What is queued later finds their tokens on the device.
         """
         step = self._unfinished
         if step is None:
