@@ -104,7 +104,7 @@ class EditPacker:
         self.any_edited = False
         self.any_history = False
         self._lists: dict[RequestInfo, _RowLists] = {}
-        self._kept: tuple[tuple[tuple[_Edited, ...], EditBatch], ...] = ()
+        self._kept: tuple[tuple[tuple[_Edited, ...], EditBatch, list[IntArray | None]], ...] = ()
         self._asks = LastTwoBatches[tuple[bool, bool]]()
 
     def look(self, plan: StepPlan) -> None:
@@ -145,16 +145,17 @@ class EditPacker:
         if not rows:
             return None
         key = tuple(who)
-        batch = next((batch for kept, batch in self._kept if kept == key), None)
-        if batch is None:
+        made = next((made for made in self._kept if made[0] == key), None)
+        if made is None:
             batch = self._pack_lists(who, vocab_size)
-            self._kept = ((key, batch), *self._kept[:1])  # two: steps may alternate
+            made = key, batch, [self._lists[request].allowed for request, _, _ in who]
+            self._kept = (made, *self._kept[:1])  # two: steps may alternate
+        _, batch, all_allowed = made
         fields = batch.fields.copy()
         fields[:4] = np.array(rows, np.int32).T
         if masks is None:
             return replace(batch, fields=fields)
-        for request, _, mask in who if self.any_edited else ():
-            allowed = self._lists[request].allowed
+        for (_, _, mask), allowed in zip(who, all_allowed, strict=True):
             if mask is not None and allowed is not None:
                 masks.bits[mask] &= allowed
         return replace(batch, fields=fields, constrained=masks.bits)

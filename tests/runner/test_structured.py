@@ -85,7 +85,8 @@ def mixed_requests(
         outputs = None
         if rng.random() < share:
             outputs, checks[str(number)] = random_outputs(rng)
-        requests.append(make_request(str(number), outputs, rng, max_tokens))
+        edits = rng.choice([{}, {"repetition_penalty": 1.3}])
+        requests.append(make_request(str(number), outputs, rng, max_tokens, **edits))
     return requests, checks
 
 

@@ -158,6 +158,22 @@ def test_masks_of_the_step_and_allowed_ids_are_both_kept() -> None:
     assert len(again) == 1, "no mask of an earlier step is kept"
 
 
+def test_batches_alternate() -> None:
+    """Constrained rows have a place in every second step, others that edit in each."""
+    edited = (SamplingParams(repetition_penalty=1.5, allowed_token_ids=[1, 2, 40]), [], 1, 2)
+    both, others = plan_of([edited, (SamplingParams(), [], 1, 2)]), plan_of([edited])
+    packer = EditPacker()
+    for plan in (both, others) * 3:
+        bits = np.full((4, 3), -1, np.int32)
+        masks = Masks(bits, {1: 2}, [1]) if plan is both else None
+        packer.look(plan)
+        batch = packer.pack(plan, VOCAB, [0, 1], masks)
+        assert batch is not None
+        assert len(batch) == len(plan.requests)
+        assert batch.mask_of(0).tolist() == [6, 256, 0]
+        assert (bits == -1).all()
+
+
 def test_a_row_does_not_depend_on_its_place() -> None:
     params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={5: -3.0})
     row = (params, [(1, 2), (4,)], 3, 9)
