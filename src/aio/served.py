@@ -17,6 +17,9 @@ from ..engine.sampling_params import SamplingParams
 from ..errors import EngineError, RequestError
 
 
+_NUM_A_TURN = 16
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """How a request ended; ``error`` of reason "error"."""
@@ -102,13 +105,19 @@ class Served:
 
 
 class LoopRequests:
-    """What is served for the callers on one event loop, which is woken once for all of them."""
+    """What is served for the callers on one event loop, which is woken once for all of them.
+
+    It looks at a few requests in each turn of the loop. Who waits for them writes a chunk in the
+    next, and a request that arrives takes some ten turns to its first chunk: if all streams had
+    theirs in one turn it would wait for each of them as often.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, observers: list[Observer]) -> None:
         self.loop = loop
         self._observers = observers
         self._served: dict[Served, None] = {}
-        self._is_posted = False
+        self._to_see: list[Served] = []
+        self._is_posted = self._is_looking = False
 
     @property
     def is_closed(self) -> bool:
@@ -129,13 +138,26 @@ class LoopRequests:
         if not self._is_posted:
             self._is_posted = True
             with contextlib.suppress(RuntimeError):  # it was closed
-                self.loop.call_soon_threadsafe(self._look)
+                self.loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        """Look at all, once those are seen that are being looked at."""
+        if not self._is_looking:
+            self._is_looking = True
+            self._look()
 
     def _look(self) -> None:
-        self._is_posted = False  # first: what comes from now on is posted again
-        over = [served for served in self._served if served.look(self._observers)]
-        for served in over:
-            del self._served[served]
+        if not self._to_see:
+            self._is_posted = False  # first: what comes from now on is posted again
+            self._to_see = list(self._served)
+        for _ in range(min(_NUM_A_TURN, len(self._to_see))):
+            served = self._to_see.pop()  # the youngest first: they wait for their first tokens
+            if served in self._served and served.look(self._observers):
+                del self._served[served]
+        if self._to_see or self._is_posted:
+            self.loop.call_soon(self._look)
+        else:
+            self._is_looking = False
 
 
 def end_of(
