@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers
 import xxhash
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...disk_cache import cache_root, work_folder
 from ...errors import InvalidInputError, UnsupportedModelError
@@ -117,6 +116,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _convert(path: Path, folder: Path) -> None:
+    # They take seconds, and a file that was converted before is not.
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise InvalidInputError("model", str(path), "must be a GGUF file")
