@@ -94,10 +94,11 @@ def build(
         matmul_plan_dir = None if torch.cuda.is_initialized() else cache_root() / "linear"
     stats = EngineStats()
     clock = Clock(stats.startup_s)
-    with clock("load"), gc_paused():
+    with clock("load"):
         source = find_source(model) if isinstance(model, (str, os.PathLike)) else None
-        record = _start_record(source, config, device, shard)
-        restored = record.restore() if record is not None and may_restore() else None
+        with gc_paused():
+            record = _start_record(source, config, device, shard)
+            restored = record.restore() if record is not None and may_restore() else None
         given: Any = source or model
         loaded = _load(given, config, device, shard) if restored is None else restored.loaded
     limit = loaded.max_position_embeddings
@@ -211,7 +212,8 @@ def resolve_device(name: str) -> torch.device:
 def _load(
     model: ModelSource | PreTrainedModel, config: EngineConfig, device: torch.device, shard: Shard
 ) -> LoadedModel:
-    from .compile.model.load import load_model
+    with gc_paused():
+        from .compile.model.load import load_model
 
     return load_model(
         model, dtype=config.dtype, device=device, load_format=config.load_format, shard=shard

@@ -170,9 +170,8 @@ def capture_model(
         matmul_plan_dir,
     )
     with torch.inference_mode():
-        captured.rewrites = run_passes(gm, context, COMMON_PASSES)
         device_passes = CPU_GRAPH_PASSES if loaded.device.type == "cpu" else gpu_passes()
-        captured.rewrites |= run_passes(gm, context, device_passes)
+        captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)
         has_head = expose_hidden(gm, traced.sources)
         if compile == "inductor":
             begin = time.perf_counter()

@@ -47,6 +47,7 @@ logger = logging.getLogger("pagespec")
 _VERSION = 1
 _OWN_FOLDERS = ("capture", "fx", "model")
 _MAX_COMPUTED_BYTES = 1 << 20
+_MAX_RECORDS = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Where a program registers classes of its own for a type of model.
 _REGISTRY = "transformers.models.auto.modeling_auto"
@@ -167,6 +168,7 @@ class StartRecord:
             }
             body = json.dumps(noted, separators=(",", ":")).encode()
             write_sealed(self._file, self._key, body)
+            _forget_oldest(self._file.parent)
         except (_NotRestorable, OSError) as error:
             logger.info("the start of %s is not kept: %s", self._source, error)
 
@@ -187,7 +189,9 @@ class StartRecord:
             dtype = str(tensor.dtype).removeprefix("torch.")
             where: list[Any]
             if name in checkpoint:
-                if not _is_same(checkpoint.read(name, tensor.dtype, tensor.device), tensor):
+                # Where a GPU's memory, which is about to be measured, plays no part.
+                value = tensor.detach().cpu()
+                if not _is_same(checkpoint.read(name, value.dtype, value.device), value):
                     raise _NotRestorable(f"{name} is not what its file has")
                 where = ["file", dtype]
             elif tensor.nbytes <= _MAX_COMPUTED_BYTES:
@@ -208,6 +212,13 @@ class StartRecord:
         if _tokenizer_state(again) != _tokenizer_state(tokenizer):
             raise _NotRestorable("its tokenizer is not what its class reads")
         return [cls.__module__, cls.__qualname__]
+
+
+def _forget_oldest(folder: Path) -> None:
+    """A folder that was moved or changed leaves a record that nothing asks for any more."""
+    records = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+    for file in records[:-_MAX_RECORDS]:
+        file.unlink(missing_ok=True)
 
 
 def may_restore() -> bool:

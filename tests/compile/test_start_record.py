@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
 
+from pagespec.compile import start_record
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.results import _PRIMES
 from pagespec.compile.captured_model import CapturedModel, capture_model
@@ -244,6 +245,23 @@ def test_no_record_of_a_module_that_is_not_its_files(tmp_path: Path) -> None:
         loaded.module.get_parameter("model.norm.weight")[3] += 1e-6
     record.write(loaded, probe_model(loaded), "a graph")
     assert not (cache / "starts").exists()
+
+
+def test_the_newest_records_are_kept(
+    tmp_path: Path, started: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_record, "_MAX_RECORDS", 2)
+    model, folder = started[0], tmp_path / "starts"
+    folder.mkdir()
+    for age in (1, 2, 3):
+        old = folder / f"{age}.json"
+        old.write_text("{}")
+        os.utime(old, ns=(10 - age, 10 - age))
+    loaded = load_model(model)
+    record_of(model, tmp_path).write(loaded, probe_model(loaded), "a graph")
+    left = sorted(file.name for file in folder.iterdir())
+    assert left[0] == "1.json"
+    assert len(left) == 2
 
 
 _PROGRAM = """

