@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,15 +24,17 @@ from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.spec import AttentionSpec
 from ..kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from ..kernels.sampling.sampler import VocabShard
-from .capture.dynamo import Source, forward, trace
-from .capture.graph_cache import GraphCache
+from .capture.traced import Source, Traced
 from .inductor.regions import compile_regions
-from .model.attention import ATTENTION_NAME, attention_implementation
-from .model.eager_head import EagerHead
-from .model.load import LoadedModel
+from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
 from .passes.split_head import expose_hidden, extract_head
 from .step_inputs import BoundGraph, KVCaches, StepInputs, StepOutputs
+
+# What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
+# that restores a model needs neither.
+if TYPE_CHECKING:
+    from .capture.graph_cache import GraphCache
 
 COMPILE_MODES = ("graph", "inductor", "eager")
 
@@ -72,6 +75,10 @@ class CapturedModel:
         return BoundGraph(self.graph.forward, self.sources, kv_caches)
 
     def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> StepOutputs:
+        from .capture.dynamo import forward
+        from .model.attention import ATTENTION_NAME, attention_implementation
+        from .model.eager_head import EagerHead
+
         module, head = self.loaded.module, self.head
         with (
             attention_implementation(module, ATTENTION_NAME),
@@ -103,6 +110,7 @@ def capture_model(
     packing_bytes: int = 0,
     matmul_plan_dir: Path | None = None,
     graph_cache: GraphCache | None = None,
+    traced: Traced | None = None,
     communicator: Communicator | None = None,
 ) -> CapturedModel:
     """Capture a probed model.
@@ -119,6 +127,7 @@ def capture_model(
         matmul_plan_dir: where sweeps of matmuls on a GPU are kept; None keeps none.
         graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
             hold, which may have been changed in ways that no key covers.
+        traced: the graph, of a model that was restored.
         communicator: of this rank, for a sharded model.
 
     Raises:
@@ -137,12 +146,17 @@ def capture_model(
     if communicator is not None:
         captured.communicator = communicator
     if compile == "eager":
+        from .model.eager_head import EagerHead
+
         if loaded.module.base_model is not loaded.module:
             captured.head = EagerHead(loaded.module)
         return captured
-    if graph_cache is not None:
+    is_new = False
+    if traced is None and graph_cache is not None:
         traced, is_new = graph_cache.get(loaded, specs)
-    else:
+    elif traced is None:
+        from .capture.dynamo import trace
+
         traced, is_new = trace(loaded, specs), True
     captured.num_captures = int(is_new)
     captured.graph = gm = traced.gm
@@ -156,9 +170,8 @@ def capture_model(
         matmul_plan_dir,
     )
     with torch.inference_mode():
-        captured.rewrites = run_passes(gm, context, COMMON_PASSES)
         device_passes = CPU_GRAPH_PASSES if loaded.device.type == "cpu" else gpu_passes()
-        captured.rewrites |= run_passes(gm, context, device_passes)
+        captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)
         has_head = expose_hidden(gm, traced.sources)
         if compile == "inductor":
             begin = time.perf_counter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -22,42 +21,9 @@ from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import example
 from ..kv_cache import allocate_kv_caches
 from ..model.attention import ATTENTION_NAME, attention_implementation
-from ..model.load import LoadedModel
+from ..model.loaded import LoadedModel
 from ..step_inputs import EXAMPLE_SIZES, INPUT_NAMES, KVCaches, StepInputs, example_inputs
-
-Source = tuple[Any, ...]
-# Applied while tracing. Numbers of the model (epsilon, scale, window) are constants of the graph,
-# whatever Dynamo saw at the same line for another model.
-DYNAMO_SETTINGS = {
-    "specialize_int": True,
-    "specialize_float": True,
-    "automatic_dynamic_shapes": False,
-}
-
-
-@dataclass(slots=True)
-class Traced:
-    """A graph as Dynamo gave it.
-
-    Attributes:
-        gm: its nodes' ``meta["example_value"]`` are fake tensors of one mode, or sizes.
-        constants: placeholder name to the parameter or buffer of the model it stands for.
-        sources: name of every other placeholder to where its value is found at each step:
-            ``("input", field)``, ``("cache", call, which)`` or ``("size", field, dim)``.
-    """
-
-    gm: GraphModule
-    constants: dict[str, Tensor]
-    sources: dict[str, Source]
-
-    def arguments(self) -> list[Source]:
-        """Where the value of each placeholder comes from, in order: its source, or ``("constant",
-        tensor)``."""
-        names = [node.name for node in self.gm.graph.nodes if node.op == "placeholder"]
-        return [
-            ("constant", self.constants[name]) if name in self.constants else self.sources[name]
-            for name in names
-        ]
+from .traced import DYNAMO_SETTINGS, Source, Traced
 
 
 class _Captured(BaseException):

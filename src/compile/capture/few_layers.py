@@ -26,10 +26,9 @@ from ...kernels.attention.spec import AttentionSpec
 from ..kv_cache import allocate_kv_caches
 from ..model.attention import ATTENTION_NAME, attention_implementation
 from ..model.layers import FEWEST_LAYERS, describe_layer, find_layers
-from ..model.load import LoadedModel
+from ..model.loaded import LoadedModel, named_tensors
 from ..step_inputs import BoundGraph, KVCaches, StepInputs
 from .dynamo import Traced, forward, trace
-from .graph_key import named_tensors
 from .repeat_layers import LayersDiffer, repeat_layers
 
 logger = logging.getLogger("pagespec")

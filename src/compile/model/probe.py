@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from .attention import METADATA_KWARGS
-from .load import LoadedModel
+from .loaded import LoadedModel
 from .masks import MaskFunction, window_of_mask
 from .probe_pass import ProbePass, all_same, local_attention, registered
 from .reach_probe import check_reach

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ...errors import UnsupportedModelError
 from .attention import attention_implementation
-from .load import LoadedModel
+from .loaded import LoadedModel
 
 _PROBE_NAME = "pagespec_probe"
 
