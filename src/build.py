@@ -229,8 +229,11 @@ def _probe(loaded: LoadedModel) -> list[AttentionSpec]:
 def _start_record(
     source: ModelSource | None, config: EngineConfig, device: torch.device, shard: Shard
 ) -> StartRecord | None:
-    """For a whole model from local files, whose graph is traced."""
+    """For a whole model from local files, whose graph is traced; on a CPU: on a GPU what a record
+    saves has not been measured, nor held to a start without one."""
     if source is None or shard.num_ranks > 1 or not os.path.isdir(source.files):
+        return None
+    if device.type != "cpu":
         return None
     if config.load_format != "auto" or config.compile == "eager":
         return None
@@ -241,7 +244,7 @@ def _start_record(
         Path(source.files),
         dtype=config.dtype,
         device=device,
-        is_compiled=device.type == "cuda" or config.compile == "inductor",
+        is_compiled=config.compile == "inductor",
     )
 
 
