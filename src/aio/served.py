@@ -16,7 +16,6 @@ from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..errors import EngineError, RequestError
 
-
 _NUM_A_TURN = 16
 
 

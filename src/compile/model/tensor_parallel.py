@@ -115,8 +115,8 @@ def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
     for name, module in list(model.named_modules()):
         sharder.shard_module(name, module)
         if any(parameter.is_cuda for parameter in module.parameters(recurse=False)):
-            # The memory of the whole goes back to the device. The next slice would else be laid into
-            # it and hold all of it: a quarter of the KV cache, of 32B over two GPUs.
+            # The memory of the whole goes back to the device. The next slice would else be laid
+            # into it and hold all of it: a quarter of the KV cache, of 32B over two GPUs.
             torch.cuda.empty_cache()
     for name in _LEFT_BY_TRANSFORMERS:
         model.__dict__.pop(name, None)
