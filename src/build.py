@@ -91,7 +91,12 @@ def build(
     clock = Clock(stats.startup_s)
     with clock("load"):
         loaded = load_model(
-            model, dtype=config.dtype, device=device, load_format=config.load_format, shard=shard
+            model,
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            shard=shard,
         )
     limit = loaded.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -145,6 +150,9 @@ def build(
         stats.startup_s["capture"] -= captured.compile_s
         stats.num_captures = captured.num_captures
         stats.num_compilations = captured.num_compiled
+        if config.quantization is not None:
+            stats.weight_formats = captured.weight_formats
+            logger.info("quantization: %s", _quantization_text(captured))
         if reading is not None:
             reading.join()
         make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
@@ -209,3 +217,10 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
     if isinstance(model, PreTrainedModel):
         return None
     return GraphCache(cache_root() / "graphs", before_trace)
+
+
+def _quantization_text(captured: CapturedModel) -> str:
+    """What is held in which format, and which matrices stay float32."""
+    formats = captured.weight_formats
+    counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats.items())
+    return f"{counts}; float32 are {', '.join(captured.float32_matrices) or 'vectors only'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ...kernels.linear.cpu_quantized import Int4Weight
 from ...validation import path_of
 from .gguf import converted_folder
+from .gguf_blocks import check_quantization, kept_blocks
 from .refusal import as_input_error, cause
 from .tensor_parallel import WHOLE, Shard, check_heads, shard_model
 
@@ -43,6 +45,8 @@ class LoadedModel:
         max_position_embeddings: the longest context the model was made for, in tokens.
         shard: the part of the model that ``module`` is.
         vocab_sizes: of each rank's head in order; None if each has all of it.
+        quantized: weights to keep quantised, by parameter name; in 4 bits, or None for float16.
+            Empty once the model was captured.
     """
 
     module: PreTrainedModel
@@ -53,6 +57,7 @@ class LoadedModel:
     max_position_embeddings: int
     shard: Shard = WHOLE
     vocab_sizes: list[int] | None = None
+    quantized: dict[str, Int4Weight | None] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +72,11 @@ class LoadedModel:
     def architecture(self) -> str:
         return type(self.module).__name__
 
+    def quantized_by_id(self) -> dict[int, Int4Weight | None]:
+        """``quantized`` by the ``id`` of the parameter."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {id(p): self.quantized[name] for name, p in named if name in self.quantized}
+
 
 def load_model(
     model: str | os.PathLike[str] | PreTrainedModel,
@@ -74,6 +84,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     load_format: str = "auto",
+    quantization: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     shard: Shard = WHOLE,
 ) -> LoadedModel:
@@ -85,6 +96,8 @@ def load_model(
         dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is float32 on CPU and what the
             config says elsewhere.
         load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
+        quantization: None, or "gguf": what a GGUF file holds quantised is to stay so in the graph
+            that is captured, on a CPU.
         cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
             ``~/.cache/pagespec``.
         shard: the part to load; of files, nothing else is read. With more than one rank all of them
@@ -99,6 +112,8 @@ def load_model(
     torch_dtype = _resolved_dtype(dtype)
     if load_format not in _LOAD_FORMATS:
         raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
+    if quantization is not None:
+        check_quantization(quantization, model, device)
     if isinstance(model, PreTrainedModel):
         given: Any = model
         module: PreTrainedModel = given.to(device).eval()
@@ -114,7 +129,10 @@ def load_model(
     module = _built(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
     described = _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
-    return replace(described, shard=shard, vocab_sizes=vocab_sizes)
+    described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
+    if quantization is not None:
+        described.quantized.update(kept_blocks(Path(name), Path(source), module))
+    return described
 
 
 def vocab_size_of(model: str | os.PathLike[str]) -> int:
