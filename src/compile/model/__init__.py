@@ -2,8 +2,9 @@
 
 Read in this order: ``load`` (with ``gguf``, ``gguf_blocks`` and ``refusal``), ``attention`` (the
 function that the model calls in place of its own), ``probe`` (what that function is asked for),
-``masks`` (the window of a mask), ``probe_pass``, ``reach_probe``, ``thresholds`` (does a token depend
-on others outside attention, at any length?), ``cheap_passes`` and ``layers`` (the same in less time).
+``masks`` (the window of a mask), ``probe_pass``, ``reach_probe``, ``thresholds`` (does a token
+depend on others outside attention, at any length?), ``cheap_passes`` and ``layers`` (the same in
+less time).
 
 ``eager_head`` gives the head of a module that runs as it is.
 
