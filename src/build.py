@@ -157,6 +157,9 @@ def build(
         stats.startup_s["capture"] -= captured.compile_s
         stats.num_captures = captured.num_captures
         stats.num_compilations = captured.num_compiled
+        if config.quantization is not None:
+            stats.weight_formats = captured.weight_formats
+            logger.info("quantization: %s", _quantization_text(captured))
         if reading is not None:
             reading.join()
         make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
@@ -216,7 +219,12 @@ def _load(
         from .compile.model.load import load_model
 
     return load_model(
-        model, dtype=config.dtype, device=device, load_format=config.load_format, shard=shard
+        model,
+        dtype=config.dtype,
+        device=device,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        shard=shard,
     )
 
 
@@ -235,7 +243,7 @@ def _start_record(
         return None
     if device.type != "cpu":
         return None
-    if config.load_format != "auto" or config.compile == "eager":
+    if config.load_format != "auto" or config.compile == "eager" or config.quantization:
         return None
     root = cache_root()
     return StartRecord(
@@ -262,3 +270,10 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
     from .compile.capture.graph_cache import GraphCache
 
     return GraphCache(cache_root() / "graphs", before_trace)
+
+
+def _quantization_text(captured: CapturedModel) -> str:
+    """What is held in which format, and which matrices stay float32."""
+    formats = captured.weight_formats
+    counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats.items())
+    return f"{counts}; float32 are {', '.join(captured.float32_matrices) or 'vectors only'}"

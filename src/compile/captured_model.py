@@ -50,6 +50,7 @@ class CapturedModel:
             was read from the cache.
         num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
         rewrites: how many rewrites each pass made.
+        weight_formats, float32_matrices: as of :class:`.passes.context.PassContext`.
         communicator: what the collectives of a sharded model are called on.
         head: from hidden states ``[R, H]``, R at least ``MIN_SIZE``, to what a step has of their
             logits, by the same calls; None if the graph could not be cut there.
@@ -65,6 +66,8 @@ class CapturedModel:
     num_compiled: int = 0
     compile_s: float = 0.0
     rewrites: dict[str, int] = field(default_factory=dict)
+    weight_formats: dict[str, int] = field(default_factory=dict)
+    float32_matrices: list[str] = field(default_factory=list)
     communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
     head: Callable[[Tensor], Tensor] | None = None
 
@@ -168,6 +171,7 @@ def capture_model(
         communicator,
         packing_bytes,
         matmul_plan_dir,
+        loaded.quantized_by_id(),
     )
     with torch.inference_mode():
         device_passes = CPU_GRAPH_PASSES if loaded.device.type == "cpu" else gpu_passes()
@@ -177,6 +181,9 @@ def capture_model(
             begin = time.perf_counter()
             captured.rewrites["regions"], captured.num_compiled = compile_regions(gm)
             captured.compile_s = time.perf_counter() - begin
+    captured.weight_formats = context.weight_formats
+    captured.float32_matrices = context.float32_matrices
+    loaded.quantized.clear()  # packed by now
     captured.sources = traced.arguments()
     if has_head:
         captured.head = extract_head(gm, captured.sources)

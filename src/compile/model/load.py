@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from .gguf_blocks import check_quantization, kept_blocks
 from .loaded import WHOLE, LoadedModel, Shard
 from .refusal import as_input_error, cause
 from .source import ModelSource, find_source
@@ -38,6 +39,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     load_format: str = "auto",
+    quantization: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     shard: Shard = WHOLE,
 ) -> LoadedModel:
@@ -49,6 +51,8 @@ def load_model(
         dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is float32 on CPU and what the
             config says elsewhere.
         load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
+        quantization: None, or "gguf": what a GGUF file holds quantised is to stay so in the graph
+            that is captured, on a CPU.
         cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
             ``~/.cache/pagespec``.
         shard: the part to load; of files, nothing else is read. With more than one rank all of them
@@ -63,6 +67,9 @@ def load_model(
     torch_dtype = _resolved_dtype(dtype)
     if load_format not in _LOAD_FORMATS:
         raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
+    if quantization is not None:
+        named = model.name if isinstance(model, ModelSource) else model
+        check_quantization(quantization, named, device)
     if isinstance(model, PreTrainedModel):
         given: Any = model
         module: PreTrainedModel = given.to(device).eval()
@@ -78,7 +85,10 @@ def load_model(
     module = _built(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
     described = _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
-    return replace(described, shard=shard, vocab_sizes=vocab_sizes)
+    described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
+    if quantization is not None:
+        described.quantized.update(kept_blocks(Path(name), Path(source), module))
+    return described
 
 
 def vocab_size_of(model: str | os.PathLike[str]) -> int:

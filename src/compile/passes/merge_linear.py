@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from ...kernels.linear.cpu_quantized import merged as merged_blocks
 from ..fx.fake_tensors import Layout, fake_of, layout_key, memory_of
 from ..fx.nodes import example, is_linear, linear_operands
 from .context import PassContext
@@ -85,8 +86,8 @@ def _movable(context: PassContext, users: Counter[int]) -> set[str]:
 def merge_linear(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of linear calls that were merged away.
 
-    Skips weights that are tied, used elsewhere, of another dtype or width, and groups in which
-    some have a bias and some have none.
+    Skips weights that are tied, used elsewhere, of another dtype, width or quantised format, and
+    groups in which some have a bias and some have none.
     """
     graph = gm.graph
     users: Counter[int] = Counter()
@@ -105,7 +106,8 @@ def merge_linear(gm: GraphModule, context: PassContext) -> int:
             continue
         if bias is not None and (context.constant(bias) is None or bias.name not in movable):
             continue
-        key = (source, tensor.dtype, tensor.shape[1], tensor.device, bias is None)
+        kind = (tensor.dtype, context.weight_format(tensor))
+        key = (source, kind, tensor.shape[1], tensor.device, bias is None)
         groups[key].append(node)
 
     # Dynamo recorded normal tensors; the Python dispatcher has the decompositions that cope with
@@ -152,7 +154,12 @@ def _merge_group(
 
 
 def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]) -> Node:
-    whole = merge_storage([context.constants[part.name] for part in parts])
+    tensors = [context.constants[part.name] for part in parts]
+    whole = merge_storage(tensors)
+    if context.weight_format(tensors[0]) is not None:
+        blocks = [context.quantized.pop(id(tensor)) for tensor in tensors]
+        known = [part for part in blocks if part is not None]
+        context.quantized[id(whole)] = merged_blocks(known) if len(known) == len(blocks) else None
     with gm.graph.inserting_before(parts[0]):
         node = gm.graph.placeholder(f"merged_{parts[0].name}")
     context.constants[node.name] = whole
