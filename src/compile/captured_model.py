@@ -28,6 +28,7 @@ from .capture.graph_cache import GraphCache
 from .inductor.regions import compile_regions
 from .model.attention import ATTENTION_NAME, attention_implementation
 from .model.eager_head import EagerHead
+from .model.forward import PackedForward
 from .model.load import LoadedModel
 from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
 from .passes.split_head import expose_hidden, extract_head
@@ -78,7 +79,7 @@ class CapturedModel:
             communicator_scope(self.communicator),
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
-            logits = forward(module, self.specs, inputs, kv_caches)[0]
+            logits = forward(PackedForward(module), self.specs, inputs, kv_caches)[0]
         return StepOutputs(logits, head.hidden[0] if isinstance(head, EagerHead) else None)
 
     @property
