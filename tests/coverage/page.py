@@ -18,6 +18,7 @@ _CLASSES = (
     ("needs a package", "A package that is not installed"),
     ("takes the tensor", "Attention with a tensor of its own: selected keys, a bias"),
     ("more than once", "One attention module called several times a pass"),
+    ("its cache holds", "A cache with a window that the masks have not"),
     ("mask is neither", "Masks that are neither causal nor a sliding window"),
     ("a bias or a mask of its own", "A mask or bias of the layer's own"),
     ("attention over shapes", "Attention over other tokens than those of the pass"),

@@ -30,6 +30,7 @@ def test_entries_that_are_equal(model_type: str) -> None:
         ("llama4_text", "Masks that are neither causal nor a sliding window"),
         ("doge", "A mask or bias of the layer's own"),
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
+        ("moshi", "A cache with a window that the masks have not"),
         ("mamba", "No longest context in the config"),
     ],
 )

@@ -95,6 +95,8 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if value is None and name in _UNSET:
             small[name] = _UNSET[name]
+        elif name == "default_language" and value is None:
+            small[name] = fields["languages"][0]
         elif name == "layer_types" and value is None:
             small[name] = ["full_attention"] * len(chosen)
         elif name in names:
@@ -109,6 +111,11 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
         small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     if "qk_rope_head_dim" in fields and "head_dim" in fields:
         small["head_dim"] = small["qk_rope_head_dim"]  # of the positions' part
+    if "qk_nope_head_dim" in fields and "swa_head_dim" in fields:
+        small["swa_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    if fields.get("rope_parameters") == {} and fields.get("layer_types"):
+        rope = {"rope_type": "default", "rope_theta": 10_000.0}
+        small["rope_parameters"] = {kind: dict(rope) for kind in fields["layer_types"]}
     heads = fields.get("num_attention_heads")
     if heads is not None and fields.get("num_key_value_heads") == heads:
         small["num_key_value_heads"] = small["num_attention_heads"]  # as many as before

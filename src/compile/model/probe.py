@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
@@ -217,6 +218,16 @@ def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
         raise recorder.refuse(
             f"{len(recorder.specs)} attention calls through AttentionInterface in {expected} layers"
         )
+    # Some configs give the cache a window of which the masks know nothing: `generate` then forgets
+    # in its decode steps what its first step saw.
+    layers = DynamicCache(config=loaded.config.get_text_config(decoder=True)).layers
+    for layer, spec in zip(layers, recorder.specs, strict=False):
+        held = getattr(layer, "sliding_window", None)
+        if isinstance(held, int) and held != spec.window:
+            raise recorder.refuse(
+                f"its cache holds {held} tokens of a layer, and its mask shows "
+                f"{spec.window or 'all of them'}"
+            )
 
 
 def _check_token_independence(
