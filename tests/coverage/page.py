@@ -14,7 +14,11 @@ PAGE = Path(__file__).parents[2] / "docs/models.md"
 _CLASSES = (
     ("attention calls through AttentionInterface", "Layers that are no attention"),
     ("tokens mix outside attention", "Tokens mix outside attention"),
-    ("does not take its attention function", "Attention written out in the model's own code"),
+    (
+        "does not take its attention function",
+        "Attention written out in another form than a masked softmax",
+    ),
+    ("attention without a mask", "Attention that is not causal"),
     ("needs a package", "A package that is not installed"),
     ("takes the tensor", "Attention with a tensor of its own: selected keys, a bias"),
     ("more than once", "One attention module called several times a pass"),

@@ -10,9 +10,10 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 
 
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
-# layers with copies of the config.
+# layers with copies of the config; writes its attention out.
 @pytest.mark.parametrize(
-    "model_type", ["stablelm", "bart", pytest.param("granite_swa", marks=pytest.mark.nightly)]
+    "model_type",
+    ["stablelm", "bart", "gptj", pytest.param("granite_swa", marks=pytest.mark.nightly)],
 )
 def test_entries_that_are_equal(model_type: str) -> None:
     entry = run_entry(model_type)
@@ -30,6 +31,8 @@ def test_entries_that_are_equal(model_type: str) -> None:
         ("llama4_text", "Masks that are neither causal nor a sliding window"),
         ("doge", "A mask or bias of the layer's own"),
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
+        ("gpt_neo", "Attention written out in another form than a masked softmax"),
+        ("rembert", "Attention that is not causal"),
         ("moshi", "A cache with a window that the masks have not"),
         ("mamba", "No longest context in the config"),
     ],

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from ...errors import UnsupportedModelError
 from ...kernels import ops
 from ...kernels.attention.spec import AttentionSpec
 from ..step_inputs import KVCaches, StepInputs
 from .forward import positions_inside
+from .plain_attention import plain_attention_replaced
 
 # Transformers treats names with "flash", "sdpa", "flex" or "/" in them specially.
 ATTENTION_NAME = "pagespec"
@@ -106,7 +106,7 @@ def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[Non
     The model may be the caller's own, and goes back to what it was.
 
     Raises:
-        UnsupportedModelError: the model, or a part of it, does not take the implementation.
+        UnsupportedModelError: the model does not take it, nor is its attention plainly a softmax.
     """
     configs = _configs(module)
     before = [(config, config._attn_implementation_internal) for config in configs]
@@ -117,13 +117,13 @@ def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[Non
         for config in configs:
             if type(config) in taken:
                 config._attn_implementation_internal = name
-        refused = [c.model_type for c in configs if c._attn_implementation != name]
-        if refused:
-            raise UnsupportedModelError(
-                f"{type(module).__name__}: {', '.join(refused)} does not take its attention "
-                "function from transformers' AttentionInterface"
-            )
-        with positions_inside(module):
+        others = [config for config in configs if config._attn_implementation != name]
+        with ExitStack() as stack:
+            if others:
+                stack.enter_context(plain_attention_replaced(module))
+                for config in others:
+                    config._attn_implementation_internal = name
+            stack.enter_context(positions_inside(module))
             yield
     finally:
         for config, implementation in before:
