@@ -13,7 +13,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 # layers with copies of the config; writes its attention out.
 @pytest.mark.parametrize(
     "model_type",
-    ["stablelm", "bart", "gptj", pytest.param("granite_swa", marks=pytest.mark.nightly)],
+    ["stablelm", "bart", "mvp", pytest.param("granite_swa", marks=pytest.mark.nightly)],
 )
 def test_entries_that_are_equal(model_type: str) -> None:
     entry = run_entry(model_type)
@@ -32,7 +32,6 @@ def test_entries_that_are_equal(model_type: str) -> None:
         ("doge", "A mask or bias of the layer's own"),
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
         ("gpt_neo", "Attention written out in another form than a masked softmax"),
-        ("rembert", "Attention that is not causal"),
         ("moshi", "A cache with a window that the masks have not"),
         ("mamba", "No longest context in the config"),
     ],
