@@ -81,6 +81,7 @@ class CapturedModel:
         from .capture.dynamo import forward
         from .model.attention import ATTENTION_NAME, attention_implementation
         from .model.eager_head import EagerHead
+        from .model.forward import PackedForward
 
         module, head = self.loaded.module, self.head
         with (
@@ -88,7 +89,7 @@ class CapturedModel:
             communicator_scope(self.communicator),
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
-            logits = forward(module, self.specs, inputs, kv_caches)[0]
+            logits = forward(PackedForward(module), self.specs, inputs, kv_caches)[0]
         return StepOutputs(logits, head.hidden[0] if isinstance(head, EagerHead) else None)
 
     @property

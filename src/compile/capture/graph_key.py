@@ -35,8 +35,10 @@ _OWN_SOURCES = (
     "../fx/fake_tensors.py",
     "../fx/nodes.py",
     "../model/attention.py",
+    "../model/forward.py",
     "../model/layers.py",
     "../model/loaded.py",
+    "../model/plain_attention.py",
     "../step_inputs.py",
     "../../kernels/ops.py",
 )

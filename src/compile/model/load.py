@@ -249,6 +249,8 @@ def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
     if head is None or not hasattr(text_config, "vocab_size"):
         raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")
     limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None:  # of the decoder of a model that also has an encoder
+        limit = getattr(text_config, "max_target_positions", None)
     if not isinstance(limit, int) or limit < 1:
         raise UnsupportedModelError(
             f"{type(module).__name__}: its config gives no max_position_embeddings"
