@@ -3,12 +3,12 @@
     python -m benchmarks.shots
     python -m benchmarks.shots run.jsonl --name viewer-1024
 
-Of a trace that is given: all of it, and steps near its first preemption; tells how long it takes to
-open and to scroll.
-Else SmolLM2-135M serves 15 requests on the CPU with so few blocks and so small a budget that there
-is everything to see: questions that share a long instruction, a long prompt beside decodes,
-tales that outgrow the pool and preempt one another. Needs the embedded model, Chromium and
-playwright (``nox -s browser_tests`` installs it).
+With a trace: all of it, and steps near its first preemption; prints the seconds until the page can
+be used and the milliseconds per paint. Without one, SmolLM2-135M serves 15 requests on the CPU with
+so few blocks and so small a budget that there is everything to see: questions that share a long
+instruction, a long prompt beside decodes, tales that outgrow the pool and preempt one another.
+Needs Chromium and playwright (``nox -s browser_tests`` installs it), and the embedded model if no
+trace is given.
 """
 
 from __future__ import annotations

@@ -237,8 +237,8 @@ def _probe(loaded: LoadedModel) -> list[AttentionSpec]:
 def _start_record(
     source: ModelSource | None, config: EngineConfig, device: torch.device, shard: Shard
 ) -> StartRecord | None:
-    """For a whole model from local files, whose graph is traced; on a CPU: on a GPU what a record
-    saves has not been measured, nor held to a start without one."""
+    """For a whole model from local files, whose graph is traced. On a CPU only: restored starts
+    have not been tried on a GPU."""
     if source is None or shard.num_ranks > 1 or not os.path.isdir(source.files):
         return None
     if device.type != "cpu":

@@ -16,7 +16,7 @@ from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..errors import EngineError, RequestError
 
-_NUM_A_TURN = 16
+_NUM_PER_TURN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class Served:
 class LoopRequests:
     """What is served for the callers on one event loop, which is woken once for all of them.
 
-    It looks at a few requests in each turn of the loop. Who waits for them writes a chunk in the
-    next, and a request that arrives takes some ten turns to its first chunk: if all streams had
-    theirs in one turn it would wait for each of them as often.
+    Each turn of the loop looks at a few requests, so that turns are short. A new request needs some
+    ten turns from its connection to its first chunk; if every stream wrote a chunk in each of them,
+    it would wait for all streams ten times.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, observers: list[Observer]) -> None:
@@ -149,7 +149,7 @@ class LoopRequests:
         if not self._to_see:
             self._is_posted = False  # first: what comes from now on is posted again
             self._to_see = list(self._served)
-        for _ in range(min(_NUM_A_TURN, len(self._to_see))):
+        for _ in range(min(_NUM_PER_TURN, len(self._to_see))):
             served = self._to_see.pop()  # the youngest first: they wait for their first tokens
             if served in self._served and served.look(self._observers):
                 del self._served[served]

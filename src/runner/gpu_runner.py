@@ -434,6 +434,5 @@ class GpuRunner:
         if communicator.num_ranks > 1:
             own = sampled.to(torch.int32).unsqueeze(1)
             tokens = communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0]
-            # Of a rank that was lost they can be anything, and the next step embeds them.
-            shard = self.captured.vocab_shard
-            sampled.copy_(tokens.clamp(0, sum(shard.sizes) - 1) if shard else tokens)
+            # If a rank was lost they may be any number, and the next step embeds them.
+            sampled.copy_(tokens.clamp(0, self.captured.loaded.vocab_size - 1))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...disk_cache import write_whole
 from ...errors import InvalidInputError
-from ...kernels.linear.cpu_quantized import GROUP, Int4Weight, reason_against
+from ...kernels.linear.cpu_quantized import GROUP, Int4Weight, reason_against, unpack_int4
 from ...validation import path_of
 
 _HALF_BYTES = 2
@@ -140,7 +140,7 @@ class _Source:
     def dequantized(self) -> Tensor:
         """float32 ``[N, K]``, by the steps of the gguf package."""
         values, scales, minima = self._parts()
-        numbers = torch.cat((values & 15, values >> 4), -1).float()
+        numbers = unpack_int4(values).float()
         if minima is None:
             return ((numbers - _MIDDLE) * scales.unsqueeze(-1)).flatten(1)
         return (numbers * scales.unsqueeze(-1) + minima.unsqueeze(-1)).flatten(1)

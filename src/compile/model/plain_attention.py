@@ -161,6 +161,8 @@ def _rewrite(
 
 
 def _forward(gm: GraphModule) -> Callable[..., Any]:
+    """As a function: a module that is set on another becomes a part of it."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         return gm(*args, **kwargs)
 

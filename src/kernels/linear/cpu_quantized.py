@@ -55,13 +55,14 @@ class Int4Weight(NamedTuple):
     scales: Tensor
     zeros: Tensor
 
-    @property
-    def num_inputs(self) -> int:
-        return self.values.shape[1] * GROUP
-
     def unpacked(self) -> Tensor:
         """The values, uint8 ``[N, K]``."""
-        return torch.cat((self.values & 15, self.values >> 4), -1).flatten(1)
+        return unpack_int4(self.values).flatten(1)
+
+
+def unpack_int4(values: Tensor) -> Tensor:
+    """uint8 ``[.., 32]``, from two values in each byte of ``[.., 16]``."""
+    return torch.cat((values & 15, values >> 4), -1)
 
 
 def merged(weights: Sequence[Int4Weight]) -> Int4Weight:

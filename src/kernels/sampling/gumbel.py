@@ -195,8 +195,9 @@ def _store_found_kernel(  # type: ignore[no-untyped-def]
     """Store the token that one of the ranks has found. Grid: ``(rows,)``. found
     ``[rows, NUM_RANKS]``.
 
-    What a rank that was lost seems to have found can be anything. The step after is queued already,
-    and an embedding that were asked for such a token would end the process' use of the device.
+    If a rank was lost, found may hold any number. It is clamped to ``0 .. last_id``: the next step
+    is queued already, and an embedding asserts on other ids, which makes the GPU unusable for the
+    rest of the process.
     """
     row = tl.program_id(0)
     token = tl.load(found + row * NUM_RANKS)
@@ -269,7 +270,7 @@ def sample_simple(
             tokens,
             result_row,
             results_stride,
-            sum(shard.sizes) - 1,
+            shard.last_id,
             NUM_RANKS=len(shard.sizes),
         )
         return
