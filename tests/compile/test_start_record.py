@@ -259,9 +259,10 @@ def test_the_newest_records_are_kept(
         os.utime(old, ns=(10 - age, 10 - age))
     loaded = load_model(model)
     record_of(model, tmp_path).write(loaded, probe_model(loaded), "a graph")
-    left = sorted(file.name for file in folder.iterdir())
-    assert left[0] == "1.json"
+    # The new record's name is a digest, which any name may come before or after.
+    left = {file.name for file in folder.iterdir()}
     assert len(left) == 2
+    assert left & {"1.json", "2.json", "3.json"} == {"1.json"}
 
 
 _PROGRAM = """
