@@ -41,7 +41,7 @@ COMPILE = (
 )
 KERNELS = (
     ("ops",),
-    ("attention", "linear"),
+    ("attention", "linear", "recurrent"),
     ("sampling",),
     ("collectives",),
     ("fused",),

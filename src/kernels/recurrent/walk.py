@@ -1,0 +1,151 @@
+"""The walk of a step's rows through their positions: what a recurrent state is read from, in which
+order tokens follow, and where the state is written.
+
+A row alone walks in its slots themselves: the state of a large model is megabytes, and a copy costs
+what a token costs. Rows of small states walk together in a copy, token by token: calls are what
+costs there. A recurrence must give a row the same bits either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Tokens = slice | Tensor
+Advance = Callable[[Tensor, Tokens], None]
+"""Moves ``states [R, ...]`` on, in place, by tokens that come time after time: R at a time, one for
+each row. They are a slice (of one row), or int64 ``[n]``."""
+
+# Elements of a state up to which rows walk together. Of 16 rows of one token each, delta rule:
+# states of 4,096 elements 3 times as fast, of 65,536 ...
+_MAX_GATHERED_ELEMENTS = 1 << 15
+
+
+class StepRows(NamedTuple):
+    """What an op is told of the rows of a step (:mod:`.ops`)."""
+
+    query_starts: Tensor
+    context_lens: Tensor
+    state_tables: Tensor
+    interval: int
+
+
+class Stretch(NamedTuple):
+    """Consecutive tokens ``[begin, end)`` of a row whose positions lie in one interval.
+
+    Attributes:
+        source: the slot of the state before them; -1 if they begin at position 0.
+        slot: where the state goes after them.
+    """
+
+    begin: int
+    end: int
+    source: int
+    slot: int
+
+
+def stretches(rows: StepRows) -> list[list[Stretch]]:
+    """The stretches of each row that has tokens, in order."""
+    interval = rows.interval
+    width = rows.state_tables.shape[1]
+    found: list[list[tuple[int, int, int, int]]] = []
+    entries: list[int] = []  # of the flat tables, in the order they are needed
+    row_ends = zip(pairwise(rows.query_starts.tolist()), rows.context_lens.tolist(), strict=True)
+    for row, ((begin, end), context) in enumerate(row_ends):
+        if begin == end:
+            continue
+        position = context - (end - begin)
+        parts = []
+        while begin < end:
+            index = position // interval
+            length = min(end - begin, (index + 1) * interval - position)
+            source = row * width + max(position - 1, 0) // interval
+            parts.append((begin, begin + length, position, len(entries)))
+            entries += (source, row * width + index)
+            begin += length
+            position += length
+        found.append(parts)
+    if not entries:
+        return []
+    flat = rows.state_tables.reshape(-1)
+    slots = flat[torch.tensor(entries, device=flat.device)].tolist()
+    return [
+        [
+            Stretch(begin, end, slots[entry] if position else -1, slots[entry + 1])
+            for begin, end, position, entry in parts
+        ]
+        for parts in found
+    ]
+
+
+def walk(states: Tensor, rows: StepRows, advance: Advance) -> None:
+    """Move the states of all rows on over their tokens, and write them where they belong.
+
+    Args:
+        states: ``[num_slots + 1, ...]``, changed in place.
+    """
+    found = stretches(rows)
+    if len(found) == 1 or states[0].numel() > _MAX_GATHERED_ELEMENTS:
+        for parts in found:
+            _walk_alone(states, parts, advance)
+    elif found:
+        _walk_together(states, found, advance)
+
+
+def load(states: Tensor, sources: list[int]) -> Tensor:
+    """A copy ``[R, ...]`` of the states in slots; zeros for -1."""
+    loaded = states[torch.tensor(sources, device=states.device)]
+    fresh = [rank for rank, source in enumerate(sources) if source < 0]
+    if fresh:
+        loaded[fresh] = 0
+    return loaded
+
+
+def batches(tokens: Tokens, num_rows: int, most: int) -> Iterator[Tokens]:
+    """Tokens of :data:`Advance` in batches of ``most``, or what whole times make of it."""
+    step = num_rows * max(1, most // num_rows)
+    if isinstance(tokens, slice):
+        for begin in range(tokens.start, tokens.stop, step):
+            yield slice(begin, min(begin + step, tokens.stop))
+    else:
+        yield from tokens.split(step)
+
+
+def wide(x: Tensor, tokens: Tokens) -> Tensor:
+    """``x [T, ...]`` of some tokens, float32 and contiguous: sums along the last dimension take
+    another order where it is strided, and a single token is contiguous where two are not."""
+    return x[tokens].float().contiguous()
+
+
+def _walk_alone(states: Tensor, parts: list[Stretch], advance: Advance) -> None:
+    for begin, end, source, slot in parts:
+        if source < 0:
+            states[slot].zero_()
+        elif source != slot:
+            states[slot].copy_(states[source])
+        advance(states[slot : slot + 1], slice(begin, end))
+
+
+def _walk_together(states: Tensor, found: list[list[Stretch]], advance: Advance) -> None:
+    # Longest first, so that the rows that have tokens left are always the first ones.
+    found = sorted(found, key=lambda parts: parts[0].begin - parts[-1].end)
+    begins = [parts[0].begin for parts in found]
+    lengths = [parts[-1].end - parts[0].begin for parts in found]
+    writes: dict[int, list[tuple[int, int]]] = {}  # number of tokens taken -> (rank, slot)
+    for rank, parts in enumerate(found):
+        for part in parts:
+            writes.setdefault(part.end - begins[rank], []).append((rank, part.slot))
+
+    work = load(states, [parts[0].source for parts in found])
+    time = 0
+    for end in sorted(writes):
+        num_rows = sum(length > time for length in lengths)
+        tokens = [begin + j for j in range(time, end) for begin in begins[:num_rows]]
+        advance(work[:num_rows], torch.tensor(tokens, device=states.device))
+        ranks, slots = zip(*writes[end], strict=True)
+        states[torch.tensor(slots, device=states.device)] = work[list(ranks)]
+        time = end

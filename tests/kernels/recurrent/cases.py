@@ -1,0 +1,158 @@
+"""Inputs of the recurrent ops, and steps that run sequences in cuts over one tensor of states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pagespec.kernels.recurrent import ops
+
+
+@dataclass
+class Case:
+    """An op with inputs of some sequences.
+
+    Attributes:
+        per_token: arguments ``[T, ...]`` by their place; of every sequence.
+        call: the op, given all per-token arguments, the states and (starts, contexts, tables,
+            interval).
+        state_shape: of one slot. state_dtype: its dtype.
+    """
+
+    name: str
+    per_token: list[Tensor]
+    call: Callable[..., Tensor]
+    state_shape: tuple[int, ...]
+    state_dtype: torch.dtype = torch.float32
+
+
+def short_conv(
+    num_tokens: int,
+    channels: int = 40,
+    width: int = 4,
+    dtype: torch.dtype = torch.float32,
+    activation: str = "silu",
+    has_bias: bool = True,
+) -> Case:
+    weight = torch.randn(channels, width).to(dtype)
+    bias = torch.randn(channels).to(dtype) if has_bias else None
+
+    def call(tokens: Sequence[Tensor], states: Tensor, *rows: object) -> Tensor:
+        return ops.short_conv(tokens[0], weight, bias, states, *rows, activation)
+
+    x = torch.randn(num_tokens, channels).to(dtype)
+    return Case("short_conv", [x], call, (width - 1, channels), dtype)
+
+
+def delta_rule(
+    num_tokens: int,
+    heads: int = 4,
+    key_heads: int = 2,
+    keys: int = 16,
+    values: int = 20,
+    dtype: torch.dtype = torch.float32,
+    per_channel: bool = False,
+) -> Case:
+    query, key = torch.randn(2, num_tokens, key_heads, keys).to(dtype)
+    value = torch.randn(num_tokens, heads, values).to(dtype)
+    shape = (num_tokens, heads, keys) if per_channel else (num_tokens, heads)
+    decay = -torch.rand(shape)
+    beta = torch.rand(num_tokens, heads).to(dtype)
+
+    def call(tokens: Sequence[Tensor], states: Tensor, *rows: object) -> Tensor:
+        return ops.delta_rule(*tokens, states, *rows, keys**-0.5, True)
+
+    return Case("delta_rule", [query, key, value, decay, beta], call, (heads, keys, values))
+
+
+def ssd_scan(
+    num_tokens: int,
+    heads: int = 4,
+    groups: int = 2,
+    inner: int = 12,
+    size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    x = torch.randn(num_tokens, heads, inner).to(dtype)
+    dt = torch.randn(num_tokens, heads).to(dtype)
+    rates, skip, bias = -torch.rand(heads) - 0.1, torch.randn(heads), torch.randn(heads)
+    B, C = torch.randn(2, num_tokens, groups, size).to(dtype)
+
+    def call(tokens: Sequence[Tensor], states: Tensor, *rows: object) -> Tensor:
+        x, dt, B, C = tokens
+        return ops.ssd_scan(x, dt, rates, B, C, skip, bias, states, *rows, True, 0.001, 5.0)
+
+    return Case("ssd_scan", [x, dt, B, C], call, (heads, size, inner))
+
+
+def selective_scan(
+    num_tokens: int, inner: int = 24, size: int = 10, dtype: torch.dtype = torch.float32
+) -> Case:
+    x, dt, z = torch.randn(3, num_tokens, inner).to(dtype)
+    rates, skip, bias = -torch.rand(inner, size) - 0.1, torch.randn(inner), torch.randn(inner)
+    B, C = torch.randn(2, num_tokens, size).to(dtype)
+
+    def call(tokens: Sequence[Tensor], states: Tensor, *rows: object) -> Tensor:
+        x, dt, B, C, z = tokens
+        return ops.selective_scan(x, dt, rates, B, C, skip, z, bias, states, *rows, True)
+
+    return Case("selective_scan", [x, dt, B, C, z], call, (size, inner))
+
+
+@dataclass
+class Request:
+    """One sequence of a case: tokens ``[first, last)`` of its inputs, and how far it has come."""
+
+    first: int
+    last: int
+    table: list[int]
+    done: int = 0
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class Steps:
+    """Runs requests over the inputs of one case, step by step, over one tensor of states."""
+
+    def __init__(self, case: Case, num_slots: int, interval: int) -> None:
+        self.case = case
+        self.interval = interval
+        # Whatever lies in a slot that was not written must not matter.
+        self.states = torch.full(
+            (num_slots + 1, *case.state_shape), float("nan"), dtype=case.state_dtype
+        )
+
+    def step(self, work: Sequence[tuple[Request, int]], num_padding: int = 0) -> Tensor:
+        """Give each request its number of tokens (0 too); returns what padding tokens got."""
+        null = len(self.states) - 1
+        tokens, starts, contexts = [], [0], []
+        for request, n in work:
+            begin = request.first + request.done
+            tokens += range(begin, begin + n)
+            starts.append(len(tokens))
+            request.done += n
+            contexts.append(request.done)
+        width = max([1, *(len(request.table) for request, _ in work)])
+        tables = [r.table + [null] * (width - len(r.table)) for r, _ in work]
+        index = torch.tensor(tokens + [0] * num_padding, dtype=torch.int64)
+        out = self.case.call(
+            [x[index] for x in self.case.per_token],
+            self.states,
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(contexts, dtype=torch.int32),
+            torch.tensor(tables, dtype=torch.int32).view(len(work), width),
+            self.interval,
+        )
+        for (request, _), begin, end in zip(work, starts[:-1], starts[1:], strict=True):
+            request.outputs.append(out[begin:end])
+        return out[len(tokens) :]
+
+
+def run_whole(case: Case, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """(outputs, state at the end) of one sequence in one step, alone."""
+    steps = Steps(case, 1, 1 << 20)
+    request = Request(first, last, [0])
+    steps.step([(request, last - first)])
+    return request.outputs[0], steps.states[0]
