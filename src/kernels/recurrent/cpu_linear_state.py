@@ -1,5 +1,4 @@
-"""The gated delta rule and Mamba-2 token by token: recurrences whose state is a matrix S of keys and
-values.
+"""The gated delta rule and Mamba-2, token by token: their state is a matrix S of keys and values.
 
 With decay a, key k, value v and query q of a token, S becomes ``a S + k (x) d`` and the output is
 ``q S``. Mamba-2 has ``d = v``; the delta rule writes what is missing, ``d = beta (v - k a S)``.
