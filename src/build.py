@@ -19,7 +19,7 @@ from .compile.start_record import StartRecord, may_restore
 from .disk_cache import cache_root
 from .engine.config import EngineConfig, check_device
 from .engine.stats import Clock, EngineStats
-from .errors import InvalidInputError
+from .errors import InvalidInputError, UnsupportedModelError
 from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .kernels.linear.cublas import without_split_k
@@ -47,6 +47,7 @@ _PACKING_PART = 4
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
+    ``num_state_slots``, ``state_interval``: 0 of a model without recurrent layers.
     ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
     runner. ``model_type``: of the model's config."""
 
@@ -59,6 +60,8 @@ class BuiltEngine:
     device: torch.device
     config: EngineConfig
     stats: EngineStats
+    num_state_slots: int = 0
+    state_interval: int = 0
     can_score: bool = True
     grammars: Grammars | None = None
     model_type: str | None = None
@@ -110,6 +113,7 @@ def build(
     alone = LoneRank(shard.rank, shard.num_ranks)
     with clock("probe"), gc_paused(), communicator_scope(alone):
         specs = _probe(loaded) if restored is None else restored.specs
+    _check_recurrent(loaded, device, shard)
     attention = select_backend(
         config.attention,
         device=device,
@@ -182,6 +186,8 @@ def build(
         device=device,
         config=config,
         stats=stats,
+        num_state_slots=runner.num_state_slots,
+        state_interval=runner.state_interval,
         can_score=captured.head is not None,
         grammars=runner.grammars if shard.num_ranks == 1 else None,
         model_type=loaded.model_type,
@@ -224,6 +230,7 @@ def _load(
         device=device,
         load_format=config.load_format,
         quantization=config.quantization,
+        max_model_len=config.max_model_len,
         shard=shard,
     )
 
@@ -232,6 +239,17 @@ def _probe(loaded: LoadedModel) -> list[AttentionSpec]:
     from .compile.model.probe import probe_model
 
     return probe_model(loaded)
+
+
+def _check_recurrent(loaded: LoadedModel, device: torch.device, shard: Shard) -> None:
+    if not loaded.recurrent:
+        return
+    if device.type == "cuda":
+        reason = "recurrent layers are served on a CPU only so far"
+        raise UnsupportedModelError(f"{loaded.architecture}: {reason}")
+    if shard.num_ranks > 1:
+        limit = "must be 1: recurrent layers are not shared by ranks"
+        raise InvalidInputError("tensor_parallel_size", shard.num_ranks, limit)
 
 
 def _start_record(

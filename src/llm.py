@@ -71,7 +71,8 @@ class LLM:
             GPU; a model in memory keeps its own.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         max_model_len: most tokens of prompt plus output a request may have; None takes the
-            model's own limit, or what the KV cache holds if that is less.
+            model's own limit, or what the KV cache holds if that is less. A model whose config has
+            no limit needs it.
         max_num_seqs: most requests running at a time; each of ``n`` continuations is one.
         max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``; default
             2,048, on a GPU 8,192.
@@ -83,6 +84,10 @@ class LLM:
             ``num_blocks``.
         gpu_memory_utilization: vLLM's name of ``memory_utilization``.
         enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
+        state_interval: tokens between the checkpoints of recurrent layers' states that prefix hits
+            begin at; a multiple of ``block_size``, default 256. Only of models with such layers.
+        num_state_slots: states that are held at a time, of running requests and checkpoints; more
+            than ``max_num_seqs``, default twice that and one more, if they fit.
         compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
             between its products and kernels (on CPU this needs a C++ compiler); "eager" runs the
             model without capturing it. "auto" is "inductor" on a GPU, "graph" on a CPU.
@@ -130,6 +135,8 @@ class LLM:
         memory_utilization: float | None = None,
         gpu_memory_utilization: float | None = None,
         enable_prefix_caching: bool = True,
+        state_interval: int | None = None,
+        num_state_slots: int | None = None,
         compile: str = "auto",
         attention: str = "auto",
         transparent: bool = True,
@@ -163,6 +170,8 @@ class LLM:
             num_blocks=num_blocks,
             memory_utilization=memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
+            state_interval=state_interval,
+            num_state_slots=num_state_slots,
             compile=compile,
             attention=attention,
             transparent=transparent,
@@ -207,6 +216,8 @@ class LLM:
                 built.num_blocks,
                 config.block_size,
                 enable_prefix_caching=config.enable_prefix_caching,
+                num_state_slots=built.num_state_slots,
+                state_interval=built.state_interval,
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.num_tokens_a_step,

@@ -35,7 +35,7 @@ APART = ("distributed.ray",)
 COMPILE = (
     ("captured_model", "start_record"),
     ("capture", "passes", "inductor"),
-    ("kv_cache",),
+    ("kv_cache", "recurrent_state"),
     ("model",),
     ("fx", "step_inputs"),
 )

@@ -69,6 +69,18 @@ class EngineOptions:
     no_prefix_caching: bool = option(
         False, None, "Do not reuse the cache of prompts that begin alike.", "--no-prefix-caching"
     )
+    state_interval: int | None = option(
+        None,
+        "N",
+        "Of models with recurrent layers: tokens between the states that cached prompts begin at.",
+        show_default="256, in whole blocks",
+    )
+    num_state_slots: int | None = option(
+        None,
+        "N",
+        "Of models with recurrent layers: states held at a time.",
+        show_default="2 x --max-num-seqs + 1, if they fit",
+    )
     compile: CompileMode = option(  # noqa: RUF009
         CompileMode.AUTO,
         "MODE",

@@ -29,7 +29,7 @@ from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
 from .passes.split_head import expose_hidden, extract_head
-from .step_inputs import BoundGraph, KVCaches, StepInputs, StepOutputs
+from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
 
 # What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
 # that restores a model needs neither.
@@ -71,13 +71,17 @@ class CapturedModel:
     communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
     head: Callable[[Tensor], Tensor] | None = None
 
-    def bind(self, kv_caches: KVCaches) -> Callable[[StepInputs], StepOutputs]:
-        """A function from a step's inputs to its results, over these caches."""
+    def bind(
+        self, kv_caches: KVCaches, states: RecurrentStates
+    ) -> Callable[[StepInputs], StepOutputs]:
+        """A function from a step's inputs to its results, over these caches and states."""
         if self.graph is None:
-            return lambda inputs: self._run_eagerly(inputs, kv_caches)
-        return BoundGraph(self.graph.forward, self.sources, kv_caches)
+            return lambda inputs: self._run_eagerly(inputs, kv_caches, states)
+        return BoundGraph(self.graph.forward, self.sources, kv_caches, states)
 
-    def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> StepOutputs:
+    def _run_eagerly(
+        self, inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates
+    ) -> StepOutputs:
         from .capture.dynamo import forward
         from .model.attention import ATTENTION_NAME, attention_implementation
         from .model.eager_head import EagerHead
@@ -89,7 +93,7 @@ class CapturedModel:
             communicator_scope(self.communicator),
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
-            logits = forward(PackedForward(module), self.specs, inputs, kv_caches)[0]
+            logits = forward(PackedForward(module), self.specs, inputs, kv_caches, states)[0]
         return StepOutputs(logits, head.hidden[0] if isinstance(head, EagerHead) else None)
 
     @property

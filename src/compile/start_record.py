@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ..disk_cache import read_sealed, write_sealed
 from ..kernels.attention.spec import AttentionSpec
+from ..kernels.recurrent.spec import RecurrentSpec
 from .capture.graph_file import read_graph
 from .capture.process_key import (
     code_of_file,
@@ -121,6 +122,7 @@ class StartRecord:
             noted["max_position_embeddings"],
             model_type=noted["model_type"],
         )
+        loaded.recurrent[:] = map(RecurrentSpec.from_json, noted["recurrent"])
         return Restored(loaded, [AttentionSpec(**spec) for spec in noted["specs"]], traced)
 
     def _read_tensors(self, noted: Sequence[Any]) -> dict[str, Tensor]:
@@ -149,6 +151,9 @@ class StartRecord:
         if self._key is None or graph_key is None:
             return
         module = loaded.module
+        if not loaded.has_own_limit:
+            logger.info("the start of %s is not kept: its config has no limit", self._source)
+            return
         code = sorted(modules_of({type(part) for part in module.modules()}))
         try:
             noted = {
@@ -159,6 +164,7 @@ class StartRecord:
                 "max_position_embeddings": loaded.max_position_embeddings,
                 "tokenizer": self._describe_tokenizer(loaded.tokenizer),
                 "specs": [asdict(spec) for spec in specs],
+                "recurrent": [asdict(spec) for spec in loaded.recurrent],
                 "graph": graph_key,
                 "tensors": list(self._describe_tensors(module)),
                 "code": [

@@ -10,6 +10,23 @@ import torch
 from torch import Tensor
 
 KVCaches = Sequence[tuple[Tensor, Tensor]]
+
+
+class RecurrentStates(NamedTuple):
+    """What requests keep of recurrent layers. A request's *state table* names a slot for each
+    *interval* of its positions (:mod:`.kernels.recurrent.ops`).
+
+    Attributes:
+        tensors: of each recurrent call, ``[num_slots + 1, ...]``.
+        interval: tokens of an interval.
+    """
+
+    tensors: Sequence[Tensor]
+    interval: int
+
+
+NO_STATES = RecurrentStates((), 0)
+"""Of a model without recurrent calls."""
 MIN_SIZE = 2
 """Smallest T, B, S and M the captured graph is valid for; smaller steps are padded to it."""
 
@@ -23,6 +40,8 @@ class StepInputs:
         logits_to_keep: int64 ``[S]``, the tokens whose logits are wanted.
         slot_mapping: int64 ``[T]``. query_starts: int32 ``[B + 1]``. context_lens: int32 ``[B]``.
         block_tables: int32 ``[B, M]``. The last four as in :mod:`.ops`.
+        state_tables: int32 ``[B, N]``, N at least ``MIN_SIZE``, of a model with recurrent calls
+            (:class:`RecurrentStates`).
     """
 
     input_ids: Tensor
@@ -32,6 +51,7 @@ class StepInputs:
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+    state_tables: Tensor | None = None
 
 
 class StepOutputs(NamedTuple):
@@ -42,13 +62,17 @@ class StepOutputs(NamedTuple):
     hidden: Tensor | None
 
 
-INPUT_NAMES = tuple(f.name for f in fields(StepInputs))
+STATE_TABLES = "state_tables"
+INPUT_NAMES = tuple(f.name for f in fields(StepInputs) if f.name != STATE_TABLES)
+"""Of the inputs that every model has."""
 # Distinct, so that no size of the example step is taken for another.
 EXAMPLE_SIZES = {"T": 11, "B": 5, "S": 3, "M": 7, "num_blocks": 12, "block_size": 17}
+# Of models with recurrent calls: columns of a state table, slots, tokens of an interval.
+EXAMPLE_STATE_SIZES = {"N": 9, "num_slots": 14, "interval": 34}
 
 
 class BoundGraph:
-    """The captured graph with parameters and one set of KV caches filled in.
+    """The captured graph with parameters and one set of KV caches and states filled in.
 
     Args:
         function: takes the graph's arguments, gives its results.
@@ -61,6 +85,7 @@ class BoundGraph:
         function: Callable[..., Any],
         sources: Sequence[tuple[Any, ...]],
         kv_caches: KVCaches,
+        states: RecurrentStates = NO_STATES,
     ) -> None:
         self._function = function
         self._arguments: list[Any] = [None] * len(sources)
@@ -71,13 +96,17 @@ class BoundGraph:
                 self._arguments[slot] = where[0]
             elif kind == "cache":
                 self._arguments[slot] = kv_caches[where[0]][where[1]]
+            elif kind == "state":
+                self._arguments[slot] = states.tensors[where[0]]
+            elif kind == "interval":
+                self._arguments[slot] = states.interval
             elif kind == "input":
                 self._input_slots.append((slot, where[0]))
             else:
                 self._size_slots.append((slot, where[0], where[1]))
 
     def __call__(self, inputs: StepInputs) -> StepOutputs:
-        """The results of a step; writes its KV into the caches."""
+        """The results of a step; writes its KV into the caches, and its states."""
         arguments = self._arguments.copy()
         for slot, name in self._input_slots:
             arguments[slot] = getattr(inputs, name)
@@ -87,7 +116,7 @@ class BoundGraph:
         return StepOutputs(logits[0], hidden[0][0] if hidden else None)
 
 
-def example_inputs(device: torch.device) -> StepInputs:
+def example_inputs(device: torch.device, has_states: bool) -> StepInputs:
     """Inputs of the example sizes. Only shapes and dtypes matter: nothing is computed."""
     num_tokens, num_rows = EXAMPLE_SIZES["T"], EXAMPLE_SIZES["B"]
 
@@ -102,4 +131,7 @@ def example_inputs(device: torch.device) -> StepInputs:
         query_starts=zeros(num_rows + 1, dtype=torch.int32),
         context_lens=zeros(num_rows, dtype=torch.int32),
         block_tables=zeros(num_rows, EXAMPLE_SIZES["M"], dtype=torch.int32),
+        state_tables=zeros(num_rows, EXAMPLE_STATE_SIZES["N"], dtype=torch.int32)
+        if has_states
+        else None,
     )

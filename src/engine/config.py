@@ -25,6 +25,7 @@ MAX_COUNT = (1 << 31) - 1
 # Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,9})?")
 _CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens per step
+_STATE_INTERVAL = 256  # tokens
 
 
 def _check_count(name: str, value: object, low: int = 1, high: int = MAX_COUNT) -> None:
@@ -84,6 +85,8 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_utilization: float | None = None
     enable_prefix_caching: bool = True
+    state_interval: int | None = None
+    num_state_slots: int | None = None
     compile: str = "auto"
     attention: str = "auto"
     transparent: bool = True
@@ -130,6 +133,7 @@ class EngineConfig:
             limit = "must be a number above 0 and at most 1"
             raise InvalidInputError("memory_utilization", share, limit)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        self._check_states()
         _check_bool("transparent", self.transparent)
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise InvalidInputError("overlap", self.overlap, "must be True, False or None")
@@ -144,6 +148,18 @@ class EngineConfig:
         if not is_int(self.seed) or not -bound <= self.seed < bound:
             raise InvalidInputError("seed", self.seed, "must be a 64-bit integer")
         Policy(self.policy)
+
+    def _check_states(self) -> None:
+        if self.state_interval is not None:
+            _check_count("state_interval", self.state_interval)
+            if self.state_interval % self.block_size:
+                limit = f"must be a multiple of block_size = {self.block_size}"
+                raise InvalidInputError("state_interval", self.state_interval, limit)
+        if self.num_state_slots is not None:
+            _check_count("num_state_slots", self.num_state_slots)
+            if self.num_state_slots <= self.max_num_seqs:
+                limit = f"must be more than max_num_seqs = {self.max_num_seqs}"
+                raise InvalidInputError("num_state_slots", self.num_state_slots, limit)
 
     def _check_quantization(self) -> None:
         _check_choice("quantization", self.quantization, QUANTIZATIONS)
@@ -162,6 +178,12 @@ class EngineConfig:
     def num_tokens_a_step(self) -> int:
         """The token budget: as given, or 2,048 (more if ``max_num_seqs`` is more)."""
         return self.max_num_batched_tokens or max(_CPU_BUDGET, self.max_num_seqs)
+
+    @property
+    def tokens_an_interval(self) -> int:
+        """The interval of recurrent states: as given, or 256 rounded up to whole blocks."""
+        blocks = -(-_STATE_INTERVAL // self.block_size) * self.block_size
+        return self.state_interval or blocks
 
     def for_gpu(self) -> EngineConfig:
         """The same with the defaults of a GPU: it takes more tokens to keep one busy."""

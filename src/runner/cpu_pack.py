@@ -30,7 +30,7 @@ _INITIAL_BLOCKS = 16
 
 
 class _Table:
-    """A request's block table as an array that grows by doubling."""
+    """A request's block or state table as an array that grows by doubling."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._ids = np.empty(max(len(blocks), _INITIAL_BLOCKS), np.int32)
@@ -49,6 +49,46 @@ class _Table:
     @property
     def ids(self) -> NDArray[np.int32]:
         return self._ids[: self._num_blocks]
+
+
+def _taken_in(
+    known: dict[str, _Table], plan: StepPlan, whole: dict[int, Blocks], added: dict[int, Blocks]
+) -> list[NDArray[np.int32]]:
+    """The tables of the plan's rows, after what it says of them.
+
+    Raises:
+        RuntimeError: it releases a request that has none.
+    """
+    names = [request.request_id for request in plan.requests]
+    for name in plan.released:
+        if name not in known:
+            raise RuntimeError(f"step {plan.step} releases {name!r}, which has no table")
+        del known[name]
+    for row, table in whole.items():
+        known[names[row]] = _Table(table)
+    for row, ids in added.items():
+        known[names[row]].append(ids)
+    return [known[name].ids for name in names]
+
+
+def _check_lengths(
+    plan: StepPlan, rows: Sequence[NDArray[np.int32]], tokens_an_entry: int, what: str
+) -> None:
+    for request, start, num_tokens, ids in zip(
+        plan.requests, plan.starts, plan.num_tokens, rows, strict=True
+    ):
+        needed = start + num_tokens
+        if len(ids) * tokens_an_entry < needed:
+            # Unnoticed, its tokens would go to the null block, or the null slot.
+            name = request.request_id
+            raise ValueError(f"request {name}: {len(ids)} {what} for {needed} tokens")
+
+
+def _as_matrix(rows: Sequence[NDArray[np.int32]], num_rows: int, filler: int) -> NDArray[np.int32]:
+    tables = np.full((num_rows, max([MIN_SIZE, *map(len, rows)])), filler, np.int32)
+    for row, ids in enumerate(rows):
+        tables[row, : len(ids)] = ids
+    return tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +134,23 @@ class PackedStep:
 
 
 class CpuStepPacker:
-    """Turns plans into :class:`PackedStep`; keeps block tables as arrays between steps."""
+    """Turns plans into :class:`PackedStep`; keeps block and state tables as arrays between steps.
 
-    def __init__(self, *, block_size: int, num_blocks: int, device: torch.device) -> None:
+    Args:
+        num_state_slots: 0 of models without recurrent layers, which have no state tables.
+        state_interval: tokens of an entry of a state table.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        num_blocks: int,
+        device: torch.device,
+        num_state_slots: int = 0,
+        state_interval: int = 0,
+    ) -> None:
+        self._num_state_slots, self._state_interval = num_state_slots, state_interval
         self._block_size = block_size
         self._null_slot = num_blocks * block_size
         self._null_block = num_blocks
@@ -104,8 +158,9 @@ class CpuStepPacker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget block tables and sampled tokens, as after a failed step."""
+        """Forget all tables and sampled tokens, as after a failed step."""
         self._tables: dict[str, _Table] = {}
+        self._state_tables: dict[str, _Table] = {}
         self._sampled = np.empty(0, np.int64)
 
     def remember(self, token_ids: NDArray[np.int64]) -> None:
@@ -113,10 +168,10 @@ class CpuStepPacker:
         self._sampled = token_ids
 
     def pack(self, plan: StepPlan) -> PackedStep:
-        """Takes in the plan's block tables, and packs the step.
+        """Takes in the plan's block and state tables, and packs the step.
 
         Raises:
-            ValueError: a block table does not cover the positions of its row.
+            ValueError: a table does not cover the positions of its row.
             RuntimeError: the plan releases a request that was not admitted since the last reset.
         """
         num_rows = len(plan)
@@ -159,6 +214,9 @@ class CpuStepPacker:
             query_starts=self._to_device(query_starts),
             context_lens=self._to_device(context_lens),
             block_tables=self._to_device(tables),
+            state_tables=self._to_device(self._tables_of_states(plan, padded_rows))
+            if self._num_state_slots
+            else None,
         )
         logprobs = LogprobInputs(
             sampled_fields([plan.requests[row] for row in sampled]), prompt_fields(plan)
@@ -171,27 +229,15 @@ class CpuStepPacker:
         return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
     def _block_tables(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
-        known, names = self._tables, [request.request_id for request in plan.requests]
-        for name in plan.released:
-            if name not in known:
-                raise RuntimeError(f"step {plan.step} releases {name!r}, which has no table")
-            del known[name]
-        for row, table in plan.tables.items():
-            known[names[row]] = _Table(table)
-        for row, added in plan.new_blocks.items():
-            known[names[row]].append(added)
-        rows = [known[name].ids for name in names]
-        for name, start, num_tokens, blocks in zip(
-            names, plan.starts, plan.num_tokens, rows, strict=True
-        ):
-            needed = start + num_tokens
-            if len(blocks) * self._block_size < needed:
-                # Unnoticed, its tokens would go to the null block.
-                raise ValueError(f"request {name}: {len(blocks)} blocks for {needed} tokens")
-        width = max([MIN_SIZE, *map(len, rows)])
-        tables = np.full((padded_rows, width), self._null_block, np.int32)
-        for row, blocks in enumerate(rows):
-            tables[row, : len(blocks)] = blocks
+        rows = _taken_in(self._tables, plan, plan.tables, plan.new_blocks)
+        _check_lengths(plan, rows, self._block_size, "blocks")
+        return _as_matrix(rows, padded_rows, self._null_block)
+
+    def _tables_of_states(self, plan: StepPlan, padded_rows: int) -> NDArray[np.int32]:
+        rows = _taken_in(self._state_tables, plan, plan.state_tables, plan.new_state_slots)
+        _check_lengths(plan, rows, self._state_interval, "state slots")
+        tables = _as_matrix(rows, padded_rows, self._num_state_slots)
+        tables[tables < 0] = self._num_state_slots
         return tables
 
     def _sampling(self, plan: StepPlan, sampled: Iterable[int]) -> SamplingInputs | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches
+from ..compile.recurrent_state import allocate_states
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
@@ -54,6 +55,8 @@ class ModelRunner:
         block_size: tokens a KV block. num_blocks: blocks besides the null block.
         max_num_tokens, max_num_rows, max_num_blocks: most of a step, and most blocks of a row; what
             several ranks make room for.
+        num_state_slots, state_interval: of a model with recurrent layers: slots besides the null
+            slot, and tokens of an interval.
         overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
             GPU does. It gains nothing on a CPU.
         processed_logprobs: those of sampled tokens are of what they are sampled from.
@@ -73,6 +76,8 @@ class ModelRunner:
         max_num_tokens: int = 0,
         max_num_rows: int = 0,
         max_num_blocks: int = 0,
+        num_state_slots: int = 0,
+        state_interval: int = 0,
         overlap: bool = False,
         processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
@@ -90,9 +95,19 @@ class ModelRunner:
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
         self.captured = captured
-        self._forward = captured.bind(self.kv_caches)
+        if loaded.recurrent and (num_state_slots < 1 or state_interval < 1):
+            raise InvalidInputError("num_state_slots", num_state_slots, "must be 1 or more")
+        self.num_state_slots, self.state_interval = num_state_slots, state_interval
+        self.states = allocate_states(
+            loaded.recurrent, num_state_slots, state_interval, loaded.device
+        )
+        self._forward = captured.bind(self.kv_caches, self.states)
         self._packer = CpuStepPacker(
-            block_size=block_size, num_blocks=num_blocks, device=loaded.device
+            block_size=block_size,
+            num_blocks=num_blocks,
+            device=loaded.device,
+            num_state_slots=num_state_slots if loaded.recurrent else 0,
+            state_interval=state_interval,
         )
         self._edits = CpuEdits(keeps_rows=processed_logprobs)
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)

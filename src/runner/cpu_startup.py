@@ -6,7 +6,7 @@ from ..compile.captured_model import CapturedModel
 from ..engine.config import EngineConfig
 from ..engine.stats import Clock, EngineStats
 from .cpu_runner import ModelRunner, OnLogits
-from .kv_budget import fitting_length, num_cpu_blocks
+from .kv_budget import fitting_length, num_cpu_blocks, num_cpu_state_slots
 
 
 def make_cpu_runner(
@@ -18,7 +18,10 @@ def make_cpu_runner(
 ) -> tuple[ModelRunner, int]:
     limit = config.max_model_len or captured.loaded.max_position_embeddings
     with clock("kv_cache"):
-        num_blocks = captured.communicator.least(num_cpu_blocks(config, captured, limit))
+        num_state_slots = num_cpu_state_slots(config, captured)
+        num_blocks = captured.communicator.least(
+            num_cpu_blocks(config, captured, limit, num_state_slots)
+        )
         max_model_len = fitting_length(config, num_blocks, limit)
         runner = ModelRunner(
             captured,
@@ -27,6 +30,8 @@ def make_cpu_runner(
             max_num_tokens=config.num_tokens_a_step,
             max_num_rows=config.max_num_seqs,
             max_num_blocks=-(-max_model_len // config.block_size),
+            num_state_slots=num_state_slots,
+            state_interval=config.tokens_an_interval if num_state_slots else 0,
             overlap=bool(config.overlap),
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             on_logits=on_logits,

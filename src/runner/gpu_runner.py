@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches
-from ..compile.step_inputs import MIN_SIZE, StepInputs, StepOutputs
+from ..compile.step_inputs import MIN_SIZE, NO_STATES, StepInputs, StepOutputs
 from ..engine.plan import StepPlan, StepResult
 from ..kernels.jit.compile_pool import current_compilers
 from ..kernels.jit.parallel_build import parallel_build
@@ -85,6 +85,8 @@ class GpuRunner:
         processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
     """
 
+    num_state_slots = state_interval = 0
+
     def __init__(
         self,
         captured: CapturedModel,
@@ -106,7 +108,9 @@ class GpuRunner:
         self.kv_caches = allocate_kv_caches(
             captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
         )
-        self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(self.kv_caches)
+        self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(
+            self.kv_caches, NO_STATES
+        )
         self._copier = BlockCopier(self.kv_caches)
         self._on_logits = on_logits
         self._device, self._transparent = loaded.device, transparent

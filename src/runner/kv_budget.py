@@ -1,9 +1,11 @@
-"""Sizes the KV cache: how many blocks fit into memory, and the longest request they hold."""
+"""Sizes the KV cache and the state slots: how many fit into memory, and the longest request they
+hold."""
 
 from __future__ import annotations
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import kv_bytes_per_block
+from ..compile.recurrent_state import bytes_per_slot
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from .host_memory import available_bytes
@@ -30,20 +32,59 @@ def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
     return min(limit, num_tokens_max)
 
 
-def num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) -> int:
-    """Blocks of the KV cache on a CPU: as many as were asked for, or half of the memory, to 4 GiB.
+def num_cpu_state_slots(config: EngineConfig, captured: CapturedModel) -> int:
+    """State slots on a CPU: as many as were asked for, or one more than two for each request that
+    can run, if half of the cache's memory holds them; 0 of a model without recurrent layers.
+
+    Raises:
+        InvalidInputError: there is no room for one a request, and one more.
+    """
+    num_bytes_a_slot = bytes_per_slot(captured.loaded.recurrent)
+    if not num_bytes_a_slot:
+        return 0
+    num_available = available_bytes()
+    num_bytes = num_available if config.num_blocks else _cpu_cache_bytes(config, num_available)
+    num_fitting = num_bytes // num_bytes_a_slot - 1  # one is the null slot
+    fewest = config.max_num_seqs + 1
+    if num_fitting < (config.num_state_slots or fewest):
+        sizes = (
+            f"of {num_bytes_a_slot / GIB:.4f} GiB do not fit the {num_bytes / GIB:.1f} GiB there "
+            "are for the cache"
+        )
+        if config.num_state_slots:
+            raise InvalidInputError("num_state_slots", config.num_state_slots, sizes)
+        limit = f"a model with recurrent layers needs {fewest} state slots for them, which {sizes}"
+        raise InvalidInputError("max_num_seqs", config.max_num_seqs, limit)
+    if config.num_state_slots:
+        return config.num_state_slots
+    # Those beyond the fewest hold checkpoints, which only prefix hits read.
+    wanted = fewest + config.max_num_seqs * config.enable_prefix_caching
+    return max(fewest, min(wanted, num_fitting // 2))
+
+
+def _cpu_cache_bytes(config: EngineConfig, num_available: int) -> int:
+    """Memory for blocks and state slots, where no number of blocks was asked for."""
+    share = config.memory_utilization
+    default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
+    return default if share is None else int(share * num_available)
+
+
+def num_cpu_blocks(
+    config: EngineConfig, captured: CapturedModel, limit: int, num_state_slots: int
+) -> int:
+    """Blocks of the KV cache on a CPU: as many as were asked for, or half of the memory, to 4 GiB,
+    without what the state slots take.
 
     Raises:
         InvalidInputError: they do not fit the memory available.
     """
     num_available = available_bytes() // config.tensor_parallel_size  # of one host, for all ranks
+    num_state_bytes = (num_state_slots + 1) * bytes_per_slot(captured.loaded.recurrent)
     if config.num_blocks is None:
-        share = config.memory_utilization
-        default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
-        num_bytes = default if share is None else int(share * num_available)
-        return blocks_in(num_bytes, config, captured, limit)
+        num_bytes = _cpu_cache_bytes(config, num_available)
+        return blocks_in(num_bytes - num_state_bytes, config, captured, limit)
     num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
-    num_bytes = (config.num_blocks + 1) * num_bytes_a_block
+    num_bytes = (config.num_blocks + 1) * num_bytes_a_block + num_state_bytes
     if num_bytes > num_available:
         sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
         raise InvalidInputError("num_blocks", config.num_blocks, f"their {sizes}; lower it")
@@ -58,7 +99,10 @@ def blocks_in(
     Raises:
         InvalidInputError: not even one fits.
     """
+    num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    if not num_bytes_a_block:  # without attention, blocks only count tokens
+        return num_useful
     num_blocks = num_bytes // num_bytes_a_block - 1  # one is the null block
     if num_blocks < 1:
         raise InvalidInputError(
@@ -68,5 +112,4 @@ def blocks_in(
             f"{num_bytes_a_block / GIB:.4f} GiB; raise it, or lower max_num_batched_tokens, "
             "max_num_seqs, block_size or the model's size",
         )
-    num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     return min(num_blocks, num_useful)

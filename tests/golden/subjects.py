@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import tempfile
@@ -25,6 +26,7 @@ from tests.golden.harness import (
     reference_of,
 )
 from tests.support.models import TP_OVERRIDES, VOCAB_SIZE, tiny_model
+from tests.support.recurrent_models import RECURRENT
 
 TINY_PROMPT_LENGTHS = [1, 2, 17, 40, 64, 90, 33, 48, 5, 70]
 TINY_NUM_OUTPUTS = [24, 20, 24, 16, 24, 24, 12, 24, 8, 24]
@@ -45,6 +47,16 @@ FEW_CONDITIONS = [
 ]
 
 
+def _with_states(condition: Condition) -> Condition:
+    """The same with intervals so short that prompts have checkpoints."""
+    interval = max(8, condition.settings.get("block_size", 16))
+    settings = {**condition.settings, "state_interval": interval}
+    return dataclasses.replace(condition, settings=settings)
+
+
+RECURRENT_CONDITIONS = [_with_states(condition) for condition in TINY_CONDITIONS]
+
+
 @functools.cache
 def tiny(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
     model = tiny_model(arch).to(device)
@@ -52,7 +64,9 @@ def tiny(arch: str, device: str = "cpu") -> tuple[Subject, Reference]:
     judge = copy.deepcopy(model)
     judge.set_attn_implementation("eager")  # its sdpa path leaves gemma2's softcap out
     reference = reference_of(judge, prompts, TINY_NUM_OUTPUTS)
-    return Subject(arch, model, device=device, max_num_seqs=16), reference
+    # Some without attention have no longest context of their own.
+    settings = {"max_model_len": 512} if arch in RECURRENT else {}
+    return Subject(arch, model, device=device, max_num_seqs=16, **settings), reference
 
 
 RANKS_CONDITION = Condition(

@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.support.recurrent_models import RECURRENT
+
 VOCAB_SIZE = 320
 WINDOW = 24
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
@@ -164,7 +166,12 @@ def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     options = (
         dict(_SPECIFIC[arch])
         if arch == "gpt2"
-        else {**_COMMON, **_SPECIFIC.get(arch, {}), **_OTHERS.get(arch, {})}
+        else {
+            **_COMMON,
+            **_SPECIFIC.get(arch, {}),
+            **_OTHERS.get(arch, {}),
+            **RECURRENT.get(arch, {}),
+        }
     )
     config = AutoConfig.for_model(arch, **{**options, **overrides})
     return random_model(config, seed)

@@ -17,17 +17,23 @@ from torch.fx import GraphModule, Node
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
-from ..fx.nodes import example
+from ..fx.nodes import example, recurrent_interval
 from ..kv_cache import allocate_kv_caches
-from ..model.attention import (
-    ATTENTION_NAME,
-    AttentionStep,
-    attention_implementation,
-    current,
-)
+from ..model.attention import ATTENTION_NAME, attention_implementation
+from ..model.current_step import ModelStep, current
 from ..model.forward import PackedForward
 from ..model.loaded import LoadedModel
-from ..step_inputs import EXAMPLE_SIZES, INPUT_NAMES, KVCaches, StepInputs, example_inputs
+from ..recurrent_state import allocate_states
+from ..step_inputs import (
+    EXAMPLE_SIZES,
+    EXAMPLE_STATE_SIZES,
+    INPUT_NAMES,
+    STATE_TABLES,
+    KVCaches,
+    RecurrentStates,
+    StepInputs,
+    example_inputs,
+)
 from .traced import DYNAMO_SETTINGS, Source, Traced
 
 
@@ -49,10 +55,21 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
     kv_caches = allocate_kv_caches(
         specs, sizes["num_blocks"], sizes["block_size"], loaded.dtype, device
     )
-    inputs = example_inputs(device)
-    for name in INPUT_NAMES:
+    state_sizes = EXAMPLE_STATE_SIZES
+    states = allocate_states(
+        loaded.recurrent, state_sizes["num_slots"], state_sizes["interval"], device
+    )
+    has_states = bool(loaded.recurrent)
+    inputs = example_inputs(device, has_states)
+    for name in (*INPUT_NAMES, *([STATE_TABLES] if has_states else [])):
         tensor = getattr(inputs, name)
-        dims = {"input_ids": (1,), "position_ids": (1,), "block_tables": (0, 1)}
+        tables = (0, 1)
+        dims = {
+            "input_ids": (1,),
+            "position_ids": (1,),
+            "block_tables": tables,
+            STATE_TABLES: tables,
+        }
         for dim in dims.get(name, (0,)):
             torch._dynamo.mark_dynamic(tensor, dim)
     # The sizes of the caches stay numbers, those of the example: nothing in the graph but our ops
@@ -60,8 +77,8 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
     given: list[tuple[GraphModule, list[Any]]] = []
     packed = PackedForward(module)
 
-    def step(inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
-        return forward(packed, specs, inputs, kv_caches)
+    def step(inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates) -> Tensor:
+        return forward(packed, specs, inputs, kv_caches, states)
 
     def backend(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         # A copy, for Dynamo clears its own graph on the way out.
@@ -77,9 +94,9 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
             attention_implementation(module, ATTENTION_NAME),
             torch._dynamo.config.patch(DYNAMO_SETTINGS),
         ):
-            torch.compile(fresh, fullgraph=True, backend=backend)(inputs, kv_caches)
+            torch.compile(fresh, fullgraph=True, backend=backend)(inputs, kv_caches, states)
     except _Captured:
-        return _described(loaded, *given[0], inputs, kv_caches)
+        return _described(loaded, *given[0], inputs, kv_caches, states)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -98,9 +115,12 @@ def forward(
     specs: Sequence[AttentionSpec],
     inputs: StepInputs,
     kv_caches: KVCaches,
+    states: RecurrentStates,
 ) -> Tensor:
-    """Logits ``[1, S, V]`` of a step, from the module as it is; writes its KV into the caches."""
-    current.step = AttentionStep(inputs, kv_caches, specs)
+    """Logits ``[1, S, V]`` of a step, from the module as it is; writes its KV into the caches, and
+    its states."""
+    current.step = ModelStep(inputs, kv_caches, states, specs)
+    current.num_recurrent_calls = 0
     try:
         return packed(inputs.input_ids, inputs.position_ids, inputs.logits_to_keep)
     finally:
@@ -113,15 +133,18 @@ def _described(
     examples: list[Any],
     inputs: StepInputs,
     kv_caches: KVCaches,
+    states: RecurrentStates,
 ) -> Traced:
     """Bind every placeholder of ``gm``."""
     module = loaded.module
     places: dict[int, Source] = {}
-    for name in INPUT_NAMES:
+    for name in (*INPUT_NAMES, STATE_TABLES):
         places[id(getattr(inputs, name))] = ("input", name)
     for call, pair in enumerate(kv_caches):
         for which, cache in enumerate(pair):
             places[id(cache)] = ("cache", call, which)
+    for call, state in enumerate(states.tensors):
+        places[id(state)] = ("state", call)
     owned = {id(t) for t in [*module.parameters(), *module.buffers()]}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sources: dict[str, Source] = {}
@@ -141,7 +164,23 @@ def _described(
     for node in placeholders:
         if node.name not in sources and node.name not in constants:
             sources[node.name] = _size_source(loaded, node, symbols)
+    if states.tensors:
+        sources[_interval_input(gm, states.interval)] = ("interval",)
     return Traced(gm, constants, sources)
+
+
+def _interval_input(gm: GraphModule, traced: int) -> str:
+    """Make the interval of the states, a number in the trace, an input of the graph."""
+    graph = gm.graph
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        interval = graph.placeholder("state_interval")
+    interval.meta["example_value"] = traced
+    for node in graph.nodes:
+        place = recurrent_interval(node)
+        if place is not None:
+            node.update_arg(place, interval)
+    return interval.name
 
 
 def _size_source(loaded: LoadedModel, node: Node, symbols: dict[str, Source]) -> Source:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ...kernels import ops  # noqa: F401 - graphs call them by name
+from ...kernels.recurrent import ops as recurrent_ops  # noqa: F401 - as these
 from ..fx.nodes import PLAIN, example
 from .results import NotSerializable, ResultReader
 from .traced import Traced

@@ -35,12 +35,15 @@ _OWN_SOURCES = (
     "../fx/fake_tensors.py",
     "../fx/nodes.py",
     "../model/attention.py",
+    "../model/current_step.py",
     "../model/forward.py",
     "../model/layers.py",
     "../model/loaded.py",
     "../model/plain_attention.py",
+    "../model/recurrent.py",
     "../step_inputs.py",
     "../../kernels/ops.py",
+    "../../kernels/recurrent/ops.py",
 )
 # Where a model came from, and what is set anew for each trace.
 _NO_MATTER = frozenset({"_name_or_path", "name_or_path", "_attn_implementation_internal"})
@@ -56,7 +59,7 @@ def _parts(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Iterator[obje
     module, device = loaded.module, loaded.device
     yield _VERSION, loaded.dtype
     yield from process_parts(device)
-    yield [repr(spec) for spec in specs]
+    yield [repr(spec) for spec in (*specs, *loaded.recurrent)]
     yield [hashlib.sha256((_OURS / name).read_bytes()).hexdigest() for name in _OWN_SOURCES]
     yield from _tensors(module)
     code = Code()

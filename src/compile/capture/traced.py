@@ -26,7 +26,8 @@ class Traced:
         gm: its nodes' ``meta["example_value"]`` are fake tensors of one mode, or sizes.
         constants: placeholder name to the parameter or buffer of the model it stands for.
         sources: name of every other placeholder to where its value is found at each step:
-            ``("input", field)``, ``("cache", call, which)`` or ``("size", field, dim)``.
+            ``("input", field)``, ``("cache", call, which)``, ``("state", call)``,
+            ``("size", field, dim)`` or ``("interval",)``.
     """
 
     gm: GraphModule

@@ -8,6 +8,7 @@ elsewhere stays.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
@@ -17,6 +18,8 @@ from torch.fx import Graph, Node
 
 PLAIN = (type(None), bool, int, float, str)
 """Types of values that are equal when their texts are."""
+RECURRENT_KINDS = ("short_conv", "delta_rule", "ssd_scan", "selective_scan")
+"""Our operators that read and write the states of requests."""
 
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(
@@ -51,6 +54,15 @@ def calls_op(node: object, name: str) -> TypeGuard[Any]:
     """Does ``node`` call our operator of this name: ``paged_attention`` or ``kv_store``?"""
     op = getattr(torch.ops.pagespec, name)
     return calls_function(node, op, op.default)
+
+
+def recurrent_interval(node: Node) -> int | None:
+    """Which argument of a recurrent operator of ours is the interval; None of any other node."""
+    for name in RECURRENT_KINDS:
+        if calls_op(node, name):
+            schema = getattr(torch.ops.pagespec, name).default._schema
+            return [argument.name for argument in schema.arguments].index("interval")
+    return None
 
 
 def is_ours(node: Node) -> bool:
@@ -149,7 +161,7 @@ def last_dim_slice(node: object) -> tuple[Node, int, int] | None:
 def written_nodes(graph: Graph) -> set[Node]:
     """Nodes whose memory some call of the graph may change in place, and all views of it.
 
-    Operators of ours that write do so into the KV caches only, which no pattern reads.
+    Operators of ours that write do so into KV caches and states only, which no pattern reads.
     """
     written: set[Node] = set()
     stack = [
@@ -216,6 +228,24 @@ def linear_operands(node: Node) -> tuple[Node, Node, Node | None]:
     names = ("input", "weight", "bias")
     found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return found["input"], found["weight"], found.get("bias")  # type: ignore[return-value]
+
+
+def left_matmul_operands(node: Node) -> tuple[Node, Node] | None:
+    """(weight ``[O, I]``, columns ``[..., I, T]``) if ``node`` multiplies columns with a constant
+    matrix from the left, or a batch of columns with one of matrices; else None."""
+    if not calls_function(node, operator.matmul, torch.matmul):
+        return None
+    pair = operands(node)
+    weight, columns = (None, None) if pair is None else map(tensor_of, pair)
+    if pair is None or weight is None or columns is None or weight.dim() < 2:
+        return None
+    source = pair[0].args[0] if calls(pair[0], "getitem") else pair[0]
+    if not isinstance(source, Node) or source.op != "placeholder":
+        return None
+    if not all(isinstance(size, int) for size in weight.shape):
+        return None  # a step's input
+    is_batch = weight.dim() == columns.dim() and weight.shape[:-2] == columns.shape[:-2]
+    return pair if is_batch or weight.dim() == 2 < columns.dim() else None
 
 
 GROUPED_MM_NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")

@@ -22,6 +22,7 @@ from .nodes import (
     grouped_operands,
     is_linear,
     is_ours,
+    left_matmul_operands,
     linear_operands,
 )
 
@@ -86,7 +87,7 @@ def _is_recorded(node: Node, _: Bindings) -> bool:
 
 def _is_no_matmul(node: Node, _: Bindings) -> bool:
     is_matmul = is_linear(node) or grouped_operands(node) or node.target == torch.addmm
-    return is_ours(node) or not is_matmul
+    return is_ours(node) or not (is_matmul or left_matmul_operands(node))
 
 
 def _has_no_constant_weight(node: Node, bound: Bindings) -> bool:

@@ -1,46 +1,28 @@
 """The attention function a Hugging Face model calls: store the new KV, then attend over pages.
 
 It is registered with transformers' ``AttentionInterface``. What changes from step to step it finds
-in :data:`current`, set around the call of the model's ``forward``: many models hand no keyword
-arguments down. In a trace these are plain inputs of the graph all the same. What never changes is
-an :class:`AttentionSpec`.
+in :data:`.current_step.current`, set around the call of the model's ``forward``: many models hand
+no keyword arguments down. In a trace these are plain inputs of the graph all the same. What never
+changes is an :class:`AttentionSpec`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ...kernels import ops
-from ...kernels.attention.spec import AttentionSpec
-from ..step_inputs import KVCaches, StepInputs
+from .current_step import current
 from .forward import positions_inside
 from .plain_attention import plain_attention_replaced
+from .recurrent import RecurrentFunction, recurrences_replaced, run_on_states
 
 # Transformers treats names with "flash", "sdpa", "flex" or "/" in them specially.
 ATTENTION_NAME = "pagespec"
-
-
-class AttentionStep(NamedTuple):
-    """What the attention calls of a step share."""
-
-    inputs: StepInputs
-    kv_caches: KVCaches
-    specs: Sequence[AttentionSpec]
-
-
-class _Current(threading.local):
-    """The step whose forward pass a thread is in."""
-
-    step: AttentionStep | None = None
-
-
-current = _Current()
 
 
 def paged_attention_forward(
@@ -60,7 +42,7 @@ def paged_attention_forward(
     and from the model's mask; the remaining keyword arguments were vetted there.
     """
     assert current.step is not None
-    inputs, kv_caches, specs = current.step
+    inputs, kv_caches, specs = current.step.inputs, current.step.kv_caches, current.step.specs
     call: int = module.pagespec_call  # type: ignore[assignment]
     spec = specs[call]
     k_cache, v_cache = kv_caches[call]
@@ -100,8 +82,11 @@ def _configs(module: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 @contextmanager
-def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[None]:
-    """Have ``module`` call the attention function ``name`` inside the block; restore it after.
+def attention_implementation(
+    module: PreTrainedModel, name: str, recurrence: RecurrentFunction = run_on_states
+) -> Iterator[None]:
+    """Have ``module`` call the attention function ``name``, and ``recurrence`` for each recurrence,
+    inside the block; restore both after.
 
     The model may be the caller's own, and goes back to what it was.
 
@@ -124,6 +109,7 @@ def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[Non
                 for config in others:
                     config._attn_implementation_internal = name
             stack.enter_context(positions_inside(module))
+            stack.enter_context(recurrences_replaced(module, recurrence))
             yield
     finally:
         for config, implementation in before:

@@ -40,6 +40,7 @@ def load_model(
     device: str | torch.device = "cpu",
     load_format: str = "auto",
     quantization: str | None = None,
+    max_model_len: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     shard: Shard = WHOLE,
 ) -> LoadedModel:
@@ -53,6 +54,7 @@ def load_model(
         load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
         quantization: None, or "gguf": what a GGUF file holds quantised is to stay so in the graph
             that is captured, on a CPU.
+        max_model_len: the longest context of a model whose config has none.
         cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
             ``~/.cache/pagespec``.
         shard: the part to load; of files, nothing else is read. With more than one rank all of them
@@ -70,12 +72,13 @@ def load_model(
     if quantization is not None:
         named = model.name if isinstance(model, ModelSource) else model
         check_quantization(quantization, named, device)
+    given: Any
     if isinstance(model, PreTrainedModel):
-        given: Any = model
+        given = model
         module: PreTrainedModel = given.to(device).eval()
         if torch_dtype is not None:
             _cast(module, torch_dtype)
-        return _described(module, tokenizer=None)
+        return _described(module, None, max_model_len)
 
     name, source, config = _config_of(model, cache_dir)
     if torch_dtype is None:
@@ -84,7 +87,8 @@ def load_model(
         torch_dtype = torch.float32 if device.type == "cpu" else configured
     module = _built(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
-    described = _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
+    given = module
+    described = _described(given.to(device).eval(), _tokenizer(source, name), max_model_len)
     described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
     if quantization is not None:
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
@@ -235,7 +239,9 @@ def _tokenizer(source: str, name: str) -> Any | None:
             return None  # how the hub says that there is none
 
 
-def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
+def _described(
+    module: PreTrainedModel, tokenizer: Any | None, max_model_len: int | None
+) -> LoadedModel:
     config = module.config
     text_config = config.get_text_config(decoder=True)
     generation_config = getattr(module, "generation_config", None)
@@ -251,10 +257,14 @@ def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
     limit = getattr(text_config, "max_position_embeddings", None)
     if limit is None:  # of the decoder of a model that also has an encoder
         limit = getattr(text_config, "max_target_positions", None)
-    if not isinstance(limit, int) or limit < 1:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: its config gives no max_position_embeddings"
+    has_own_limit = isinstance(limit, int) and limit >= 1
+    if not has_own_limit:
+        limit = max_model_len
+    if limit is None:
+        must = (
+            f"must be given: the config of {type(module).__name__} gives no max_position_embeddings"
         )
+        raise InvalidInputError("max_model_len", None, must)
     return LoadedModel(
         module,
         config,
@@ -263,4 +273,5 @@ def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
         int(text_config.vocab_size),
         limit,
         model_type=config.model_type,
+        has_own_limit=has_own_limit,
     )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ...kernels.linear.cpu_quantized import Int4Weight
+    from ...kernels.recurrent.spec import RecurrentSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,12 @@ class LoadedModel:
         tokenizer: None if the model came without one.
         eos_token_ids: the tokens that end generation, from the generation config, else the config.
         vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
-        max_position_embeddings: the longest context the model was made for, in tokens.
+        max_position_embeddings: the longest context the model was made for, in tokens; if
+            ``has_own_limit`` is false, the longest it is asked to serve.
         shard: the part of the model that ``module`` is.
         vocab_sizes: of each rank's head in order; None if each has all of it.
         model_type: of the config.
+        recurrent: its recurrent calls, once it was probed.
         quantized: weights to keep quantised, by parameter name; in 4 bits, or None for float16.
             Empty once the model was captured.
         module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
@@ -57,6 +60,8 @@ class LoadedModel:
     shard: Shard = WHOLE
     vocab_sizes: list[int] | None = None
     model_type: str | None = None
+    has_own_limit: bool = True
+    recurrent: list[RecurrentSpec] = field(default_factory=list)
     quantized: dict[str, Int4Weight | None] = field(default_factory=dict)
 
     @property

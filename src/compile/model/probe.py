@@ -1,12 +1,13 @@
-"""Finds the attention calls of a model, and their scales and masks, on stand-in attention.
+"""Finds the attention and recurrent calls of a model, on stand-ins for both.
 
 No KV cache and no graph. On eight tokens, with the whole model:
 
 1. *record*: every attention call in order, its shapes, scale, softcap, sinks, and the window,
-   read off the mask closure that reaches this very call;
-2. *poison*: with an attention that mixes no tokens, NaN in one token's embedding must reach no
-   other token's logits. So nothing else mixes tokens: no recurrence, convolution, token shift, or
-   attention that bypasses the interface. NaN shows however small the weights are;
+   read off the mask closure that reaches this very call; and every recurrence in order;
+2. *poison*: with an attention and recurrences that mix no tokens, NaN in one token's embedding must
+   reach no other token's logits. So nothing else mixes tokens: no recurrence or convolution but
+   those known here (:mod:`.recurrent`), no token shift, no attention that bypasses the interface.
+   NaN shows however small the weights are;
 3. *permute*: the packed tokens in another order must give the same queries, keys, values and
    logits in that order, so explicit position ids are followed.
 
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
@@ -34,6 +36,7 @@ from .loaded import LoadedModel
 from .masks import MaskFunction, window_of_mask
 from .probe_pass import ProbePass, all_same, local_attention, registered
 from .reach_probe import check_reach
+from .recurrent_probe import RecurrentRecorder
 from .thresholds import ReachPlan
 
 _NUM_PROBE_TOKENS = 8
@@ -45,10 +48,11 @@ _KNOWN_NUMBER_KWARGS = frozenset({"scaling", "dropout", "softcap", "sliding_wind
 
 
 class _Recorder:
-    """The attention and mask functions of the first run, and what they saw."""
+    """The attention, mask and recurrent functions of the first run, and what they saw."""
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, architecture: str, num_tokens: int) -> None:
         self.architecture = architecture
+        self.recurrent = RecurrentRecorder(self.refuse, num_tokens)
         self.masks: list[tuple[Tensor, MaskFunction]] = []
         self.windows: dict[tuple[int, int], int | None] = {}
         self.modules: list[nn.Module] = []
@@ -135,7 +139,8 @@ class _Recorder:
 def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
     """Find what each attention call of the model needs, or refuse the model.
 
-    Sets ``pagespec_call``, the call's number, on each attention module; changes nothing else.
+    Sets ``pagespec_call``, the call's number, on each attention module, and ``loaded.recurrent``;
+    changes nothing else.
 
     Returns:
         One spec an attention call, in order of execution.
@@ -165,6 +170,7 @@ def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPla
     with torch.inference_mode():
         recorder = _record(loaded, probe_pass, ids)
         _check_calls(loaded, recorder)
+        loaded.recurrent[:] = recorder.recurrent.specs.values()
         _check_token_independence(loaded, probe_pass, base)
         for spec, attention_module in zip(recorder.specs, recorder.modules, strict=True):
             attention_module.pagespec_call = spec.call  # type: ignore[assignment]
@@ -172,6 +178,7 @@ def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPla
         def check_calls_again(ids: Tensor) -> None:
             of_calls = dict(zip(recorder.modules, recorder.specs, strict=True))
             again = _record(loaded, probe_pass, ids, f": with {len(ids)} tokens in a pass")
+            recorder.recurrent.check_again(again.recurrent)
             for module, spec in zip(again.modules, again.specs, strict=True):
                 for field, before in asdict(of_calls[module]).items():
                     now = getattr(spec, field)
@@ -183,10 +190,14 @@ def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPla
 
 
 def _record(loaded: LoadedModel, probe_pass: ProbePass, ids: Tensor, where: str = "") -> _Recorder:
-    """The attention calls of a pass of tokens at consecutive positions, in order."""
-    recorder = _Recorder(loaded.architecture + where)
+    """The calls of a pass of tokens at consecutive positions, in order."""
+    recorder = _Recorder(loaded.architecture + where, len(ids))
     rows = torch.tensor([1, len(ids) - 1, 1], device=ids.device)
-    with registered(loaded.module, recorder.attention, recorder.mask):
+    recurrent = recorder.recurrent
+    with (
+        registered(loaded.module, recorder.attention, recorder.mask, recurrent.recurrence),
+        recurrent.watching(loaded.module),
+    ):
         probe_pass.logits(ids, torch.arange(len(ids), device=ids.device), rows)
     return recorder
 
@@ -196,8 +207,6 @@ def _check_statically(loaded: LoadedModel) -> None:
     parameters = inspect.signature(module.forward).parameters
     if "input_ids" not in parameters:
         raise UnsupportedModelError(f"{name}: its forward takes no input_ids")
-    if not takes_positions(module):
-        raise UnsupportedModelError(f"{name}: neither its forward nor a part takes positions")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: it is an encoder-decoder model")
     text_config = config.get_text_config(decoder=True)
@@ -213,14 +222,19 @@ def _check_statically(loaded: LoadedModel) -> None:
 
 
 def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
+    if recorder.specs and not takes_positions(loaded.module):
+        raise recorder.refuse("neither its forward nor a part takes positions")
     expected = loaded.config.get_text_config(decoder=True).num_hidden_layers
-    if len(recorder.specs) != expected:
+    # Where there are recurrences, a layer may have one, attention, both or neither. That nothing
+    # else mixes tokens is found out below.
+    if len(recorder.specs) != expected and not recorder.recurrent.specs:
         raise recorder.refuse(
             f"{len(recorder.specs)} attention calls through AttentionInterface in {expected} layers"
         )
     # Some configs give the cache a window of which the masks know nothing: `generate` then forgets
     # in its decode steps what its first step saw.
-    layers = DynamicCache(config=loaded.config.get_text_config(decoder=True)).layers
+    cache = DynamicCache(config=loaded.config.get_text_config(decoder=True))
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     for layer, spec in zip(layers, recorder.specs, strict=False):
         held = getattr(layer, "sliding_window", None)
         if isinstance(held, int) and held != spec.window:

@@ -18,6 +18,7 @@ from ...errors import UnsupportedModelError
 from .attention import attention_implementation
 from .forward import PackedForward
 from .loaded import LoadedModel
+from .recurrent import RecurrentCall, RecurrentFunction
 
 _PROBE_NAME = "pagespec_probe"
 
@@ -30,7 +31,7 @@ class ProbePass:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._forward = PackedForward(loaded.module)
-        self._local = _LocalAttention(loaded.architecture)
+        self._local = _LocalCalls(loaded.architecture)
 
     def logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """``[len(rows), V]``, by the attention function registered at present."""
@@ -51,19 +52,22 @@ class ProbePass:
 
     @contextmanager
     def stand_in(self) -> Iterator[None]:
-        """In the block, attention is :func:`local_attention` and :meth:`results` can be called."""
-        with registered(self._loaded.module, self._local.attention, _no_mask):
+        """In the block, attention is :func:`local_attention`, a recurrence is
+        :func:`local_recurrence`, and :meth:`results` can be called."""
+        local = self._local
+        with registered(self._loaded.module, local.attention, _no_mask, local.recurrence):
             yield
 
     def results(self, ids: Tensor, positions: Tensor) -> list[Tensor]:
-        """The logits, and queries, keys and values of every attention call; dim 0 is the token."""
+        """The logits, and queries, keys and values of every attention call, and what every
+        recurrence reads of a token; dim 0 is the token."""
         self._local.seen.clear()
         logits = self.logits(ids, positions, torch.arange(len(ids), device=ids.device))
         return [logits, *self._local.seen]
 
 
-class _LocalAttention:
-    """Runs :func:`local_attention` and keeps queries, keys and values of every call."""
+class _LocalCalls:
+    """Runs :func:`local_attention` and :func:`local_recurrence`, and keeps what they are given."""
 
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
@@ -81,6 +85,10 @@ class _LocalAttention:
         self.seen.extend(x[0].transpose(0, 1).clone() for x in (query, key, value))
         return local_attention(query, key, value), None
 
+    def recurrence(self, call: RecurrentCall) -> Tensor:
+        self.seen.extend(x.clone() for x in per_token(call))
+        return local_recurrence(call)
+
 
 def local_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """A stand-in that depends on each token's query, key and value and on no other token's."""
@@ -95,19 +103,49 @@ def local_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous()
 
 
+# Which tensors of a recurrence have a row for each token, in the order of its op. The first of them
+# has the shape of the result.
+_PER_TOKEN = {
+    "short_conv": (0,),
+    "delta_rule": (2, 0, 1, 3, 4),
+    "ssd_scan": (0, 1, 3, 4),
+    "selective_scan": (0, 1, 3, 4, 6),
+}
+
+
+def per_token(call: RecurrentCall) -> list[Tensor]:
+    """What a recurrence reads of each token: ``[T, ...]``."""
+    tensors = [call.tensors[place] for place in _PER_TOKEN[call.kind]]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def local_recurrence(call: RecurrentCall) -> Tensor:
+    """As :func:`local_attention`."""
+    out, *others = per_token(call)
+    for other in others:
+        flat = other.flatten(1)
+        ramp = torch.linspace(-1.0, 1.0, flat.shape[1], dtype=flat.dtype, device=flat.device)
+        gate = 1 + torch.tanh((flat * ramp).sum(-1)).to(out.dtype)
+        out = out * gate.view(-1, *[1] * (out.dim() - 1))
+    return out
+
+
 def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
 @contextmanager
 def registered(
-    module: PreTrainedModel, attention: AttentionFunction, mask: Callable[..., Any]
+    module: PreTrainedModel,
+    attention: AttentionFunction,
+    mask: Callable[..., Any],
+    recurrence: RecurrentFunction,
 ) -> Iterator[None]:
-    """Have the model call a pair of stand-in functions for the length of the block."""
+    """Have the model call these stand-in functions for the length of the block."""
     AttentionInterface.register(_PROBE_NAME, attention)
     AttentionMaskInterface.register(_PROBE_NAME, mask)
     try:
-        with attention_implementation(module, _PROBE_NAME):
+        with attention_implementation(module, _PROBE_NAME, recurrence):
             yield
     finally:
         AttentionInterface._global_mapping.pop(_PROBE_NAME, None)

@@ -26,7 +26,14 @@ from ...kernels.fused import cpu_activation
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
-from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
+from ..fx.nodes import (
+    calls_op,
+    example,
+    grouped_operands,
+    is_linear,
+    left_matmul_operands,
+    linear_operands,
+)
 from .context import PassContext
 from .quantize_linear import QuantizedCalls
 
@@ -141,6 +148,10 @@ class _InvariantCalls:
         grouped = grouped_operands(node)
         if grouped is not None:
             return invariant_linear.grouped_mm, (*grouped, self._recipe(grouped[1], (2, 1))), {}
+        columns = left_matmul_operands(node)
+        if columns is not None:
+            recipe = self._recipe(columns[0], (-2, -1))
+            return invariant_linear.left_matmul, (*columns, recipe), {}
         if node.target in (torch.addmm, "addmm") and not node.kwargs:
             bias, rows, weight = node.args
             if isinstance(weight, Node):

@@ -214,10 +214,8 @@ def test_refuses_rope_that_depends_on_the_batch(rope_type: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "options"),
     [
-        ("mamba", {"state_size": 4}),
         ("bloom", {"n_layer": 2, "n_head": 4}),
         ("llama4_text", {"attention_chunk_size": 32, "num_local_experts": 2, "head_dim": 8}),
-        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}),
     ],
 )
 def test_refuses_other_families(arch: str, options: dict[str, Any]) -> None:

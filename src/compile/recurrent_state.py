@@ -1,0 +1,41 @@
+"""The recurrent states of requests: a tensor of slots a recurrent call, and the bytes of a slot.
+
+A *slot* holds what one request needs of all recurrent layers: the last inputs of short
+convolutions, and the states of scans (docs/recurrent.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.recurrent.spec import RecurrentSpec
+from .step_inputs import RecurrentStates
+
+
+def allocate_states(
+    specs: Sequence[RecurrentSpec], num_slots: int, interval: int, device: torch.device | str
+) -> RecurrentStates:
+    """One tensor ``[num_slots + 1, *state_shape]`` a recurrent call, the null slot as the last one.
+
+    Nothing reads a slot that was not written, but the null slot.
+    """
+
+    def zeros(spec: RecurrentSpec) -> Tensor:
+        shape = (num_slots + 1, *spec.state_shape)
+        if torch.device(device).type != "cpu":
+            return torch.zeros(shape, dtype=spec.dtype, device=device)
+        # As the pages of the KV cache: memory is taken only once it is written.
+        memory = np.zeros(math.prod(shape) * spec.dtype.itemsize, np.uint8)
+        return torch.from_numpy(memory).view(spec.dtype).view(shape)
+
+    return RecurrentStates([zeros(spec) for spec in specs], interval)
+
+
+def bytes_per_slot(specs: Iterable[RecurrentSpec]) -> int:
+    """Bytes that one state slot takes in the tensors of all recurrent calls."""
+    return sum(spec.num_bytes for spec in specs)

@@ -1,0 +1,22 @@
+"""Models with recurrent layers equal Hugging Face `generate` under conditions from friendly to
+hostile, as :mod:`.test_golden` has them for attention alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.harness import Condition, check
+from tests.golden.subjects import RECURRENT_CONDITIONS, tiny
+from tests.support.recurrent_models import RECURRENT
+
+# By day: one of each recurrence, a model whose layers have two calls of attention's kind and of a
+# scan's, and one without attention; under those conditions that meet the others' cases too.
+_BY_DAY = ("lfm2", "qwen3_next", "kimi_linear", "falcon_h1", "jamba", "mamba2")
+_DAY_CONDITIONS = ("tiny pool+cache", "overlap", "budget 16", "shared prefix")
+
+
+@pytest.mark.parametrize("condition", RECURRENT_CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
+@pytest.mark.parametrize("arch", RECURRENT)
+def test_recurrent_models_equal_generate(arch: str, condition: Condition) -> None:
+    subject, reference = tiny(arch)
+    check(subject.run(condition, reference), condition)
