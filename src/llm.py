@@ -207,6 +207,8 @@ class LLM:
                 built.num_blocks,
                 config.block_size,
                 enable_prefix_caching=config.enable_prefix_caching,
+                num_state_slots=config.num_state_slots,
+                state_interval=config.state_interval,
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.num_tokens_a_step,

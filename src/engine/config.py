@@ -95,6 +95,8 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     tensor_parallel_size: int = 1
     quantization: str | None = None
+    num_state_slots: int = 0  # of a model with recurrent layers; build chooses it, and the interval
+    state_interval: int = 0
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -125,6 +127,7 @@ class EngineConfig:
                     f"must be at least max_num_seqs = {self.max_num_seqs}, "
                     "so that every running request can decode one token a step",
                 )
+        self._check_states()
         share = self.memory_utilization
         if share is not None and (not is_number(share) or not 0.0 < share <= 1.0):
             limit = "must be a number above 0 and at most 1"
@@ -144,6 +147,18 @@ class EngineConfig:
         if not is_int(self.seed) or not -bound <= self.seed < bound:
             raise InvalidInputError("seed", self.seed, "must be a 64-bit integer")
         Policy(self.policy)
+
+    def _check_states(self) -> None:
+        _check_count("num_state_slots", self.num_state_slots, 0)
+        _check_count("state_interval", self.state_interval, 0)
+        if 0 < self.num_state_slots <= self.max_num_seqs:
+            limit = f"must be at least max_num_seqs + 1 = {self.max_num_seqs + 1}"
+            raise InvalidInputError("num_state_slots", self.num_state_slots, limit)
+        if self.num_state_slots and (
+            not self.state_interval or self.state_interval % self.block_size
+        ):
+            limit = f"must be a multiple of block_size = {self.block_size}"
+            raise InvalidInputError("state_interval", self.state_interval, limit)
 
     def _check_quantization(self) -> None:
         _check_choice("quantization", self.quantization, QUANTIZATIONS)
