@@ -1,8 +1,8 @@
 """The name of a state up to symmetry: two states of one name behave alike.
 
-- Block ids are interchangeable: they are renamed in the order in which request tables, the LRU and
-  the free stack mention them. The order of the free stack then disappears, since free blocks are
-  alike.
+- Block ids are interchangeable, and so are state slots: they are renamed in the order in which
+  request tables, the LRU and the free stack mention them. The order of the free stack then
+  disappears, since free blocks are alike.
 - The runner's tables of running requests are these requests' tables (S32, checked at every plan),
   and those of requests that left are never read again: that they left is all there is to tell. The
   same goes for its histories (S39).
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 
-from .state import Scope, State
+from .state import NO_SLOT, Scope, State
 
 
 def block_names(state: State) -> dict[int, int]:
@@ -32,6 +32,18 @@ def block_names(state: State) -> dict[int, int]:
     return names
 
 
+def slot_names(state: State) -> dict[int, int]:
+    """As ``block_names``, for state slots."""
+    names: dict[int, int] = {NO_SLOT: NO_SLOT}
+    slots = state.slots
+    for table in (*[request.states for request in state.requests], slots.lru, slots.free[::-1]):
+        for slot in table:
+            names.setdefault(slot, len(names) - 1)
+    for slot in range(len(slots.refs)):
+        names.setdefault(slot, len(names) - 1)
+    return names
+
+
 def canonical(state: State, scope: Scope) -> tuple[object, ...]:
     names = block_names(state)
     busy = {row.request for step in state.flight for row in step}
@@ -40,7 +52,7 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
     requests: list[object] = []
     for r, q in enumerate(state.requests):
         ranked = q.rank if scope.overtaking else None
-        if q.reason and not q.table and r not in busy:
+        if q.reason and not q.table and not q.states and r not in busy:
             if ranked:
                 requests.append(ranked)
             continue
@@ -56,7 +68,16 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
     queues = [[names[block] for block in queue] for queue in (state.lru, state.free[::-1])]
     blocks = [(state.refs[b], state.keys[b], state.contents[b]) for b in names]
     index = [names[block] for _, block in state.index]
-    return len(state.requests), requests, flight, queues, blocks, index
+    name = len(state.requests), requests, flight, queues, blocks, index
+    return (*name, canonical_slots(state)) if scope.num_states else name
+
+
+def canonical_slots(state: State) -> tuple[object, ...]:
+    names, slots = slot_names(state), state.slots
+    tables = [[names[slot] for slot in request.states] for request in state.requests]
+    queues = [[names[slot] for slot in queue] for queue in (slots.lru, slots.free[::-1])]
+    held = [(slots.refs[s], slots.keys[s], slots.contents[s]) for s in names if s != NO_SLOT]
+    return [table for table in tables if table], queues, held, [names[s] for _, s in slots.index]
 
 
 def digest(state: State, scope: Scope) -> bytes:

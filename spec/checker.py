@@ -13,7 +13,7 @@ from . import model
 from .canonical import digest
 from .move import Move
 from .properties import STATE_PROPERTIES
-from .state import Label, Plan, Resume, Schedule, Scope, Settle, State
+from .state import NO_SLOT, Label, Plan, Resume, Schedule, Scope, Settle, State
 from .transitions import ANY, TRANSITION_PROPERTIES
 
 LIVENESS = ("L1", "L2", "L8")  # judged on the graph, below
@@ -120,6 +120,21 @@ def events(before: State, plan: Plan, after: State) -> Iterator[str]:
         yield "mixed"
     if any(key is not None and after.keys[b] is None for b, key in enumerate(before.keys)):
         yield "evict"
+    if before.slots.refs:
+        yield from slot_events(before, plan, after)
+
+
+def slot_events(before: State, plan: Plan, after: State) -> Iterator[str]:
+    if any(reason == "state slots" for _, reason in plan.refused):
+        yield "no slot"
+    if any(
+        key is not None and after.slots.keys[s] is None for s, key in enumerate(before.slots.keys)
+    ):
+        yield "evict state"
+    for row in plan.rows:
+        table = after.requests[row.request].states
+        if any(slot in table[:i] for i, slot in enumerate(table) if slot != NO_SLOT):
+            yield "in place"
 
 
 def unfinished(state: State) -> list[int]:

@@ -37,6 +37,7 @@ from .state import (
     Schedule,
     Scope,
     Settle,
+    Slots,
     State,
     Template,
     prefixes,
@@ -98,6 +99,7 @@ class Machine(Scheduler):
         self.copy_blocks(plan.copies)
         for row, ids in zip(plan.rows, known, strict=True):
             self.write(row.request, row.start, row.n, ids)
+            self.write_states(row.request, row.start, row.n, ids)
         self.write_padding(sum(row.n for row in plan.rows))
         self.tell_runner(plan)
         self.tell_tokens(plan, known)
@@ -109,19 +111,24 @@ class Machine(Scheduler):
                     row.n,
                     next(sampled) if row.sampled else NO_TOKEN,
                     self.requests[row.request].table,
+                    states=self.requests[row.request].states,
                 )
                 for row in plan.rows
             )
         )
 
     def tell_runner(self, plan: Plan) -> None:
-        """The runner's block tables: it has the plans, in their order, and nothing else (S32)."""
+        """The runner's tables: it has the plans, in their order, and nothing else (S32, S51)."""
         for r in plan.released:
             self.view.pop(r, None)
+            self.state_view.pop(r, None)
             self.histories.pop(r, None)
         self.view.update(plan.tables)
+        self.state_view.update(plan.state_tables)
         for r, blocks in plan.added:
             self.view[r] = self.view.get(r, ()) + blocks
+        for r, slots in plan.added_states:
+            self.state_view[r] = self.state_view.get(r, ()) + slots
         self.left.clear()
 
     def tell_tokens(self, plan: Plan, known: list[tuple[int, ...]]) -> None:
@@ -267,11 +274,12 @@ class Machine(Scheduler):
         as at the start: what the steps in flight wrote is never found again."""
         for r, request in enumerate(self.requests):
             if not request.reason or request.table:
-                self.update(r, reason=request.reason or "error", table=())
+                self.update(r, reason=request.reason or "error", table=(), states=())
         self.waiting, self.running, self.paused, self.pending = [], [], [], []
         self.forget_flight()
         self.reset_pool()
         self.view, self.left, self.histories = {}, [], {}  # the runner forgets as well
+        self.state_view = {}
 
     def forget_flight(self) -> None:
         self.flight = []
@@ -297,7 +305,11 @@ def initial(scope: Scope) -> State:
     empty = (EMPTY,) * scope.block_size
     free = tuple(reversed(range(count)))  # block 0 on top
     pool = ((0,) * count, (None,) * count, (), free, (), (empty,) * count)
-    return State((), (), (), (), (), *pool, view=(), left=(), histories=(), pending=())
+    num = scope.num_states
+    unused = tuple(reversed(range(num)))
+    slots = Slots((0,) * num, (None,) * num, (), unused, (), (EMPTY,) * num)
+    told: dict[str, tuple[()]] = {"view": (), "left": (), "histories": (), "state_view": ()}
+    return State((), (), (), (), (), *pool, pending=(), slots=slots, **told)
 
 
 def can_schedule(state: State, scope: Scope) -> bool:

@@ -6,7 +6,7 @@ method, so that a seeded defect (``defects.py``) is the override of exactly one 
 
 from __future__ import annotations
 
-from .state import EMPTY, Request, Row, Scope, State, prefixes
+from .state import EMPTY, Request, Row, Scope, Slots, State, prefixes
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -32,6 +32,14 @@ class Pool:
         self.left = list(state.left)
         self.histories = dict(state.histories)
         self.pending = list(state.pending)
+        slots = state.slots
+        self.slot_refs = list(slots.refs)
+        self.slot_keys = list(slots.keys)
+        self.slot_index = dict(slots.index)
+        self.free_slots = list(slots.free)
+        self.slot_lru = list(slots.lru)
+        self.slot_contents = list(slots.contents)
+        self.state_view = dict(state.state_view)
 
     def freeze(self) -> State:
         return State(
@@ -50,6 +58,15 @@ class Pool:
             tuple(sorted(self.left)),
             tuple(sorted(self.histories.items())),
             tuple(self.pending),
+            Slots(
+                tuple(self.slot_refs),
+                tuple(self.slot_keys),
+                tuple(sorted(self.slot_index.items())),
+                tuple(self.free_slots),
+                tuple(self.slot_lru),
+                tuple(self.slot_contents),
+            ),
+            tuple(sorted(self.state_view.items())),
         )
 
     def update(self, r: int, **fields: object) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from .pool import ceil_div
-from .state import BASE, EMPTY, NO_TOKEN, Scope, State
+from .slot_properties import OF_STATES, all_tokens
+from .state import BASE, EMPTY, Scope, State
 
 
 def owners(state: State) -> list[int]:
@@ -211,15 +212,5 @@ STATE_PROPERTIES: dict[str, Callable[[State, Scope], bool]] = {
     "S40": s40,
     "L5": l5,
     "L7": l7,
+    **OF_STATES,
 }
-
-
-def all_tokens(state: State, r: int) -> tuple[int, ...]:
-    """Settled tokens, then those being sampled (nature's secret)."""
-    pending = (
-        row.token
-        for step in state.flight
-        for row in step
-        if row.request == r and row.token != NO_TOKEN and not row.stale
-    )
-    return state.requests[r].tokens + tuple(pending)

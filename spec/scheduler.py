@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .pool import Pool, ceil_div
+from .pool import ceil_div
+from .slots import StateSlots
 from .state import Plan, PlanRow, Request
 
 
-class Scheduler(Pool):
+class Scheduler(StateSlots):
     # ------------------------------------------------------------------ the walk
     def schedule(self) -> Plan:
         """Decide one step. Mutates pool, tables and counters, but contents and flight do not
@@ -23,6 +24,7 @@ class Scheduler(Pool):
         self.closed_by: int | None = None
         self.admission_open = True
         known = {r: len(self.requests[r].table) for r in self.running}
+        known_states = {r: len(self.requests[r].states) for r in self.running}
         self.to_come = self.walk_order(self.running)
         candidates = self.walk_order(self.waiting)
         while self.to_come or candidates:
@@ -48,6 +50,8 @@ class Scheduler(Pool):
             tuple(self.copies),
             tuple(self.forked),
             tuple(self.refused),
+            self.whole_state_tables(),
+            self.growth_of_states(known_states),
         )
 
     # ------------------------------------------------------------------ what the runner is told
@@ -62,6 +66,21 @@ class Scheduler(Pool):
             (r, self.requests[r].table[length:])
             for r, length in grown
             if length is not None and len(self.requests[r].table) > length
+        )
+
+    def whole_state_tables(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """S51: as ``whole_tables``."""
+        if not self.scope.num_states:
+            return ()
+        return tuple((r, self.requests[r].states) for r, _ in self.admitted)
+
+    def growth_of_states(self, known: dict[int, int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """S51: as ``growth``."""
+        grown = ((row.request, known.get(row.request)) for row in self.rows)
+        return tuple(
+            (r, self.requests[r].states[length:])
+            for r, length in grown
+            if length is not None and len(self.requests[r].states) > length
         )
 
     def history_before(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -131,6 +150,7 @@ class Scheduler(Pool):
             return
         blocks = ceil_div(request.dispatched + n, self.block_size)
         self.allocate(r, blocks - len(request.table))
+        self.grow_states(r, request.dispatched + n)
         self.add_row(r, n)
 
     def reason_for_none(self, request: Request) -> str:
@@ -185,6 +205,9 @@ class Scheduler(Pool):
             return False
         request = self.requests[r]
         hits = self.look_up(r)
+        if not self.has_slot_beside(r, hits):
+            self.refuse(r, "state slots")
+            return False
         length = len(hits) * self.block_size
         source = self.find_source(r, length)
         if source is not None:
@@ -231,9 +254,10 @@ class Scheduler(Pool):
 
     def find_source(self, r: int, length: int) -> int | None:
         """The eldest running request of r's group that has settled what siblings share, if that is
-        more than the ``length`` tokens which r finds in the cache."""
+        more than the ``length`` tokens which r finds in the cache. States are not copied, so that
+        with them there is none."""
         request = self.requests[r]
-        if not request.reads_cache or self.num_shared(request) <= length:
+        if self.scope.num_states or not request.reads_cache or self.num_shared(request) <= length:
             return None
         for other in self.running:
             if (

@@ -11,12 +11,48 @@ SEEDED = Scope(
     "seeded", (T((0, 0), 2), T((0, 1, 0), 2)), num_requests=2, num_blocks=3, block_size=2, budget=3
 )
 
+# The ground of the defects of state slots: intervals of two tokens, and one slot to spare.
+SEEDED_STATES = SEEDED._replace(num_blocks=5, block_size=1, num_states=3, interval=2)
+
 # Prompts share a first token, so that hits of every length occur; LONG is computed in chunks.
 LONG, PAIR, SHORT = T((0, 0, 0), 2), T((0, 1), 2), T((0,), 3)
 _TIGHT = Scope("", (LONG, PAIR), num_blocks=4, cap=2, budget=2)
 
 _SIBLINGS = _TIGHT._replace(
     templates=(T((0, 0, 0, 0), 2, n=2), T((0, 0), 2)), num_requests=3, block_size=2, budget=4, cap=3
+)
+
+# Recurrent layers: a checkpoint at each token, at each second, or, without a cache, none.
+_STATES = _TIGHT._replace(num_states=3, interval=2)
+
+_WITH_STATES = (
+    _STATES._replace(name="ci-states", interval=1, depth=1, abort=False),
+    _STATES._replace(name="ci-states-sync", templates=(LONG, PAIR), fail=True, reset=True),
+    _STATES._replace(
+        name="ci-states-overlap",
+        templates=(T((0, 0, 0, 0), 2), PAIR),
+        num_blocks=5,
+        budget=5,
+        depth=1,
+    ),
+    _STATES._replace(
+        name="ci-states-depth-2",
+        templates=(LONG, SHORT),
+        budget=3,
+        depth=2,
+        num_states=4,
+        pause=False,
+    ),
+    _STATES._replace(
+        name="ci-states-siblings",
+        templates=(T((0, 0, 0), 2, n=2), PAIR),
+        num_requests=3,
+        num_blocks=5,
+        depth=1,
+        pause=False,
+        abort=False,
+    ),
+    _STATES._replace(name="ci-states-uncached", depth=1, caching=False),
 )
 
 CI = (
@@ -90,6 +126,7 @@ CI = (
         pause=False,
         abort=False,
     ),
+    *_WITH_STATES,
 )
 
 # Three requests: an elder, its victim and one between or beside them.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 STOP = 2  # the token that ends a request with "stop"
 NO_TOKEN = -1  # a row that samples nothing
 EMPTY = 0  # a slot that nothing was written to since its block was last taken
+NO_SLOT = -1  # an entry of a state table whose slot was given up
 
 # --------------------------------------------------------------------------- exact prefixes
 # A prefix (salt, t0, t1, ...) is named by one integer, digit by digit: exact, not a hash. The
@@ -81,6 +82,8 @@ class Scope(NamedTuple):
     pause: bool = True
     fail: bool = False  # engine operations may fail or be interrupted
     reset: bool = False  # the user may reset the prefix cache
+    num_states: int = 0  # state slots; 0: the model has no recurrent layers
+    interval: int = 0  # tokens of an entry of a state table, a multiple of block_size
     defects: frozenset[str] = frozenset()
 
     def limit(self, template: Template) -> int:
@@ -92,7 +95,8 @@ class Request(NamedTuple):
 
     ``rank`` orders requests, smaller is elder, and never changes. ``limit`` is the length at which
     it ends. ``published`` counts leading blocks that are hits or were offered to the index.
-    ``leader`` is -1 of a request that is no sibling.
+    ``leader`` is -1 of a request that is no sibling. ``states`` is the state table: a slot, or
+    NO_SLOT, for each interval that it has begun.
     """
 
     tokens: tuple[int, ...]
@@ -110,6 +114,7 @@ class Request(NamedTuple):
     needs_history: bool = False
     settled_only: bool = False
     leader: int = -1
+    states: tuple[int, ...] = ()
 
     @property
     def in_flight(self) -> int:
@@ -120,8 +125,9 @@ class Row(NamedTuple):
     """One request in a dispatched step: positions [start, start + n).
 
     ``token`` is what will be sampled. Nature has chosen it, nobody may look before the settle (S31
-    checks that the plan does not). ``blocks`` is the table the step was given, ``stale`` tells
-    that the request was finished or preempted meanwhile: memory for S28 and S29, not for deciding.
+    checks that the plan does not). ``blocks`` and ``states`` are the tables the step was given,
+    ``stale`` tells that the request was finished or preempted meanwhile: memory for S28, S29 and
+    S47, not for deciding.
     """
 
     request: int
@@ -130,6 +136,19 @@ class Row(NamedTuple):
     token: int
     blocks: tuple[int, ...]
     stale: bool = False
+    states: tuple[int, ...] = ()
+
+
+class Slots(NamedTuple):
+    """The state slots, all by slot. A slot holds the state after some tokens, named by their
+    prefix, or EMPTY."""
+
+    refs: tuple[int, ...]  # requests whose state table has it
+    keys: tuple[int | None, ...]  # of the checkpoints
+    index: tuple[tuple[int, int], ...]  # (key, slot), sorted
+    free: tuple[int, ...]  # a stack, top last
+    lru: tuple[int, ...]  # checkpoints that nobody holds, oldest first
+    contents: tuple[int, ...]
 
 
 class State(NamedTuple):
@@ -151,6 +170,8 @@ class State(NamedTuple):
     # What the runner makes of the plans: all tokens of the rows that need their history.
     histories: tuple[tuple[int, tuple[int, ...]], ...]
     pending: tuple[int, ...]  # siblings whose leader has still to compute the prompt
+    slots: Slots
+    state_view: tuple[tuple[int, tuple[int, ...]], ...]  # the runner's state tables, as ``view``
 
 
 # --------------------------------------------------------------------------- plans and labels
@@ -166,6 +187,7 @@ REFUSALS = (
     "preempting",  # somebody was preempted in this step: nobody new is admitted
     "full",  # the running ones are max_num_seqs
     "draining",  # resumed, while steps in flight still write its blocks
+    "state slots",  # there is none for it, until steps in flight give some back
     "behind",  # an elder waiting one was refused
 )
 
@@ -179,8 +201,8 @@ class PlanRow(NamedTuple):
 
 class Plan(NamedTuple):
     """What one schedule decided. ``rows``, ``preempted``, ``tables``, ``added``, ``released``,
-    ``prefixes`` and ``copies`` leave the scheduler and are all that a runner ever learns; the rest
-    is the account of why, which the properties examine."""
+    ``prefixes``, ``copies``, ``state_tables`` and ``added_states`` leave the scheduler and are all
+    that a runner ever learns; the rest is the account of why, which the properties examine."""
 
     rows: tuple[PlanRow, ...]
     preempted: tuple[int, ...] = ()
@@ -198,6 +220,8 @@ class Plan(NamedTuple):
     forked: tuple[tuple[int, int], ...] = ()  # (admitted sibling, whose blocks it shares)
     # (running or waiting request without a row, one of REFUSALS); the preempted are not among them
     refused: tuple[tuple[int, str], ...] = ()
+    state_tables: tuple[tuple[int, tuple[int, ...]], ...] = ()  # as ``tables``
+    added_states: tuple[tuple[int, tuple[int, ...]], ...] = ()  # as ``added``
 
 
 class Add(NamedTuple):

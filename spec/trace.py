@@ -74,12 +74,18 @@ def state_lines(state: State) -> Iterator[str]:
             f"r{r} {place:8} [{tokens_text(request.tokens)}] "
             f"computed {request.computed} dispatched {request.dispatched} total {request.total} "
             f"blocks {list(request.table)}"
+            + f" states {list(request.states)}"
+            * bool(state.slots.refs)
         )
     cells = []
     for block, (ref, key) in enumerate(zip(state.refs, state.keys, strict=True)):
         written = ",".join(map(spell, state.contents[block]))
         cells.append(f"b{block} ref {ref} ({written})" + f" key {spell(key or 0)}" * bool(key))
     yield "; ".join(cells)
+    slots = state.slots
+    for slot, (ref, key) in enumerate(zip(slots.refs, slots.keys, strict=True)):
+        content = spell(slots.contents[slot])
+        yield f"state slot {slot} ref {ref} ({content})" + f" key {spell(key or 0)}" * bool(key)
     yield f"free {list(state.free)} lru {list(state.lru)} steps in flight {len(state.flight)}"
     for step in state.flight:
         rows = [

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import zip_longest
 
-from . import model, progress
+from . import model, progress, slot_properties
 from .move import Move
-from .properties import all_tokens, owners, s32, s39
+from .properties import owners, s32, s39
+from .slot_properties import all_tokens
 from .state import (
     EMPTY,
     NO_TOKEN,
@@ -137,7 +138,14 @@ def s20(m: Move) -> bool:
     batch = {row.request for row in m.plan.rows}
     for r in m.plan.preempted:
         old, new = m.before.requests[r], m.after.requests[r]
-        if new.table or new.computed or new.dispatched or r in batch or r not in m.after.waiting:
+        if (
+            new.table
+            or new.states
+            or new.computed
+            or new.dispatched
+            or r in batch
+            or r not in m.after.waiting
+        ):
             return False
         if (old.tokens, old.rank, old.limit, old.salt) != (
             new.tokens,
@@ -296,7 +304,11 @@ def s37(m: Move) -> bool:
     """Everybody live ends as an error, nothing else of a request changes, and all the rest is as at
     the start: so the next call is served as the first one was."""
     for old, new in zip(m.before.requests, m.after.requests, strict=True):
-        if new.reason != (old.reason or "error") or new.tokens != old.tokens or new.table:
+        if (
+            new.reason != (old.reason or "error")
+            or new.tokens != old.tokens
+            or new.table + new.states
+        ):
             return False
     return m.after._replace(requests=()) == model.initial(m.scope)
 
@@ -308,7 +320,7 @@ def s41(m: Move) -> bool:
     ranks = [request.rank for request in before.requests]
     for r, (old, new) in enumerate(zip(before.requests, m.after.requests, strict=True)):
         if r in before.running:
-            old = old._replace(table=(), computed=0, dispatched=0, published=0)
+            old = old._replace(table=(), states=(), computed=0, dispatched=0, published=0)
             old = old._replace(total=len(old.tokens))
         if new != old:
             return False
@@ -320,6 +332,7 @@ def s41(m: Move) -> bool:
         left=tuple(sorted((*before.left, *before.running))),
         view=before.view,
         histories=before.histories,
+        state_view=before.state_view,
     )
 
 
@@ -351,6 +364,7 @@ ON_SCHEDULE: dict[str, Property] = {
     "L5": progress.l5,
     "L6": progress.l6,
     "L9": progress.l9,
+    **slot_properties.ON_SCHEDULE,
 }
 TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
     **{name: ((Schedule,), holds) for name, holds in ON_SCHEDULE.items()},

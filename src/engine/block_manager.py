@@ -1,5 +1,6 @@
 """The pool of KV-cache blocks: reference counts, a prefix index, and eviction of the least
-recently used. Pure bookkeeping over block ids; it never sees a tensor.
+recently used. Pure bookkeeping over block ids; it never sees a tensor. A model with recurrent
+layers has a pool of state slots beside it, in which every request has its part, too.
 
 Every block is in exactly one of three places (S2), decided by its count and its key (S4)::
 
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 import xxhash
 
 from .request import Request
+from .state_slots import StateSlots
 
 
 class OutOfBlocksError(RuntimeError):
@@ -44,18 +46,37 @@ class BlockManager:
             not among them).
         block_size: token slots a block.
         enable_prefix_caching: publish full blocks and find them again.
+        num_state_slots: 0 if the model has no recurrent layers.
+        state_interval: see :class:`.StateSlots`.
+
+    Attributes:
+        states: the pool of state slots; None if the model has no recurrent layers.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_state_slots: int = 0,
+        state_interval: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.states: StateSlots | None = None
+        if num_state_slots:
+            self.states = StateSlots(
+                num_state_slots,
+                state_interval,
+                block_size,
+                enable_prefix_caching=enable_prefix_caching,
+            )
         self.reset()
 
     def reset(self) -> None:
-        """Every block free and unpublished, whatever was before."""
+        """Every block free and unpublished, whatever was before; every state slot, too."""
         num_blocks = self.num_blocks
         self.ref_counts = [0] * num_blocks
         # A stack: the block freed last is the likeliest to be in the processor's caches.
@@ -67,6 +88,8 @@ class BlockManager:
         # Token ids of each published block: a look-up compares them, so that two different
         # blocks whose keys collide are never taken for one another.
         self._contents: list[bytes | None] = [None] * num_blocks
+        if self.states is not None:
+            self.states.reset()
 
     @property
     def num_available_blocks(self) -> int:
@@ -80,7 +103,8 @@ class BlockManager:
     # Prefix look-up ---------------------------------------------------------------------------
 
     def match(self, request: Request) -> list[int]:
-        """Longest chain of published blocks that is a prefix of ``request``; changes nothing.
+        """Longest chain of published blocks that is a prefix of ``request``, and, with recurrent
+        layers, ends at a checkpoint of the state; changes nothing.
 
         Covers at most ``len - 1`` tokens, so that one token is always left to compute (S11). The
         caller must ``acquire`` the result before anything else touches the pool (S12). Nothing
@@ -97,6 +121,8 @@ class BlockManager:
             if block is None or contents[block] != tokens:
                 break
             hits.append(block)
+        if self.states is not None:
+            del hits[self.states.longest(request.block_keys[: len(hits)]) :]
         return hits
 
     def num_cached_among(self, blocks: Sequence[int]) -> int:
@@ -117,6 +143,8 @@ class BlockManager:
         request.block_table = list(hits)
         request.num_slots = len(hits) * self.block_size
         request.num_published = len(hits)
+        if self.states is not None:
+            self.states.acquire(request, len(hits))
 
     def allocate(self, request: Request, num_new_blocks: int) -> tuple[int, ...]:
         """Append ``num_new_blocks`` blocks to ``request``'s table and return their ids: free
@@ -138,9 +166,9 @@ class BlockManager:
         return tuple(taken)
 
     def release(self, request: Request) -> None:
-        """Give back all of ``request``'s blocks. Safe only when no step in flight writes them
-        (S28). The last block goes first: a chain is evicted from its tail, so that what stays
-        cached can still be reached from the root."""
+        """Give back all of ``request``'s blocks and state slots. Safe only when no step in flight
+        writes them (S28). The last block goes first: a chain is evicted from its tail, so that what
+        stays cached can still be reached from the root."""
         ref_counts, keys = self.ref_counts, self.keys
         for block in reversed(request.block_table):
             ref_counts[block] -= 1
@@ -152,14 +180,23 @@ class BlockManager:
         request.block_table = []
         request.num_slots = 0
         request.num_published = 0
+        if self.states is not None:
+            self.states.release(request)
 
     def publish(self, request: Request) -> None:
-        """Offer ``request``'s blocks that are full of settled tokens to the prefix index (S7).
+        """Offer ``request``'s blocks that are full of settled tokens to the prefix index (S7), and
+        the states at the end of settled intervals.
 
         A block whose key is taken already stays private: the index keeps one block a key (S8).
         """
-        if not self.enable_prefix_caching:
-            return
+        if self.enable_prefix_caching:
+            self._publish_blocks(request)
+        if self.states is not None:
+            self.states.settle(request)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _publish_blocks(self, request: Request) -> None:
         num_full_blocks = request.num_computed // self.block_size
         begin = request.num_published
         if begin >= num_full_blocks:
@@ -173,8 +210,6 @@ class BlockManager:
                 self.keys[block] = key
                 self._contents[block] = tokens
         request.num_published = num_full_blocks
-
-    # ------------------------------------------------------------------------------------------
 
     def _evict(self) -> int:
         block, _ = self.lru_blocks.popitem(last=False)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from .plan import StepPlan
 from .request import Request, RequestState
 from .scheduler import Scheduler
+from .state_slots import NO_SLOT, StateSlots
 
 
 class InvariantError(AssertionError):
@@ -30,8 +31,10 @@ def _require(condition: bool, property_id: str, detail: str) -> None:
 
 def check_state(scheduler: Scheduler) -> None:
     """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23,
-    S24, S27, S28, S33 or S40."""
+    S24, S27, S28, S33, S40, S43, S44, S46, S47 or S50."""
     _check_pool(scheduler)
+    if scheduler.blocks.states is not None:
+        _check_state_slots(scheduler, scheduler.blocks.states)
     _check_requests(scheduler)
     for plan, requests in scheduler.in_flight:
         for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
@@ -62,6 +65,48 @@ def _check_pool(scheduler: Scheduler) -> None:
     if not scheduler.requests and not scheduler.in_flight:
         num_idle = len(blocks.free_blocks) + len(blocks.lru_blocks)
         _require(num_idle == blocks.num_blocks, "S14", f"{num_idle} blocks idle with no request")
+
+
+def _check_state_slots(scheduler: Scheduler, states: StateSlots) -> None:
+    holders = {*scheduler.requests.values(), *scheduler.queues.draining}
+    owners = Counter(slot for request in holders for slot in set(request.state_table))
+    places = Counter([*states.free_slots, *states.lru_slots])
+    for slot in range(states.num_slots):
+        count, key = states.ref_counts[slot], states.keys[slot]
+        _require(count == owners[slot], "S43", f"slot {slot}: {count} counted, {owners[slot]}")
+        _require((count > 0) + places[slot] == 1, "S43", f"slot {slot} is not in one place")
+        is_cached = count == 0 and key is not None
+        _require((slot in states.lru_slots) == is_cached, "S43", f"slot {slot} in LRU")
+        is_indexed = key is None or states.index.get(key) == slot
+        _require(is_indexed, "S43", f"key of slot {slot} leads elsewhere")
+    num_keys = sum(key is not None for key in states.keys)
+    _require(len(states.index) == num_keys, "S43", "a stale entry in the index of states")
+    is_idle = states.num_available_slots == states.num_slots
+    has_any = scheduler.requests or scheduler.in_flight
+    _require(bool(has_any) or is_idle, "S50", "a slot is owned with no request")
+    for request in holders:
+        _check_state_table(states, request)
+    for plan, requests in scheduler.in_flight:
+        for request, start in zip(requests, plan.starts, strict=True):
+            live = request.state_table[max(0, start - 1) // states.interval :]
+            holds = bool(live) and NO_SLOT not in live
+            _require(holds, "S47", f"{request} gave back slots that step {plan.step} uses")
+
+
+def _check_state_table(states: StateSlots, request: Request) -> None:
+    table, interval = request.state_table, states.interval
+    num_entries = -(-request.num_dispatched // interval)
+    _require(len(table) == num_entries, "S44", f"{request} needs {num_entries} states")
+    if request.state is RequestState.FINISHED:
+        return
+    for i, slot in enumerate(table):
+        is_past = (i + 1) * interval < request.num_computed
+        _require((slot == NO_SLOT) == is_past, "S44", f"entry {i} of the states of {request}")
+        key = None if is_past else states.keys[slot]
+        if key is not None:  # found at admission: the engine publishes what is past
+            own_key = request.block_keys[(i + 1) * states.blocks_per_interval - 1][0]
+            is_settled = (i + 1) * interval <= request.num_computed
+            _require(key == own_key and is_settled, "S46", f"slot {slot} has another's key")
 
 
 def _check_requests(scheduler: Scheduler) -> None:
@@ -116,8 +161,8 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20, S27, S33 or
-    S42."""
+    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20, S27, S33, S42 or
+    S48."""
     if not plan.requests:
         return
     blocks = scheduler.blocks
@@ -149,6 +194,10 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             is_own = blocks.ref_counts[block] == 1 and blocks.keys[block] is None
             _require(is_own, "S9", f"{request} writes block {block}, shared or published")
             written.add(block)
+        if blocks.states is not None:
+            for slot in set(request.state_table[start // blocks.states.interval :]):
+                is_own = blocks.states.ref_counts[slot] == 1 and blocks.states.keys[slot] is None
+                _require(is_own, "S48", f"{request} writes slot {slot}, shared or published")
     _check_copies(scheduler, plan)
 
 
@@ -164,11 +213,12 @@ def _check_copies(scheduler: Scheduler, plan: StepPlan) -> None:
 
 class RunnerView:
     """What a runner makes of the plans, given to it in their order, and of nothing else: the block
-    table of each running request (S32), and how far it knows the tokens of one that needs its
-    history (S39). Checked against the scheduler's own."""
+    table (S32) and the state table (S51) of each running request, and how far it knows the tokens
+    of one that needs its history (S39). Checked against the scheduler's own."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[int]] = {}
+        self._state_tables: dict[str, list[int]] = {}
         self._num_known: dict[str, int] = {}  # tokens of the requests that need their history
 
     def check(self, scheduler: Scheduler, plan: StepPlan) -> None:
@@ -186,13 +236,23 @@ class RunnerView:
         for request_id, table in self._tables.items():
             request = running[request_id]
             _require(table == request.block_table, "S32", f"told {table} for {request}")
+            told, states = self._state_tables.get(request_id, []), request.state_table
+            is_same = len(told) == len(states) and all(
+                slot in (NO_SLOT, known) for slot, known in zip(states, told, strict=True)
+            )
+            _require(is_same, "S51", f"told states {told} for {request}")
         self._check_token_ids(scheduler, plan)
         self._check_prefixes(scheduler, plan)
 
     def _take(self, plan: StepPlan) -> None:
         for request_id in plan.released:
             _require(self._tables.pop(request_id, None) is not None, "S32", "released twice")
+            self._state_tables.pop(request_id, None)
             self._num_known.pop(request_id, None)
+        for row, slots in plan.state_tables.items():
+            self._state_tables[plan.requests[row].request_id] = list(slots)
+        for row, slots in plan.new_state_slots.items():
+            self._state_tables[plan.requests[row].request_id] += slots
         for row, blocks in plan.tables.items():
             request_id = plan.requests[row].request_id
             _require(request_id not in self._tables, "S32", f"{request_id} was not released")

@@ -22,8 +22,9 @@ class StepPlan:
     ``copies`` are done first: before the step reads or writes any KV.
 
     A runner has the plans, in order, and nothing else: the block tables it makes of ``released``,
-    ``tables`` and ``new_blocks``, applied in this order, are the requests' own (S32). A plan refers
-    to nothing that changes after it was made.
+    ``tables`` and ``new_blocks``, applied in this order, are the requests' own (S32); so are the
+    state tables of ``released``, ``state_tables`` and ``new_state_slots``, but for entries that are
+    not looked at again (S51). A plan refers to nothing that changes after it was made.
 
     Attributes:
         step: 0, 1, 2 ... in dispatch order.
@@ -38,6 +39,9 @@ class StepPlan:
             Together with ``token_ids`` of this and the later plans that is all its tokens (S39).
         tables: the whole block table of each row that was admitted in this step, by row.
         new_blocks: the ids appended to the block tables of other rows, by row.
+        state_tables: the whole state table of each row that was admitted in this step, by row; -1
+            where it has no slot. Empty, as ``new_state_slots``, without recurrent layers.
+        new_state_slots: the ids appended to the state tables of other rows, by row.
         released: ids of requests that left the running ones since the plan before, those of
             ``preempted`` included; one of them may be admitted again in this very plan.
         preempted: requests whose blocks were taken back for this step; none of them is a row.
@@ -52,6 +56,8 @@ class StepPlan:
     token_ids: Sequence[int]
     tables: dict[int, Blocks] = field(default_factory=dict)
     new_blocks: dict[int, Blocks] = field(default_factory=dict)
+    state_tables: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    new_state_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     copies: tuple[tuple[int, int], ...] = ()
     released: tuple[str, ...] = ()

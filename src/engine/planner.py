@@ -13,7 +13,10 @@ The rules, with the properties of ``spec/README.md`` they serve:
 * Of a settled-only request no token is computed that is not settled: it is left out of steps until
   then, and the others are not (S42).
 * A sibling shares the blocks of an elder one that has computed the prompt; of the block that the
-  shared tokens fill in part it gets a copy (S33).
+  shared tokens fill in part it gets a copy (S33). States are not copied: with recurrent layers it
+  is admitted as any request.
+* With recurrent layers a request is admitted only when there is a state slot for it alone. Nobody
+  is preempted for one: steps in flight give slots back, and each running request keeps one.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class Planner:
         "_max_num_batched_tokens",
         "_max_num_seqs",
         "_new_blocks",
+        "_new_state_slots",
         "_num_extra_tokens",
         "_preempted",
         "_queues",
@@ -88,6 +92,7 @@ class Planner:
         # Blocks are taken, and requests admitted, for the row that is written next.
         self._admitted_rows: list[int] = []
         self._new_blocks: dict[int, Blocks] = {}
+        self._new_state_slots: dict[int, tuple[int, ...]] = {}
         self._copies: list[tuple[int, int]] = []
         self._preempted: list[Request] = []
         # Victims with tokens in flight: kept out of the plan until they have drained.
@@ -147,7 +152,15 @@ class Planner:
         if not self._blocks.num_available_blocks:
             return False
         self._new_blocks[len(self._requests)] = self._blocks.allocate(request, 1)
+        self._extend_states(request, request.num_dispatched + 1)
         return True
+
+    def _extend_states(self, request: Request, num_tokens: int) -> None:
+        """State slots of the row that is written next, as far as it is computed."""
+        states = self._blocks.states
+        slots = states.extend(request, num_tokens) if states is not None else ()
+        if slots:
+            self._new_state_slots[len(self._requests)] = slots
 
     def _serve_slowly(self, request: Request) -> None:
         start = request.num_dispatched
@@ -161,6 +174,7 @@ class Planner:
             num_tokens = min(num_tokens, num_slots_left + self._take_blocks(request, num_tokens))
         if num_tokens <= 0:
             return
+        self._extend_states(request, start + num_tokens)
         is_sampled = start + num_tokens == request.num_total
         if num_tokens != 1 or not is_sampled:
             self._unusual_rows[len(self._requests)] = (num_tokens, is_sampled)
@@ -217,9 +231,11 @@ class Planner:
             return False
         blocks = self._blocks
         hits = blocks.match(request)
+        if blocks.states is not None and not blocks.states.has_one_beside(request, len(hits)):
+            return False
         num_tokens = len(hits) * blocks.block_size
         source = None
-        if request.leader is not None:
+        if request.leader is not None and blocks.states is None:
             source = find_source(self._running[:position], request, num_tokens)
         if source is not None:
             num_tokens = request.num_shared_tokens
@@ -262,11 +278,14 @@ class Planner:
         sampled = [True] * num_rows
         for row, (num_row_tokens, is_sampled) in self._unusual_rows.items():
             num_tokens[row], sampled[row] = num_row_tokens, is_sampled
-        tables, prefixes = {}, {}
+        tables, state_tables, prefixes = {}, {}, {}
         for row in self._admitted_rows:
             request = self._requests[row]
             tables[row] = tuple(request.block_table)
             self._new_blocks.pop(row, None)
+            if request.state_table:
+                state_tables[row] = tuple(request.state_table)
+                self._new_state_slots.pop(row, None)
             if request.info.needs_history:
                 prefixes[row] = tuple(request.token_ids[: self._starts[row]])
         requests, infos, feeds_itself = self._batch()
@@ -279,6 +298,8 @@ class Planner:
             token_ids=range(-1, -num_rows - 1, -1) if feeds_itself else self._token_ids(num_tokens),
             tables=tables,
             new_blocks=self._new_blocks,
+            state_tables=state_tables,
+            new_state_slots=self._new_state_slots,
             prefixes=prefixes,
             copies=tuple(self._copies),
             released=tuple(self._queues.released),

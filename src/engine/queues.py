@@ -136,6 +136,9 @@ class Queues:
             if self.blocks.enable_prefix_caching:
                 next_full = (request.num_published + 1) * self.blocks.block_size
                 next_event = min(next_event, next_full)
+            if self.blocks.states is not None:
+                next_past = (request.num_past_states + 1) * self.blocks.states.interval + 1
+                next_event = min(next_event, next_past)
         request.next_event = next_event
 
     def _give_back(self, request: Request) -> None:

@@ -95,7 +95,9 @@ class ExplainingPlanner(Planner):
         if request.num_in_flight:
             reason = "draining"
         else:
-            reason = "budget" if self._budget_behind(request) < 1 else "blocks"
+            # Blocks that it wanted and did not get would have closed the step.
+            shortage = "blocks" if self._is_closed else "state slots"
+            reason = "budget" if self._budget_behind(request) < 1 else shortage
         self._reasons[request] = reason
         if reason == "blocks":
             self._closer = request

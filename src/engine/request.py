@@ -1,4 +1,4 @@
-"""A request: its tokens, its progress counters and its block table."""
+"""A request: its tokens, its progress counters, its block table and its state table."""
 
 from __future__ import annotations
 
@@ -87,6 +87,9 @@ class Request:
             never changed.
         num_published: how many of its leading blocks are cache hits or offered to the index.
         num_slots: ``len(block_table) * block_size``.
+        state_table: a state slot, or -1 for one that was given up, for each interval that it has
+            begun (see ``state_slots``); empty if the model has no recurrent layers.
+        num_past_states: how many of its leading entries were given up.
         logprobs: what its parameters ask for, as far as it is settled.
         num_cached_tokens: prompt tokens its first admission found in the prefix cache.
         next_event: smallest ``num_computed`` at which commit must look closer (block full, length
@@ -106,6 +109,7 @@ class Request:
         "num_cached_tokens",
         "num_computed",
         "num_dispatched",
+        "num_past_states",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published",
@@ -118,6 +122,7 @@ class Request:
         "seniority",
         "settled_only",
         "state",
+        "state_table",
         "stop_token_ids",
         "token_ids",
     )
@@ -176,6 +181,8 @@ class Request:
         self.num_slots = 0
         self.block_keys: list[tuple[bytes, bytes]] = []
         self.num_published = 0
+        self.state_table: list[int] = []
+        self.num_past_states = 0
         self.next_event = 0
         self.num_admissions = 0
         self.num_cached_tokens = 0
@@ -259,7 +266,8 @@ class Request:
         return (
             f"Request({self.request_id!r}, {self.state.value}, rank={self.rank}, "
             f"computed={self.num_computed}, dispatched={self.num_dispatched}, "
-            f"total={self.num_total}, blocks={self.block_table})"
+            f"total={self.num_total}, blocks={self.block_table}"
+            + (f", states={self.state_table})" if self.state_table else ")")
         )
 
 

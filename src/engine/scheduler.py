@@ -55,6 +55,12 @@ class Scheduler:
                 f"must be at least max_num_seqs = {max_num_seqs}, "
                 "so that every running request can decode one token a step",
             )
+        if blocks.states is not None and blocks.states.num_slots <= max_num_seqs:
+            raise InvalidInputError(
+                "num_state_slots",
+                blocks.states.num_slots,
+                f"must be at least max_num_seqs + 1 = {max_num_seqs + 1}",
+            )
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -248,8 +254,8 @@ class Scheduler:
         for request in (*self.requests.values(), *self.queues.draining):
             request.state = RequestState.FINISHED
             request.finish_reason = request.finish_reason or reason
-            request.block_table = []
-            request.num_slots = request.num_published = 0
+            request.block_table, request.state_table = [], []
+            request.num_slots = request.num_published = request.num_past_states = 0
             request.num_computed = request.num_dispatched = request.next_event = 0
         self.blocks.reset()
         self.queues.reset()

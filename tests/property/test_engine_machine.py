@@ -40,6 +40,8 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "shortest_first", "priority"]),
         max_overtakes=st.integers(0, 4),
+        spare_states=st.sampled_from([-1, 0, 2]),
+        blocks_per_interval=st.integers(1, 3),
     )
     def start(
         self,
@@ -51,9 +53,15 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         policy: str,
         max_overtakes: int,
+        spare_states: int,
+        blocks_per_interval: int,
     ) -> None:
+        states = {
+            "num_state_slots": max_num_seqs + 1 + spare_states if spare_states >= 0 else 0,
+            "state_interval": block_size * blocks_per_interval,
+        }
         self.scheduler = Scheduler(
-            BlockManager(num_blocks, block_size, enable_prefix_caching=caching),
+            BlockManager(num_blocks, block_size, enable_prefix_caching=caching, **states),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_budget,
             pipeline_depth=pipeline_depth,
@@ -64,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=block_size,
             vocab_size=VOCAB_SIZE,
             pipeline_depth=pipeline_depth,
+            **states,
         )
         dispatch = self.runner.dispatch
 

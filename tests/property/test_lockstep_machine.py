@@ -31,6 +31,8 @@ class LockstepMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "shortest_first", "priority"]),
         overtaking=st.integers(0, 3),
         caching=st.booleans(),
+        spare_states=st.sampled_from([-1, -1, 0, 1, 3]),
+        blocks_per_interval=st.integers(1, 3),
     )
     def start(
         self,
@@ -43,6 +45,8 @@ class LockstepMachine(RuleBasedStateMachine):
         policy: str,
         overtaking: int,
         caching: bool,
+        spare_states: int,
+        blocks_per_interval: int,
     ) -> None:
         scale = self.max_scale if is_large else 1
         scope = Scope(
@@ -59,6 +63,8 @@ class LockstepMachine(RuleBasedStateMachine):
             overtaking=overtaking if policy != "fcfs" else 0,
             cost_unit=2,
             caching=caching,
+            num_states=cap * scale + 1 + spare_states * scale if spare_states >= 0 else 0,
+            interval=block_size * blocks_per_interval,
         )
         self.pair = Pair(scope, self.packers(scope))
 

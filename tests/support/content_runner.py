@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagespec.engine.plan import StepPlan, StepResult
-from tests.support.tables import HistoriesFromPlans, TablesFromPlans
+from tests.support.tables import HistoriesFromPlans, StateTablesFromPlans, TablesFromPlans
 
 _MODULUS = (1 << 61) - 1
 _POISON = -1
@@ -68,15 +68,25 @@ class ContentRunner:
     or, on the "device", by later steps; the host never sees them early."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, vocab_size: int, pipeline_depth: int = 0
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        pipeline_depth: int = 0,
+        num_state_slots: int = 0,
+        state_interval: int = 0,
     ) -> None:
         self.pipeline_depth = pipeline_depth
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.kv = [_POISON] * (num_blocks * block_size)
+        self.states = [_POISON] * num_state_slots
+        self.state_interval = state_interval
         self.num_steps = 0
         self.fail_at_step: int | None = None
         self._tables = TablesFromPlans()
+        self._state_tables = StateTablesFromPlans()
         self._histories = HistoriesFromPlans()
         self._sampled: list[int] = []  # by the steps before, newest first
         self._num_uncollected = 0
@@ -85,6 +95,7 @@ class ContentRunner:
         """Nothing of the cache can be read after: the pool promises to have forgotten it."""
         self.change_weights()
         self._tables.clear()
+        self._state_tables.clear()
         self._histories.clear()
         self._sampled.clear()
         self._num_uncollected = 0
@@ -92,6 +103,7 @@ class ContentRunner:
     def change_weights(self) -> None:
         """What was computed before is no KV of the new weights (whose tokens are the old ones')."""
         self.kv = [_POISON] * len(self.kv)
+        self.states = [_POISON] * len(self.states)
 
     def dispatch(self, plan: StepPlan) -> _Step:
         assert self._num_uncollected <= self.pipeline_depth, "steps were forgotten without a reset"
@@ -100,8 +112,10 @@ class ContentRunner:
             raise RuntimeError("out of memory, says the fake")
         self.num_steps += 1
         writes: list[tuple[int, int]] = []
+        state_writes: list[tuple[int, int]] = []
         sampled: list[int] = []
         self._tables.take(plan)
+        self._state_tables.take(plan)
         known_ids = [t if t >= 0 else self._sampled[-1 - t] for t in plan.token_ids]
         self._histories.take(plan, known_ids)
         token_ids = iter(known_ids)
@@ -118,6 +132,8 @@ class ContentRunner:
                 salt = int.from_bytes(request.cache_salt, "little")
                 kvs.append(kv_of(token, kvs[-1] if kvs else salt, position))
                 writes.append((slots[position], kvs[-1]))
+            if self.states:
+                state_writes += self._next_states(request.request_id, start, kvs)
             if is_sampled:
                 history = self._histories[request.request_id] if request.needs_history else ()
                 sampled.append(token_after(kvs, request.seed, self.vocab_size, history))
@@ -125,9 +141,30 @@ class ContentRunner:
         assert len({slot for slot, _ in writes}) == len(writes), "S15: two writes to one slot"
         for slot, kv in writes:
             self.kv[slot] = kv
+        assert len({slot for slot, _ in state_writes}) == len(state_writes), "S48: two writes"
+        for slot, state in state_writes:
+            self.states[slot] = state
         self._sampled = (sampled + self._sampled)[:_MAX_SAMPLED]
         self._num_uncollected += 1
         return _Step(sampled, 1)
+
+    def _next_states(
+        self, request_id: str, start: int, kvs: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """What a row from ``start`` writes to its state slots. The state after a position is that
+        position's KV, which is chained over all before; what is read must be that of ``start - 1``,
+        and so the state of this very prefix."""
+        table, interval = self._state_tables[request_id], self.state_interval
+        assert len(table) == -(-len(kvs) // interval), f"S44: {table} for {len(kvs)} tokens"
+        if start:
+            slot = table[(start - 1) // interval]
+            assert slot >= 0, f"S44: {request_id} has no state to begin from"
+            state = self.states[slot]
+            assert state == kvs[start - 1], f"S45: {request_id} reads another's state at {start}"
+        ends = {min((i + 1) * interval, len(kvs)): i for i in range(start // interval, len(table))}
+        written = {table[i]: kvs[end - 1] for end, i in ends.items()}  # in place the last one stays
+        assert -1 not in written, f"S44: {request_id} has no slot to write"
+        return list(written.items())
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """All at once, as one launch may: none finds what another wrote."""

@@ -23,6 +23,7 @@ from pagespec.engine.request import Request as RealRequest
 from pagespec.engine.request import RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.state_slots import StateSlots
 from pagespec.errors import InvalidInputError
 from spec import model
 from spec.properties import all_tokens
@@ -40,10 +41,11 @@ from spec.state import (
     Schedule,
     Scope,
     Settle,
+    Slots,
     State,
     prefixes,
 )
-from tests.support.tables import HistoriesFromPlans, RowSeen, TablesFromPlans
+from tests.support.tables import HistoriesFromPlans, RowSeen, StateTablesFromPlans, TablesFromPlans
 
 _PARAMS = SamplingParams()
 _MAX_SAMPLED = 1024  # tokens of earlier steps that are kept: more than any steps in flight sample
@@ -64,7 +66,7 @@ class Packer(Protocol):
 
 
 _SAVED = (
-    *("state", "scheduler", "requests", "view", "histories", "sampled"),
+    *("state", "scheduler", "requests", "view", "state_view", "histories", "sampled"),
     *("checker", "packers", "account"),
 )
 
@@ -72,7 +74,13 @@ _SAVED = (
 def real_scheduler(scope: Scope) -> Scheduler:
     """The implementation, set up as ``scope`` says."""
     return Scheduler(
-        BlockManager(scope.num_blocks, scope.block_size, enable_prefix_caching=scope.caching),
+        BlockManager(
+            scope.num_blocks,
+            scope.block_size,
+            enable_prefix_caching=scope.caching,
+            num_state_slots=scope.num_states,
+            state_interval=scope.interval,
+        ),
         max_num_seqs=scope.cap,
         max_num_batched_tokens=scope.budget,
         pipeline_depth=scope.depth,
@@ -97,6 +105,7 @@ class Pair:
         self.scheduler.make_planner = partial(ExplainingPlanner, self.account)
         self.requests: list[RealRequest] = []
         self.view = TablesFromPlans()
+        self.state_view = StateTablesFromPlans()
         self.histories = HistoriesFromPlans()
         self.sampled: list[int] = []  # by the steps before, newest first: on the device
         self.checker = RunnerView()
@@ -118,6 +127,7 @@ class Pair:
             self._compare_plans(made, plan)
             if plan.requests:
                 self.view.take(plan)
+                self.state_view.take(plan)
                 ids = [t if t >= 0 else self.sampled[-1 - t] for t in plan.token_ids]
                 self.histories.take(plan, ids)
                 self.sampled = [*label.tokens, *self.sampled][:_MAX_SAMPLED]
@@ -189,6 +199,7 @@ class Pair:
         elif isinstance(label, Fail):
             scheduler.reset("error")
             self.view.clear()
+            self.state_view.clear()
             self.histories.clear()
             self.sampled.clear()
             self.checker = RunnerView()
@@ -218,7 +229,7 @@ class Pair:
 
     def compare(self, after: object) -> None:
         expected = _comparable(self.state)
-        got = _comparable(abstraction(self.scheduler, self.requests, self.view, self.histories))
+        got = _comparable(abstraction(self))
         for name, a, b in zip(State._fields, expected, got, strict=True):
             if a != b:
                 raise RefinementError(
@@ -232,13 +243,9 @@ class Pair:
         vars(self).update(pickle.loads(saved))
 
 
-def abstraction(
-    scheduler: Scheduler,
-    requests: list[RealRequest],
-    view: TablesFromPlans,
-    histories: HistoriesFromPlans,
-) -> State:
-    """The specification's view of the real objects, but for the contents of blocks."""
+def abstraction(pair: Pair) -> State:
+    """The specification's view of the real objects, but for the contents of blocks and slots."""
+    scheduler, requests = pair.scheduler, pair.requests
     blocks = scheduler.blocks
     names: dict[bytes, int] = {}
     for request in requests:
@@ -260,9 +267,9 @@ def abstraction(
         free=tuple(blocks.free_blocks),
         lru=tuple(blocks.lru_blocks),
         contents=(),
-        view=tuple(sorted((int(name), table) for name, table in view.items())),
+        view=tuple(sorted((int(name), table) for name, table in pair.view.items())),
         left=tuple(sorted(map(int, scheduler.queues.released))),
-        histories=tuple(sorted((int(name), ids) for name, ids in histories.items())),
+        histories=tuple(sorted((int(name), ids) for name, ids in pair.histories.items())),
         pending=tuple(
             sorted(
                 int(sibling.request_id)
@@ -270,6 +277,21 @@ def abstraction(
                 for sibling in siblings
             )
         ),
+        slots=_abstract_slots(blocks.states, names),
+        state_view=tuple(sorted((int(name), table) for name, table in pair.state_view.items())),
+    )
+
+
+def _abstract_slots(states: StateSlots | None, names: dict[bytes, int]) -> Slots:
+    if states is None:
+        return Slots((), (), (), (), (), ())
+    return Slots(
+        refs=tuple(states.ref_counts),
+        keys=tuple(None if key is None else names[key] for key in states.keys),
+        index=tuple(sorted((names[key], slot) for key, slot in states.index.items())),
+        free=tuple(states.free_slots),
+        lru=tuple(states.lru_slots),
+        contents=(),
     )
 
 
@@ -291,6 +313,7 @@ def _abstract_request(request: RealRequest) -> Request:
         needs_history=request.info.needs_history,
         settled_only=request.settled_only,
         leader=-1 if request.leader is None else int(request.leader.request_id),
+        states=tuple(request.state_table),
     )
 
 
@@ -312,7 +335,8 @@ def _comparable(state: State) -> State:
         )
         for step in state.flight
     )
-    return state._replace(requests=requests, flight=flight, contents=())
+    slots = state.slots._replace(contents=())
+    return state._replace(requests=requests, flight=flight, contents=(), slots=slots)
 
 
 def explore(scope: Scope, max_states: int | None = None) -> tuple[int, int, int]:

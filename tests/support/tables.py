@@ -29,6 +29,18 @@ class TablesFromPlans(dict[str, tuple[int, ...]]):
             self[plan.requests[row].request_id] += tuple(blocks)
 
 
+class StateTablesFromPlans(dict[str, tuple[int, ...]]):
+    """The state table of each running request, by its id; slots given up since are still in it."""
+
+    def take(self, plan: StepPlan) -> None:
+        for request_id in plan.released:
+            self.pop(request_id, None)
+        for row, slots in plan.state_tables.items():
+            self[plan.requests[row].request_id] = tuple(slots)
+        for row, slots in plan.new_state_slots.items():
+            self[plan.requests[row].request_id] += tuple(slots)
+
+
 class HistoriesFromPlans(dict[str, tuple[int, ...]]):
     """All tokens of each running request that needs them, by its id (S39)."""
 

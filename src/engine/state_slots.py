@@ -1,0 +1,170 @@
+"""The pool of state slots: what recurrent layers keep of a request, and checkpoints of it. Pure
+bookkeeping over slot ids; it never sees a tensor.
+
+Time is cut into intervals. Entry i of a request's *state table* is the slot that its state is in
+while positions of interval i are computed. Where the next entry is another slot, the first keeps
+the state at the end of its interval: a *checkpoint*, which is published once it is settled. Where
+it is the same slot, the state moves on in place. Like a block, every slot is in exactly one of
+three places (S43)::
+
+    ref_count > 0                  owned: in that many state tables
+    ref_count == 0, key present    cached: a checkpoint in the LRU queue, still in the index
+    ref_count == 0, key absent     free: on the free stack
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ..errors import InvalidInputError
+from .request import Request
+
+NO_SLOT = -1  # an entry whose slot was given up
+
+BlockKey = tuple[bytes, bytes]  # chained prefix key, token ids as bytes
+
+
+class StateSlots:
+    """Allocates, shares, caches and evicts state slots.
+
+    Args:
+        num_slots: slots in the pool, ids ``0 .. num_slots - 1`` (the runner's null slot is not
+            among them).
+        interval: tokens an entry of a state table, a multiple of block_size.
+        enable_prefix_caching: leave checkpoints, and find them again.
+    """
+
+    def __init__(
+        self, num_slots: int, interval: int, block_size: int, *, enable_prefix_caching: bool = True
+    ) -> None:
+        if interval < 1 or interval % block_size:
+            limit = f"must be a multiple of block_size = {block_size}"
+            raise InvalidInputError("state_interval", interval, limit)
+        self.num_slots = num_slots
+        self.interval = interval
+        self.blocks_per_interval = interval // block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.reset()
+
+    def reset(self) -> None:
+        """Every slot free and unpublished, whatever was before."""
+        self.ref_counts = [0] * self.num_slots
+        self.free_slots = list(range(self.num_slots - 1, -1, -1))
+        self.lru_slots: OrderedDict[int, None] = OrderedDict()
+        self.keys: list[bytes | None] = [None] * self.num_slots
+        self.index: dict[bytes, int] = {}
+        self._contents: list[bytes | None] = [None] * self.num_slots  # as BlockManager's
+
+    @property
+    def num_available_slots(self) -> int:
+        """Slots that could be taken now: free ones, then cached ones."""
+        return len(self.free_slots) + len(self.lru_slots)
+
+    # Prefix look-up ---------------------------------------------------------------------------
+
+    def longest(self, block_keys: Sequence[BlockKey]) -> int:
+        """How many of these blocks end at the last checkpoint that is cached (S49)."""
+        size = self.blocks_per_interval
+        for num_blocks in range(len(block_keys) // size * size, 0, -size):
+            if self._find(block_keys[num_blocks - 1]) is not None:
+                return num_blocks
+        return 0
+
+    def has_one_beside(self, request: Request, num_hits: int) -> bool:
+        """Whether there is a slot for ``request`` alone, beside the checkpoint after its first
+        ``num_hits`` blocks, as found by ``longest``."""
+        num_left = self.num_available_slots
+        if num_hits:
+            num_left -= self.ref_counts[self.index[request.block_keys[num_hits - 1][0]]] == 0
+        return num_left >= 1
+
+    def acquire(self, request: Request, num_hits: int) -> None:
+        """Begin ``request``'s empty state table with the checkpoint after its first ``num_hits``
+        blocks, as found by ``longest``. It is shared, and only read."""
+        if num_hits:
+            slot = self.index[request.block_keys[num_hits - 1][0]]
+            if self.ref_counts[slot] == 0:
+                del self.lru_slots[slot]
+            self.ref_counts[slot] += 1
+            request.num_past_states = num_hits // self.blocks_per_interval - 1
+            request.state_table = [NO_SLOT] * request.num_past_states + [slot]
+
+    def _find(self, block_key: BlockKey) -> int | None:
+        key, tokens = block_key
+        slot = self.index.get(key)
+        return None if slot is None or self._contents[slot] != tokens else slot
+
+    # Ownership --------------------------------------------------------------------------------
+
+    def extend(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """Make ``request``'s state table cover its first ``num_tokens`` tokens (S44); returns the
+        entries appended. A checkpoint is left at the end of an interval where another slot is
+        available: a free one, else the least recently used checkpoint, which loses its key (S52).
+        """
+        table = request.state_table
+        num_new = -(-num_tokens // self.interval) - len(table)
+        if num_new <= 0:
+            return ()
+        for _ in range(num_new):
+            has_own = bool(table) and self.keys[table[-1]] is None
+            if has_own and not (self.enable_prefix_caching and self.num_available_slots):
+                table.append(table[-1])
+            else:
+                table.append(self._take())
+        return tuple(table[-num_new:])
+
+    def settle(self, request: Request) -> None:
+        """Give up the entries of ``request`` that no step reads or writes again, as positions
+        behind their intervals are settled, and publish the checkpoints among them (S46)."""
+        table, begin = request.state_table, request.num_past_states
+        end = (request.num_computed - 1) // self.interval
+        for i in range(begin, end):
+            slot = table[i]
+            table[i] = NO_SLOT
+            if slot != table[i + 1]:
+                if self.enable_prefix_caching and self.keys[slot] is None:
+                    last_block = (i + 1) * self.blocks_per_interval - 1
+                    self._publish(slot, *request.block_keys[last_block])
+                self._drop(slot)
+        request.num_past_states = max(begin, end)
+
+    def release(self, request: Request) -> None:
+        """Give back all of ``request``'s slots, the last first. Safe only when no step in flight
+        reads or writes them (S47)."""
+        for slot in dict.fromkeys(reversed(request.state_table)):
+            if slot != NO_SLOT:
+                self._drop(slot)
+        request.state_table = []
+        request.num_past_states = 0
+
+    # ------------------------------------------------------------------------------------------
+
+    def _publish(self, slot: int, key: bytes, tokens: bytes) -> None:
+        """Unless the index has a checkpoint of that key already."""
+        if key not in self.index:
+            self.index[key] = slot
+            self.keys[slot] = key
+            self._contents[slot] = tokens
+
+    def _take(self) -> int:
+        slot = self.free_slots.pop() if self.free_slots else self._evict()
+        self.ref_counts[slot] = 1
+        return slot
+
+    def _evict(self) -> int:
+        slot, _ = self.lru_slots.popitem(last=False)
+        key = self.keys[slot]
+        assert key is not None, "a slot in the LRU queue has a key (S43)"
+        del self.index[key]
+        self.keys[slot] = None
+        self._contents[slot] = None
+        return slot
+
+    def _drop(self, slot: int) -> None:
+        self.ref_counts[slot] -= 1
+        if self.ref_counts[slot] == 0:
+            if self.keys[slot] is None:
+                self.free_slots.append(slot)
+            else:
+                self.lru_slots[slot] = None
