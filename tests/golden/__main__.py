@@ -14,6 +14,7 @@ from tests.golden.harness import Condition, GoldenRow, check
 from tests.golden.subjects import (
     BEYOND_CONDITIONS,
     RANKS_CONDITION,
+    RECURRENT_CONDITIONS,
     SMOLLM2_CONDITIONS,
     TINY_CONDITIONS,
     beyond,
@@ -23,6 +24,7 @@ from tests.golden.subjects import (
     tiny,
 )
 from tests.support.models import ARCHITECTURES
+from tests.support.recurrent_models import RECURRENT
 
 
 def print_thresholds() -> None:
@@ -72,10 +74,13 @@ def main() -> int:
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     num_failed = 0
     print(GoldenRow.HEADER)
-    for name in sys.argv[2:] or [*ARCHITECTURES, "smollm2"]:
+    for name in sys.argv[2:] or [*ARCHITECTURES, *RECURRENT, "smollm2"]:
         if name == "smollm2":
             subject, usual = smollm2(device)
             runs = [(condition, usual) for condition in SMOLLM2_CONDITIONS]
+        elif name in RECURRENT:
+            subject, usual = tiny(name, device)
+            runs = [(condition, usual) for condition in RECURRENT_CONDITIONS]
         else:
             subject, usual = tiny(name, device)
             runs = [(condition, usual) for condition in TINY_CONDITIONS]
