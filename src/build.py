@@ -225,6 +225,7 @@ def _load(
         load_format=config.load_format,
         quantization=config.quantization,
         shard=shard,
+        max_model_len=config.max_model_len,
     )
 
 

@@ -40,7 +40,7 @@ from .capture.process_key import (
 )
 from .capture.traced import Traced
 from .model.checkpoint import Checkpoint
-from .model.loaded import LoadedModel, TensorTree, named_tensors
+from .model.loaded import LoadedModel, TensorTree, longest_context, named_tensors
 
 logger = logging.getLogger("pagespec")
 
@@ -151,6 +151,8 @@ class StartRecord:
         module = loaded.module
         code = sorted(modules_of({type(part) for part in module.modules()}))
         try:
+            if longest_context(loaded.config) is None:
+                raise _NotRestorable("its longest context is the caller's")
             noted = {
                 "architecture": loaded.architecture,
                 "model_type": loaded.model_type,

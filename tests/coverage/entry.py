@@ -12,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from pagespec import InvalidInputError, UnsupportedModelError
-from pagespec.compile.model.load import LoadedModel, load_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.loaded import LoadedModel, longest_context
 from pagespec.compile.model.probe import probe_with_reach
 from pagespec.kernels.attention.spec import AttentionSpec
-from tests.coverage.tiny_config import tiny_config
+from tests.coverage.tiny_config import MAX_POSITIONS, tiny_config
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
 from tests.support.models import random_model
 
@@ -93,9 +94,12 @@ def _outcome(model_type: str, found: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:
         return "not built", _line(error)
     found["architecture"] = type(model).__name__
-    subject = Subject(model_type, model, device="cpu", max_num_seqs=16)
+    settings: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16}
+    if longest_context(model.config) is None:
+        settings["max_model_len"] = MAX_POSITIONS
+    subject = Subject(model_type, model, **settings)
     try:
-        loaded = load_model(copy.deepcopy(model))
+        loaded = load_model(copy.deepcopy(model), max_model_len=MAX_POSITIONS)
         specs, reach = probe_with_reach(loaded)
         subject.llm()  # what is refused only when it is traced
     except (InvalidInputError, UnsupportedModelError) as error:

@@ -26,7 +26,6 @@ _CLASSES = (
     ("mask is neither", "Masks that are neither causal nor a sliding window"),
     ("a bias or a mask of its own", "A mask or bias of the layer's own"),
     ("attention over shapes", "Attention over other tokens than those of the pass"),
-    ("no max_position_embeddings", "No longest context in the config"),
     ("takes positions", "Positions cannot be told"),
     ("its forward takes no", "Positions cannot be told"),
     ("not one graph", "Code that does not trace into one graph"),

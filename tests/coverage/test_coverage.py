@@ -33,7 +33,6 @@ def test_entries_that_are_equal(model_type: str) -> None:
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
         ("gpt_neo", "Attention written out in another form than a masked softmax"),
         ("moshi", "A cache with a window that the masks have not"),
-        ("mamba", "No longest context in the config"),
     ],
 )
 def test_entries_that_are_refused(model_type: str, class_: str) -> None:

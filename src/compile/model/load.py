@@ -19,7 +19,7 @@ from transformers import (
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from .gguf_blocks import check_quantization, kept_blocks
-from .loaded import WHOLE, LoadedModel, Shard
+from .loaded import WHOLE, LoadedModel, Shard, longest_context
 from .refusal import as_input_error, cause
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
@@ -42,6 +42,7 @@ def load_model(
     quantization: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     shard: Shard = WHOLE,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load a causal language model.
 
@@ -75,7 +76,7 @@ def load_model(
         module: PreTrainedModel = given.to(device).eval()
         if torch_dtype is not None:
             _cast(module, torch_dtype)
-        return _described(module, tokenizer=None)
+        return _described(module, None, max_model_len)
 
     name, source, config = _config_of(model, cache_dir)
     if torch_dtype is None:
@@ -84,7 +85,8 @@ def load_model(
         torch_dtype = torch.float32 if device.type == "cpu" else configured
     module = _built(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
-    described = _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
+    module = module.to(device).eval()  # type: ignore[arg-type]
+    described = _described(module, _tokenizer(source, name), max_model_len)
     described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
     if quantization is not None:
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
@@ -235,7 +237,9 @@ def _tokenizer(source: str, name: str) -> Any | None:
             return None  # how the hub says that there is none
 
 
-def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
+def _described(
+    module: PreTrainedModel, tokenizer: Any | None, max_model_len: int | None
+) -> LoadedModel:
     config = module.config
     text_config = config.get_text_config(decoder=True)
     generation_config = getattr(module, "generation_config", None)
@@ -248,12 +252,12 @@ def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
     head = module.get_output_embeddings()
     if head is None or not hasattr(text_config, "vocab_size"):
         raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if limit is None:  # of the decoder of a model that also has an encoder
-        limit = getattr(text_config, "max_target_positions", None)
-    if not isinstance(limit, int) or limit < 1:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: its config gives no max_position_embeddings"
+    limit = longest_context(config) or max_model_len
+    if limit is None:
+        raise InvalidInputError(
+            "max_model_len",
+            None,
+            f"must be given: the config of {type(module).__name__} names none",
         )
     return LoadedModel(
         module,

@@ -226,4 +226,4 @@ def test_refuses_other_families(arch: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(arch, **common, **heads, **options)
     with pytest.raises(UnsupportedModelError):
-        probe_model(load_model(AutoModelForCausalLM.from_config(config)))
+        probe_model(load_model(AutoModelForCausalLM.from_config(config), max_model_len=64))
