@@ -121,7 +121,7 @@ class StartRecord:
             noted["max_position_embeddings"],
             model_type=noted["model_type"],
         )
-        return Restored(loaded, [AttentionSpec(**spec) for spec in noted["specs"]], traced)
+        return Restored(loaded, [_spec(noted_spec) for noted_spec in noted["specs"]], traced)
 
     def _read_tensors(self, noted: Sequence[Any]) -> dict[str, Tensor]:
         dtypes = {name: getattr(torch, where[1]) for name, where, *_ in noted if where[0] == "file"}
@@ -214,6 +214,10 @@ class StartRecord:
         if _tokenizer_state(again) != _tokenizer_state(tokenizer):
             raise _NotRestorable("its tokenizer is not what its class reads")
         return [cls.__module__, cls.__qualname__]
+
+
+def _spec(noted: dict[str, Any]) -> AttentionSpec:
+    return AttentionSpec(**{**noted, "alibi_slopes": tuple(noted["alibi_slopes"])})
 
 
 def _forget_oldest(folder: Path) -> None:

@@ -146,6 +146,8 @@ def notes_of(loaded: LoadedModel, specs: list[AttentionSpec]) -> str:
         "full layers between": len(windows) > 1 and 0 in windows,
         "several windows": len(windows - {0}) > 1,
         "softcap": any(spec.softcap for spec in specs),
+        "chunks": any(spec.chunk for spec in specs),
+        "ALiBi": any(spec.alibi_slopes for spec in specs),
         "sinks": any(spec.has_sinks for spec in specs),
         "latent attention": any(spec.k_dim != spec.v_dim for spec in specs),
         "several head sizes": len({(spec.k_dim, spec.v_dim) for spec in specs}) > 1,

@@ -10,10 +10,17 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 
 
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
-# layers with copies of the config; writes its attention out.
+# layers with copies of the config; writes its attention out, with ALiBi; has chunks.
 @pytest.mark.parametrize(
     "model_type",
-    ["stablelm", "bart", "mvp", pytest.param("granite_swa", marks=pytest.mark.nightly)],
+    [
+        "stablelm",
+        "bart",
+        "mvp",
+        "bloom",
+        pytest.param("granite_swa", marks=pytest.mark.nightly),
+        pytest.param("llama4_text", marks=pytest.mark.nightly),
+    ],
 )
 def test_entries_that_are_equal(model_type: str) -> None:
     entry = run_entry(model_type)
@@ -28,7 +35,6 @@ def test_entries_that_are_equal(model_type: str) -> None:
         ("falcon_h1", "Tokens mix outside attention"),
         ("glm_moe_dsa", "Attention with a tensor of its own: selected keys, a bias"),
         ("hrm_text", "One attention module called several times a pass"),
-        ("llama4_text", "Masks that are neither causal nor a sliding window"),
         ("doge", "A mask or bias of the layer's own"),
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
         ("gpt_neo", "Attention written out in another form than a masked softmax"),

@@ -39,6 +39,7 @@ _OWN_SOURCES = (
     "../model/layers.py",
     "../model/loaded.py",
     "../model/plain_attention.py",
+    "../model/plain_scores.py",
     "../step_inputs.py",
     "../../kernels/ops.py",
 )

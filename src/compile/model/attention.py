@@ -56,7 +56,7 @@ def paged_attention_forward(
     """Transformers' attention contract: ``query [1, Hq, T, Dk]``, ``key [1, Hkv, T, Dk]``,
     ``value [1, Hkv, T, Dv]`` to ``([1, T, Hq, Dv], None)``.
 
-    Scale, window and softcap come from the spec, which the probe took from the same arguments
+    Scale, mask, softcap and slopes come from the spec, which the probe took from the same arguments
     and from the model's mask; the remaining keyword arguments were vetted there.
     """
     assert current.step is not None
@@ -82,6 +82,8 @@ def paged_attention_forward(
         spec.window,
         spec.softcap,
         s_aux if spec.has_sinks else None,
+        spec.chunk,
+        spec.alibi_slopes or None,
     )
     return out.unsqueeze(0), None
 
@@ -120,7 +122,7 @@ def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[Non
         others = [config for config in configs if config._attn_implementation != name]
         with ExitStack() as stack:
             if others:
-                stack.enter_context(plain_attention_replaced(module))
+                stack.enter_context(plain_attention_replaced(module, name))
                 for config in others:
                     config._attn_implementation_internal = name
             stack.enter_context(positions_inside(module))

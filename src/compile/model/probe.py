@@ -2,8 +2,8 @@
 
 No KV cache and no graph. On eight tokens, with the whole model:
 
-1. *record*: every attention call in order, its shapes, scale, softcap, sinks, and the window,
-   read off the mask closure that reaches this very call;
+1. *record*: every attention call in order, its shapes, scale, softcap, sinks, the window or chunk,
+   read off the mask closure that reaches this very call, and the slopes of a bias;
 2. *poison*: with an attention that mixes no tokens, NaN in one token's embedding must reach no
    other token's logits. So nothing else mixes tokens: no recurrence, convolution, token shift, or
    attention that bypasses the interface. NaN shows however small the weights are;
@@ -29,9 +29,8 @@ from transformers import DynamicCache
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
-from .forward import takes_positions
 from .loaded import LoadedModel
-from .masks import MaskFunction, window_of_mask
+from .masks import MaskFunction, MaskPattern, alibi_slopes, pattern_of_mask
 from .probe_pass import ProbePass, all_same, local_attention, registered
 from .reach_probe import check_reach
 from .thresholds import ReachPlan
@@ -39,9 +38,16 @@ from .thresholds import ReachPlan
 _NUM_PROBE_TOKENS = 8
 _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 # Tensor arguments whose meaning is known; any other would be dropped silently.
-_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids"})
+_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", "alibi"})
 # Numbers whose meaning is known. Flags (bool), strings and None carry no numerics.
 _KNOWN_NUMBER_KWARGS = frozenset({"scaling", "dropout", "softcap", "sliding_window", "layer_idx"})
+
+
+class _Marker(Tensor):
+    """A mask that a model hands to its attention, known again as a mask of booleans too."""
+
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        return self
 
 
 class _Recorder:
@@ -50,7 +56,7 @@ class _Recorder:
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
         self.masks: list[tuple[Tensor, MaskFunction]] = []
-        self.windows: dict[tuple[int, int], int | None] = {}
+        self.patterns: dict[tuple[int, int], MaskPattern | None] = {}
         self.modules: list[nn.Module] = []
         self.specs: list[AttentionSpec] = []
 
@@ -61,7 +67,7 @@ class _Recorder:
         q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
         # One number in memory: thousands of tokens have no room for their square.
         marker = torch.zeros(1, 1, 1, 1, device=kwargs.get("device"))
-        marker = marker.expand(1, 1, int(q_length), int(kv_length))
+        marker = marker.expand(1, 1, int(q_length), int(kv_length)).as_subclass(_Marker)
         self.masks.append((marker, mask_function))
         return marker
 
@@ -87,6 +93,7 @@ class _Recorder:
         sinks = kwargs.get("s_aux")
         if sinks is not None and tuple(sinks.shape) != (num_q_heads,):
             raise self.refuse(f"sinks of shape {tuple(sinks.shape)} for {num_q_heads} heads")
+        pattern = self._pattern(module, attention_mask, num_q_heads, kwargs)
         self.modules.append(module)
         self.specs.append(
             AttentionSpec(
@@ -96,9 +103,11 @@ class _Recorder:
                 k_dim=key.shape[3],
                 v_dim=value.shape[3],
                 scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
-                window=self._window(module, attention_mask, num_q_heads, kwargs),
+                window=pattern.window,
                 softcap=float(kwargs.get("softcap") or 0.0),
                 has_sinks=sinks is not None,
+                chunk=pattern.chunk,
+                alibi_slopes=self._slopes(kwargs.get("alibi"), query),
             )
         )
         return local_attention(query, key, value), None
@@ -110,25 +119,33 @@ class _Recorder:
         if is_number and name not in _KNOWN_NUMBER_KWARGS:
             raise self.refuse(f"its attention takes {name} = {argument}, which is not known here")
 
-    def _window(
+    def _slopes(self, bias: Tensor | None, query: Tensor) -> tuple[float, ...]:
+        if bias is None:
+            return ()
+        slopes = alibi_slopes(bias, query.shape[1], query.shape[2])
+        if slopes is None:
+            raise self.refuse("its attention adds a bias that is not linear in the key's position")
+        return slopes
+
+    def _pattern(
         self, module: nn.Module, mask: Tensor | None, num_heads: int, kwargs: dict[str, Any]
-    ) -> int:
+    ) -> MaskPattern:
         if mask is None:
             # As transformers' own sdpa function decides.
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             if not causal or kwargs.get("sliding_window"):
                 raise self.refuse("attention without a mask that is not plainly causal")
-            return 0
+            return MaskPattern()
         for marker, mask_function in self.masks:
             if marker is mask:
                 key = (id(marker), num_heads)
-                if key not in self.windows:
-                    self.windows[key] = window_of_mask(mask_function, num_heads)
-                window = self.windows[key]
-                if window is None:
-                    raise self.refuse("its mask is neither causal nor a causal sliding window")
-                return window
+                if key not in self.patterns:
+                    self.patterns[key] = pattern_of_mask(mask_function, num_heads)
+                pattern = self.patterns[key]
+                if pattern is None:
+                    raise self.refuse("its mask is neither causal nor a causal window or chunk")
+                return pattern
         raise self.refuse("its attention adds a bias or a mask of its own")
 
 
@@ -196,13 +213,9 @@ def _check_statically(loaded: LoadedModel) -> None:
     parameters = inspect.signature(module.forward).parameters
     if "input_ids" not in parameters:
         raise UnsupportedModelError(f"{name}: its forward takes no input_ids")
-    if not takes_positions(module):
-        raise UnsupportedModelError(f"{name}: neither its forward nor a part takes positions")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: it is an encoder-decoder model")
     text_config = config.get_text_config(decoder=True)
-    if getattr(text_config, "alibi", False):
-        raise UnsupportedModelError(f"{name}: it uses alibi position biases")
     rope = getattr(text_config, "rope_parameters", None) or {}
     for parameters_of_type in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
         rope_type = parameters_of_type.get("rope_type")
@@ -223,10 +236,11 @@ def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
     layers = DynamicCache(config=loaded.config.get_text_config(decoder=True)).layers
     for layer, spec in zip(layers, recorder.specs, strict=False):
         held = getattr(layer, "sliding_window", None)
-        if isinstance(held, int) and held != spec.window:
+        shown = spec.window or spec.chunk
+        if isinstance(held, int) and held != shown:
             raise recorder.refuse(
                 f"its cache holds {held} tokens of a layer, and its mask shows "
-                f"{spec.window or 'all of them'}"
+                f"{shown or 'all of them'}"
             )
 
 
