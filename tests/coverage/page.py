@@ -21,7 +21,6 @@ _CLASSES = (
     ("attention without a mask", "Attention that is not causal"),
     ("needs a package", "A package that is not installed"),
     ("takes the tensor", "Attention with a tensor of its own: selected keys, a bias"),
-    ("more than once", "One attention module called several times a pass"),
     ("its cache holds", "A cache with a window that the masks have not"),
     ("mask is neither", "Masks that are neither causal nor a window or chunk"),
     ("a bias or a mask of its own", "A mask or bias of the layer's own"),

@@ -100,7 +100,7 @@ def forward(
     kv_caches: KVCaches,
 ) -> Tensor:
     """Logits ``[1, S, V]`` of a step, from the module as it is; writes its KV into the caches."""
-    current.step = AttentionStep(inputs, kv_caches, specs)
+    current.step = AttentionStep(inputs, kv_caches, specs, {})
     try:
         return packed(inputs.input_ids, inputs.position_ids, inputs.logits_to_keep)
     finally:

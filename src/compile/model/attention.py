@@ -27,11 +27,13 @@ ATTENTION_NAME = "pagespec"
 
 
 class AttentionStep(NamedTuple):
-    """What the attention calls of a step share."""
+    """What the attention calls of a step share. ``turns`` counts those of modules that make
+    several, by the number of the first."""
 
     inputs: StepInputs
     kv_caches: KVCaches
     specs: Sequence[AttentionSpec]
+    turns: dict[int, int]
 
 
 class _Current(threading.local):
@@ -60,8 +62,13 @@ def paged_attention_forward(
     and from the model's mask; the remaining keyword arguments were vetted there.
     """
     assert current.step is not None
-    inputs, kv_caches, specs = current.step
+    inputs, kv_caches, specs, turns = current.step
     call: int = module.pagespec_call  # type: ignore[assignment]
+    if hasattr(module, "pagespec_calls"):
+        turn = turns.get(call, 0)
+        turns[call] = turn + 1
+        calls: Any = module.pagespec_calls
+        call = calls[turn]
     spec = specs[call]
     k_cache, v_cache = kv_caches[call]
     ops.kv_store(
@@ -120,9 +127,10 @@ def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[Non
             if type(config) in taken:
                 config._attn_implementation_internal = name
         others = [config for config in configs if config._attn_implementation != name]
+        takers = [config for config in configs if config._attn_implementation == name]
         with ExitStack() as stack:
             if others:
-                stack.enter_context(plain_attention_replaced(module, name))
+                stack.enter_context(plain_attention_replaced(module, name, takers))
                 for config in others:
                     config._attn_implementation_internal = name
             stack.enter_context(positions_inside(module))

@@ -9,7 +9,7 @@ looks at it as at any other model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,16 +44,21 @@ _rewritten: WeakKeyDictionary[nn.Module, _Rewritten] = WeakKeyDictionary()
 
 
 @contextmanager
-def plain_attention_replaced(module: PreTrainedModel, name: str) -> Iterator[None]:
+def plain_attention_replaced(
+    module: PreTrainedModel, name: str, takers: Sequence[PreTrainedConfig]
+) -> Iterator[None]:
     """In the block, modules that write attention out call the function that the config names, which
-    is ``name``.
+    is ``name``. ``takers`` are the configs of those parts that call it anyhow.
 
     Raises:
-        UnsupportedModelError: there is no such module, or one computes something else.
+        UnsupportedModelError: such a module computes something else.
     """
     if module not in _rewritten:
         config = module.config
-        before = config._attn_implementation_internal
+        before = [(c, c._attn_implementation_internal) for c in [*takers, config]]
+        # These are to call no function that takes notes, and no softmax.
+        for taker in takers:
+            taker._attn_implementation_internal = "sdpa"
         config._attn_implementation_internal = "eager"
         try:
             forwards, has_bool_masks = {}, False
@@ -65,7 +70,8 @@ def plain_attention_replaced(module: PreTrainedModel, name: str) -> Iterator[Non
                 )
             _rewritten[module] = _Rewritten(forwards, has_bool_masks)
         finally:
-            config._attn_implementation_internal = before
+            for changed, implementation in before:
+                changed._attn_implementation_internal = implementation
     rewritten = _rewritten[module]
     for part, forward in rewritten.forwards.items():
         part.forward = forward  # type: ignore[method-assign]
@@ -123,7 +129,8 @@ class _Softmaxes(TorchFunctionMode):
 def _softmax_modules(
     module: PreTrainedModel,
 ) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The modules that call softmax, and what they are given in a pass of few tokens."""
+    """The modules that call softmax, and what they are given in a pass of few tokens: none, if those
+    whose config does not take the function have no part in it (a vision tower)."""
     softmaxes = _Softmaxes()
     parts = [part for part in module.modules() if not isinstance(part, (nn.Softmax, nn.Dropout))]
     hooks = [part.register_forward_pre_hook(softmaxes.enter, with_kwargs=True) for part in parts]
@@ -137,8 +144,6 @@ def _softmax_modules(
     finally:
         for hook in hooks:
             hook.remove()
-    if not softmaxes.found:
-        raise refusal(module, "it has no softmax")
     return softmaxes.found
 
 
@@ -188,15 +193,17 @@ def _forward(gm: GraphModule) -> Callable[..., Any]:
 
 def _attend(part: nn.Module, config: PreTrainedConfig, scores: Scores) -> Callable[..., Tensor]:
     """Attention by the interface; heads lie before tokens, and a batch before them or not."""
-    scale, bias_scale = scores.scale, scores.bias_scale
+    scale, bias_scale, own_window = scores.scale, scores.bias_scale, scores.own_window
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         operands = [x if x.dim() == 4 else x.unsqueeze(0) for x in (query, key, value)]
         function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, _unknown)
-        # Without a mask such code sees all tokens.
-        options: dict[str, Any] = {"scaling": scale, "is_causal": False}
+        # Without any mask such code sees all tokens.
+        options: dict[str, Any] = {"scaling": scale, "is_causal": own_window is not None}
+        if own_window is not None:
+            options["own_window"] = own_window
         if bias is not None:
             alibi = bias if bias.dim() == 4 else bias.unsqueeze(0)
             options["alibi"] = alibi if bias_scale == 1.0 else alibi * bias_scale

@@ -38,9 +38,14 @@ from .thresholds import ReachPlan
 _NUM_PROBE_TOKENS = 8
 _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 # Tensor arguments whose meaning is known; any other would be dropped silently.
-_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", "alibi"})
+_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", "alibi", "logits_to_keep"})
 # Numbers whose meaning is known. Flags (bool), strings and None carry no numerics.
-_KNOWN_NUMBER_KWARGS = frozenset({"scaling", "dropout", "softcap", "sliding_window", "layer_idx"})
+_KNOWN_NUMBER_KWARGS = frozenset(
+    {
+        *("scaling", "dropout", "softcap", "sliding_window", "own_window"),
+        *("layer_idx", "logits_to_keep"),
+    }
+)
 
 
 class _Marker(Tensor):
@@ -83,8 +88,6 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         for name, argument in kwargs.items():
             self._check_kwarg(name, argument)
-        if any(module is seen for seen in self.modules):
-            raise self.refuse(f"calls {type(module).__name__} more than once per forward pass")
         if query.dim() != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
             raise self.refuse(f"attention over shapes {tuple(query.shape)}, {tuple(key.shape)}")
         num_q_heads, num_kv_heads = query.shape[1], key.shape[1]
@@ -94,6 +97,10 @@ class _Recorder:
         if sinks is not None and tuple(sinks.shape) != (num_q_heads,):
             raise self.refuse(f"sinks of shape {tuple(sinks.shape)} for {num_q_heads} heads")
         pattern = self._pattern(module, attention_mask, num_q_heads, kwargs)
+        if kwargs.get("own_window"):
+            if pattern != MaskPattern():
+                raise self.refuse(f"its attention has a window of its own within {pattern}")
+            pattern = MaskPattern(kwargs["own_window"])
         self.modules.append(module)
         self.specs.append(
             AttentionSpec(
@@ -148,11 +155,19 @@ class _Recorder:
                 return pattern
         raise self.refuse("its attention adds a bias or a mask of its own")
 
+    def calls(self) -> dict[nn.Module, list[AttentionSpec]]:
+        """The calls of each module, in order."""
+        found: dict[nn.Module, list[AttentionSpec]] = {}
+        for module, spec in zip(self.modules, self.specs, strict=True):
+            found.setdefault(module, []).append(spec)
+        return found
+
 
 def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
     """Find what each attention call of the model needs, or refuse the model.
 
-    Sets ``pagespec_call``, the call's number, on each attention module; changes nothing else.
+    Sets ``pagespec_call``, the call's number, on each attention module, and on those that make
+    several calls a pass ``pagespec_calls``, the numbers of all; changes nothing else.
 
     Returns:
         One spec an attention call, in order of execution.
@@ -183,17 +198,23 @@ def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPla
         recorder = _record(loaded, probe_pass, ids)
         _check_calls(loaded, recorder)
         _check_token_independence(loaded, probe_pass, base)
-        for spec, attention_module in zip(recorder.specs, recorder.modules, strict=True):
-            attention_module.pagespec_call = spec.call  # type: ignore[assignment]
+        for attention_module, specs in recorder.calls().items():
+            attention_module.pagespec_call = specs[0].call  # type: ignore[assignment]
+            if len(specs) > 1:
+                numbers = tuple(spec.call for spec in specs)
+                attention_module.pagespec_calls = numbers  # type: ignore[assignment]
 
         def check_calls_again(ids: Tensor) -> None:
-            of_calls = dict(zip(recorder.modules, recorder.specs, strict=True))
+            of_calls = recorder.calls()
             again = _record(loaded, probe_pass, ids, f": with {len(ids)} tokens in a pass")
-            for module, spec in zip(again.modules, again.specs, strict=True):
-                for field, before in asdict(of_calls[module]).items():
-                    now = getattr(spec, field)
-                    if field != "call" and now != before:
-                        raise again.refuse(f"its attention has {field} = {now}, not {before}")
+            for module, specs in again.calls().items():
+                if len(specs) != len(of_calls[module]):
+                    raise again.refuse(f"it calls {type(module).__name__} {len(specs)} times")
+                for spec, expected in zip(specs, of_calls[module], strict=True):
+                    for field, before in asdict(expected).items():
+                        now = getattr(spec, field)
+                        if field != "call" and now != before:
+                            raise again.refuse(f"its attention has {field} = {now}, not {before}")
 
         reach = check_reach(loaded, recorder.specs, probe_pass, base, check_calls_again)
     return recorder.specs, reach
@@ -227,7 +248,8 @@ def _check_statically(loaded: LoadedModel) -> None:
 
 def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
     expected = loaded.config.get_text_config(decoder=True).num_hidden_layers
-    if len(recorder.specs) != expected:
+    # Of layers, or of calls where a few modules are run over and over.
+    if expected not in (len(recorder.specs), len(recorder.calls())):
         raise recorder.refuse(
             f"{len(recorder.specs)} attention calls through AttentionInterface in {expected} layers"
         )

@@ -12,7 +12,7 @@ class AttentionSpec:
 
     Attributes:
         call: its number in order of execution, 0, 1, 2, ...; the same number is set on the
-            attention module as ``pagespec_call``.
+            attention module as ``pagespec_call``, or is among its ``pagespec_calls``.
         num_q_heads, num_kv_heads: the latter before any repetition.
         k_dim, v_dim: head sizes of (query and) key, and of value.
         scale: factor on the scores.

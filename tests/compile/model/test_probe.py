@@ -80,7 +80,6 @@ class Wrapped(nn.Module):
         ("tensor argument", "tensor 'position_bias'"),
         ("number argument", "temperature = 2.0"),
         ("own mask", "mask of its own"),
-        ("twice", "more than once"),
         ("token shift", "tokens mix outside attention"),
         ("own positions", "position_ids are not followed"),
         ("longest position", "longest position of the batch"),
@@ -92,6 +91,16 @@ def test_refuses_attention_it_does_not_know(what: str, reason: str) -> None:
     layer.self_attn = Wrapped(layer.self_attn, what)
     with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM: .*{reason}"):
         probe_model(load_model(model))
+
+
+def test_calls_of_one_module_are_numbered() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[1]  # type: ignore[union-attr]
+    layer.self_attn = Wrapped(layer.self_attn, "twice")
+    assert [spec.call for spec in probe_model(load_model(model))] == [0, 1, 2]
+    inner = layer.self_attn.inner
+    assert (inner.pagespec_call, inner.pagespec_calls) == (1, (1, 2))
+    assert model.model.layers[0].self_attn.pagespec_call == 0  # type: ignore[union-attr]
 
 
 class Switching(nn.Module):
