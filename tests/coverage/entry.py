@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from pagespec import InvalidInputError, UnsupportedModelError
-from pagespec.compile.model.load import load_model
+from pagespec.compile.model.load import auto_class, load_model
 from pagespec.compile.model.loaded import LoadedModel, longest_context
 from pagespec.compile.model.probe import probe_with_reach
 from pagespec.kernels.attention.spec import AttentionSpec
@@ -131,7 +131,7 @@ def _outcome(model_type: str, found: dict[str, Any]) -> tuple[str, str]:
 def built(config: PreTrainedConfig) -> PreTrainedModel:
     """Raises ValueError for a model that is not tiny after all."""
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
+        empty = auto_class(config).from_config(config)
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     if num_parameters > MAX_PARAMETERS:
         raise ValueError(f"{num_parameters:,} parameters")

@@ -11,7 +11,8 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
 # layers with copies of the config; writes its attention out, with ALiBi or a mask of its own; has
-# chunks; calls a module twice; has a vision tower.
+# chunks; calls a module twice; has a vision tower; has a cache with a window
+# that hides nothing.
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -25,6 +26,8 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
         pytest.param("llama4_text", marks=pytest.mark.nightly),
         pytest.param("diffllama", marks=pytest.mark.nightly),
         pytest.param("got_ocr2", marks=pytest.mark.nightly),
+        pytest.param("mistral3", marks=pytest.mark.nightly),
+        pytest.param("moshi", marks=pytest.mark.nightly),
     ],
 )
 def test_entries_that_are_equal(model_type: str) -> None:
@@ -42,7 +45,6 @@ def test_entries_that_are_equal(model_type: str) -> None:
         ("doge", "A mask or bias of the layer's own"),
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
         ("prophetnet", "Attention written out in another form than a masked softmax"),
-        ("moshi", "A cache with a window that the masks have not"),
     ],
 )
 def test_entries_that_are_refused(model_type: str, class_: str) -> None:

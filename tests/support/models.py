@@ -13,11 +13,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from pagespec.compile.model.load import auto_class
 
 VOCAB_SIZE = 320
 WINDOW = 24
@@ -175,7 +176,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """The causal language model of a config, as :func:`tiny_model` makes it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() >= 2:

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -165,12 +168,20 @@ def _built(
             raise
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What builds the model: one that reads images as well (Mistral 3) where there is none for text
+    alone. It is given text only."""
+    is_seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if is_seeing and not is_text else AutoModelForCausalLM
+
+
 def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     devices = [device] if device.type == "cuda" else []
     # Made where they will be: a CPU takes minutes over the random numbers of a large model.
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(0)
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        module: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     return module
 
 
@@ -185,7 +196,7 @@ def _read(
     # With accelerate, the weights go straight from the file to the device.
     has_accelerate = importlib.util.find_spec("accelerate") is not None
     is_direct = device.type == "cuda" and has_accelerate
-    result: Any = AutoModelForCausalLM.from_pretrained(
+    result: Any = auto_class(config).from_pretrained(
         source,
         config=config,
         dtype=dtype,

@@ -129,7 +129,7 @@ class _Softmaxes(TorchFunctionMode):
 def _softmax_modules(
     module: PreTrainedModel,
 ) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The modules that call softmax, and what they are given in a pass of few tokens: none, if those
+    """The modules that call softmax, and what they are given in a pass of few tokens: none if those
     whose config does not take the function have no part in it (a vision tower)."""
     softmaxes = _Softmaxes()
     parts = [part for part in module.modules() if not isinstance(part, (nn.Softmax, nn.Dropout))]

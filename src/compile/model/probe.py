@@ -259,7 +259,8 @@ def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
     for layer, spec in zip(layers, recorder.specs, strict=False):
         held = getattr(layer, "sliding_window", None)
         shown = spec.window or spec.chunk
-        if isinstance(held, int) and held != shown:
+        # One that holds the longest context forgets nothing.
+        if isinstance(held, int) and held != shown and held < loaded.max_position_embeddings:
             raise recorder.refuse(
                 f"its cache holds {held} tokens of a layer, and its mask shows "
                 f"{shown or 'all of them'}"

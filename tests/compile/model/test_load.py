@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from pagespec.compile.model import load
 from pagespec.compile.model.embedded import embedded_model_path
 from pagespec.compile.model.gguf import converted_folder
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.loaded import longest_context
+from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
+from tests.coverage.tiny_config import tiny_config
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 
@@ -55,6 +57,17 @@ def test_dummy_weights_need_no_files_and_are_repeatable(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     a, b = (load_model(folder, load_format="dummy").module for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_model_that_sees_is_loaded_whole_and_given_text(tmp_path: Path) -> None:
+    """Where transformers has no model of the text tower alone for its config."""
+    for model_type in ("mistral3", "llama4"):
+        module = AutoModelForImageTextToText.from_config(tiny_config(model_type))
+        module.save_pretrained(tmp_path / model_type)
+        loaded = load_model(tmp_path / model_type)
+        has_tower = loaded.architecture == "Mistral3ForConditionalGeneration"
+        assert has_tower == (model_type == "mistral3")
+        assert len(probe_model(loaded)) == loaded.config.get_text_config().num_hidden_layers
 
 
 def test_refusals_name_the_field(folder: Path, tmp_path: Path) -> None:
