@@ -71,8 +71,8 @@ class LLM:
             GPU; a model in memory keeps its own.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
         max_model_len: most tokens of prompt plus output a request may have; None takes the
-            model's own limit, or what the KV cache holds if that is less. A model whose config has
-            no limit needs it.
+            model's own limit, or what the KV cache holds if that is less. A model whose config
+            names no limit (BLOOM, recurrent ones) needs it.
         max_num_seqs: most requests running at a time; each of ``n`` continuations is one.
         max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``; default
             2,048, on a GPU 8,192.

@@ -41,7 +41,7 @@ from .capture.process_key import (
 )
 from .capture.traced import Traced
 from .model.checkpoint import Checkpoint
-from .model.loaded import LoadedModel, TensorTree, named_tensors
+from .model.loaded import LoadedModel, TensorTree, longest_context, named_tensors
 
 logger = logging.getLogger("pagespec")
 
@@ -123,7 +123,7 @@ class StartRecord:
             model_type=noted["model_type"],
         )
         loaded.recurrent[:] = map(RecurrentSpec.from_json, noted["recurrent"])
-        return Restored(loaded, [AttentionSpec(**spec) for spec in noted["specs"]], traced)
+        return Restored(loaded, [_spec(noted_spec) for noted_spec in noted["specs"]], traced)
 
     def _read_tensors(self, noted: Sequence[Any]) -> dict[str, Tensor]:
         dtypes = {name: getattr(torch, where[1]) for name, where, *_ in noted if where[0] == "file"}
@@ -151,11 +151,10 @@ class StartRecord:
         if self._key is None or graph_key is None:
             return
         module = loaded.module
-        if not loaded.has_own_limit:
-            logger.info("the start of %s is not kept: its config has no limit", self._source)
-            return
         code = sorted(modules_of({type(part) for part in module.modules()}))
         try:
+            if longest_context(loaded.config) is None:
+                raise _NotRestorable("its longest context is the caller's")
             noted = {
                 "architecture": loaded.architecture,
                 "model_type": loaded.model_type,
@@ -218,6 +217,10 @@ class StartRecord:
         if _tokenizer_state(again) != _tokenizer_state(tokenizer):
             raise _NotRestorable("its tokenizer is not what its class reads")
         return [cls.__module__, cls.__qualname__]
+
+
+def _spec(noted: dict[str, Any]) -> AttentionSpec:
+    return AttentionSpec(**{**noted, "alibi_slopes": tuple(noted["alibi_slopes"])})
 
 
 def _forget_oldest(folder: Path) -> None:

@@ -6,6 +6,7 @@ needs it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,12 +23,20 @@ class PagedKV(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """Constants of an attention layer; 0 for no window or softcap, None for no sinks."""
+    """Constants of an attention layer; 0 for no window, softcap or chunk, None for no sinks or
+    slopes."""
 
     scale: float
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
+    chunk: int = 0
+    alibi_slopes: Sequence[float] | None = None
+
+    @property
+    def is_reference_only(self) -> bool:
+        """Whether the kernels for GPUs cannot serve such calls."""
+        return self.chunk > 0 or self.alibi_slopes is not None
 
 
 class RopeInputs(NamedTuple):

@@ -8,7 +8,8 @@ of padding tokens point. slot = block id * block_size + offset.
 
 A step stores before it attends: ``context_lens[b]`` counts the row's own new tokens. The j-th
 query of a row with n queries sits at position ``context_lens[b] - n + j`` and sees positions up to
-its own, the last ``window`` of them if ``window > 0``. Padding tokens yield zeros.
+its own, the last ``window`` of them if ``window > 0``, those of its own chunk of ``chunk``
+positions if ``chunk > 0``. Padding tokens yield zeros.
 
 Called as they are, the ops run the Triton kernels for tensors on a GPU that those can serve, and
 the reference for all others. An engine replaces them in its graph by the functions of a
@@ -17,6 +18,7 @@ the reference for all others. An engine replaces them in its graph by the functi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor query_starts, "
     "Tensor context_lens, Tensor block_tables, float scale, int window, float softcap, "
-    "Tensor? sinks) -> Tensor",
+    "Tensor? sinks, int chunk=0, float[]? alibi_slopes=None) -> Tensor",
     tags=_TAGS,
 )
 _LIBRARY.define("all_reduce(Tensor partial) -> Tensor", tags=_TAGS)
@@ -72,7 +74,8 @@ def _kv_store_cuda(
 def _paged_attention_cuda(query: Tensor, *rest: Any) -> Tensor:
     kv, params = PagedKV(*rest[:5]), AttentionParams(*rest[5:])
     widest = max(query.shape[2], kv.v_cache.shape[3])
-    if triton_limit(query.device, query.dtype, widest, kv.k_cache.shape[1]) is None:
+    limit = triton_limit(query.device, query.dtype, widest, kv.k_cache.shape[1])
+    if limit is None and not params.is_reference_only:
         from .attention import launch
 
         return launch.paged_attention(query, kv, params)
@@ -139,6 +142,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    chunk: int = 0,
+    alibi_slopes: Sequence[float] | None = None,
 ) -> Tensor:
     """Causal attention of packed rows over paged caches.
 
@@ -149,6 +154,8 @@ def paged_attention(
         block_tables: int32 ``[B, M]``.
         scale: factor on the scores. window: 0 for none. softcap: 0 for none.
         sinks: ``[Hq]``, one more logit a head that takes probability only, or None.
+        chunk: 0 for none.
+        alibi_slopes: Hq numbers; ``slope * (key position - query position)`` is added to a score.
 
     Returns:
         ``[T, Hq, Dv]``.
@@ -164,6 +171,8 @@ def paged_attention(
         window,
         softcap,
         sinks,
+        chunk,
+        alibi_slopes,
     )
     return out
 

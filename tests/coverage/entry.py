@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from pagespec import InvalidInputError, UnsupportedModelError
-from pagespec.compile.model.load import LoadedModel, load_model
+from pagespec.compile.model.load import auto_class, load_model
+from pagespec.compile.model.loaded import LoadedModel, longest_context
 from pagespec.compile.model.probe import probe_with_reach
 from pagespec.kernels.attention.spec import AttentionSpec
-from tests.coverage.tiny_config import tiny_config
+from tests.coverage.tiny_config import MAX_POSITIONS, tiny_config
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
 from tests.support.models import random_model
 
@@ -93,9 +94,12 @@ def _outcome(model_type: str, found: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:
         return "not built", _line(error)
     found["architecture"] = type(model).__name__
-    subject = Subject(model_type, model, device="cpu", max_num_seqs=16)
+    settings: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16}
+    if longest_context(model.config) is None:
+        settings["max_model_len"] = MAX_POSITIONS
+    subject = Subject(model_type, model, **settings)
     try:
-        loaded = load_model(copy.deepcopy(model))
+        loaded = load_model(copy.deepcopy(model), max_model_len=MAX_POSITIONS)
         specs, reach = probe_with_reach(loaded)
         subject.llm()  # what is refused only when it is traced
     except (InvalidInputError, UnsupportedModelError) as error:
@@ -127,7 +131,7 @@ def _outcome(model_type: str, found: dict[str, Any]) -> tuple[str, str]:
 def built(config: PreTrainedConfig) -> PreTrainedModel:
     """Raises ValueError for a model that is not tiny after all."""
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
+        empty = auto_class(config).from_config(config)
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     if num_parameters > MAX_PARAMETERS:
         raise ValueError(f"{num_parameters:,} parameters")
@@ -142,6 +146,8 @@ def notes_of(loaded: LoadedModel, specs: list[AttentionSpec]) -> str:
         "full layers between": len(windows) > 1 and 0 in windows,
         "several windows": len(windows - {0}) > 1,
         "softcap": any(spec.softcap for spec in specs),
+        "chunks": any(spec.chunk for spec in specs),
+        "ALiBi": any(spec.alibi_slopes for spec in specs),
         "sinks": any(spec.has_sinks for spec in specs),
         "latent attention": any(spec.k_dim != spec.v_dim for spec in specs),
         "several head sizes": len({(spec.k_dim, spec.v_dim) for spec in specs}) > 1,

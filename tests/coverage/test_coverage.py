@@ -10,10 +10,25 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 
 
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
-# layers with copies of the config; writes its attention out.
+# layers with copies of the config; writes its attention out, with ALiBi or a mask of its own; has
+# chunks; calls a module twice; has a vision tower; has a cache with a window
+# that hides nothing.
 @pytest.mark.parametrize(
     "model_type",
-    ["stablelm", "bart", "mvp", pytest.param("granite_swa", marks=pytest.mark.nightly)],
+    [
+        "stablelm",
+        "bart",
+        "mvp",
+        "bloom",
+        "gpt_neo",
+        pytest.param("granite_swa", marks=pytest.mark.nightly),
+        pytest.param("openai-gpt", marks=pytest.mark.nightly),
+        pytest.param("llama4_text", marks=pytest.mark.nightly),
+        pytest.param("diffllama", marks=pytest.mark.nightly),
+        pytest.param("got_ocr2", marks=pytest.mark.nightly),
+        pytest.param("mistral3", marks=pytest.mark.nightly),
+        pytest.param("moshi", marks=pytest.mark.nightly),
+    ],
 )
 def test_entries_that_are_equal(model_type: str) -> None:
     entry = run_entry(model_type)
@@ -27,13 +42,9 @@ def test_entries_that_are_equal(model_type: str) -> None:
         ("bamba", "Layers that are no attention"),
         ("falcon_h1", "Tokens mix outside attention"),
         ("glm_moe_dsa", "Attention with a tensor of its own: selected keys, a bias"),
-        ("hrm_text", "One attention module called several times a pass"),
-        ("llama4_text", "Masks that are neither causal nor a sliding window"),
         ("doge", "A mask or bias of the layer's own"),
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
-        ("gpt_neo", "Attention written out in another form than a masked softmax"),
-        ("moshi", "A cache with a window that the masks have not"),
-        ("mamba", "No longest context in the config"),
+        ("prophetnet", "Attention written out in another form than a masked softmax"),
     ],
 )
 def test_entries_that_are_refused(model_type: str, class_: str) -> None:

@@ -101,12 +101,16 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = ["full_attention"] * len(chosen)
         elif name in names:
             small[name] = min(value, len(chosen))
+        elif "window" in name and value == fields.get("max_position_embeddings"):
+            small[name] = MAX_POSITIONS  # which hides nothing
         elif name in _FLAGS and isinstance(value, bool):
             small[name] = _FLAGS[name]
         elif "token_id" in name or name.endswith("_index"):
             small[name] = _token(name, value)
         else:
             small[name] = _small(name, value, chosen, fields)
+    if "kv_n_heads" in fields:
+        small |= {"rope_theta": 10_000.0, "clip_qkv": 8}  # the code counts on them
     if "expand" in fields and "num_heads" in fields:
         small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     if "qk_rope_head_dim" in fields and "head_dim" in fields:

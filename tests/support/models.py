@@ -13,12 +13,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
+from pagespec.compile.model.load import auto_class
 from tests.support.recurrent_models import RECURRENT
 
 VOCAB_SIZE = 320
@@ -135,7 +135,8 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "intermediate_size_mlp": 96,
         "num_local_experts": 2,
-        "layer_types": ["full_attention"] * 2,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "attention_chunk_size": WINDOW,
         "no_rope_layers": [1, 0],
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
@@ -181,7 +182,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """The causal language model of a config, as :func:`tiny_model` makes it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() >= 2:

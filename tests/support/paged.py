@@ -30,6 +30,8 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    chunk: int = 0
+    has_slopes: bool = False
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -38,7 +40,14 @@ class Shape:
         words += [f"w{self.window}"] if self.window else []
         words += [f"cap{self.softcap}"] if self.softcap else []
         words += ["sinks"] if self.has_sinks else []
+        words += [f"c{self.chunk}"] if self.chunk else []
+        words += ["slopes"] if self.has_slopes else []
         return " ".join([*words, str(self.dtype).removeprefix("torch.")])
+
+    @property
+    def slopes(self) -> list[float]:
+        """Of ALiBi, one a query head."""
+        return [0.9 ** (head + 1) for head in range(self.hq)]
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Batch:
     Attributes:
         store: key ``[T, Hkv, Dk]``, value ``[T, Hkv, Dv]``, k_cache, v_cache, slot_mapping.
         attend: query, k_cache, v_cache, query_starts, context_lens, block_tables, scale, window,
-            softcap, sinks.
+            softcap, sinks; with a chunk or slopes, these.
         histories: (K ``[context, Hkv, Dk]``, V) of each row, new tokens included.
         num_tokens: of the rows, without padding.
     """
@@ -118,6 +127,7 @@ def make_batch(
             s.window,
             s.softcap,
             normal(s.hq) if s.has_sinks else None,
+            *((s.chunk, s.slopes if s.has_slopes else None) if s.chunk or s.has_slopes else ()),
         ),
         histories,
         num_tokens,
@@ -126,7 +136,7 @@ def make_batch(
 
 def float64_attention(batch: Batch, rows: Rows, shape: Shape) -> Tensor:
     """``[num_tokens, Hq, Dv]`` in float64, from the histories rather than the caches."""
-    query, sinks = batch.attend[0], batch.attend[-1]
+    query, sinks = batch.attend[0], batch.attend[9]
     outputs, first = [], 0
     for (start, n), (k, v) in zip(rows, batch.histories, strict=True):
         for a in range(0, n, 256):
@@ -151,6 +161,11 @@ def _float64_row(
     visible = keys <= queries
     if shape.window:
         visible &= keys > queries - shape.window
+    if shape.chunk:
+        visible &= keys // shape.chunk == queries // shape.chunk
+    if shape.has_slopes:
+        slopes = torch.tensor(shape.slopes, dtype=torch.float64, device=q.device)
+        scores += slopes.view(shape.hkv, -1, 1) * (keys - queries)[:, None, None]
     scores.masked_fill_(~visible[:, None, None], -math.inf)
     if sinks is not None:
         column = sinks.double().view(1, shape.hkv, -1, 1).expand(n, -1, -1, 1)

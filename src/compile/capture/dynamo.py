@@ -119,7 +119,7 @@ def forward(
 ) -> Tensor:
     """Logits ``[1, S, V]`` of a step, from the module as it is; writes its KV into the caches, and
     its states."""
-    current.step = ModelStep(inputs, kv_caches, states, specs)
+    current.step = ModelStep(inputs, kv_caches, states, specs, {})
     current.num_recurrent_calls = 0
     try:
         return packed(inputs.input_ids, inputs.position_ids, inputs.logits_to_keep)

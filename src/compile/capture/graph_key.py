@@ -41,6 +41,7 @@ _OWN_SOURCES = (
     "../model/loaded.py",
     "../model/plain_attention.py",
     "../model/recurrent.py",
+    "../model/plain_scores.py",
     "../step_inputs.py",
     "../../kernels/ops.py",
     "../../kernels/recurrent/ops.py",

@@ -2,10 +2,11 @@
 
 Read in this order: ``loaded`` (what an engine knows of a model), ``source`` (with ``embedded``,
 ``gguf`` and ``gguf_blocks``), ``load`` (with ``refusal``), ``checkpoint`` (tensors without a
-module), ``attention`` (the function that the model calls in place of its own), ``probe`` (what that
-function is asked for), ``masks`` (the window of a mask), ``probe_pass``, ``reach_probe``,
-``thresholds`` (does a token depend on others outside attention, at any length?), ``cheap_passes``
-and ``layers`` (the same in less time).
+module), ``attention`` (the function that the model calls in place of its own), ``forward`` (how it
+is told positions), ``plain_attention`` with ``plain_scores`` (models that write attention out),
+``probe`` (what that function is asked for), ``masks`` (a mask's pattern, a bias's slopes),
+``probe_pass``, ``reach_probe``, ``thresholds`` (does a token depend on others outside attention, at
+any length?), ``cheap_passes`` and ``layers`` (the same in less time).
 
 ``eager_head`` gives the head of a module that runs as it is.
 

@@ -38,12 +38,18 @@ def paged_attention_forward(
     """Transformers' attention contract: ``query [1, Hq, T, Dk]``, ``key [1, Hkv, T, Dk]``,
     ``value [1, Hkv, T, Dv]`` to ``([1, T, Hq, Dv], None)``.
 
-    Scale, window and softcap come from the spec, which the probe took from the same arguments
+    Scale, mask, softcap and slopes come from the spec, which the probe took from the same arguments
     and from the model's mask; the remaining keyword arguments were vetted there.
     """
     assert current.step is not None
     inputs, kv_caches, specs = current.step.inputs, current.step.kv_caches, current.step.specs
+    turns = current.step.turns
     call: int = module.pagespec_call  # type: ignore[assignment]
+    if hasattr(module, "pagespec_calls"):
+        turn = turns.get(call, 0)
+        turns[call] = turn + 1
+        calls: Any = module.pagespec_calls
+        call = calls[turn]
     spec = specs[call]
     k_cache, v_cache = kv_caches[call]
     ops.kv_store(
@@ -64,6 +70,8 @@ def paged_attention_forward(
         spec.window,
         spec.softcap,
         s_aux if spec.has_sinks else None,
+        spec.chunk,
+        spec.alibi_slopes or None,
     )
     return out.unsqueeze(0), None
 
@@ -103,9 +111,10 @@ def attention_implementation(
             if type(config) in taken:
                 config._attn_implementation_internal = name
         others = [config for config in configs if config._attn_implementation != name]
+        takers = [config for config in configs if config._attn_implementation == name]
         with ExitStack() as stack:
             if others:
-                stack.enter_context(plain_attention_replaced(module))
+                stack.enter_context(plain_attention_replaced(module, name, takers))
                 for config in others:
                     config._attn_implementation_internal = name
             stack.enter_context(positions_inside(module))

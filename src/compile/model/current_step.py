@@ -11,12 +11,16 @@ from ..step_inputs import KVCaches, RecurrentStates, StepInputs
 
 
 class ModelStep(NamedTuple):
-    """What the attention and recurrent calls of a step share."""
+    """What the attention and recurrent calls of a step share.
+
+    ``turns`` counts the attention calls of modules that make several, by the number of the first.
+    """
 
     inputs: StepInputs
     kv_caches: KVCaches
     states: RecurrentStates
     specs: Sequence[AttentionSpec]
+    turns: dict[int, int]
 
 
 class _Current(threading.local):

@@ -1,7 +1,8 @@
 """Calls a model's ``forward`` on packed tokens, with as little asked of its arguments as possible.
 
 Positions are handed to ``forward``, or, where it counts them itself, to the modules inside that
-look them up. The probe finds out whether they are followed.
+look them up. A module inside that counts tokens behind those in a cache is given one that says how
+many these are. The probe finds out whether positions are followed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -49,22 +51,52 @@ class PackedForward:
         return logits if self._has_rows else logits[:, rows]
 
 
-def takes_positions(module: PreTrainedModel) -> bool:
-    """Whether its ``forward``, or anything in it, can be told positions."""
-    parameters = inspect.signature(type(module).forward).parameters
-    return "position_ids" in parameters or bool(_lookups(module))
-
-
 @contextmanager
 def positions_inside(module: PreTrainedModel) -> Iterator[None]:
     """In the block, a model whose ``forward`` takes no positions has them looked up as
-    :class:`PackedForward` is told."""
+    :class:`PackedForward` is told, and parts that count tokens count them so."""
     with ExitStack() as stack:
+        for part in module.modules():
+            if _counts_tokens(part):
+                part.forward = _counting(part)  # type: ignore[method-assign]
+                stack.callback(vars(part).pop, "forward")
         if "position_ids" not in inspect.signature(type(module).forward).parameters:
             for part in _lookups(module):
                 part.forward = _told(part)  # type: ignore[method-assign]
                 stack.callback(vars(part).pop, "forward")
         yield
+
+
+def _counts_tokens(part: nn.Module) -> bool:
+    """Does its ``forward`` count the tokens of a pass from those in its cache on? (Llama 4 scales
+    queries by that.)"""
+    if isinstance(part, PreTrainedModel) or "forward" in vars(part):
+        return False
+    code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+    names = () if code is None else (*code.co_varnames, *code.co_names)
+    return {"past_key_values", "get_seq_length", "arange"} <= set(names)
+
+
+def _counting(part: nn.Module) -> Callable[..., Any]:
+    forward = part.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **{**kwargs, "past_key_values": _Before()})
+
+    return counting
+
+
+class _Before:
+    """A cache that keeps nothing. Its length is that of the text before each token, less the tokens
+    before it in the pass: counted on from there, each token gets its position."""
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        positions = _current.position_ids
+        assert positions is not None
+        return positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key, value
 
 
 def _lookups(module: nn.Module) -> list[nn.Module]:

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -19,7 +22,7 @@ from transformers import (
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from .gguf_blocks import check_quantization, kept_blocks
-from .loaded import WHOLE, LoadedModel, Shard
+from .loaded import WHOLE, LoadedModel, Shard, longest_context
 from .refusal import as_input_error, cause
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
@@ -40,9 +43,9 @@ def load_model(
     device: str | torch.device = "cpu",
     load_format: str = "auto",
     quantization: str | None = None,
-    max_model_len: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     shard: Shard = WHOLE,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load a causal language model.
 
@@ -87,8 +90,8 @@ def load_model(
         torch_dtype = torch.float32 if device.type == "cpu" else configured
     module = _built(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
-    given = module
-    described = _described(given.to(device).eval(), _tokenizer(source, name), max_model_len)
+    module = module.to(device).eval()  # type: ignore[arg-type]
+    described = _described(module, _tokenizer(source, name), max_model_len)
     described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
     if quantization is not None:
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
@@ -167,12 +170,20 @@ def _built(
             raise
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What builds the model: one that reads images as well (Mistral 3) where there is none for text
+    alone. It is given text only."""
+    is_seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if is_seeing and not is_text else AutoModelForCausalLM
+
+
 def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     devices = [device] if device.type == "cuda" else []
     # Made where they will be: a CPU takes minutes over the random numbers of a large model.
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(0)
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        module: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     return module
 
 
@@ -187,7 +198,7 @@ def _read(
     # With accelerate, the weights go straight from the file to the device.
     has_accelerate = importlib.util.find_spec("accelerate") is not None
     is_direct = device.type == "cuda" and has_accelerate
-    result: Any = AutoModelForCausalLM.from_pretrained(
+    result: Any = auto_class(config).from_pretrained(
         source,
         config=config,
         dtype=dtype,
@@ -254,17 +265,13 @@ def _described(
     head = module.get_output_embeddings()
     if head is None or not hasattr(text_config, "vocab_size"):
         raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if limit is None:  # of the decoder of a model that also has an encoder
-        limit = getattr(text_config, "max_target_positions", None)
-    has_own_limit = isinstance(limit, int) and limit >= 1
-    if not has_own_limit:
-        limit = max_model_len
+    limit = longest_context(config) or max_model_len
     if limit is None:
-        must = (
-            f"must be given: the config of {type(module).__name__} gives no max_position_embeddings"
+        raise InvalidInputError(
+            "max_model_len",
+            None,
+            f"must be given: the config of {type(module).__name__} names none",
         )
-        raise InvalidInputError("max_model_len", None, must)
     return LoadedModel(
         module,
         config,
@@ -273,5 +280,4 @@ def _described(
         int(text_config.vocab_size),
         limit,
         model_type=config.model_type,
-        has_own_limit=has_own_limit,
     )

@@ -29,6 +29,9 @@ class Shard:
 
 
 WHOLE = Shard()
+# The first that a config has is the number of positions it was made for: by transformers' name, of
+# the decoder of a model that also has an encoder, of MPT and of BLOOM.
+_CONTEXT_FIELDS = ("max_position_embeddings", "max_target_positions", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class LoadedModel:
         tokenizer: None if the model came without one.
         eos_token_ids: the tokens that end generation, from the generation config, else the config.
         vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
-        max_position_embeddings: the longest context the model was made for, in tokens; if
-            ``has_own_limit`` is false, the longest it is asked to serve.
+        max_position_embeddings: the longest context, in tokens: what the model was made for by its
+            config, or what the caller gives in its place.
         shard: the part of the model that ``module`` is.
         vocab_sizes: of each rank's head in order; None if each has all of it.
         model_type: of the config.
@@ -60,7 +63,6 @@ class LoadedModel:
     shard: Shard = WHOLE
     vocab_sizes: list[int] | None = None
     model_type: str | None = None
-    has_own_limit: bool = True
     recurrent: list[RecurrentSpec] = field(default_factory=list)
     quantized: dict[str, Int4Weight | None] = field(default_factory=dict)
 
@@ -120,3 +122,13 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers by name; one that has two names comes twice."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def longest_context(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a model was made for, by its config; None if that names no number."""
+    text_config = config.get_text_config(decoder=True)
+    for name in _CONTEXT_FIELDS:
+        limit = getattr(text_config, name, None)
+        if limit is not None:
+            return limit if isinstance(limit, int) and limit >= 1 else None
+    return None

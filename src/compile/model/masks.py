@@ -1,13 +1,15 @@
-"""Reads the attention pattern (causal, sliding window) off a mask closure of transformers.
+"""Reads the attention pattern (causal, sliding window, chunks) off a mask closure of transformers,
+and the slopes off an ALiBi bias.
 
 Mask builders hand a closure ``mask_function(batch_idx, head_idx, q_idx, kv_idx) -> bool`` to the
-mask interface. It is evaluated here at chosen index tensors and compared with the two patterns
-the kernels compute: causal, and causal within a sliding window.
+mask interface. It is evaluated here at chosen index tensors and compared with the patterns that
+the kernels compute: causal, and causal within a sliding window or within chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,50 +26,90 @@ def _evaluate(mask_function: MaskFunction, head: int, q_index: Tensor, kv_index:
     return torch.as_tensor(result).broadcast_to(q_index.shape).bool()
 
 
-def window_of_mask(mask_function: MaskFunction, num_heads: int) -> int | None:
-    """The window of a mask closure: 0 for causal, w > 0 for a causal window of w positions.
+class MaskPattern(NamedTuple):
+    """What a causal mask shows of the past: a window of positions or the query's own chunk of them,
+    or all where both are 0."""
+
+    window: int = 0
+    chunk: int = 0
+
+
+def pattern_of_mask(mask_function: MaskFunction, num_heads: int) -> MaskPattern | None:
+    """The pattern of a mask closure.
 
     Returns:
-        None if the pattern is neither (chunked, bidirectional, packed, per head, ...), or if the
-        closure cannot be evaluated at positions beyond the probe's own.
+        None if it is another (bidirectional, packed, per head, ...), or if the closure cannot be
+        evaluated at positions beyond the probe's own.
     """
     try:
-        far = torch.tensor([_FAR])
-        if bool(_evaluate(mask_function, 0, far, torch.tensor([0]))):
-            window = 0
-        else:
-            low, high = 0, _FAR  # not seen; seen
-            while high - low > 1:
-                middle = (low + high) // 2
-                if bool(_evaluate(mask_function, 0, far, torch.tensor([middle]))):
-                    high = middle
-                else:
-                    low = middle
-            window = _FAR - low
-        for head in (0, num_heads - 1):
-            q_index, kv_index = _sample_points(window)
+        size = _first_query_without(mask_function)
+        patterns = [MaskPattern(size), MaskPattern(chunk=size)] if size else [MaskPattern()]
+        for pattern in patterns:
+            q_index, kv_index = _sample_points(size)
             expected = kv_index <= q_index
-            if window:
-                expected &= kv_index > q_index - window
-            if not torch.equal(_evaluate(mask_function, head, q_index, kv_index), expected):
-                return None
+            if pattern.window:
+                expected &= kv_index > q_index - size
+            if pattern.chunk:
+                expected &= kv_index >= q_index // size * size
+            if all(
+                torch.equal(_evaluate(mask_function, head, q_index, kv_index), expected)
+                for head in (0, num_heads - 1)
+            ):
+                return pattern
     except (IndexError, RuntimeError, TypeError):
         return None
-    return window
+    return None
 
 
-def _sample_points(window: int) -> tuple[Tensor, Tensor]:
-    """(query, key) positions that tell the patterns apart: dense near the diagonal and near both
-    edges of the window, for queries in many residue classes, and scattered elsewhere."""
-    step = max(window, 97)
+def _first_query_without(mask_function: MaskFunction) -> int:
+    """The first query that does not see position 0; 0 if all do."""
+
+    def sees(query: int) -> bool:
+        return bool(_evaluate(mask_function, 0, torch.tensor([query]), torch.tensor([0])))
+
+    if sees(_FAR):
+        return 0
+    low, high = 0, _FAR  # sees it; does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sees(middle) else (low, middle)
+    return high
+
+
+def _sample_points(size: int) -> tuple[Tensor, Tensor]:
+    """(query, key) positions that tell the patterns apart: dense near the diagonal and near the
+    edges of a window or chunk, for queries in many residue classes, and scattered elsewhere."""
+    step = max(size, 97)
     queries = torch.cat(
         [torch.arange(40), torch.arange(1, 60) * step // 7 + 3, torch.arange(1, 30) * 104_729]
     )
     near = torch.arange(-6, 7)
-    offsets = [near, -window + near, torch.linspace(-4 * step, 0, 41).long()]
+    offsets = [near, -size + near, torch.linspace(-4 * step, 0, 41).long()]
     pairs = [(queries.unsqueeze(1), queries.unsqueeze(1) + offset) for offset in offsets]
     pairs.append((queries.unsqueeze(1), (queries.unsqueeze(1) * torch.arange(17)) // 17))
+    if size:
+        pairs.append((queries.unsqueeze(1), (queries // size * size).unsqueeze(1) + near))
     q_index = torch.cat([q.expand_as(kv).reshape(-1) for q, kv in pairs])
     kv_index = torch.cat([kv.reshape(-1) for _, kv in pairs])
     valid = kv_index >= 0
     return q_index[valid], kv_index[valid]
+
+
+def alibi_slopes(bias: Tensor, num_heads: int, num_tokens: int) -> tuple[float, ...] | None:
+    """The slopes of a bias ``[1, Hq, 1 or T, T]`` on scores that grows linearly with the position
+    of the key; None if it does not.
+
+    It may differ by a constant a query and head: a softmax does not see that.
+    """
+    if bias.dim() != 4 or bias.shape[:2] != (1, num_heads) or bias.shape[3] != num_tokens:
+        return None
+    rows = bias[0].float()
+    # A slope is exact where the bias is near 0.
+    first = bool(rows[0, 0, 0].abs() <= rows[0, 0, -1].abs())
+    slopes = rows[:, 0, 1] - rows[:, 0, 0] if first else rows[:, 0, -1] - rows[:, 0, -2]
+    expected = slopes[:, None, None] * torch.arange(num_tokens, device=bias.device)
+    tolerance = 1e-5 if bias.dtype == torch.float32 else 2e-2
+    error = (rows - rows[:, :, :1] - expected).abs().max()
+    if not bool(error <= tolerance * rows.abs().max()):
+        return None
+    return tuple(slopes.tolist())

@@ -2,8 +2,9 @@
 
 No KV cache and no graph. On eight tokens, with the whole model:
 
-1. *record*: every attention call in order, its shapes, scale, softcap, sinks, and the window,
-   read off the mask closure that reaches this very call; and every recurrence in order;
+1. *record*: every attention call in order, its shapes, scale, softcap, sinks, the window or chunk,
+   read off the mask closure that reaches this very call, and the slopes of a bias; and every
+   recurrence in order;
 2. *poison*: with an attention and recurrences that mix no tokens, NaN in one token's embedding must
    reach no other token's logits. So nothing else mixes tokens: no recurrence or convolution but
    those known here (:mod:`.recurrent`), no token shift, no attention that bypasses the interface.
@@ -31,9 +32,8 @@ from transformers.cache_utils import DynamicLayer
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
-from .forward import takes_positions
 from .loaded import LoadedModel
-from .masks import MaskFunction, window_of_mask
+from .masks import MaskFunction, MaskPattern, alibi_slopes, pattern_of_mask
 from .probe_pass import ProbePass, all_same, local_attention, registered
 from .reach_probe import check_reach
 from .recurrent_probe import RecurrentRecorder
@@ -42,9 +42,21 @@ from .thresholds import ReachPlan
 _NUM_PROBE_TOKENS = 8
 _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 # Tensor arguments whose meaning is known; any other would be dropped silently.
-_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids"})
+_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", "alibi", "logits_to_keep"})
 # Numbers whose meaning is known. Flags (bool), strings and None carry no numerics.
-_KNOWN_NUMBER_KWARGS = frozenset({"scaling", "dropout", "softcap", "sliding_window", "layer_idx"})
+_KNOWN_NUMBER_KWARGS = frozenset(
+    {
+        *("scaling", "dropout", "softcap", "sliding_window", "own_window"),
+        *("layer_idx", "logits_to_keep"),
+    }
+)
+
+
+class _Marker(Tensor):
+    """A mask that a model hands to its attention, known again as a mask of booleans too."""
+
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        return self
 
 
 class _Recorder:
@@ -54,7 +66,7 @@ class _Recorder:
         self.architecture = architecture
         self.recurrent = RecurrentRecorder(self.refuse, num_tokens)
         self.masks: list[tuple[Tensor, MaskFunction]] = []
-        self.windows: dict[tuple[int, int], int | None] = {}
+        self.patterns: dict[tuple[int, int], MaskPattern | None] = {}
         self.modules: list[nn.Module] = []
         self.specs: list[AttentionSpec] = []
 
@@ -65,7 +77,7 @@ class _Recorder:
         q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
         # One number in memory: thousands of tokens have no room for their square.
         marker = torch.zeros(1, 1, 1, 1, device=kwargs.get("device"))
-        marker = marker.expand(1, 1, int(q_length), int(kv_length))
+        marker = marker.expand(1, 1, int(q_length), int(kv_length)).as_subclass(_Marker)
         self.masks.append((marker, mask_function))
         return marker
 
@@ -81,8 +93,6 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         for name, argument in kwargs.items():
             self._check_kwarg(name, argument)
-        if any(module is seen for seen in self.modules):
-            raise self.refuse(f"calls {type(module).__name__} more than once per forward pass")
         if query.dim() != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
             raise self.refuse(f"attention over shapes {tuple(query.shape)}, {tuple(key.shape)}")
         num_q_heads, num_kv_heads = query.shape[1], key.shape[1]
@@ -91,6 +101,11 @@ class _Recorder:
         sinks = kwargs.get("s_aux")
         if sinks is not None and tuple(sinks.shape) != (num_q_heads,):
             raise self.refuse(f"sinks of shape {tuple(sinks.shape)} for {num_q_heads} heads")
+        pattern = self._pattern(module, attention_mask, num_q_heads, kwargs)
+        if kwargs.get("own_window"):
+            if pattern != MaskPattern():
+                raise self.refuse(f"its attention has a window of its own within {pattern}")
+            pattern = MaskPattern(kwargs["own_window"])
         self.modules.append(module)
         self.specs.append(
             AttentionSpec(
@@ -100,9 +115,11 @@ class _Recorder:
                 k_dim=key.shape[3],
                 v_dim=value.shape[3],
                 scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
-                window=self._window(module, attention_mask, num_q_heads, kwargs),
+                window=pattern.window,
                 softcap=float(kwargs.get("softcap") or 0.0),
                 has_sinks=sinks is not None,
+                chunk=pattern.chunk,
+                alibi_slopes=self._slopes(kwargs.get("alibi"), query),
             )
         )
         return local_attention(query, key, value), None
@@ -114,33 +131,49 @@ class _Recorder:
         if is_number and name not in _KNOWN_NUMBER_KWARGS:
             raise self.refuse(f"its attention takes {name} = {argument}, which is not known here")
 
-    def _window(
+    def _slopes(self, bias: Tensor | None, query: Tensor) -> tuple[float, ...]:
+        if bias is None:
+            return ()
+        slopes = alibi_slopes(bias, query.shape[1], query.shape[2])
+        if slopes is None:
+            raise self.refuse("its attention adds a bias that is not linear in the key's position")
+        return slopes
+
+    def _pattern(
         self, module: nn.Module, mask: Tensor | None, num_heads: int, kwargs: dict[str, Any]
-    ) -> int:
+    ) -> MaskPattern:
         if mask is None:
             # As transformers' own sdpa function decides.
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             if not causal or kwargs.get("sliding_window"):
                 raise self.refuse("attention without a mask that is not plainly causal")
-            return 0
+            return MaskPattern()
         for marker, mask_function in self.masks:
             if marker is mask:
                 key = (id(marker), num_heads)
-                if key not in self.windows:
-                    self.windows[key] = window_of_mask(mask_function, num_heads)
-                window = self.windows[key]
-                if window is None:
-                    raise self.refuse("its mask is neither causal nor a causal sliding window")
-                return window
+                if key not in self.patterns:
+                    self.patterns[key] = pattern_of_mask(mask_function, num_heads)
+                pattern = self.patterns[key]
+                if pattern is None:
+                    raise self.refuse("its mask is neither causal nor a causal window or chunk")
+                return pattern
         raise self.refuse("its attention adds a bias or a mask of its own")
+
+    def calls(self) -> dict[nn.Module, list[AttentionSpec]]:
+        """The calls of each module, in order."""
+        found: dict[nn.Module, list[AttentionSpec]] = {}
+        for module, spec in zip(self.modules, self.specs, strict=True):
+            found.setdefault(module, []).append(spec)
+        return found
 
 
 def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
     """Find what each attention call of the model needs, or refuse the model.
 
-    Sets ``pagespec_call``, the call's number, on each attention module, and ``loaded.recurrent``;
-    changes nothing else.
+    Sets ``pagespec_call``, the call's number, on each attention module, on those that make several
+    calls a pass ``pagespec_calls``, the numbers of all, and ``loaded.recurrent``; changes nothing
+    else.
 
     Returns:
         One spec an attention call, in order of execution.
@@ -172,18 +205,24 @@ def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPla
         _check_calls(loaded, recorder)
         loaded.recurrent[:] = recorder.recurrent.specs.values()
         _check_token_independence(loaded, probe_pass, base)
-        for spec, attention_module in zip(recorder.specs, recorder.modules, strict=True):
-            attention_module.pagespec_call = spec.call  # type: ignore[assignment]
+        for attention_module, specs in recorder.calls().items():
+            attention_module.pagespec_call = specs[0].call  # type: ignore[assignment]
+            if len(specs) > 1:
+                numbers = tuple(spec.call for spec in specs)
+                attention_module.pagespec_calls = numbers  # type: ignore[assignment]
 
         def check_calls_again(ids: Tensor) -> None:
-            of_calls = dict(zip(recorder.modules, recorder.specs, strict=True))
+            of_calls = recorder.calls()
             again = _record(loaded, probe_pass, ids, f": with {len(ids)} tokens in a pass")
             recorder.recurrent.check_again(again.recurrent)
-            for module, spec in zip(again.modules, again.specs, strict=True):
-                for field, before in asdict(of_calls[module]).items():
-                    now = getattr(spec, field)
-                    if field != "call" and now != before:
-                        raise again.refuse(f"its attention has {field} = {now}, not {before}")
+            for module, specs in again.calls().items():
+                if len(specs) != len(of_calls[module]):
+                    raise again.refuse(f"it calls {type(module).__name__} {len(specs)} times")
+                for spec, expected in zip(specs, of_calls[module], strict=True):
+                    for field, before in asdict(expected).items():
+                        now = getattr(spec, field)
+                        if field != "call" and now != before:
+                            raise again.refuse(f"its attention has {field} = {now}, not {before}")
 
         reach = check_reach(loaded, recorder.specs, probe_pass, base, check_calls_again)
     return recorder.specs, reach
@@ -210,8 +249,6 @@ def _check_statically(loaded: LoadedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: it is an encoder-decoder model")
     text_config = config.get_text_config(decoder=True)
-    if getattr(text_config, "alibi", False):
-        raise UnsupportedModelError(f"{name}: it uses alibi position biases")
     rope = getattr(text_config, "rope_parameters", None) or {}
     for parameters_of_type in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
         rope_type = parameters_of_type.get("rope_type")
@@ -222,12 +259,12 @@ def _check_statically(loaded: LoadedModel) -> None:
 
 
 def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
-    if recorder.specs and not takes_positions(loaded.module):
-        raise recorder.refuse("neither its forward nor a part takes positions")
     expected = loaded.config.get_text_config(decoder=True).num_hidden_layers
-    # Where there are recurrences, a layer may have one, attention, both or neither. That nothing
-    # else mixes tokens is found out below.
-    if len(recorder.specs) != expected and not recorder.recurrent.specs:
+    # Of layers, or of calls where a few modules are run over and over. Where there are recurrences,
+    # a layer may have one, attention, both or neither: that nothing else mixes tokens is found out
+    # below.
+    is_known = expected in (len(recorder.specs), len(recorder.calls()))
+    if not is_known and not recorder.recurrent.specs:
         raise recorder.refuse(
             f"{len(recorder.specs)} attention calls through AttentionInterface in {expected} layers"
         )
@@ -237,10 +274,12 @@ def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     for layer, spec in zip(layers, recorder.specs, strict=False):
         held = getattr(layer, "sliding_window", None)
-        if isinstance(held, int) and held != spec.window:
+        shown = spec.window or spec.chunk
+        # One that holds the longest context forgets nothing.
+        if isinstance(held, int) and held != shown and held < loaded.max_position_embeddings:
             raise recorder.refuse(
                 f"its cache holds {held} tokens of a layer, and its mask shows "
-                f"{spec.window or 'all of them'}"
+                f"{shown or 'all of them'}"
             )
 
 

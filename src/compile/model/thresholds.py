@@ -88,8 +88,9 @@ def thresholds_of(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> list[T
                 fields[number].append(name)
     for spec in specs:
         # A window that the code sets, not the config.
-        if not fields.setdefault(spec.window, []):
-            fields[spec.window].append("window of its mask")
+        for name, size in (("window", spec.window), ("chunk", spec.chunk)):
+            if not fields.setdefault(size, []):
+                fields[size].append(f"{name} of its mask")
     sizes = {size for parameter in loaded.module.parameters() for size in parameter.shape}
     for spec in specs:
         sizes |= {spec.num_q_heads, spec.num_kv_heads, spec.k_dim, spec.v_dim}

@@ -1,7 +1,7 @@
 """Lowers a graph to our CPU kernels, and computes once per step what its layers share.
 
 - ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
-  not once a layer;
+  (chunk, slopes), not once a layer;
 - ``kv_store`` is called without going through the dispatcher;
 - matmuls, and the activations whose bits depend on where an element lies, become calls of
   :mod:`.cpu_invariant` if the context is transparent, with packed weights as far as
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ...kernels.arguments import AttentionParams
 from ...kernels.attention import cpu_invariant as invariant_attention
 from ...kernels.attention import reference
 from ...kernels.fused import cpu_activation
@@ -46,10 +47,10 @@ def _layout_of_step(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
-    window: int,
+    *mask: Any,
 ) -> reference.AttentionLayout:
     return reference.build_layout(
-        query_starts, context_lens, block_tables, k_cache.shape[1], window, query.dtype
+        query_starts, context_lens, block_tables, k_cache.shape[1], query.dtype, *mask
     )
 
 
@@ -59,10 +60,10 @@ def _invariant_layout_of_step(
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
-    window: int,
+    *mask: Any,
 ) -> invariant_attention.AlignedLayout:
     return invariant_attention.build_layout(
-        query_starts, context_lens, block_tables, k_cache.shape[1], window
+        query_starts, context_lens, block_tables, k_cache.shape[1], *mask
     )
 
 
@@ -80,18 +81,20 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
         if node.op not in ("call_function", "call_method"):
             continue
         if calls_op(node, "paged_attention"):
-            query, k_cache, v_cache, starts, lengths, tables, scale, window, softcap, sinks = (
-                node.args
-            )
+            query, k_cache, v_cache, *batch = node.args[:6]
+            params: Any = AttentionParams(*node.args[6:])
+            slopes = None if params.alibi_slopes is None else tuple(params.alibi_slopes)
+            mask = params.window, params.chunk, slopes
             value = example(query) if isinstance(query, Node) else None
-            key = (starts, lengths, tables, window, getattr(value, "dtype", None))
+            key = (*batch, *mask, getattr(value, "dtype", None))
             with graph.inserting_before(node):
                 if key not in layouts:
                     layouts[key] = graph.call_function(
-                        build_layout, (query, k_cache, starts, lengths, tables, window)
+                        build_layout, (query, k_cache, *batch, *mask)
                     )
                 replacement = graph.call_function(
-                    attend, (query, k_cache, v_cache, layouts[key], scale, softcap, sinks)
+                    attend,
+                    (query, k_cache, v_cache, layouts[key], *params[:3:2], params.sinks),
                 )
         elif calls_op(node, "kv_store"):
             node.target = fused.kv_store

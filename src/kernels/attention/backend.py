@@ -19,7 +19,7 @@ from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..fused import dispatch as fused
 from . import flash, reference
 from .flash import Library
-from .spec import AttentionSpec
+from .spec import AttentionSpec, reference_only
 
 Attend = Callable[[Tensor, PagedKV, AttentionParams], Tensor]
 """``pagespec::paged_attention`` of a query, its other arguments bundled."""
@@ -154,6 +154,8 @@ def select_backend(
         return chosen
     widest = max(max(spec.k_dim, spec.v_dim) for spec in specs)
     limit = triton_limit(device, dtype, widest, block_size)
+    if limit is None and (lacking := reference_only(specs)):
+        limit = f"the Triton kernels {lacking}"
     if requested == "triton":
         if limit is not None:
             raise InvalidInputError("attention", requested, limit)

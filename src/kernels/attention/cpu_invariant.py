@@ -15,6 +15,7 @@ As in :mod:`.reference`, what depends on the batch alone is laid out once a step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import MKL_ROW_UNIT
-from .reference import grouped_by_length
+from .reference import first_seen, grouped_by_length
 
 _TILE = 64
 _QUERY_TILE = 128
@@ -42,6 +43,8 @@ class QueryGroup:
         num_tiles: how many of the gathered tiles they look at.
         first_hidden: before this tile, every query sees all positions.
         hidden: bool ``[num_tiles - first_hidden, R, n, 1, 64]``, True where not seen.
+        distances: float32 ``[num_tiles, R, n, 1, 64]``, positions from query to key, if scores
+            depend on them.
     """
 
     tokens: slice | Tensor
@@ -49,6 +52,7 @@ class QueryGroup:
     num_tiles: int
     first_hidden: int
     hidden: Tensor
+    distances: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +72,11 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class AlignedLayout:
-    """All that attention needs to know of one step, for one window."""
+    """All that attention needs to know of one step, for one window, chunk and set of slopes."""
 
     gathers: tuple[Gather, ...]
     num_tokens: int
+    slopes: Tensor | None
 
 
 def build_layout(
@@ -80,6 +85,8 @@ def build_layout(
     block_tables: Tensor,
     block_size: int,
     window: int,
+    chunk: int = 0,
+    slopes: Sequence[float] | None = None,
 ) -> AlignedLayout:
     """Arguments as of :func:`.reference.build_layout`."""
     starts: list[int] = query_starts.tolist()
@@ -89,7 +96,7 @@ def build_layout(
     decode = [row for row, n in enumerate(num_queries) if n == 1]
     # The first tile that the first query of a row sees, and how many from there to its last.
     lows = [
-        max(0, c - n - window + 1) // _TILE if window else 0
+        first_seen(c - n, window, chunk) // _TILE
         for c, n in zip(contexts, num_queries, strict=True)
     ]
     counts = [-(-c // _TILE) - low for c, low in zip(contexts, lows, strict=True)]
@@ -112,9 +119,9 @@ def build_layout(
             seen = max(-(-e // _TILE) - lows[row] for e, row in zip(ends, rows, strict=True))
             first = torch.tensor([e - (b - a) for e in ends], device=device)
             queries = (first[:, None] + torch.arange(b - a, device=device))[None, :, :, None]
-            # Without a window, what is not seen lies behind the first query.
+            # Without a window or chunk, what is not seen lies behind the first query.
             begin_hidden = 0
-            if not window:
+            if not window and not chunk:
                 begin_hidden = min(
                     (e - (b - a) + 1) // _TILE - lows[row]
                     for e, row in zip(ends, rows, strict=True)
@@ -123,12 +130,19 @@ def build_layout(
             hidden = keys > queries
             if window:
                 hidden |= keys <= queries - window
+            if chunk:
+                hidden |= keys < queries // chunk * chunk
+            distances = None
+            if slopes is not None:
+                distances = (positions[:seen, :, None, :] - queries).float()[:, :, :, None, :]
             begin = starts[rows[0]] + a
             tokens: slice | Tensor = slice(begin, begin + len(rows) * (b - a))
             if any(starts[row] + a != begin + i for i, row in enumerate(rows)):
                 tokens = torch.tensor([starts[row] for row in rows], device=device)
             groups.append(
-                QueryGroup(tokens, len(rows), seen, begin_hidden, hidden[:, :, :, None, :])
+                QueryGroup(
+                    tokens, len(rows), seen, begin_hidden, hidden[:, :, :, None, :], distances
+                )
             )
         return Gather(slots, tuple(groups), {})
 
@@ -137,7 +151,8 @@ def build_layout(
         if n > 1:
             tiles = [(a, min(a + _QUERY_TILE, n)) for a in range(0, n, _QUERY_TILE)]
             gathers.append(gather([row], tiles))
-    return AlignedLayout(tuple(gathers), starts[-1])
+    factors = None if slopes is None else torch.tensor(slopes, device=device)
+    return AlignedLayout(tuple(gathers), starts[-1], factors)
 
 
 def attend(
@@ -162,7 +177,7 @@ def attend(
         values = _gathered("values", v_cache, gather)
         for group in gather.groups:
             out[group.tokens] = _attend(
-                query[group.tokens], keys, values, group, scale, softcap, sinks
+                query[group.tokens], keys, values, group, scale, softcap, sinks, layout.slopes
             ).to(out.dtype)
     return out
 
@@ -188,6 +203,7 @@ def _attend(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """One group: ``query [R * n, Hq, Dk]`` over ``[num_tiles or more * R, 64, Hkv, D]``."""
     num_rows, num_tiles, num_kv_heads = group.num_rows, group.num_tiles, keys.shape[2]
@@ -217,6 +233,9 @@ def _attend(
     )
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if slopes is not None and group.distances is not None:
+        # A product and a sum, each rounded, whatever vectors they are computed in.
+        real += slopes.view(num_kv_heads, 1, 1, 1, group_size, 1) * group.distances
     real[:, group.first_hidden :].masked_fill_(group.hidden, _NEG_INF)
     highest = scores.amax((1, 4))
     sink = None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import AttentionParams, PagedKV
-from .spec import AttentionSpec
+from .spec import AttentionSpec, reference_only
 
 Library = Literal["flash-attn-4", "flash-attn"]
 LIBRARIES: tuple[Library, ...] = ("flash-attn-4", "flash-attn")
@@ -44,6 +44,8 @@ def limit_of(
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{library} takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if lacking := reference_only(specs):
+        return f"{library}: our calls of it {lacking}"
     of_library = _limit_4 if library == "flash-attn-4" else _limit_2
     limit = of_library(capability, specs, block_size)
     if limit is not None:

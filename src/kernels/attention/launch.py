@@ -161,7 +161,7 @@ _WITHOUT_ROPE: dict[str, Any] = {
 
 def _shared(query: Tensor, v_cache: Tensor, params: AttentionParams, t: Tiling) -> dict[str, Any]:
     """What the decode and the prefill kernel are given alike."""
-    scale, window, softcap, sinks = params
+    scale, window, softcap, sinks = params[:4]
     _, num_q_heads, k_dim = query.shape
     page, num_kv_heads, v_dim = v_cache.shape[1:]
     token_stride, head_stride, step = vector_strides(query)

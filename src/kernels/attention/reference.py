@@ -11,6 +11,7 @@ position and masked there, so whatever lies in unused slots (NaN included) canno
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -33,7 +34,8 @@ class DecodeGroup:
     Attributes:
         tokens: where their queries lie: a slice if consecutive, else int64 ``[R]``.
         slots: flat cache slots to gather, int64 ``[R * L]``; L is the longest context in view.
-        bias: ``[R, 1, 1, L]`` of 0 and -inf, or None if all R contexts have length L.
+        bias: ``[R, 1, 1, L]`` of 0 and -inf, or None if all R contexts have length L; with slopes,
+            of each query head: ``[R, Hq, 1, L]``.
     """
 
     tokens: slice | Tensor
@@ -59,11 +61,18 @@ class QueryTile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """All that attention needs to know of one step, for one window."""
+    """All that attention needs to know of one step, for one window, chunk and set of slopes."""
 
     groups: tuple[DecodeGroup, ...]
     tiles: tuple[QueryTile, ...]
     num_tokens: int
+    slopes: Tensor | None
+
+
+def first_seen(position: int, window: int, chunk: int) -> int:
+    """The first position that the query at ``position`` sees."""
+    by_window = position - window + 1 if window else 0
+    return max(0, by_window, position // chunk * chunk if chunk else 0)
 
 
 def grouped_by_length(rows: list[int], lengths: list[int]) -> list[list[int]]:
@@ -85,8 +94,10 @@ def build_layout(
     context_lens: Tensor,
     block_tables: Tensor,
     block_size: int,
-    window: int,
     dtype: torch.dtype,
+    window: int,
+    chunk: int = 0,
+    slopes: Sequence[float] | None = None,
 ) -> AttentionLayout:
     """Lay out a step: which slots each row gathers, and its masks.
 
@@ -95,15 +106,18 @@ def build_layout(
         context_lens: int32 ``[B]``, positions the last query of each row sees (itself included).
         block_tables: int32 ``[B, M]``; entries past a row's context are not looked at.
         block_size: slots a block.
-        window: positions a query sees, itself included; 0 means all.
         dtype: dtype of the queries, used for the additive masks.
+        window: positions a query sees, itself included; 0 means all.
+        chunk: positions of a chunk, of which a query sees its own; 0 means all.
+        slopes: of ALiBi, one a query head, or None.
     """
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()
     device = block_tables.device
     num_queries = [end - begin for begin, end in pairwise(starts)]
     decode = [row for row, n in enumerate(num_queries) if n == 1]
-    seen = [min(c, window) if window else c for c in contexts]
+    seen = [c - first_seen(c - 1, window, chunk) for c in contexts]
+    factors = None if slopes is None else torch.tensor(slopes, device=device)
 
     groups = []
     for rows in grouped_by_length(decode, seen):
@@ -120,6 +134,9 @@ def build_layout(
             bias = torch.zeros(len(rows), longest, dtype=dtype, device=device)
             bias.masked_fill_(offsets >= lengths, float("-inf"))
             bias = bias[:, None, None, :]
+        if factors is not None:
+            sloped = (positions - last).float()[:, None, None, :] * factors.view(1, -1, 1, 1)
+            bias = sloped if bias is None else sloped + bias
         first = starts[rows[0]]
         tokens: slice | Tensor = slice(first, first + len(rows))
         if any(starts[row] != first + i for i, row in enumerate(rows)):
@@ -131,28 +148,38 @@ def build_layout(
     for row, n in enumerate(num_queries):
         if n > 1:
             tiles.extend(
-                _query_tiles(starts[row], n, contexts[row], block_tables[row], block_size, window)
+                _query_tiles(
+                    starts[row], n, contexts[row], block_tables[row], block_size, window, chunk
+                )
             )
-    return AttentionLayout(tuple(groups), tuple(tiles), starts[-1])
+    return AttentionLayout(tuple(groups), tuple(tiles), starts[-1], factors)
 
 
 def _query_tiles(
-    begin: int, num_queries: int, context_len: int, table: Tensor, block_size: int, window: int
+    begin: int,
+    num_queries: int,
+    context_len: int,
+    table: Tensor,
+    block_size: int,
+    window: int,
+    chunk: int,
 ) -> list[QueryTile]:
     start = context_len - num_queries
     positions = torch.arange(context_len, device=table.device)
     slots = table[positions // block_size].long() * block_size + positions % block_size
-    if start == 0 and (window == 0 or num_queries <= window):
+    if start == 0 and first_seen(num_queries - 1, window, chunk) == 0:
         return [QueryTile(begin, begin + num_queries, slots, None)]
     tiles = []
     for a in range(0, num_queries, _QUERY_TILE):
         b = min(a + _QUERY_TILE, num_queries)
-        low = max(0, start + a - window + 1) if window else 0
+        low = first_seen(start + a, window, chunk)
         keys = positions[low : start + b]
         queries = positions[start + a : start + b].unsqueeze(1)
         mask = keys <= queries
         if window:
             mask &= keys > queries - window
+        if chunk:
+            mask &= keys >= queries // chunk * chunk
         tiles.append(QueryTile(begin + a, begin + b, slots[low : start + b], mask))
     return tiles
 
@@ -175,7 +202,7 @@ def attend(
     group_size = num_q_heads // num_kv_heads
     keys = k_cache.view(-1, num_kv_heads * k_dim)
     values = v_cache.view(-1, num_kv_heads * v_dim)
-    plain = softcap == 0 and sinks is None
+    plain = softcap == 0 and sinks is None and layout.slopes is None
     out = query.new_empty(query.shape[0], num_q_heads, v_dim)
     out[layout.num_tokens :] = 0
 
@@ -189,7 +216,10 @@ def attend(
         if plain:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias, scale=scale)
         else:
-            o = _float32_attention(q, k, v, group.bias, scale, softcap, sinks)
+            bias = group.bias
+            if layout.slopes is not None and bias is not None:
+                bias = bias.view(rows, num_kv_heads, group_size, -1)
+            o = _float32_attention(q, k, v, bias, scale, softcap, sinks)
         out[group.tokens] = o.reshape(rows, num_q_heads, v_dim)
 
     for tile in layout.tiles:
@@ -208,7 +238,7 @@ def attend(
                 enable_gqa=group_size > 1,
             )
         else:
-            o = _float32_tile(q, k, v, tile, scale, softcap, sinks)
+            o = _float32_tile(q, k, v, tile, scale, softcap, sinks, layout.slopes)
         out[tile.begin : tile.end] = o[0].transpose(0, 1)
     return out
 
@@ -221,6 +251,7 @@ def _float32_tile(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """:func:`_float32_attention` for ``q [1, Hq, n, Dk]``; returns ``[1, Hq, n, Dv]``."""
     _, num_q_heads, num_queries, k_dim = q.shape
@@ -235,6 +266,12 @@ def _float32_tile(
     q = q.view(num_kv_heads, group_size, num_queries, k_dim).transpose(1, 2)
     q = q.reshape(1, num_kv_heads, num_queries * group_size, k_dim)
     bias = bias.repeat_interleave(group_size, 0)
+    if slopes is not None:
+        # The last key is the last query's own.
+        at = torch.arange(mask.shape[1], device=q.device)
+        distances = (at - at[-num_queries:, None]).float().repeat_interleave(group_size, 0)
+        per_row = slopes.view(num_kv_heads, 1, group_size).expand(-1, num_queries, -1)
+        bias = bias + per_row.reshape(num_kv_heads, -1, 1) * distances
     o = _float32_attention(q, k, v, bias, scale, softcap, sinks)
     o = o.view(num_kv_heads, num_queries, group_size, -1).transpose(1, 2)
     return o.reshape(1, num_q_heads, num_queries, -1)
@@ -271,6 +308,6 @@ def _float32_attention(
 
 def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     """Layout and attention in one; shapes as in :mod:`.ops`."""
-    scale, window, softcap, sinks = params
-    layout = build_layout(*kv[2:], kv.k_cache.shape[1], window, query.dtype)
+    scale, window, softcap, sinks, chunk, slopes = params
+    layout = build_layout(*kv[2:], kv.k_cache.shape[1], query.dtype, window, chunk, slopes)
     return attend(query, kv.k_cache, kv.v_cache, layout, scale, softcap, sinks)

@@ -1,7 +1,8 @@
-"""The static parameters of one attention call: heads, sizes, scale, window, softcap, sinks."""
+"""The static parameters of an attention call: heads, sizes, scale, mask, softcap, sinks, slopes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -11,13 +12,16 @@ class AttentionSpec:
 
     Attributes:
         call: its number in order of execution, 0, 1, 2, ...; the same number is set on the
-            attention module as ``pagespec_call``.
+            attention module as ``pagespec_call``, or is among its ``pagespec_calls``.
         num_q_heads, num_kv_heads: the latter before any repetition.
         k_dim, v_dim: head sizes of (query and) key, and of value.
         scale: factor on the scores.
         window: positions a query sees, itself included; 0 means all.
         softcap: cap on the scores, 0 for none.
         has_sinks: whether the call passes one learned sink logit a query head.
+        chunk: positions of a chunk, counted from 0, of which a query sees its own; 0 means all.
+        alibi_slopes: of each query head, what a score falls by per position between query and key
+            (ALiBi); empty for none.
     """
 
     call: int
@@ -29,8 +33,19 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    chunk: int = 0
+    alibi_slopes: tuple[float, ...] = ()
 
     @property
     def num_kv_elements(self) -> int:
         """Elements of K and V a token leaves in the caches of this call."""
         return self.num_kv_heads * (self.k_dim + self.v_dim)
+
+
+def reference_only(specs: Sequence[AttentionSpec]) -> str | None:
+    """What the kernels for GPUs lack that one of the calls needs; None if they lack nothing."""
+    if any(spec.chunk for spec in specs):
+        return "have no attention within chunks"
+    if any(spec.alibi_slopes for spec in specs):
+        return "have no ALiBi slopes"
+    return None

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from pagespec.compile.model import load
 from pagespec.compile.model.embedded import embedded_model_path
 from pagespec.compile.model.gguf import converted_folder
 from pagespec.compile.model.load import load_model
+from pagespec.compile.model.loaded import longest_context
+from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
+from tests.coverage.tiny_config import tiny_config
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 
@@ -55,6 +59,17 @@ def test_dummy_weights_need_no_files_and_are_repeatable(folder: Path) -> None:
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
+def test_a_model_that_sees_is_loaded_whole_and_given_text(tmp_path: Path) -> None:
+    """Where transformers has no model of the text tower alone for its config."""
+    for model_type in ("mistral3", "llama4"):
+        module = AutoModelForImageTextToText.from_config(tiny_config(model_type))
+        module.save_pretrained(tmp_path / model_type)
+        loaded = load_model(tmp_path / model_type)
+        has_tower = loaded.architecture == "Mistral3ForConditionalGeneration"
+        assert has_tower == (model_type == "mistral3")
+        assert len(probe_model(loaded)) == loaded.config.get_text_config().num_hidden_layers
+
+
 def test_refusals_name_the_field(folder: Path, tmp_path: Path) -> None:
     for field, call in {
         "dtype": lambda: load_model(folder, dtype="int3"),
@@ -64,6 +79,22 @@ def test_refusals_name_the_field(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError) as caught:
             call()
         assert caught.value.field == field
+
+
+def test_the_longest_context_is_the_configs_or_the_callers() -> None:
+    for field, value, given, expected in (
+        ("max_position_embeddings", 512, 100, 512),
+        ("max_seq_len", 256, None, 256),
+        ("seq_length", 128, None, 128),
+        ("no_such_limit", 64, 100, 100),
+    ):
+        config = AutoConfig.for_model("bloom", n_layer=1, n_head=4, **{field: value})
+        assert longest_context(config) == (None if given == expected else value)
+        module = AutoModelForCausalLM.from_config(config)
+        assert load_model(module, max_model_len=given).max_position_embeddings == expected
+    with pytest.raises(InvalidInputError, match="names none") as caught:
+        load_model(module)
+    assert caught.value.field == "max_model_len"
 
 
 @pytest.mark.parametrize("case", ["no config", "no weights", "missing weight"])

@@ -56,6 +56,23 @@ def test_auto(choose: Callable[..., AttentionBackend]) -> None:
     assert "512" in unsupported.reason
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"chunk": 64}, "within chunks"), ({"alibi_slopes": (0.5,) * 32}, "ALiBi slopes")],
+)
+def test_masks_and_biases_that_only_the_reference_has(
+    changes: dict[str, Any], reason: str, choose: Callable[..., AttentionBackend]
+) -> None:
+    specs = [SPEC, replace(SPEC, call=1, **changes)]
+    chosen = choose("auto", specs=specs, transparent=False)
+    assert chosen.name == "reference"
+    assert reason in chosen.reason
+    assert AttentionParams(1.0, **changes).is_reference_only
+    for name in ("triton", "flash"):
+        with pytest.raises(InvalidInputError, match=reason):
+            choose(name, specs=specs)
+
+
 def test_forced(choose: Callable[..., AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("triton").capturable
     assert choose("reference").name == "reference"

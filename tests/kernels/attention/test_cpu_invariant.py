@@ -18,6 +18,10 @@ SHAPES = [
     Shape(hq=6, hkv=2, dk=16, dv=8, window=70, softcap=3.0, has_sinks=True),
     Shape(hq=4, hkv=1, dk=16, dv=16, window=1, has_sinks=True),
     Shape(hq=4, hkv=2, dk=64, dv=64, dtype=torch.bfloat16),
+    Shape(hq=6, hkv=2, dk=16, dv=16, chunk=24),
+    Shape(hq=4, hkv=4, dk=16, dv=16, chunk=100, has_sinks=True),
+    Shape(hq=6, hkv=2, dk=16, dv=16, has_slopes=True),
+    Shape(hq=4, hkv=1, dk=16, dv=8, has_slopes=True, window=70, chunk=128),
 ]
 ROWS: list[Rows] = [
     [(0, 5), (17, 1), (30, 9), (3, 1), (0, 1), (99, 1), (40, 2)],
@@ -28,8 +32,9 @@ ROWS: list[Rows] = [
 
 
 def attend(attention: tuple) -> Tensor:
-    query, k_cache, v_cache, starts, contexts, tables, scale, window, softcap, sinks = attention
-    layout = cpu_invariant.build_layout(starts, contexts, tables, k_cache.shape[1], window)
+    query, k_cache, v_cache, starts, contexts, tables, scale, *rest = attention
+    window, softcap, sinks, *more = rest
+    layout = cpu_invariant.build_layout(starts, contexts, tables, k_cache.shape[1], window, *more)
     return cpu_invariant.attend(query, k_cache, v_cache, layout, scale, softcap, sinks)
 
 

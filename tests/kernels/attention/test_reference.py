@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels import ops
+from tests.support.paged import Shape, float64_attention, make_batch
 
 
 def naive(
@@ -130,6 +131,27 @@ def test_matches_naive(
     assert out.shape == (num_tokens + num_padding, hq, dv)
     torch.testing.assert_close(out[:num_tokens].double(), torch.cat(expected), rtol=1e-5, atol=2e-6)
     assert (out[num_tokens:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(dk=16, dv=16, chunk=24),
+        Shape(dk=16, dv=16, chunk=24, has_sinks=True, block_size=1),
+        Shape(hq=6, dk=16, dv=8, has_slopes=True),
+        Shape(hq=4, hkv=1, dk=16, dv=16, has_slopes=True, window=70, chunk=128),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=list(ROWS))
+def test_chunks_and_slopes(rows: list[tuple[int, int]], shape: Shape) -> None:
+    batch = make_batch(rows, shape)
+    ops.kv_store(*batch.store)
+    out = ops.paged_attention(*batch.attend)
+    expected = float64_attention(batch, rows, shape)
+    found = out[: batch.num_tokens].double()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (out[batch.num_tokens :] == 0).all()
 
 
 def test_kv_store_writes_exactly_its_slots() -> None:
