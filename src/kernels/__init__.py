@@ -4,7 +4,7 @@ Read in this order: ``ops`` (the custom ops of a captured graph, with all shapes
 (what travels together), ``attention`` (paged attention and its backends), ``fused`` (norms,
 activations, RoPE with KV store), ``linear`` (matmuls with cuBLAS's bits), ``sampling``,
 ``collectives`` (sums over several GPUs), ``jit`` (how Triton's kernels are compiled ahead),
-``device`` (facts of the GPU).
+``device`` (facts of the GPU), ``e4m3`` (8-bit floats on a CPU).
 
 All are batch-invariant: a row's bits do not depend on the rows beside it. ``compile`` and
 ``runner`` may import this package; it imports neither, nor ``engine``.
