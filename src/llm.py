@@ -101,9 +101,11 @@ class LLM:
             distribution; "processed_logprobs", the one that was sampled from, after edits,
             temperature, top_k, top_p and min_p (of a greedy request at temperature 1, all kept).
             Those of prompts are raw.
-        quantization: "gguf" keeps what a GGUF file holds quantised, on a CPU: 4-bit weights in 4
-            bits, wider ones in float16. Logits are then near those of the float32 model, not
-            equal to them. None expands all weights.
+        quantization: on a CPU. "gguf" keeps what a GGUF file holds quantised: 4-bit weights in 4
+            bits, wider ones in float16; "fp8" makes linear layers e4m3 as they are loaded. Logits
+            are then near those of the float32 model, not equal to them. None does what the
+            checkpoint says: layers that it holds in FP8, or in 4 bits by AWQ, GPTQ or
+            compressed-tensors, stay so (docs/quantization.md), and a GGUF file is expanded.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.

@@ -2,10 +2,11 @@
 
 Read in this order: ``loaded`` (what an engine knows of a model), ``source`` (with ``embedded``,
 ``gguf`` and ``gguf_blocks``), ``load`` (with ``refusal``), ``checkpoint`` (tensors without a
-module), ``attention`` (the function that the model calls in place of its own), ``probe`` (what that
-function is asked for), ``masks`` (the window of a mask), ``probe_pass``, ``reach_probe``,
-``thresholds`` (does a token depend on others outside attention, at any length?), ``cheap_passes``
-and ``layers`` (the same in less time).
+module), ``quantized_load`` (with ``quantization_schemes`` and ``int4_layouts``), ``attention`` (the
+function that the model calls in place of its own), ``probe`` (what that function is asked for),
+``masks`` (the window of a mask), ``probe_pass``, ``reach_probe``, ``thresholds`` (does a token
+depend on others outside attention, at any length?), ``cheap_passes`` and ``layers`` (the same in
+less time).
 
 ``eager_head`` gives the head of a module that runs as it is.
 
