@@ -167,11 +167,12 @@ def build(
         make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
         runner, max_model_len = make(config, captured, stats, clock, on_logits)
     logger.info(
-        "%s on %s: %d KV blocks of %d tokens, %d tokens a request at most",
+        "%s on %s: %d KV blocks of %d tokens%s, %d tokens a request at most",
         loaded.architecture,
         device,
         runner.num_blocks,
         config.block_size,
+        " in fp8" if config.kv_cache_dtype == "fp8" else "",
         max_model_len,
     )
     return BuiltEngine(

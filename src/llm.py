@@ -106,6 +106,8 @@ class LLM:
             are then near those of the float32 model, not equal to them. None does what the
             checkpoint says: layers that it holds in FP8, or in 4 bits by AWQ, GPTQ or
             compressed-tensors, stay so (docs/quantization.md), and a GGUF file is expanded.
+        kv_cache_dtype: "auto" is the model's; "fp8", on a CPU, holds keys and values in e4m3 with a
+            scale for each token and head, in a quarter of float32's memory.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
@@ -143,6 +145,7 @@ class LLM:
         logprobs_mode: str = "raw_logprobs",
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
@@ -176,6 +179,7 @@ class LLM:
             logprobs_mode=logprobs_mode,
             tensor_parallel_size=tensor_parallel_size,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         build = import_engine(config.device, config.tensor_parallel_size)
         built = build(model, config, on_logits)

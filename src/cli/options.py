@@ -97,6 +97,12 @@ class EngineOptions:
         "Answers may differ from those of the float32 model.",
         show_default="what the checkpoint says; of a .gguf file all in float32",
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "TYPE",
+        "auto: the model's type. fp8: on a CPU, keys and values in e4m3, with a scale a token "
+        "and head: a quarter of the memory; answers may differ.",
+    )
     tensor_parallel_size: int = option(
         1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."
     )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import allocate_kv_caches
+from ..compile.kv_cache import allocate_kv_caches, kv_dtype
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
@@ -54,6 +54,7 @@ class ModelRunner:
         block_size: tokens a KV block. num_blocks: blocks besides the null block.
         max_num_tokens, max_num_rows, max_num_blocks: most of a step, and most blocks of a row; what
             several ranks make room for.
+        kv_cache_dtype: "fp8" for caches of rows (:mod:`.kernels.e4m3`).
         overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
             GPU does. It gains nothing on a CPU.
         processed_logprobs: those of sampled tokens are of what they are sampled from.
@@ -73,6 +74,7 @@ class ModelRunner:
         max_num_tokens: int = 0,
         max_num_rows: int = 0,
         max_num_blocks: int = 0,
+        kv_cache_dtype: str = "auto",
         overlap: bool = False,
         processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
@@ -87,7 +89,11 @@ class ModelRunner:
         self.block_size, self.num_blocks = block_size, num_blocks
         self.pack_s = self.mask_s = self.wait_s = 0.0
         self.kv_caches = allocate_kv_caches(
-            captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
+            captured.specs,
+            num_blocks,
+            block_size,
+            kv_dtype(loaded, kv_cache_dtype),
+            loaded.device,
         )
         self.captured = captured
         self._forward = captured.bind(self.kv_caches)

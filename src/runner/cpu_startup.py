@@ -27,6 +27,7 @@ def make_cpu_runner(
             max_num_tokens=config.num_tokens_a_step,
             max_num_rows=config.max_num_seqs,
             max_num_blocks=-(-max_model_len // config.block_size),
+            kv_cache_dtype=config.kv_cache_dtype,
             overlap=bool(config.overlap),
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             on_logits=on_logits,

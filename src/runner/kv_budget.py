@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import kv_bytes_per_block
+from ..compile.kv_cache import kv_bytes_per_block, kv_dtype
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from .host_memory import available_bytes
@@ -42,7 +42,7 @@ def num_cpu_blocks(config: EngineConfig, captured: CapturedModel, limit: int) ->
         default = min(num_available // 2, _CPU_CACHE_LIMIT_BYTES)
         num_bytes = default if share is None else int(share * num_available)
         return blocks_in(num_bytes, config, captured, limit)
-    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_bytes_a_block = _bytes_per_block(config, captured)
     num_bytes = (config.num_blocks + 1) * num_bytes_a_block
     if num_bytes > num_available:
         sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
@@ -58,7 +58,7 @@ def blocks_in(
     Raises:
         InvalidInputError: not even one fits.
     """
-    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_bytes_a_block = _bytes_per_block(config, captured)
     num_blocks = num_bytes // num_bytes_a_block - 1  # one is the null block
     if num_blocks < 1:
         raise InvalidInputError(
@@ -70,3 +70,8 @@ def blocks_in(
         )
     num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     return min(num_blocks, num_useful)
+
+
+def _bytes_per_block(config: EngineConfig, captured: CapturedModel) -> int:
+    dtype = kv_dtype(captured.loaded, config.kv_cache_dtype)
+    return kv_bytes_per_block(dtype, captured.specs, config.block_size)
