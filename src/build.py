@@ -155,25 +155,28 @@ def build(
                 traced=None if restored is None else restored.traced,
                 communicator=communicator,
             )
-            if record is not None and graph_cache is not None:
+            if record is not None and graph_cache is not None and loaded.quantization is None:
                 record.write(loaded, specs, graph_cache.key)
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s
         stats.num_captures = captured.num_captures
         stats.num_compilations = captured.num_compiled
-        if config.quantization is not None:
+        if captured.weight_formats:
+            stats.quantization = loaded.quantization or config.quantization
             stats.weight_formats = captured.weight_formats
-            logger.info("quantization: %s", _quantization_text(captured))
+            stats.float32_matrices = captured.float32_matrices
+            logger.info("quantization: %s", _quantization_text(captured, stats.quantization))
         if reading is not None:
             reading.join()
         make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
         runner, max_model_len = make(config, captured, stats, clock, on_logits)
     logger.info(
-        "%s on %s: %d KV blocks of %d tokens, %d tokens a request at most",
+        "%s on %s: %d KV blocks of %d tokens%s, %d tokens a request at most",
         loaded.architecture,
         device,
         runner.num_blocks,
         config.block_size,
+        " in fp8" if config.kv_cache_dtype == "fp8" else "",
         max_model_len,
     )
     return BuiltEngine(
@@ -290,8 +293,9 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
     return GraphCache(cache_root() / "graphs", before_trace)
 
 
-def _quantization_text(captured: CapturedModel) -> str:
+def _quantization_text(captured: CapturedModel, scheme: str | None) -> str:
     """What is held in which format, and which matrices stay float32."""
     formats = captured.weight_formats
     counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats.items())
-    return f"{counts}; float32 are {', '.join(captured.float32_matrices) or 'vectors only'}"
+    left = ", ".join(captured.float32_matrices) or "vectors only"
+    return f"{scheme}: {counts}; float32 are {left}"

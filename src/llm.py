@@ -106,9 +106,13 @@ class LLM:
             distribution; "processed_logprobs", the one that was sampled from, after edits,
             temperature, top_k, top_p and min_p (of a greedy request at temperature 1, all kept).
             Those of prompts are raw.
-        quantization: "gguf" keeps what a GGUF file holds quantised, on a CPU: 4-bit weights in 4
-            bits, wider ones in float16. Logits are then near those of the float32 model, not
-            equal to them. None expands all weights.
+        quantization: on a CPU. "gguf" keeps what a GGUF file holds quantised: 4-bit weights in 4
+            bits, wider ones in float16; "fp8" makes linear layers e4m3 as they are loaded. Logits
+            are then near those of the float32 model, not equal to them. None does what the
+            checkpoint says: layers that it holds in FP8, or in 4 bits by AWQ, GPTQ or
+            compressed-tensors, stay so (docs/quantization.md), and a GGUF file is expanded.
+        kv_cache_dtype: "auto" is the model's; "fp8", on a CPU, holds keys and values in e4m3 with a
+            scale for each token and head, in a quarter of float32's memory.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
@@ -148,6 +152,7 @@ class LLM:
         logprobs_mode: str = "raw_logprobs",
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
@@ -183,6 +188,7 @@ class LLM:
             logprobs_mode=logprobs_mode,
             tensor_parallel_size=tensor_parallel_size,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         build = import_engine(config.device, config.tensor_parallel_size)
         built = build(model, config, on_logits)

@@ -45,7 +45,7 @@ KERNELS = (
     ("sampling",),
     ("collectives",),
     ("fused",),
-    ("arguments", "jit", "device"),
+    ("arguments", "e4m3", "jit", "device"),
 )
 # The engine stands beside: these may import it, and it knows the lowest line only.
 ABOVE_ENGINE = (

@@ -104,9 +104,16 @@ class EngineOptions:
     quantization: str | None = option(
         None,
         "NAME",
-        "gguf: on a CPU, keep the weights that a .gguf file holds quantised: 4 bits as they are, "
-        "more as float16. Faster, and answers may differ from those of the float32 model.",
-        show_default="all in float32",
+        "On a CPU. gguf: keep the weights that a .gguf file holds quantised: 4 bits as they are, "
+        "more as float16. fp8: make linear layers e4m3 in blocks of 128 x 128 as they are loaded. "
+        "Answers may differ from those of the float32 model.",
+        show_default="what the checkpoint says; of a .gguf file all in float32",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "TYPE",
+        "auto: the model's type. fp8: on a CPU, keys and values in e4m3, with a scale a token "
+        "and head: a quarter of the memory; answers may differ.",
     )
     tensor_parallel_size: int = option(
         1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."

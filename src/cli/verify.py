@@ -34,7 +34,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     """
     _check(engine)
     from ..build import resolve_device
-    from ..compile.model.load import load_model, vocab_size_of
+    from ..compile.model.load import load_model, quant_method_of, vocab_size_of
     from ..verify import CaseGroup, GateSize, run_controls, run_gate
     from ..verify.cases import MAX_MODEL_LEN
 
@@ -44,9 +44,10 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     model: Any = start.model_of(engine)
     arguments, dtype = engine.llm_arguments(), engine.dtype
     # Of other processes, or with weights that no module can hold: each engine loads it anew.
-    if engine.tensor_parallel_size > 1 or engine.quantization is not None:
+    quantization = engine.quantization or quant_method_of(model)
+    if engine.tensor_parallel_size > 1 or quantization is not None:
         vocab_size = vocab_size_of(model)
-        dtype = f"{dtype}, quantization {engine.quantization}" if engine.quantization else dtype
+        dtype = f"{dtype}, quantization {quantization}" if quantization else dtype
     else:
         # Loaded once, for all engines: it has its type and its weights.
         loaded = load_model(

@@ -150,6 +150,9 @@ def capture_model(
         and not any(shutil.which(name) for name in ("g++", "clang++", "c++"))
     ):
         raise InvalidInputError("compile", compile, "needs a C++ compiler (g++ or clang++)")
+    if compile == "eager" and loaded.quantization is not None:
+        limit = f"needs weights in float: the model's are {loaded.quantization}"
+        raise InvalidInputError("compile", compile, limit)
     captured = CapturedModel(loaded, tuple(specs), compile, attention)
     if communicator is not None:
         captured.communicator = communicator

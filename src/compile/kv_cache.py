@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels import e4m3
 from ..kernels.attention.spec import AttentionSpec
 from .model.loaded import LoadedModel
 
@@ -22,10 +23,13 @@ def allocate_kv_caches(
 ) -> list[tuple[Tensor, Tensor]]:
     """One (K, V) pair of ``[num_blocks + 1, block_size, Hkv, D]`` an attention call.
 
-    Zeroed, and with the null block as the last one.
+    Zeroed, and with the null block as the last one. Of uint8, they hold rows of
+    :mod:`.kernels.e4m3`: ``D + 4`` bytes each.
     """
+    num_more = e4m3.SCALE_BYTES if dtype == torch.uint8 else 0
 
     def zeros(num_heads: int, dim: int) -> Tensor:
+        dim += num_more
         shape = (num_blocks + 1, block_size, num_heads, dim)
         if torch.device(device).type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -40,6 +44,15 @@ def allocate_kv_caches(
     ]
 
 
-def kv_bytes_per_block(loaded: LoadedModel, specs: Sequence[AttentionSpec], block_size: int) -> int:
-    """Bytes one block of ``block_size`` tokens takes in the caches of all attention calls."""
-    return sum(spec.num_kv_elements for spec in specs) * block_size * loaded.dtype.itemsize
+def kv_dtype(loaded: LoadedModel, kv_cache_dtype: str) -> torch.dtype:
+    """Of the caches' tensors: the model's, or uint8 for "fp8"."""
+    return torch.uint8 if kv_cache_dtype == "fp8" else loaded.dtype
+
+
+def kv_bytes_per_block(dtype: torch.dtype, specs: Sequence[AttentionSpec], block_size: int) -> int:
+    """Bytes one block of ``block_size`` tokens takes in the caches of all attention calls, of the
+    dtype that :func:`kv_dtype` gave."""
+    num_bytes = sum(spec.num_kv_elements for spec in specs) * dtype.itemsize
+    if dtype == torch.uint8:
+        num_bytes += sum(2 * spec.num_kv_heads for spec in specs) * e4m3.SCALE_BYTES
+    return num_bytes * block_size

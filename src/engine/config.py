@@ -16,7 +16,8 @@ COMPILE_MODES = ("auto", "graph", "inductor", "eager")
 ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = ("gguf",)
+QUANTIZATIONS = ("gguf", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
 MAX_RANKS = 64  # GPUs of one host, with room
@@ -98,6 +99,7 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     tensor_parallel_size: int = 1
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -106,6 +108,9 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_device(self.device)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.device.startswith("cuda"):
+            self._check_gpu()
         if self.quantization is not None:
             self._check_quantization()
         _check_count("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
@@ -174,6 +179,11 @@ class EngineConfig:
                 given = f"{limit}; {name} is {getattr(self, name)!r}"
                 raise InvalidInputError("quantization", self.quantization, given)
 
+    def _check_gpu(self) -> None:
+        if self.kv_cache_dtype != "auto":
+            limit = "is for a CPU: no kernel of a GPU reads such a cache"
+            raise InvalidInputError("kv_cache_dtype", self.kv_cache_dtype, limit)
+
     @property
     def num_tokens_a_step(self) -> int:
         """The token budget: as given, or 2,048 (more if ``max_num_seqs`` is more)."""
@@ -186,6 +196,11 @@ class EngineConfig:
         return self.state_interval or blocks
 
     def for_gpu(self) -> EngineConfig:
-        """The same with the defaults of a GPU: it takes more tokens to keep one busy."""
+        """The same with the defaults of a GPU: it takes more tokens to keep one busy.
+
+        Raises:
+            InvalidInputError: a setting is for a CPU.
+        """
+        self._check_gpu()
         budget = self.max_num_batched_tokens or max(_GPU_BUDGET, self.max_num_seqs)
         return replace(self, max_num_batched_tokens=budget)

@@ -19,8 +19,10 @@ class EngineStats:
             in this process; compiled or taken from the disk.
         num_graphs: CUDA graphs captured.
         num_steps: steps dispatched.
-        weight_formats: with ``quantization``, how many numbers of the weights are held in which
-            format ("int4", "float16", "float32"); else empty.
+        quantization: how weights are held that stay quantised, in words; None if none are.
+        weight_formats: then, how many numbers of the weights are held in which format ("int4",
+            "fp8", "float16", "float32"); else empty. float32_matrices: which are in float32, by
+            name.
         startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
             "graphs").
         memory_bytes: "weights", "kv_cache", "activations", "graphs", "peak", "budget", "total";
@@ -37,7 +39,9 @@ class EngineStats:
     num_steps: int = 0
     startup_s: dict[str, float] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)
+    quantization: str | None = None
     weight_formats: dict[str, int] = field(default_factory=dict)
+    float32_matrices: list[str] = field(default_factory=list)
     host_s: dict[str, float] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import allocate_kv_caches
+from ..compile.kv_cache import allocate_kv_caches, kv_dtype
 from ..compile.recurrent_state import allocate_states
 from ..engine.logprobs import StepLogprobs
 from ..engine.plan import StepPlan, StepResult
@@ -57,6 +57,7 @@ class ModelRunner:
             several ranks make room for.
         num_state_slots, state_interval: of a model with recurrent layers: slots besides the null
             slot, and tokens of an interval.
+        kv_cache_dtype: "fp8" for caches of rows (:mod:`.kernels.e4m3`).
         overlap: hand over a step's tokens only when the next step was dispatched, as a runner on a
             GPU does. It gains nothing on a CPU.
         processed_logprobs: those of sampled tokens are of what they are sampled from.
@@ -78,6 +79,7 @@ class ModelRunner:
         max_num_blocks: int = 0,
         num_state_slots: int = 0,
         state_interval: int = 0,
+        kv_cache_dtype: str = "auto",
         overlap: bool = False,
         processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
@@ -92,7 +94,11 @@ class ModelRunner:
         self.block_size, self.num_blocks = block_size, num_blocks
         self.pack_s = self.mask_s = self.wait_s = 0.0
         self.kv_caches = allocate_kv_caches(
-            captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
+            captured.specs,
+            num_blocks,
+            block_size,
+            kv_dtype(loaded, kv_cache_dtype),
+            loaded.device,
         )
         self.captured = captured
         if loaded.recurrent and (num_state_slots < 1 or state_interval < 1):

@@ -32,6 +32,7 @@ def make_cpu_runner(
             max_num_blocks=-(-max_model_len // config.block_size),
             num_state_slots=num_state_slots,
             state_interval=config.tokens_an_interval if num_state_slots else 0,
+            kv_cache_dtype=config.kv_cache_dtype,
             overlap=bool(config.overlap),
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             on_logits=on_logits,

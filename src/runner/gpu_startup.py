@@ -71,7 +71,7 @@ def make_gpu_runner(
         num_blocks = config.num_blocks or blocks_in(profile.left_for_kv, config, captured, limit)
         num_blocks = communicator.least(num_blocks)
         num_kv_bytes = (num_blocks + 1) * kv_bytes_per_block(
-            captured.loaded, captured.specs, config.block_size
+            captured.loaded.dtype, captured.specs, config.block_size
         )
         if num_kv_bytes > profile.left_on_device:
             raise InvalidInputError(

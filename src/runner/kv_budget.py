@@ -4,7 +4,7 @@ hold."""
 from __future__ import annotations
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import kv_bytes_per_block
+from ..compile.kv_cache import kv_bytes_per_block, kv_dtype
 from ..compile.recurrent_state import bytes_per_slot
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
@@ -83,7 +83,7 @@ def num_cpu_blocks(
     if config.num_blocks is None:
         num_bytes = _cpu_cache_bytes(config, num_available)
         return blocks_in(num_bytes - num_state_bytes, config, captured, limit)
-    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_bytes_a_block = _bytes_per_block(config, captured)
     num_bytes = (config.num_blocks + 1) * num_bytes_a_block + num_state_bytes
     if num_bytes > num_available:
         sizes = f"{num_bytes / GIB:.1f} GiB do not fit the {num_available / GIB:.1f} GiB available"
@@ -100,7 +100,7 @@ def blocks_in(
         InvalidInputError: not even one fits.
     """
     num_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    num_bytes_a_block = kv_bytes_per_block(captured.loaded, captured.specs, config.block_size)
+    num_bytes_a_block = _bytes_per_block(config, captured)
     if not num_bytes_a_block:  # without attention, blocks only count tokens
         return num_useful
     num_blocks = num_bytes // num_bytes_a_block - 1  # one is the null block
@@ -113,3 +113,8 @@ def blocks_in(
             "max_num_seqs, block_size or the model's size",
         )
     return min(num_blocks, num_useful)
+
+
+def _bytes_per_block(config: EngineConfig, captured: CapturedModel) -> int:
+    dtype = kv_dtype(captured.loaded, config.kv_cache_dtype)
+    return kv_bytes_per_block(dtype, captured.specs, config.block_size)

@@ -28,6 +28,7 @@ from ..model.attention import ATTENTION_NAME, attention_implementation
 from ..model.forward import PackedForward
 from ..model.layers import FEWEST_LAYERS, describe_layer, find_layers
 from ..model.loaded import LoadedModel, named_tensors
+from ..model.quantized_load import expanded_linears
 from ..step_inputs import NO_STATES, BoundGraph, KVCaches, StepInputs
 from .dynamo import Traced, forward, trace
 from .repeat_layers import LayersDiffer, repeat_layers
@@ -98,7 +99,7 @@ def _computes_the_same(traced: Traced, loaded: LoadedModel, specs: Sequence[Atte
     module, device = loaded.module, loaded.device
     inputs = _small_step(loaded)
     given, made = (allocate_kv_caches(specs, 3, 17, loaded.dtype, device) for _ in range(2))
-    with torch.inference_mode():
+    with torch.inference_mode(), expanded_linears(loaded):
         with attention_implementation(module, ATTENTION_NAME):
             logits = forward(PackedForward(module), specs, inputs, given, NO_STATES)[0]
         again = BoundGraph(Interpreter(traced.gm).run, traced.arguments(), made)(inputs).logits

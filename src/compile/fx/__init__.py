@@ -2,6 +2,7 @@
 
 ``nodes``: recognise operations, operands, shapes and users. ``fake_tensors``: copy and compare the
 layouts of fake tensors without adding guards. ``spec``: what may stand in a graph, for tests.
+``stand_in``: parameters without values.
 
 Imports no other room of ``compile``, which all may import it.
 """

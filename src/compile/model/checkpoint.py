@@ -37,9 +37,18 @@ class Checkpoint:
     def __contains__(self, name: object) -> bool:
         return name in self._get
 
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all tensors."""
+        return self._get.keys()
+
+    def get(self, name: str) -> Tensor:
+        """As it is in the file, whose memory it is."""
+        return self._get[name](name)
+
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """On a CPU, of a file of this dtype, that is the file's memory."""
-        return self._get[name](name).to(device=device, dtype=dtype)
+        return self.get(name).to(device=device, dtype=dtype)
 
     def read_all(
         self, names: Iterable[tuple[str, torch.dtype]], device: torch.device

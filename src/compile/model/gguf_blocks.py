@@ -35,8 +35,9 @@ _VERSION = 1
 _WIDE = "wide"  # names in the file's metadata
 
 
-def check_quantization(quantization: str, model: object, device: torch.device) -> None:
+def check_gguf(model: object, device: torch.device) -> None:
     """Raises InvalidInputError where a model's quantised weights cannot be kept."""
+    quantization = "gguf"
     name = path_of(model)
     if name is None or not name.endswith(".gguf"):
         limit = "needs a .gguf file: it keeps what is quantised there, and quantises nothing"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -21,8 +22,9 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from .gguf_blocks import check_quantization, kept_blocks
+from .gguf_blocks import check_gguf, kept_blocks
 from .loaded import WHOLE, LoadedModel, Shard, longest_context
+from .quantized_load import check_quantized, load_quantized, quantization_of
 from .refusal import as_input_error, cause
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
@@ -55,8 +57,9 @@ def load_model(
         dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is float32 on CPU and what the
             config says elsewhere.
         load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
-        quantization: None, or "gguf": what a GGUF file holds quantised is to stay so in the graph
-            that is captured, on a CPU.
+        quantization: "gguf": what a GGUF file holds quantised is to stay so in the graph that is
+            captured, on a CPU. "fp8": linear layers are made e4m3, layer by layer. None: what the
+            checkpoint says.
         max_model_len: the longest context of a model whose config has none.
         cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
             ``~/.cache/pagespec``.
@@ -72,18 +75,22 @@ def load_model(
     torch_dtype = _resolved_dtype(dtype)
     if load_format not in _LOAD_FORMATS:
         raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
-    if quantization is not None:
-        named = model.name if isinstance(model, ModelSource) else model
-        check_quantization(quantization, named, device)
-    given: Any
+    if quantization == "gguf":
+        check_gguf(model.name if isinstance(model, ModelSource) else model, device)
     if isinstance(model, PreTrainedModel):
-        given = model
+        if quantization is not None:
+            limit = "needs a model in files: a module in memory has its weights already"
+            raise InvalidInputError("quantization", quantization, limit)
+        given: Any = model
         module: PreTrainedModel = given.to(device).eval()
         if torch_dtype is not None:
             _cast(module, torch_dtype)
         return _described(module, None, max_model_len)
 
     name, source, config = _config_of(model, cache_dir)
+    if load_format == "auto" and (quantization == "fp8" or quantization_of(config) is not None):
+        check_quantized(name, config, quantization, torch_dtype, device, shard)
+        return _quantized(source, name, config, max_model_len)
     if torch_dtype is None:
         text_config = config.get_text_config(decoder=True)
         configured: Any = text_config.dtype or config.dtype or torch.bfloat16
@@ -93,8 +100,23 @@ def load_model(
     module = module.to(device).eval()  # type: ignore[arg-type]
     described = _described(module, _tokenizer(source, name), max_model_len)
     described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
-    if quantization is not None:
+    if quantization == "gguf":
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
+    return described
+
+
+def _quantized(
+    source: str, name: str, config: PreTrainedConfig, max_model_len: int | None
+) -> LoadedModel:
+    with as_input_error(name, "must have safetensors weights that a model can be built from"):
+
+        def build(kind: Any, plain: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
+            return _loaded(kind, None, name, config=plain, state_dict=state, dtype=torch.float32)
+
+        module, weights, scheme = load_quantized(source, name, config, build)
+    described = _described(module.eval(), _tokenizer(source, name), max_model_len)
+    described = replace(described, quantization=scheme)
+    described.quantized.update(weights)
     return described
 
 
@@ -102,6 +124,13 @@ def vocab_size_of(model: str | os.PathLike[str]) -> int:
     """Rows of the head of a model that is not loaded. Raises as :func:`load_model`."""
     _, _, config = _config_of(model, None)
     return int(config.get_text_config(decoder=True).vocab_size)
+
+
+def quant_method_of(model: str | os.PathLike[str]) -> str | None:
+    """How the checkpoint of a model that is not loaded is quantised, if its config says that it
+    is. Raises as :func:`load_model`."""
+    found = quantization_of(_config_of(model, None)[2])
+    return None if found is None else str(found.get("quant_method"))
 
 
 def check_shared(model: str | os.PathLike[str], num_ranks: int) -> None:
@@ -198,15 +227,25 @@ def _read(
     # With accelerate, the weights go straight from the file to the device.
     has_accelerate = importlib.util.find_spec("accelerate") is not None
     is_direct = device.type == "cuda" and has_accelerate
-    result: Any = auto_class(config).from_pretrained(
+    return _loaded(
+        auto_class(config),
         source,
+        name,
         config=config,
         dtype=dtype,
+        device_map={"": device} if is_direct and shard.num_ranks == 1 else None,
+        **_distributed(shard, has_accelerate),
+    )
+
+
+def _loaded(kind: Any, source: str | None, name: str, **options: Any) -> PreTrainedModel:
+    """``from_pretrained``; refuses weights that are not all there."""
+    result: Any = kind.from_pretrained(
+        source,
         output_loading_info=True,
         # Not to go on with them, but to name them below.
         ignore_mismatched_sizes=True,
-        device_map={"": device} if is_direct and shard.num_ranks == 1 else None,
-        **_distributed(shard, has_accelerate),
+        **options,
     )
     module: PreTrainedModel = result[0]
     # Transformers would go on with random weights for these.

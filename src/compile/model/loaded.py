@@ -12,7 +12,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ...kernels.linear.cpu_quantized import Int4Weight
+    from ...kernels.linear.quantized_weight import QuantizedWeight
     from ...kernels.recurrent.spec import RecurrentSpec
 
 
@@ -48,8 +48,10 @@ class LoadedModel:
         vocab_sizes: of each rank's head in order; None if each has all of it.
         model_type: of the config.
         recurrent: its recurrent calls, once it was probed.
-        quantized: weights to keep quantised, by parameter name; in 4 bits, or None for float16.
-            Empty once the model was captured.
+        quantized: weights to keep quantised, by parameter name; or None for float16. Empty once the
+            model was captured.
+        quantization: of a checkpoint's layers, whose parameters are stand-ins (:mod:`.stand_in`):
+            how they are held, in words.
         module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
             and None.
     """
@@ -64,7 +66,8 @@ class LoadedModel:
     vocab_sizes: list[int] | None = None
     model_type: str | None = None
     recurrent: list[RecurrentSpec] = field(default_factory=list)
-    quantized: dict[str, Int4Weight | None] = field(default_factory=dict)
+    quantized: dict[str, QuantizedWeight | None] = field(default_factory=dict)
+    quantization: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +83,7 @@ class LoadedModel:
         module: object = self.module
         return module.architecture if isinstance(module, TensorTree) else type(module).__name__
 
-    def quantized_by_id(self) -> dict[int, Int4Weight | None]:
+    def quantized_by_id(self) -> dict[int, QuantizedWeight | None]:
         """``quantized`` by the ``id`` of the parameter."""
         named = self.module.named_parameters(remove_duplicate=False)
         return {id(p): self.quantized[name] for name, p in named if name in self.quantized}

@@ -24,9 +24,10 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ...kernels.linear.cpu_quantized import merged as merged_blocks
+from ...kernels.linear.quantized_weight import merged as merged_weights
 from ..fx.fake_tensors import Layout, fake_of, layout_key, memory_of
 from ..fx.nodes import example, is_linear, linear_operands
+from ..fx.stand_in import is_stand_in, stand_in
 from .context import PassContext
 
 
@@ -77,7 +78,7 @@ def _movable(context: PassContext, users: Counter[int]) -> set[str]:
         name
         for name, tensor in context.constants.items()
         if isinstance(tensor, nn.Parameter)
-        and tensor.is_contiguous()
+        and (tensor.is_contiguous() or is_stand_in(tensor))
         and owners[tensor.data_ptr()] == 1
         and users[id(tensor)] == 1
     }
@@ -155,11 +156,15 @@ def _merge_group(
 
 def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]) -> Node:
     tensors = [context.constants[part.name] for part in parts]
-    whole = merge_storage(tensors)
+    if is_stand_in(tensors[0]):
+        num_outputs = sum(tensor.shape[0] for tensor in tensors)
+        whole = stand_in((num_outputs, tensors[0].shape[1]), tensors[0].dtype)
+    else:
+        whole = merge_storage(tensors)
     if context.weight_format(tensors[0]) is not None:
-        blocks = [context.quantized.pop(id(tensor)) for tensor in tensors]
-        known = [part for part in blocks if part is not None]
-        context.quantized[id(whole)] = merged_blocks(known) if len(known) == len(blocks) else None
+        held = [context.quantized.pop(id(tensor)) for tensor in tensors]
+        known = [part for part in held if part is not None]
+        context.quantized[id(whole)] = merged_weights(known) if len(known) == len(held) else None
     with gm.graph.inserting_before(parts[0]):
         node = gm.graph.placeholder(f"merged_{parts[0].name}")
     context.constants[node.name] = whole

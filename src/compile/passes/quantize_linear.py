@@ -1,35 +1,60 @@
 """Matmuls whose weights stay quantised, as :func:`.lower_cpu.lower_cpu` lowers them.
 
-Then the float32 weights are given back. Whatever reads such a parameter of the model reads NaN.
+Then the float32 weights are given back, where there were any: a checkpoint's quantised layers have
+stand-ins from the beginning. Whatever reads such a parameter of the model reads NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...kernels.linear import cpu_quantized
+from ...errors import UnsupportedModelError
+from ...kernels import e4m3
+from ...kernels.linear import cpu_expanded, cpu_quantized
+from ...kernels.linear.cpu_quantized import Int4Weight
+from ...kernels.linear.fp8 import Fp8Weight
+from ...kernels.linear.quantized_weight import QuantizedWeight
+from ..fx.fake_tensors import fake_of
 from ..fx.nodes import example, is_linear, linear_operands
+from ..fx.stand_in import is_stand_in
 from .context import PassContext
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
+class _Kernel(NamedTuple):
+    """A function of the rows, the weight's parts, the bias, and plain data."""
+
+    function: Callable[..., Tensor]
+    parts: tuple[Tensor, ...]
+    data: tuple[Any, ...] = ()
+
+
+class _Packed(NamedTuple):
+    """A kernel whose parts are placeholders."""
+
+    function: Callable[..., Tensor]
+    parts: tuple[Node, ...]
+    data: tuple[Any, ...]
+
+
 class QuantizedCalls:
     """Calls in place of linear layers, for the weights in ``context.quantized``.
 
-    A weight stays as it is if the context is transparent and a trial with the first weight of its
-    shape finds that a row's bits follow the number of rows.
+    If the context is transparent and a trial with the first weight of its shape finds that a row's
+    bits follow the number of rows, a weight stays as it is, or is expanded in every call.
     """
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
-        self._packed: dict[Node, tuple[Node, ...] | None] = {}  # None: stays as it is
+        self._packed: dict[Node, _Packed | None] = {}  # None: stays as it is
         self._is_trusted: dict[tuple[object, ...], bool] = {}
+        self._recipes: dict[tuple[int, ...], cpu_expanded.ExpandedRecipe] = {}
 
     def __call__(self, node: Node) -> _Call | None:
         if not self._context.quantized or not is_linear(node):
@@ -44,39 +69,68 @@ class QuantizedCalls:
         packed = self._packed[matrix]
         if packed is None:
             return None
-        return _LINEAR[format], (x, *packed, bias), {}
+        return packed.function, (x, *packed.parts, bias, *packed.data), {}
 
-    def _pack(self, matrix: Node, weight: Tensor, format: str) -> tuple[Node, ...] | None:
-        """Placeholders for what the call reads in place of ``matrix``."""
-        blocks = self._context.quantized[id(weight)]
-        parts: tuple[Tensor, ...]
-        if format == "int4" and blocks is not None:
-            parts = cpu_quantized.pack_int4(blocks)
-        else:
-            parts = (cpu_quantized.pack_float16(weight),)
-        shape = (format, *weight.shape)
-        if self._context.transparent and shape not in self._is_trusted:
-            self._is_trusted[shape] = cpu_quantized.is_row_invariant(
-                lambda rows: _LINEAR[format](rows, *parts, None), weight.shape[1]
-            )
-        if not self._is_trusted.get(shape, True):
+    def _pack(self, matrix: Node, weight: Tensor, format: str) -> _Packed | None:
+        """What to call, with placeholders for what it reads in place of ``matrix``."""
+        held = self._context.quantized[id(weight)]
+        kernel = self._kernel(weight, held, format)
+        if kernel is None:
             return None
         count = self._context.weight_formats
         count[format] = count.get(format, 0) + weight.numel()
         nodes = []
-        for i, part in enumerate(parts):
+        for i, part in enumerate(kernel.parts):
             with matrix.graph.inserting_before(matrix):
                 node = matrix.graph.placeholder(f"{format}_{i}_{matrix.name}")
-            recorded: Any = example(matrix)
-            if isinstance(part, Tensor):
-                recorded = recorded.fake_mode.from_tensor(part, static_shapes=True)
-            node.meta["example_value"] = recorded
+            recorded = example(matrix)
+            assert isinstance(recorded, Tensor)  # it stands for a weight
+            # Of FBGEMM's objects there is no record but the weight's.
+            node.meta["example_value"] = (
+                fake_of(part, recorded) if isinstance(part, Tensor) else recorded
+            )
             self._context.constants[node.name] = part
             nodes.append(node)
-        return tuple(nodes)
+        return _Packed(kernel.function, tuple(nodes), kernel.data)
+
+    def _kernel(self, weight: Tensor, held: QuantizedWeight | None, format: str) -> _Kernel | None:
+        num_outputs, num_inputs = weight.shape
+        if isinstance(held, Fp8Weight):
+            parts = (held.values, held.scales * e4m3.DECODED_UNIT)
+            return _Kernel(cpu_expanded.linear_fp8, parts, self._recipe(weight.shape))
+        kernel = None
+        if isinstance(held, Int4Weight) and format == "int4":
+            if cpu_quantized.fits_int4(held) and cpu_quantized.reason_against() is None:
+                kernel = _Kernel(cpu_quantized.linear_int4, cpu_quantized.pack_int4(held))
+        else:
+            packed = cpu_quantized.pack_float16(weight)
+            kernel = _Kernel(cpu_quantized.linear_float16, (packed,))
+        if kernel is not None and self._context.transparent:
+            shape = (format, num_outputs, num_inputs)
+            if shape not in self._is_trusted:
+                function, operands, _ = kernel
+                self._is_trusted[shape] = cpu_quantized.is_row_invariant(
+                    lambda rows: function(rows, *operands, None), num_inputs
+                )
+            if not self._is_trusted[shape]:
+                kernel = None
+        if kernel is None and held is not None and is_stand_in(weight):
+            return _Kernel(cpu_expanded.linear_int4, held, self._recipe(weight.shape))
+        return kernel
+
+    def _recipe(self, shape: torch.Size) -> cpu_expanded.ExpandedRecipe:
+        if shape not in self._recipes:
+            self._recipes[shape] = cpu_expanded.choose_expanded_recipe(
+                *shape, transparent=self._context.transparent
+            )
+        return self._recipes[shape]
 
     def release_weights(self) -> None:
-        """Give back the memory of the weights that are in no call any more."""
+        """Give back the memory of the weights that are in no call any more.
+
+        Raises:
+            UnsupportedModelError: something other than a linear layer reads a stand-in.
+        """
         context = self._context
         if not context.quantized:
             return
@@ -85,9 +139,23 @@ class QuantizedCalls:
             if packed is not None and not matrix.users:
                 freed.add(_storage(context.constants.pop(matrix.name)))
                 matrix.graph.erase_node(matrix)
-        freed -= {_storage(t) for t in context.constants.values() if isinstance(t, Tensor)}
+        # Packed weights are in memory of their library's.
+        read = {
+            name: tensor
+            for name, tensor in context.constants.items()
+            if isinstance(tensor, Tensor) and not tensor.is_mkldnn
+        }
+        for name, tensor in read.items():
+            if is_stand_in(tensor):
+                raise UnsupportedModelError(
+                    f"{type(context.module).__name__}: {name}, quantised, is read by more than its "
+                    "linear layer"
+                )
+        freed -= set(map(_storage, read.values()))
         with torch.inference_mode(False), torch.no_grad():
             for name, parameter in context.module.named_parameters():
+                if is_stand_in(parameter):
+                    continue
                 if _storage(parameter) in freed:
                     nan = parameter.new_full((1,), torch.nan)
                     parameter.data = nan.expand(parameter.shape)
@@ -101,9 +169,3 @@ class QuantizedCalls:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-_LINEAR: dict[str, Callable[..., Tensor]] = {
-    "int4": cpu_quantized.linear_int4,
-    "float16": cpu_quantized.linear_float16,
-}

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import e4m3
 from ..arguments import AttentionParams, PagedKV
 
 # Rows of very different length are attended in separate groups, each at most this much padded.
@@ -197,11 +198,9 @@ def attend(
 
     Tokens that belong to no row (padding) get zeros.
     """
-    num_kv_heads, v_dim = v_cache.shape[2:]
+    num_kv_heads, v_dim = v_cache.shape[2], e4m3.head_dim(v_cache)
     num_q_heads, k_dim = query.shape[1:]
     group_size = num_q_heads // num_kv_heads
-    keys = k_cache.view(-1, num_kv_heads * k_dim)
-    values = v_cache.view(-1, num_kv_heads * v_dim)
     plain = softcap == 0 and sinks is None and layout.slopes is None
     out = query.new_empty(query.shape[0], num_q_heads, v_dim)
     out[layout.num_tokens :] = 0
@@ -211,8 +210,10 @@ def attend(
         # The query heads that share a KV head stand where several queries would: no head of K or
         # V is copied or expanded.
         q = query[group.tokens].reshape(rows, num_kv_heads, group_size, k_dim)
-        k = keys.index_select(0, group.slots).view(rows, -1, num_kv_heads, k_dim).transpose(1, 2)
-        v = values.index_select(0, group.slots).view(rows, -1, num_kv_heads, v_dim).transpose(1, 2)
+        k = _gathered(k_cache, group.slots, query.dtype)
+        k = k.view(rows, -1, num_kv_heads, k_dim).transpose(1, 2)
+        v = _gathered(v_cache, group.slots, query.dtype)
+        v = v.view(rows, -1, num_kv_heads, v_dim).transpose(1, 2)
         if plain:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias, scale=scale)
         else:
@@ -224,8 +225,10 @@ def attend(
 
     for tile in layout.tiles:
         q = query[tile.begin : tile.end].transpose(0, 1).unsqueeze(0)
-        k = keys.index_select(0, tile.slots).view(1, -1, num_kv_heads, k_dim).transpose(1, 2)
-        v = values.index_select(0, tile.slots).view(1, -1, num_kv_heads, v_dim).transpose(1, 2)
+        k = _gathered(k_cache, tile.slots, query.dtype)
+        k = k.view(1, -1, num_kv_heads, k_dim).transpose(1, 2)
+        v = _gathered(v_cache, tile.slots, query.dtype)
+        v = v.view(1, -1, num_kv_heads, v_dim).transpose(1, 2)
         causal = tile.mask is None
         if plain:
             o = F.scaled_dot_product_attention(
@@ -241,6 +244,13 @@ def attend(
             o = _float32_tile(q, k, v, tile, scale, softcap, sinks, layout.slopes)
         out[tile.begin : tile.end] = o[0].transpose(0, 1)
     return out
+
+
+def _gathered(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[len(slots), Hkv, D]``."""
+    num_heads, dim = cache.shape[2:]
+    found = cache.view(-1, num_heads * dim).index_select(0, slots).view(-1, num_heads, dim)
+    return e4m3.decode_rows(found).to(dtype) if e4m3.are_rows(cache) else found
 
 
 def _float32_tile(

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .. import e4m3
 from ..arguments import RopeInputs
 
 NormForm = Literal["rounded", "wide", "plus_one"]
@@ -151,9 +152,12 @@ def kv_store(
 ) -> None:
     """Write ``key [T, Hkv, Dk]`` and ``value [T, Hkv, Dv]`` into the caches at ``slot_mapping``.
 
-    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``; ``slot_mapping`` is int64
+    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``, or hold rows of
+    :mod:`.e4m3`, on a CPU; ``slot_mapping`` is int64
     ``[T]``, slot = block id * block_size + offset. Slots that repeat (those of padding tokens, in
     the null block) end with any one of the values.
     """
+    if e4m3.are_rows(k_cache):
+        key, value = e4m3.encode_rows(key), e4m3.encode_rows(value)
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, key)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, value)

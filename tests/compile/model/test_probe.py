@@ -40,7 +40,7 @@ def test_finds_what_the_config_says(arch: str) -> None:
     if arch == "deepseek_v3":
         assert [(spec.k_dim, spec.v_dim) for spec in specs] == [(24, 12)] * 2
     num_elements = sum(spec.num_kv_heads * (spec.k_dim + spec.v_dim) for spec in specs)
-    assert kv_bytes_per_block(loaded, specs, 16) == num_elements * 16 * 4
+    assert kv_bytes_per_block(loaded.dtype, specs, 16) == num_elements * 16 * 4
     # The caller's model is as it was.
     assert model.config._attn_implementation == implementation
     calls = [m.pagespec_call for m in model.modules() if hasattr(m, "pagespec_call")]

@@ -1,0 +1,285 @@
+"""``Scheme``: how a checkpoint holds its linear layers quantised, read from its config.
+
+Whatever a config asks for that is not known here is refused by name: a scale or a permutation that
+is not heeded makes other tokens, not an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError, UnsupportedModelError
+from ...kernels import e4m3
+from ...kernels.linear.cpu_quantized import GROUP
+from ...kernels.linear.fp8 import BLOCK, Fp8Weight, quantize_fp8, rows_of_blocks
+from ...kernels.linear.quantized_weight import QuantizedWeight
+from .int4_layouts import awq_weight, gptq_weight, packed_weight
+
+Parts = Mapping[str, Tensor]
+"""The tensors of a layer, by the end of their names."""
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One way in which layers of a checkpoint are held.
+
+    Attributes:
+        name: for people.
+        marker: a tensor that quantised layers have, and others do not.
+        parts: the tensors of a quantised layer, "bias" apart; those with "?" may be missing.
+        read: the weight from its parts and its shape ``(N, K)``. A ValueError says what is wrong.
+        is_excluded: whether the config says that the layer of this name is not quantised.
+    """
+
+    name: str
+    marker: str
+    parts: tuple[str, ...]
+    read: Callable[[Parts, tuple[int, int]], QuantizedWeight]
+    is_excluded: Callable[[str], bool] = lambda _: False
+
+
+def fp8_at_load(excluded: str) -> Scheme:
+    """For a checkpoint that is not quantised: all linear layers but the one of this name."""
+    return Scheme(
+        f"fp8 e4m3 in blocks of {BLOCK} x {BLOCK}, made at load",
+        "weight",
+        ("weight",),
+        _make_fp8,
+        lambda layer: layer == excluded,
+    )
+
+
+def scheme_of(model: str, config: Mapping[str, Any]) -> Scheme:
+    """The scheme of a ``quantization_config``.
+
+    Raises:
+        UnsupportedModelError: it is not one of those known here; the message names what is not.
+    """
+    method = config.get("quant_method")
+    try:
+        if method == "fp8":
+            return _fp8(config)
+        if method == "compressed-tensors":
+            return _compressed_tensors(config)
+        if method == "awq":
+            return _awq(config)
+        if method == "gptq":
+            return _gptq(config)
+        raise _Unknown("quant_method", method, f"known are {', '.join(METHODS)}")
+    except _Unknown as error:
+        raise UnsupportedModelError(f"{model}: its quantization_config has {error}") from None
+
+
+class _Unknown(Exception):
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field} = {value!r}; {limit}")
+
+
+def _expect(config: Mapping[str, Any], where: str, **expected: Sequence[object]) -> None:
+    """Raises :class:`_Unknown` for a field that has none of the values expected of it."""
+    for name, values in expected.items():
+        if config.get(name) not in values:
+            known = ", ".join(repr(value) for value in values)
+            raise _Unknown(f"{where}{name}", config.get(name), f"known is {known}")
+
+
+def _fp8(config: Mapping[str, Any]) -> Scheme:
+    _expect(
+        config,
+        "",
+        activation_scheme=("dynamic",),
+        fmt=(None, "e4m3"),
+        weight_block_size=([BLOCK, BLOCK], (BLOCK, BLOCK)),
+    )
+
+    def read(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:
+        num_blocks = tuple(-(-size // BLOCK) for size in shape)
+        values, scales = _e4m3_bits(parts, shape), parts["weight_scale_inv"]
+        _check_float("weight_scale_inv", scales, num_blocks)
+        return Fp8Weight(values, rows_of_blocks(scales, shape[0]))
+
+    return Scheme(
+        f"fp8 e4m3 in blocks of {BLOCK} x {BLOCK}",
+        "weight_scale_inv",
+        ("weight", "weight_scale_inv"),
+        read,
+        _listed(config.get("modules_to_not_convert")),
+    )
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
+    groups = config.get("config_groups") or {}
+    if len(groups) != 1 or not isinstance(next(iter(groups.values())), Mapping):
+        raise _Unknown("config_groups", groups, "known is one group, written out")
+    [group] = groups.values()
+    _expect(config, "", kv_cache_scheme=(None,), format=("float-quantized", "pack-quantized"))
+    _expect(group, "", output_activations=(None,))
+    sparsity = config.get("sparsity_config") or {}
+    _expect(sparsity, "sparsity_config.", format=(None, "dense"))
+    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    _expect(weights, "weights.", actorder=(None, "static", "weight", False))
+    targets, ignored = group.get("targets") or (), config.get("ignore") or ()
+
+    def is_excluded(name: str) -> bool:
+        is_target = "Linear" in targets or any(_matches(name, t) for t in targets)
+        return not is_target or any(_matches(name, entry) for entry in ignored)
+
+    if config["format"] == "float-quantized":
+        _expect(weights, "weights.", num_bits=(8,), type=("float",), symmetric=(True, None))
+        _expect(weights, "weights.", strategy=("channel", "tensor"), dynamic=(False, None))
+        if activations is not None:
+            where = "input_activations."
+            _expect(activations, where, num_bits=(8,), type=("float",), dynamic=(True,))
+            _expect(activations, where, strategy=("token",))
+        return Scheme(
+            f"fp8 e4m3 with a scale for each {weights['strategy']}",
+            "weight_scale",
+            ("weight", "weight_scale"),
+            _read_fp8_rows,
+            is_excluded,
+        )
+    _expect({"input_activations": activations}, "", input_activations=(None,))
+    _expect(weights, "weights.", num_bits=(4,), type=("int",), dynamic=(False, None))
+    _expect(weights, "weights.", strategy=("group", "channel"))
+
+    def read(parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
+        scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
+        num_groups = scales.shape[1] if scales.dim() == 2 else 0
+        _check_groups(shape, num_groups)
+        _check_float("weight_scale", scales, (shape[0], num_groups))
+        _check_words("weight_packed", parts["weight_packed"], (shape[0], shape[1] // 8))
+        if zeros is not None:
+            _check_words("weight_zero_point", zeros, (shape[0] // 8, num_groups))
+        return packed_weight(parts["weight_packed"], zeros, scales)
+
+    return Scheme(
+        f"compressed-tensors int4 with a scale for each {weights['strategy']}",
+        "weight_packed",
+        ("weight_packed", "weight_scale", "weight_shape?", "weight_zero_point?"),
+        read,
+        is_excluded,
+    )
+
+
+def _awq(config: Mapping[str, Any]) -> Scheme:
+    _expect(config, "", bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
+
+    def read(parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
+        _check_words("qweight", parts["qweight"], (shape[1], shape[0] // 8))
+        return awq_weight(*_zeros_and_scales(parts, shape))
+
+    name = f"AWQ int4 in groups of {config.get('group_size')}"
+    excluded = _listed(config.get("modules_to_not_convert"))
+    return Scheme(name, "qweight", ("qweight", "qzeros", "scales"), read, excluded)
+
+
+def _gptq(config: Mapping[str, Any]) -> Scheme:
+    _expect(config, "", bits=(4,), checkpoint_format=(None, "gptq", "gptq_v2"), dynamic=(None, {}))
+    zero_offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def read(parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
+        _check_words("qweight", parts["qweight"], (shape[1] // 8, shape[0]))
+        operands = _zeros_and_scales(parts, shape)
+        order = parts.get("g_idx")
+        group_size = shape[1] // len(parts["scales"])
+        if order is not None and not torch.equal(
+            order.long(), torch.arange(shape[1]) // group_size
+        ):
+            raise ValueError("g_idx permutes the inputs (desc_act), which is not supported")
+        return gptq_weight(*operands, zero_offset=zero_offset)
+
+    name = f"GPTQ int4 in groups of {config.get('group_size')}"
+    parts = ("qweight", "qzeros", "scales", "g_idx?")
+    return Scheme(name, "qweight", parts, read)
+
+
+def _make_fp8(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:
+    _check_float("weight", parts["weight"], shape)
+    return quantize_fp8(parts["weight"])
+
+
+def _read_fp8_rows(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:
+    values, scales = _e4m3_bits(parts, shape), parts["weight_scale"]
+    _check_float("weight_scale", scales, ())
+    if scales.numel() not in (1, shape[0]):
+        raise ValueError(f"weight_scale has {scales.numel()} elements for {shape[0]} outputs")
+    return Fp8Weight(values, scales.float().reshape(-1, 1).expand(shape[0], 1).contiguous())
+
+
+def _e4m3_bits(parts: Parts, shape: tuple[int, int]) -> Tensor:
+    weight = parts["weight"]
+    if weight.dtype != torch.float8_e4m3fn or tuple(weight.shape) != shape:
+        raise ValueError(f"weight is {_form(weight)}, not float8_e4m3fn {shape}")
+    bits = weight.view(torch.uint8)
+    if e4m3.has_nan(bits):
+        raise ValueError("weight has NaN")
+    return bits
+
+
+def _zeros_and_scales(parts: Parts, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The values, zero points ``[G, N / 8]`` and scales ``[G, N]`` of AWQ and GPTQ."""
+    scales = parts["scales"]
+    _check_groups(shape, len(scales))
+    _check_float("scales", scales, (len(scales), shape[0]))
+    _check_words("qzeros", parts["qzeros"], (len(scales), shape[0] // 8))
+    return parts["qweight"], parts["qzeros"], scales
+
+
+def _check_groups(shape: tuple[int, int], num_groups: int) -> None:
+    if num_groups < 1 or shape[1] % num_groups or shape[1] // num_groups % GROUP:
+        raise ValueError(
+            f"{num_groups} groups of {shape[1]} inputs; a group must be of a multiple of {GROUP}"
+        )
+
+
+def _check_words(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {_form(tensor)}, not int32 {shape}")
+
+
+def _check_float(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} is {_form(tensor)}; known are float32, float16 and bfloat16")
+    if shape and tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {_form(tensor)}, not of shape {shape}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} has NaN or infinity")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _matches(name: str, entry: str) -> bool:
+    """As compressed-tensors does: an expression after "re:", or the name."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), name) is not None
+    return name == entry
+
+
+def _listed(entries: Sequence[str] | None) -> Callable[[str], bool]:
+    """Whether a name is, is within, or ends with one of ``entries``, at dots."""
+    dotted = [f".{entry}." for entry in entries or ()]
+    return lambda name: any(entry in f".{name}." for entry in dotted)
+
+
+def read_layer(scheme: Scheme, layer: str, parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
+    """The weight of a layer.
+
+    Raises:
+        InvalidInputError: its tensors are not those of the scheme.
+    """
+    missing = [p for p in scheme.parts if not p.endswith("?") and p not in parts]
+    if missing:
+        raise InvalidInputError("model", layer, f"has no {', '.join(missing)}: {scheme.name}")
+    try:
+        return scheme.read(parts, shape)
+    except ValueError as error:
+        raise InvalidInputError("model", layer, f"{error}: {scheme.name}") from None

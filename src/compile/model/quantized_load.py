@@ -1,0 +1,203 @@
+"""Loads a checkpoint whose linear layers are to be held quantised.
+
+The module is built plain: its quantised layers have stand-ins for weights, and the weights are
+returned beside it, read layer by layer. The whole model is never held in float32, and transformers'
+own quantiser, which would put other modules in place of the layers, is not asked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ...errors import InvalidInputError, UnsupportedModelError
+from ...kernels.linear.quantized_weight import QuantizedWeight, expanded
+from ..fx.stand_in import is_stand_in, stand_in
+from .checkpoint import Checkpoint
+from .loaded import LoadedModel, Shard
+from .quantization_schemes import Scheme, fp8_at_load, read_layer, scheme_of
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+Build = Callable[[type[PreTrainedModel], PreTrainedConfig, dict[str, Tensor]], PreTrainedModel]
+"""A module of a class from its config and all of its tensors."""
+
+
+def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a model's config, if it has one."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    return dict(found) if isinstance(found, dict) else dict(found.to_dict())
+
+
+def check_quantized(
+    name: str,
+    config: PreTrainedConfig,
+    quantization: str | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shard: Shard,
+) -> None:
+    """Raises InvalidInputError for what quantised layers are not served with."""
+    own = (quantization_of(config) or {}).get("quant_method")
+    if quantization == "fp8" and own not in (None, "fp8"):
+        limit = f"the model's weights are quantised already, by {own!r}: leave it out"
+        raise InvalidInputError("quantization", quantization, limit)
+    if quantization == "fp8" and name.endswith(".gguf"):
+        limit = 'a .gguf file is quantised already: "gguf" keeps that'
+        raise InvalidInputError("quantization", quantization, limit)
+    scheme = quantization or own
+    for field, value, suits, limit in (
+        ("device", str(device), device.type == "cpu", "are served on a CPU only"),
+        ("dtype", str(dtype), dtype in (None, torch.float32), "need dtype float32, or auto"),
+        ("tensor_parallel_size", shard.num_ranks, shard.num_ranks == 1, "are for one process"),
+    ):
+        if not suits:
+            raise InvalidInputError(field, value, f"weights quantised by {scheme!r} {limit}")
+
+
+def load_quantized(
+    source: str, name: str, config: PreTrainedConfig, build: Build
+) -> tuple[PreTrainedModel, dict[str, QuantizedWeight], str]:
+    """The module with stand-ins, the weights by parameter name, and the name of the scheme: that of
+    the config, else fp8 that is made here.
+
+    Raises:
+        UnsupportedModelError: a scheme, or a quantised tensor, that is not known here.
+        InvalidInputError: the tensors are not those of the scheme.
+    """
+    found = quantization_of(config)
+    plain = copy.deepcopy(config)
+    if found is not None:
+        scheme = scheme_of(name, found)
+        del plain.quantization_config
+    with torch.device("meta"):
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=torch.float32)
+    linears = {n: m for n, m in skeleton.named_modules() if isinstance(m, nn.Linear)}
+    if found is None:
+        head = skeleton.get_output_embeddings()
+        scheme = fp8_at_load(next((n for n, m in linears.items() if m is head), ""))
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+    checkpoint = Checkpoint(folder)
+    layers = _layers(checkpoint, scheme, linears, name, is_made=found is None)
+    state, parts = _sorted_tensors(checkpoint, scheme, layers, name)
+    shapes = {layer: (linears[layer].out_features, linears[layer].in_features) for layer in layers}
+    for layer in layers:
+        bias = state.get(f"{layer}.bias")
+        if bias is not None and linears[layer].bias is None and bool(bias.any()):
+            raise UnsupportedModelError(f"{name}: {layer} has a bias, and no use for it")
+    state |= {f"{layer}.weight": stand_in(shape) for layer, shape in shapes.items()}
+    module = build(type(skeleton), plain, state)
+    if (folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+    weights: dict[str, QuantizedWeight] = {}
+    for layer, shape in shapes.items():
+        parameter = module.get_submodule(layer).weight
+        if not isinstance(parameter, Tensor) or not is_stand_in(parameter):
+            raise UnsupportedModelError(f"{name}: transformers changes {layer} as it loads it")
+        tensors = {part: checkpoint.get(f"{layer}.{part}") for part in parts[layer]}
+        weights[f"{layer}.weight"] = read_layer(scheme, layer, tensors, shape)
+    return module, weights, scheme.name
+
+
+def _layers(
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    linears: dict[str, nn.Linear],
+    name: str,
+    *,
+    is_made: bool,
+) -> list[str]:
+    """The names of the layers that are quantised."""
+    end = f".{scheme.marker}"
+    if is_made:
+        marked = [n for n in linears if f"{n}{end}" in checkpoint and not scheme.is_excluded(n)]
+        if not marked:
+            raise UnsupportedModelError(f"{name}: no tensor has the name of a linear layer")
+        return marked
+    marked = [n.removesuffix(end) for n in checkpoint.names if n.endswith(end)]
+    if not marked:
+        raise InvalidInputError("model", name, f"has no {scheme.marker} at all: {scheme.name}")
+    for layer in marked:
+        if layer not in linears:
+            raise UnsupportedModelError(f"{name}: {layer} is quantised, and no linear layer")
+        if scheme.is_excluded(layer):
+            limit = f"has {scheme.marker}, and its quantization_config says it is not quantised"
+            raise InvalidInputError("model", layer, limit)
+    return marked
+
+
+def _sorted_tensors(
+    checkpoint: Checkpoint, scheme: Scheme, layers: list[str], name: str
+) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """What the module is built from, and which parts each layer has."""
+    known = {part.removesuffix("?") for part in scheme.parts}
+    parts: dict[str, list[str]] = {layer: [] for layer in layers}
+    state: dict[str, Tensor] = {}
+    for key in checkpoint.names:
+        layer, _, part = key.rpartition(".")
+        if layer in parts and part in known:
+            parts[layer].append(part)
+            continue
+        tensor = checkpoint.get(key)
+        if layer in parts and part != "bias":
+            raise UnsupportedModelError(f"{name}: {key} is not known: {scheme.name}")
+        if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
+            limit = f"is {tensor.dtype}, and no layer of {scheme.name}"
+            raise InvalidInputError("model", key, limit)
+        state[key] = tensor
+    return state, parts
+
+
+class _ExpandedLinears(TorchFunctionMode):
+    """``F.linear`` with a stand-in multiplies with the weight it stands for, expanded for the
+    call."""
+
+    def __init__(self, weights: dict[int, QuantizedWeight]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            weight = self._weights.get(id(operands["weight"]))
+            if weight is not None:
+                return func(operands["input"], expanded(weight), operands.get("bias"))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def expanded_linears(loaded: LoadedModel) -> Iterator[None]:
+    """In the block, the module computes with its quantised weights, one layer expanded at a
+    time."""
+    weights = {
+        id(parameter): weight
+        for name, parameter in loaded.module.named_parameters()
+        if is_stand_in(parameter) and (weight := loaded.quantized.get(name)) is not None
+    }
+    if not weights:
+        yield
+        return
+    with _ExpandedLinears(weights):
+        yield
