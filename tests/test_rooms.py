@@ -44,7 +44,7 @@ KERNELS = (
     ("attention", "linear"),
     ("sampling",),
     ("collectives",),
-    ("fused",),
+    ("fused", "native"),
     ("arguments", "jit", "device"),
 )
 # The engine stands beside: these may import it, and it knows the lowest line only.

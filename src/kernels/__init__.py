@@ -2,7 +2,7 @@
 
 Read in this order: ``ops`` (the custom ops of a captured graph, with all shapes), ``arguments``
 (what travels together), ``attention`` (paged attention and its backends), ``fused`` (norms,
-activations, RoPE with KV store), ``linear`` (matmuls with cuBLAS's bits), ``sampling``,
+activations, RoPE with KV store), ``native`` (a CPU's own, in C++, for quantised models), ``linear`` (matmuls with cuBLAS's bits), ``sampling``,
 ``collectives`` (sums over several GPUs), ``jit`` (how Triton's kernels are compiled ahead),
 ``device`` (facts of the GPU).
 
