@@ -2,9 +2,9 @@
 
 Read in this order: ``ops`` (the custom ops of a captured graph, with all shapes), ``arguments``
 (what travels together), ``attention`` (paged attention and its backends), ``fused`` (norms,
-activations, RoPE with KV store), ``native`` (a CPU's own, in C++, for quantised models), ``linear`` (matmuls with cuBLAS's bits), ``sampling``,
-``collectives`` (sums over several GPUs), ``jit`` (how Triton's kernels are compiled ahead),
-``device`` (facts of the GPU).
+activations, RoPE with KV store), ``linear`` (matmuls with cuBLAS's bits), ``native`` (a CPU's own
+kernels in C++, for quantised models), ``sampling``, ``collectives`` (sums over several GPUs),
+``jit`` (how Triton's kernels are compiled ahead), ``device`` (facts of the GPU).
 
 All are batch-invariant: a row's bits do not depend on the rows beside it. ``compile`` and
 ``runner`` may import this package; it imports neither, nor ``engine``.

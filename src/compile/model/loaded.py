@@ -12,7 +12,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ...kernels.linear.cpu_quantized import Int4Weight
+    from ...kernels.linear.cpu_quantized import Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LoadedModel:
         shard: the part of the model that ``module`` is.
         vocab_sizes: of each rank's head in order; None if each has all of it.
         model_type: of the config.
-        quantized: weights to keep quantised, by parameter name; in 4 bits, or None for float16.
+        quantized: weights to keep quantised, by parameter name; None for float16.
             Empty once the model was captured.
         module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
             and None.
@@ -57,7 +57,7 @@ class LoadedModel:
     shard: Shard = WHOLE
     vocab_sizes: list[int] | None = None
     model_type: str | None = None
-    quantized: dict[str, Int4Weight | None] = field(default_factory=dict)
+    quantized: dict[str, Blocks | None] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +73,7 @@ class LoadedModel:
         module: object = self.module
         return module.architecture if isinstance(module, TensorTree) else type(module).__name__
 
-    def quantized_by_id(self) -> dict[int, Int4Weight | None]:
+    def quantized_by_id(self) -> dict[int, Blocks | None]:
         """``quantized`` by the ``id`` of the parameter."""
         named = self.module.named_parameters(remove_duplicate=False)
         return {id(p): self.quantized[name] for name, p in named if name in self.quantized}

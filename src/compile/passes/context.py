@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ...kernels.attention.backend import AttentionBackend
 from ...kernels.collectives.communicator import Communicator
-from ...kernels.linear.cpu_quantized import Int4Weight, fits_int4
+from ...kernels.linear.cpu_quantized import Blocks, Int4Weight, fits_int4
 
 
 @dataclass(slots=True)
@@ -27,7 +27,9 @@ class PassContext:
         attention: the implementation to call in place of the ops; None keeps the ops.
         communicator: the same for collectives.
         quantized: weights to keep quantised, by the ``id`` of the constant that they are the values
-            of: in 4 bits, or None for float16.
+            of; None where only float16 is left.
+        is_native: whether to call :mod:`.kernels.native`, which they and the operations between
+            them then go to.
         weight_formats: where there are such weights, how many numbers are held in which format.
         float32_matrices: names of the parameters that then stay float32, but for vectors.
     """
@@ -39,7 +41,8 @@ class PassContext:
     communicator: Communicator | None = None
     packing_bytes: int = 0
     matmul_plan_dir: Path | None = None
-    quantized: dict[int, Int4Weight | None] = field(default_factory=dict)
+    quantized: dict[int, Blocks | None] = field(default_factory=dict)
+    is_native: bool = False
     weight_formats: dict[str, int] = field(default_factory=dict)
     float32_matrices: list[str] = field(default_factory=list)
 
@@ -50,8 +53,10 @@ class PassContext:
         return None
 
     def weight_format(self, tensor: Tensor) -> str | None:
-        """What a constant is kept as: "int4", "float16", or None for what it is."""
+        """What a constant is kept as: "int4", "int8", "float16", or None for what it is."""
         if id(tensor) not in self.quantized:
             return None
         blocks = self.quantized[id(tensor)]
-        return "int4" if blocks is not None and fits_int4(blocks) else "float16"
+        if isinstance(blocks, Int4Weight) and (self.is_native or fits_int4(blocks)):
+            return "int4"
+        return "int8" if blocks is not None and self.is_native else "float16"
