@@ -2,6 +2,7 @@
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
 ``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``quantize_linear`` and, for native
+kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU
 ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
 ``split_head``.
 
@@ -49,6 +50,7 @@ def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
     from .fuse_norm import fuse_norm
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
+    from .replay_native import replay_native
 
     return {
         "fuse_rope_store": fuse_rope_store,
@@ -56,6 +58,7 @@ def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
         "fuse_activation": fuse_activation,
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
         **lowering,
+        "replay_native": replay_native,
     }
 
 
