@@ -109,11 +109,12 @@ def test_logits_and_stats(
 
 
 @needs_kernels
+@pytest.mark.parametrize("format", ["Q4_1", "Q8_0"])
 def test_bits_do_not_depend_on_the_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, format: str
 ) -> None:
     """Alone, beside others, chunked; and scored."""
-    path = gguf_model(tmp_path, monkeypatch)
+    path = gguf_model(tmp_path, monkeypatch, format)
     sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=8, logprobs=2)
     settings: dict[str, Any] = {"device": "cpu", "quantization": "gguf", "num_blocks": 64}
     alone, together = (
