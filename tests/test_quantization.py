@@ -10,15 +10,30 @@ import pytest
 import torch
 
 from pagespec import LLM, SamplingParams
+from pagespec.compile import captured_model
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.spec import Bindings, verify_graph
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError
 from pagespec.kernels.linear import cpu_quantized
+from pagespec.kernels.native import calls
+from pagespec.kernels.native.library import library
+from pagespec.kernels.native.replay import Stretch
 from tests.support.captures import graph_cache
 from tests.support.gguf_files import gguf_model
 from tests.support.models import save_word_model
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Those of the machine's compiler, and the operations that stand in for them."""
+    if request.param == "native" and library() is None:
+        pytest.skip("the native kernels cannot be built")
+    if request.param == "torch":
+        monkeypatch.setattr(captured_model, "library", lambda: None)
+    return str(request.param)
+
 
 needs_kernels = pytest.mark.skipif(
     cpu_quantized.reason_against() is not None, reason=str(cpu_quantized.reason_against())
@@ -27,19 +42,29 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], list(range(5, 60)), [5, 8]]
 
 
 @needs_kernels
-def test_merged_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_and_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
     loaded = load_model(gguf_model(tmp_path, monkeypatch), quantization="gguf")
-    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
+    captured = capture_model(loaded, probe_model(loaded), graph_cache=graph_cache(), is_native=True)
     assert captured.graph is not None
-    names = [n.name for n in captured.graph.graph.nodes if n.op == "call_function"]
+    nodes = list(captured.graph.graph.nodes)
+    nodes += [node for n in nodes if isinstance(n.target, Stretch) for node in n.target.graph.nodes]
+    targets = [node.target for node in nodes if node.op == "call_function"]
     # Queries, keys and values are one matmul, gate and up another; the head is wider.
-    assert sum(name.startswith("linear_int4") for name in names) == 2 * 4
-    assert sum(name.startswith("linear_float16") for name in names) == 1
+    if kernels == "native":
+        assert targets.count(calls.linear) == 2 * 4 + 1
+        assert targets.count(calls.attention) == targets.count(calls.norm_rope_store) == 2
+        assert targets.count(calls.add_rms_norm) == 4
+    else:
+        assert targets.count(cpu_quantized.linear_int4) == 2 * 4
+        assert targets.count(cpu_quantized.linear_float16) == 1
     assert captured.rewrites["merge_linear"] == 2 * 3
     assert captured.float32_matrices == ["model.embed_tokens.weight"]
     sizes = {name: p.numel() for name, p in loaded.module.named_parameters()}
     assert sum(captured.weight_formats.values()) == sum(sizes.values())
-    assert captured.weight_formats["float16"] == sizes["lm_head.weight"]
+    head = "int8" if kernels == "native" else "float16"
+    assert captured.weight_formats[head] == sizes["lm_head.weight"]
     for name, parameter in loaded.module.named_parameters():
         is_gone = "proj" in name or "head" in name
         assert parameter.isnan().all().item() == is_gone, name
@@ -58,6 +83,7 @@ def test_logits_and_stats(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     transparent: bool,
+    kernels: str,
 ) -> None:
     path = gguf_model(tmp_path, monkeypatch, "Q4_0")
     logits: dict[str | None, list[torch.Tensor]] = {}
@@ -83,11 +109,12 @@ def test_logits_and_stats(
 
 
 @needs_kernels
+@pytest.mark.parametrize("format", ["Q4_1", "Q8_0"])
 def test_bits_do_not_depend_on_the_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, format: str
 ) -> None:
     """Alone, beside others, chunked; and scored."""
-    path = gguf_model(tmp_path, monkeypatch)
+    path = gguf_model(tmp_path, monkeypatch, format)
     sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=8, logprobs=2)
     settings: dict[str, Any] = {"device": "cpu", "quantization": "gguf", "num_blocks": 64}
     alone, together = (

@@ -44,7 +44,7 @@ KERNELS = (
     ("attention", "linear", "recurrent"),
     ("sampling",),
     ("collectives",),
-    ("fused",),
+    ("fused", "native"),
     ("arguments", "e4m3", "jit", "device"),
 )
 # The engine stands beside: these may import it, and it knows the lowest line only.

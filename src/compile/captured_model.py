@@ -23,11 +23,12 @@ from ..errors import InvalidInputError
 from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.spec import AttentionSpec
 from ..kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
+from ..kernels.native.library import library
 from ..kernels.sampling.sampler import VocabShard
 from .capture.traced import Source, Traced
 from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
-from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
+from .passes import COMMON_PASSES, PassContext, cpu_passes, gpu_passes, run_passes
 from .passes.split_head import expose_hidden, extract_head
 from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
 
@@ -120,6 +121,7 @@ def capture_model(
     graph_cache: GraphCache | None = None,
     traced: Traced | None = None,
     communicator: Communicator | None = None,
+    is_native: bool = False,
 ) -> CapturedModel:
     """Capture a probed model.
 
@@ -137,6 +139,8 @@ def capture_model(
             hold, which may have been changed in ways that no key covers.
         traced: the graph, of a model that was restored.
         communicator: of this rank, for a sharded model.
+        is_native: whether a quantised model may call :mod:`.kernels.native`, which reads float32
+            caches and rounds rows to 8 bits.
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
@@ -180,9 +184,11 @@ def capture_model(
         packing_bytes,
         matmul_plan_dir,
         loaded.quantized_by_id(),
+        is_native=is_native and bool(loaded.quantized) and library() is not None,
     )
     with torch.inference_mode():
-        device_passes = CPU_GRAPH_PASSES if loaded.device.type == "cpu" else gpu_passes()
+        is_on_cpu = loaded.device.type == "cpu"
+        device_passes = cpu_passes(context.is_native) if is_on_cpu else gpu_passes()
         captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)
         has_head = expose_hidden(gm, traced.sources)
         if compile == "inductor":

@@ -10,20 +10,29 @@ Parsing the file and comparing takes seconds, so it is done once, and kept besid
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from ...disk_cache import write_whole
 from ...errors import InvalidInputError
-from ...kernels.linear.cpu_quantized import GROUP, Int4Weight, reason_against, unpack_int4
+from ...kernels.linear.cpu_quantized import (
+    GROUP,
+    Blocks,
+    Int4Weight,
+    Int8Weight,
+    reason_against,
+    unpack_int4,
+)
+from ...kernels.native.library import begin_build
 from ...validation import path_of
 
 _HALF_BYTES = 2
@@ -31,7 +40,7 @@ _MIDDLE = 8
 # Of a row, enough to find it; then whole rows are compared.
 _SIGNATURE = 64
 # Part of the file's name: raise it when what is kept changes.
-_VERSION = 1
+_VERSION = 2
 _WIDE = "wide"  # names in the file's metadata
 
 
@@ -45,9 +54,10 @@ def check_gguf(model: object, device: torch.device) -> None:
     reason = f"is for a CPU, not for {device}" if device.type != "cpu" else reason_against()
     if reason is not None:
         raise InvalidInputError("quantization", quantization, reason)
+    begin_build()  # beside the reading
 
 
-def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, Int4Weight | None]:
+def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, Blocks | None]:
     """:func:`read_blocks`, from the disk if it was done before.
 
     Args:
@@ -71,21 +81,19 @@ def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, Int4We
     return found
 
 
-def _read(file: Path) -> dict[str, Int4Weight | None]:
+def _read(file: Path) -> dict[str, Blocks | None]:
     with safe_open(file, "pt") as kept:
-        found: dict[str, Int4Weight | None] = dict.fromkeys(
-            json.loads((kept.metadata() or {})[_WIDE])
-        )
+        found: dict[str, Blocks | None] = dict.fromkeys(json.loads((kept.metadata() or {})[_WIDE]))
         keys = kept.keys()
         for name in {key.partition(" ")[0] for key in keys}:
-            parts = [kept.get_tensor(f"{name} {field}") for field in Int4Weight._fields]
-            found[name] = Int4Weight(*parts)
+            kind = Int4Weight if f"{name} minima" in keys else Int8Weight
+            found[name] = kind(*(kept.get_tensor(f"{name} {field}") for field in kind._fields))
     return found
 
 
-def read_blocks(path: Path, module: nn.Module) -> dict[str, Int4Weight | None]:
-    """The weights of ``module`` that the file holds quantised, by parameter name: in Q4_0 and Q4_1
-    as they are there, in other formats None.
+def read_blocks(path: Path, module: nn.Module) -> dict[str, Blocks | None]:
+    """The weights of ``module`` that the file holds quantised, by parameter name: in Q4_0, Q4_1,
+    Q4_K and Q8_0 as they are there, in other formats None.
 
     Args:
         module: made from the file, in float32.
@@ -94,12 +102,12 @@ def read_blocks(path: Path, module: nn.Module) -> dict[str, Int4Weight | None]:
 
     sources = [_Source(tensor) for tensor in GGUFReader(path).tensors if tensor.data.ndim == 2]
     by_row: dict[bytes, _Source] = {}
-    found: dict[str, Int4Weight | None] = {}
+    found: dict[str, Blocks | None] = {}
     for source in sources:
-        if source.is_int4:
+        if source.is_kept:
             for signature in _signatures(source.dequantized()):
                 by_row[signature] = source
-    others = {_bits(s.first_row()) for s in sources if s.is_quantized and not s.is_int4}
+    others = {_bits(s.first_row()) for s in sources if s.is_quantized and not s.is_kept}
     for name, parameter in module.named_parameters():
         if parameter.dim() != 2 or parameter.dtype != torch.float32:
             continue
@@ -120,7 +128,7 @@ class _Source:
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
         self._type: str = tensor.tensor_type.name
-        self.is_int4 = self._type in ("Q4_0", "Q4_1")
+        self.is_kept = self._type in _READERS
         self.is_quantized = self._type not in ("F32", "F16", "BF16", "F64")
 
     def first_row(self) -> Tensor:
@@ -128,43 +136,93 @@ class _Source:
 
         return torch.from_numpy(dequantize(self._tensor.data[:1], self._tensor.tensor_type)[0])
 
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of 4-bit blocks: values ``[N, groups, 16]``, scales and minima ``[N, groups]``."""
-        num_numbers = 2 if self._type == "Q4_1" else 1
-        data = np.ascontiguousarray(self._tensor.data)
-        blocks = data.reshape(len(data), -1, num_numbers * _HALF_BYTES + GROUP // 2)
-        numbers = blocks[..., : num_numbers * _HALF_BYTES].copy().view(np.float16)
-        values = torch.from_numpy(blocks[..., num_numbers * _HALF_BYTES :].copy())
-        scales, *minima = torch.from_numpy(numbers.astype(np.float32)).unbind(-1)
-        return values, scales, minima[0] if minima else None
+    def _blocks(self) -> Blocks:
+        return _READERS[self._type](np.ascontiguousarray(self._tensor.data))
 
     def dequantized(self) -> Tensor:
-        """float32 ``[N, K]``, by the steps of the gguf package."""
-        values, scales, minima = self._parts()
-        numbers = unpack_int4(values).float()
-        if minima is None:
-            return ((numbers - _MIDDLE) * scales.unsqueeze(-1)).flatten(1)
-        return (numbers * scales.unsqueeze(-1) + minima.unsqueeze(-1)).flatten(1)
+        """float32 ``[N, K]``, the gguf package's to the bit."""
+        return _dequantized(self._blocks())
 
-    def blocks_of(self, parameter: Tensor) -> Int4Weight | None:
+    def blocks_of(self, parameter: Tensor) -> Blocks | None:
         """The blocks in the order of the parameter's rows, if those are rows of this matrix."""
-        whole = self.dequantized()
+        blocks = self._blocks()
+        whole = _dequantized(blocks)
         if whole.shape != parameter.shape:
             return None
-        values, scales, minima = self._parts()
-        zeros = torch.zeros_like(scales) if minima is None else minima + _MIDDLE * scales
-        weight = Int4Weight(values, scales, zeros)
         if torch.equal(whole, parameter):
-            return weight
+            return blocks
         places = {signature: row for row, signature in enumerate(_signatures(whole))}
         rows = [places.get(signature, 0) for signature in _signatures(parameter.detach())]
         if not torch.equal(whole[rows], parameter):
             return None
-        return Int4Weight(*(part[rows] for part in weight))
+        return type(blocks)(*(part[rows] for part in blocks))
+
+
+def _read_q4_0(data: NDArray[np.uint8]) -> Int4Weight:
+    (scales,), values = _split(data, 1, GROUP // 2)
+    return Int4Weight(values, scales, -_MIDDLE * scales)
+
+
+def _read_q4_1(data: NDArray[np.uint8]) -> Int4Weight:
+    (scales, minima), values = _split(data, 2, GROUP // 2)
+    return Int4Weight(values, scales, minima)
+
+
+def _read_q4_k(data: NDArray[np.uint8]) -> Int4Weight:
+    """256 values share two float16 numbers; each 32 of them have a scale and a minimum in 6 bits,
+    by which those are multiplied. The products fit float32, where dequantising makes them too."""
+    numbers, rest = _split(data, 2, 12 + 8 * GROUP // 2)
+    # Four bytes each: scales, minima of the first four groups; 4 bits of those of the last four.
+    # Their upper 2 bits are the upper 2 of the first ones.
+    scales, minima, lower = rest[..., :12].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((scales & 63, (lower & 15) | ((scales >> 2) & 48)), -1).float()
+    minima = torch.cat((minima & 63, (lower >> 4) | ((minima >> 2) & 48)), -1).float()
+    # 32 bytes: in the lower halves the values of one group, in the upper those of the next.
+    pairs = rest[..., 12:].unflatten(-1, (4, GROUP))
+    values = torch.stack((pairs & 15, pairs >> 4), -2).flatten(1, 3)
+    return Int4Weight(
+        values[..., : GROUP // 2] | (values[..., GROUP // 2 :] << 4),
+        (numbers[0].unsqueeze(-1) * scales).flatten(1),
+        -(numbers[1].unsqueeze(-1) * minima).flatten(1),
+    )
+
+
+def _read_q8_0(data: NDArray[np.uint8]) -> Int8Weight:
+    (scales,), values = _split(data, 1, GROUP)
+    return Int8Weight(values.view(torch.int8).flatten(1), scales)
+
+
+_READERS: dict[str, Callable[[NDArray[np.uint8]], Blocks]] = {
+    "Q4_0": _read_q4_0,
+    "Q4_1": _read_q4_1,
+    "Q4_K": _read_q4_k,
+    "Q8_0": _read_q8_0,
+}
+"""From rows of bytes ``[N, bytes]``."""
+
+
+def _split(
+    data: NDArray[np.uint8], num_numbers: int, num_bytes: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Blocks of so many float16 numbers and then bytes: each number ``[N, blocks]`` in float32, and
+    the bytes ``[N, blocks, num_bytes]``."""
+    begin = num_numbers * _HALF_BYTES
+    blocks = data.reshape(len(data), -1, begin + num_bytes)
+    numbers = blocks[..., :begin].copy().view(np.float16).astype(np.float32)
+    return torch.from_numpy(numbers).unbind(-1), torch.from_numpy(blocks[..., begin:].copy())
+
+
+def _dequantized(blocks: Blocks) -> Tensor:
+    scales = blocks.scales.unsqueeze(-1)
+    if isinstance(blocks, Int8Weight):
+        return (blocks.values.unflatten(1, (-1, GROUP)) * scales).flatten(1)
+    values = unpack_int4(blocks.values)
+    return (values * scales + blocks.minima.unsqueeze(-1)).flatten(1)
 
 
 def _bits(row: Tensor) -> bytes:
-    return row.detach().contiguous().numpy().tobytes()
+    # A zero may have lost its sign: of (8 - 8) * scale and 8 * scale - 8 * scale, one has it.
+    return (row.detach() + 0.0).numpy().tobytes()
 
 
 def _signature(row: Tensor) -> bytes:
@@ -172,4 +230,4 @@ def _signature(row: Tensor) -> bytes:
 
 
 def _signatures(matrix: Tensor) -> Iterator[bytes]:
-    return map(bytes, matrix[:, :_SIGNATURE].contiguous().numpy().view(np.uint8))
+    return map(bytes, (matrix[:, :_SIGNATURE] + 0.0).numpy().view(np.uint8))

@@ -61,11 +61,11 @@ def _grouped(values: Tensor, zeros: Tensor, scales: Tensor) -> Int4Weight:
     """From values ``[N, K]``, zero points and scales ``[N, G]``."""
     num_groups = values.shape[1] // GROUP
     scales = scales.float()
-    shifts = (_MIDDLE - zeros.float()) * scales
+    minima = -zeros.float() * scales
     repeats = num_groups // scales.shape[1]
     halves = values.reshape(len(values), num_groups, 2, GROUP // 2)
     return Int4Weight(
         halves[:, :, 0] | halves[:, :, 1] << 4,
         scales.repeat_interleave(repeats, 1),
-        shifts.repeat_interleave(repeats, 1),
+        minima.repeat_interleave(repeats, 1),
     )

@@ -1,7 +1,8 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu`` and ``quantize_linear``; on a GPU
+``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``quantize_linear`` and, for native
+kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU
 ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
 ``split_head``.
 
@@ -28,17 +29,37 @@ COMMON_PASSES: dict[str, GraphPass] = {
     "merge_linear": merge_linear,
     "bind_collectives": bind_collectives,
 }
-# For the graph that is run as it is, on a CPU: calls that a compiler could not look into.
-CPU_GRAPH_PASSES: dict[str, GraphPass] = {"lower_cpu": lower_cpu}
 
 __all__ = [
     "COMMON_PASSES",
-    "CPU_GRAPH_PASSES",
     "GraphPass",
     "PassContext",
+    "cpu_passes",
     "gpu_passes",
     "run_passes",
 ]
+
+
+def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
+    """For a graph run on a CPU. What the native kernels take is fused before; without them a fused
+    call would only run the operations it replaces."""
+    lowering: dict[str, GraphPass] = {"lower_cpu": lower_cpu}
+    if not is_native:
+        return lowering
+    from .fuse_activation import fuse_activation
+    from .fuse_norm import fuse_norm
+    from .fuse_rope_cos_sin import fuse_rope_cos_sin
+    from .fuse_rope_store import fuse_rope_store
+    from .replay_native import replay_native
+
+    return {
+        "fuse_rope_store": fuse_rope_store,
+        "fuse_norm": fuse_norm,
+        "fuse_activation": fuse_activation,
+        "fuse_rope_cos_sin": fuse_rope_cos_sin,
+        **lowering,
+        "replay_native": replay_native,
+    }
 
 
 def gpu_passes() -> dict[str, GraphPass]:

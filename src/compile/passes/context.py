@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ...kernels.attention.backend import AttentionBackend
 from ...kernels.collectives.communicator import Communicator
-from ...kernels.linear.cpu_quantized import fits_int4
+from ...kernels.linear.cpu_quantized import Int4Weight, fits_int4
 from ...kernels.linear.fp8 import Fp8Weight
 from ...kernels.linear.quantized_weight import QuantizedWeight
 from ..fx.stand_in import is_stand_in
@@ -31,6 +31,8 @@ class PassContext:
         communicator: the same for collectives.
         quantized: weights to keep quantised, by the ``id`` of the constant that they are the values
             of or stand in for; None for float16.
+        is_native: whether to call :mod:`.kernels.native`, which they and the operations between
+            them then go to.
         weight_formats: where there are such weights, how many numbers are held in which format.
         float32_matrices: names of the parameters that then stay float32, but for vectors.
     """
@@ -43,6 +45,7 @@ class PassContext:
     packing_bytes: int = 0
     matmul_plan_dir: Path | None = None
     quantized: dict[int, QuantizedWeight | None] = field(default_factory=dict)
+    is_native: bool = False
     weight_formats: dict[str, int] = field(default_factory=dict)
     float32_matrices: list[str] = field(default_factory=list)
 
@@ -53,12 +56,13 @@ class PassContext:
         return None
 
     def weight_format(self, tensor: Tensor) -> str | None:
-        """What a constant is kept as: "int4", "fp8", "float16", or None for what it is."""
+        """What a constant is kept as: "int4", "int8", "fp8", "float16", or None for what it is."""
         if id(tensor) not in self.quantized:
             return None
         weight = self.quantized[id(tensor)]
-        if weight is None:
-            return "float16"
         if isinstance(weight, Fp8Weight):
             return "fp8"
-        return "int4" if fits_int4(weight) or is_stand_in(tensor) else "float16"
+        if isinstance(weight, Int4Weight):
+            fits = self.is_native or is_stand_in(tensor) or fits_int4(weight)
+            return "int4" if fits else "float16"
+        return "int8" if weight is not None and self.is_native else "float16"

@@ -8,7 +8,9 @@
   the context has room for them; if not, ``linear`` with a float32
   constant weight becomes :func:`~.cpu_few_rows.linear_few_rows`;
 - matmuls whose weights are to be kept quantised become calls of :mod:`.cpu_quantized`
-  (:mod:`.quantize_linear`), in both cases.
+  (:mod:`.quantize_linear`), in both cases;
+- in a native context, which has such weights, attention and what the fusing passes made become
+  calls of :mod:`.native.calls`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ...kernels.fused import cpu_activation
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
+from ...kernels.native import calls as native
 from ..fx.nodes import (
     calls_op,
     example,
@@ -34,6 +37,7 @@ from ..fx.nodes import (
     is_linear,
     left_matmul_operands,
     linear_operands,
+    tensor_of,
 )
 from .context import PassContext
 from .quantize_linear import QuantizedCalls
@@ -76,9 +80,15 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
         invariant_attention.attend if context.transparent else reference.attend
     )
     rewritten = _InvariantCalls(context) if context.transparent else _FastCalls(context)
-    quantized = QuantizedCalls(context)
+    quantized = QuantizedCalls(graph, context)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
+            continue
+        if context.is_native and _has_native_call(node):
+            if node.target not in _NATIVE:
+                node.args = node.args[:_NUM_NATIVE_ARGUMENTS]
+            node.target = _NATIVE.get(node.target, native.attention)
+            count += 1
             continue
         if calls_op(node, "paged_attention"):
             query, k_cache, v_cache, *batch = node.args[:6]
@@ -112,6 +122,28 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
         count += 1
     quantized.release_weights()
     return count
+
+
+_NATIVE: dict[object, Callable[..., Any]] = {
+    fused.rms_norm: native.rms_norm,
+    fused.add_rms_norm: native.add_rms_norm,
+    fused.act_mul: native.act_mul,
+    fused.norm_rope_store: native.norm_rope_store,
+}
+"""What the fusing passes left, by what takes the same arguments."""
+_NUM_NATIVE_ARGUMENTS = 10
+"""Of attention without chunks and slopes."""
+
+
+def _has_native_call(node: Node) -> bool:
+    if not calls_op(node, "paged_attention"):
+        return node.target in _NATIVE
+    params: Any = AttentionParams(*node.args[6:])
+    if params.is_reference_only:
+        return False
+    query, _, v_cache = (tensor_of(argument) for argument in node.args[:3])
+    dims = [] if query is None or v_cache is None else [query.shape[2], v_cache.shape[3]]
+    return bool(dims) and all(dim % native.DIM_UNIT == 0 for dim in dims)
 
 
 class _FastCalls:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ...errors import UnsupportedModelError
 from ...kernels import e4m3
@@ -19,8 +19,9 @@ from ...kernels.linear import cpu_expanded, cpu_quantized
 from ...kernels.linear.cpu_quantized import Int4Weight
 from ...kernels.linear.fp8 import Fp8Weight
 from ...kernels.linear.quantized_weight import QuantizedWeight
+from ...kernels.native import calls as native
 from ..fx.fake_tensors import fake_of
-from ..fx.nodes import example, is_linear, linear_operands
+from ..fx.nodes import calls_op, example, is_linear, linear_operands, shape_of
 from ..fx.stand_in import is_stand_in
 from .context import PassContext
 
@@ -46,12 +47,14 @@ class _Packed(NamedTuple):
 class QuantizedCalls:
     """Calls in place of linear layers, for the weights in ``context.quantized``.
 
-    If the context is transparent and a trial with the first weight of its shape finds that a row's
-    bits follow the number of rows, a weight stays as it is, or is expanded in every call.
+    With torch's operations, if the context is transparent and a trial with the first weight of its
+    shape finds that a row's bits follow the number of rows, a weight stays as it is, or is expanded
+    in every call.
     """
 
-    def __init__(self, context: PassContext) -> None:
+    def __init__(self, graph: Graph, context: PassContext) -> None:
         self._context = context
+        self._tokens = _tokens_of_step(graph) if context.is_native else None
         self._packed: dict[Node, _Packed | None] = {}  # None: stays as it is
         self._is_trusted: dict[tuple[object, ...], bool] = {}
         self._recipes: dict[tuple[int, ...], cpu_expanded.ExpandedRecipe] = {}
@@ -69,7 +72,16 @@ class QuantizedCalls:
         packed = self._packed[matrix]
         if packed is None:
             return None
-        return packed.function, (x, *packed.parts, bias, *packed.data), {}
+        data = packed.data
+        if packed.function is native.linear:
+            data = (*data, self._query_starts(x))
+        return packed.function, (x, *packed.parts, bias, *data), {}
+
+    def _query_starts(self, x: object) -> Node | None:
+        """What says how many of the rows are real, if they are the tokens of a step."""
+        if self._tokens is None or (shape_of(x) or ())[-2:-1] != self._tokens[:1]:
+            return None
+        return self._tokens[1]
 
     def _pack(self, matrix: Node, weight: Tensor, format: str) -> _Packed | None:
         """What to call, with placeholders for what it reads in place of ``matrix``."""
@@ -98,6 +110,9 @@ class QuantizedCalls:
         if isinstance(held, Fp8Weight):
             parts = (held.values, held.scales * e4m3.DECODED_UNIT)
             return _Kernel(cpu_expanded.linear_fp8, parts, self._recipe(weight.shape))
+        if self._context.is_native and held is not None:
+            *packed_parts, native_format = cpu_quantized.pack_native(held)
+            return _Kernel(native.linear, tuple(packed_parts), (num_outputs, native_format))
         kernel = None
         if isinstance(held, Int4Weight) and format == "int4":
             if cpu_quantized.fits_int4(held) and cpu_quantized.reason_against() is None:
@@ -114,7 +129,7 @@ class QuantizedCalls:
                 )
             if not self._is_trusted[shape]:
                 kernel = None
-        if kernel is None and held is not None and is_stand_in(weight):
+        if kernel is None and isinstance(held, Int4Weight) and is_stand_in(weight):
             return _Kernel(cpu_expanded.linear_int4, held, self._recipe(weight.shape))
         return kernel
 
@@ -165,6 +180,16 @@ class QuantizedCalls:
                 if parameter.dim() > 1:
                     context.float32_matrices.append(name)
         context.quantized.clear()
+
+
+def _tokens_of_step(graph: Graph) -> tuple[str, Node] | None:
+    """The number of a step's tokens, as its shapes spell it, and ``query_starts``, whose last entry
+    says how many of them are real."""
+    for node in graph.nodes:
+        if calls_op(node, "paged_attention"):
+            shape = shape_of(node.args[0])
+            return None if shape is None else (shape[0], node.args[3])
+    return None
 
 
 def _storage(tensor: Tensor) -> int:

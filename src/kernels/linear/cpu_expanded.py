@@ -72,13 +72,13 @@ def linear_int4(
     x: Tensor,
     values: Tensor,
     scales: Tensor,
-    zeros: Tensor,
+    minima: Tensor,
     bias: Tensor | None,
     *recipe: Any,
 ) -> Tensor:
     """``F.linear`` with the parts of an :class:`.cpu_quantized.Int4Weight`; else as
     :func:`linear_fp8`."""
-    return _linear(x, (values, scales, zeros), expand_int4, bias, ExpandedRecipe(*recipe))
+    return _linear(x, (values, scales, minima), expand_int4, bias, ExpandedRecipe(*recipe))
 
 
 def _linear(

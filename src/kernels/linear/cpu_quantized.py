@@ -1,14 +1,16 @@
-"""Matmuls of a CPU with weights in 4 bits, or in float16, that are never expanded to float32.
+"""Matmuls of a CPU with weights in 4 or 8 bits, or in float16, that are never expanded to float32.
 
 A decode step of few rows takes the time of reading the weights, so that fewer bytes are more
-tokens. Both operations are torch's own, sum in float32, and give a row the same bits whatever the
-number of rows: they never split a sum, and a trial looks once per shape (:func:`is_row_invariant`).
+tokens. Where :mod:`..native` can be built, weights by groups of 32 inputs (:class:`Int4Weight`,
+:class:`Int8Weight`) are multiplied there, by the numbers that the file holds (:func:`pack_native`).
+Elsewhere two operations of torch's take their place. Both sum in float32, and give a row the same
+bits whatever the number of rows: they never split a sum, and a trial looks once per shape
+(:func:`is_row_invariant`).
 
-- 4 bits (:class:`Int4Weight`): ``(value - 8) * scale + zero``, a scale and a zero point for each 32
-  inputs of an output. Scales, zero points, rows and results are rounded to bfloat16 (8 bits of
-  mantissa), and there alone the operation has vector code;
-- float16, for weights that a file holds in 5 to 8 bits, and for the head, whose results are logits:
-  rows and results stay float32.
+- 4 bits: ``(value - 8) * scale + zero``. Scales, zero points, rows and results are rounded to
+  bfloat16 (8 bits of mantissa), and there alone the operation has vector code;
+- float16, for all other weights: rows and results stay float32. It also serves formats that the
+  native kernels do not know.
 
 Weights of SmolLM2-135M, one thread of a Zen 4 with AVX512, microseconds, float32 packed as in
 :mod:`.cpu_invariant`; the weight stays in the cache, where arithmetic is all:
@@ -29,45 +31,57 @@ So they pay with few rows and weights that come from memory: five bits a weight,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..native import calls as native
+
 GROUP = 32
 """Inputs that share a scale and a zero point."""
 
 _OUTPUT_UNIT = 16
+_MIDDLE = 8
 _CAPABILITIES = ("AVX2", "AVX512")
 _ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 33)  # where libraries change their ways
 
 
 class Int4Weight(NamedTuple):
-    """A weight ``[N, K]`` of ``(value - 8) * scale + zero``, by groups of 32 inputs.
+    """A weight ``[N, K]`` of ``value * scale + minimum``, by groups of 32 inputs.
 
     Attributes:
         values: uint8 ``[N, K / 32, 16]``; the low halves of the bytes are the first 16 of a group.
-        scales, zeros: float32 ``[N, K / 32]``.
+        scales, minima: float32 ``[N, K / 32]``.
     """
 
     values: Tensor
     scales: Tensor
-    zeros: Tensor
+    minima: Tensor
 
     def unpacked(self) -> Tensor:
         """The values, uint8 ``[N, K]``."""
         return unpack_int4(self.values).flatten(1)
 
 
+class Int8Weight(NamedTuple):
+    """A weight ``[N, K]`` of ``value * scale``, by groups of 32 inputs.
+
+    Attributes:
+        values: int8 ``[N, K]``. scales: float32 ``[N, K / 32]``.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+Blocks = Int4Weight | Int8Weight
+
+
 def unpack_int4(values: Tensor) -> Tensor:
     """uint8 ``[.., 32]``, from two values in each byte of ``[.., 16]``."""
     return torch.cat((values & 15, values >> 4), -1)
-
-
-def merged(weights: Sequence[Int4Weight]) -> Int4Weight:
-    """The outputs of all, in order."""
-    return Int4Weight(*(torch.cat(parts) for parts in zip(*weights, strict=True)))
 
 
 def reason_against() -> str | None:
@@ -86,7 +100,7 @@ def reason_against() -> str | None:
 
 
 def fits_int4(weight: Int4Weight) -> bool:
-    """Whether the operation takes a weight of this shape."""
+    """Whether torch's operation takes a weight of this shape."""
     return weight.values.shape[0] % _OUTPUT_UNIT == 0
 
 
@@ -94,8 +108,30 @@ def pack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     """The values, and the scales and zero points, in the layout :func:`linear_int4` reads."""
     values = weight.unpacked().int()
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
-    pairs = torch.stack((weight.scales.t(), weight.zeros.t()), -1)
+    zeros = weight.minima + _MIDDLE * weight.scales
+    pairs = torch.stack((weight.scales.t(), zeros.t()), -1)
     return packed, pairs.to(torch.bfloat16).contiguous()
+
+
+def pack_native(weight: Blocks) -> tuple[Tensor, Tensor, native.Format]:
+    """Values, numbers and format of a weight for :func:`.native.calls.linear`.
+
+    Its numbers stay what they are: in float16, which most files hold, if all of them are there,
+    else in float32. Those of 8-bit weights, which files hold in float16, become that.
+    """
+    numbers = [weight.scales]
+    format: native.Format
+    if isinstance(weight, Int8Weight):
+        values = (weight.values.int() + 128).to(torch.uint8)
+        dtype, format = torch.float16, "int8"
+    else:
+        numbers.append(weight.minima)
+        is_exact = all(torch.equal(part.half().float(), part) for part in numbers)
+        values = weight.unpacked()
+        dtype = torch.float16 if is_exact else torch.float32
+        format = "int4" if is_exact else "int4_float32"
+    is_int4 = format != "int8"
+    return native.pack_values(values, is_int4), native.pack_numbers(numbers, dtype), format
 
 
 def linear_int4(x: Tensor, values: Tensor, scales_and_zeros: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,26 +4,60 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
 
 from pagespec.compile.model import gguf_blocks
+from pagespec.kernels.linear.cpu_quantized import Blocks, Int4Weight, Int8Weight
 from tests.support.gguf_files import write_model
 
 
-@pytest.mark.parametrize("format", ["Q4_0", "Q4_1"])
-def test_blocks_hold_the_values_of_their_parameters(tmp_path: Path, format: str) -> None:
-    model = write_model(tmp_path / "a.gguf", format)
+@pytest.mark.parametrize("format", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("head", ["Q8_0", "Q5_1"])
+def test_blocks_hold_the_values_of_their_parameters(tmp_path: Path, format: str, head: str) -> None:
+    model = write_model(tmp_path / "a.gguf", format, head)
     found = gguf_blocks.read_blocks(tmp_path / "a.gguf", model)
     wide = {name for name, blocks in found.items() if blocks is None}
-    assert wide == {"model.embed_tokens.weight", "lm_head.weight"}
+    heads = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert wide == (heads if head == "Q5_1" else set())
     assert len(found) == 2 * 7 + 2
     for name, parameter in model.named_parameters():
         blocks = found.get(name)
         if blocks is not None:
-            values = blocks.unpacked().float().unflatten(1, (-1, 32)) - 8
-            weight = values * blocks.scales[..., None] + blocks.zeros[..., None]
-            assert torch.allclose(weight.flatten(1), parameter, rtol=0, atol=1e-5)
+            assert isinstance(blocks, Int8Weight) == ("Q8_0" in (head if name in heads else format))
+            assert torch.equal(values_of(blocks), parameter)
+
+
+def values_of(blocks: Blocks) -> torch.Tensor:
+    scales = blocks.scales[..., None]
+    if isinstance(blocks, Int8Weight):
+        return (blocks.values.unflatten(1, (-1, 32)) * scales).flatten(1)
+    values = blocks.unpacked().unflatten(1, (-1, 32))
+    return (values * scales + blocks.minima[..., None]).flatten(1)
+
+
+def test_blocks_of_256_values(tmp_path: Path) -> None:
+    """Q4_K, which the gguf package reads and does not write: of random bytes."""
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (48, 2 * 144), dtype=np.uint8)
+    numbers = rng.normal(size=(48, 2, 2)).astype(np.float16)
+    data.reshape(48, 2, 144)[..., :4] = numbers.view(np.uint8).reshape(48, 2, 4)
+    writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("tensor", data, raw_dtype=GGMLQuantizationType.Q4_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    layer = torch.nn.Linear(512, 48, bias=False)
+    expected = torch.from_numpy(dequantize(data, GGMLQuantizationType.Q4_K))
+    with torch.no_grad():
+        layer.weight.copy_(expected)
+    blocks = gguf_blocks.read_blocks(tmp_path / "a.gguf", layer)["weight"]
+    assert isinstance(blocks, Int4Weight)
+    assert torch.equal(values_of(blocks), expected)
 
 
 def test_what_is_not_found_stays(tmp_path: Path) -> None:

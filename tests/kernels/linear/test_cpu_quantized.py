@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from pagespec.kernels.linear import cpu_quantized
-from pagespec.kernels.linear.cpu_quantized import Int4Weight
+from pagespec.kernels.linear.cpu_quantized import Blocks, Int4Weight, Int8Weight
+from pagespec.kernels.native import calls as native
+from pagespec.kernels.native.library import library
 
 pytestmark = pytest.mark.skipif(
     cpu_quantized.reason_against() is not None, reason=str(cpu_quantized.reason_against())
@@ -24,12 +26,12 @@ def random_blocks(num_outputs: int, num_inputs: int) -> Int4Weight:
     groups = num_outputs, num_inputs // 32
     values = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
     scales = torch.rand(groups) + 0.5
-    return Int4Weight(values, scales, torch.randn(groups))
+    return Int4Weight(values, scales, torch.randn(groups) - 8 * scales)
 
 
 def dense(blocks: Int4Weight) -> Tensor:
-    values = blocks.unpacked().float().unflatten(1, (-1, 32)) - 8
-    return (values * blocks.scales[..., None] + blocks.zeros[..., None]).flatten(1)
+    values = blocks.unpacked().float().unflatten(1, (-1, 32))
+    return (values * blocks.scales[..., None] + blocks.minima[..., None]).flatten(1)
 
 
 def calls(blocks: Int4Weight) -> dict[str, Multiply]:
@@ -78,6 +80,27 @@ def test_bias_and_shape() -> None:
     ):
         assert plain.shape == (2, 3, 48)
         assert torch.equal(plain + bias, biased)
+
+
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built")
+@pytest.mark.parametrize("format", ["int4", "int4_float32", "int8"])
+def test_native_formats_keep_the_numbers_of_a_file(format: str) -> None:
+    """Rows of one element: the results are columns of the weight."""
+    blocks: Blocks = random_blocks(48, 64)
+    if format == "int8":
+        values = torch.randint(-128, 128, (48, 64), dtype=torch.int8)
+        blocks = Int8Weight(values, blocks.scales.half().float())
+        weight = (values.unflatten(1, (-1, 32)) * blocks.scales[..., None]).flatten(1)
+    else:
+        if format == "int4":
+            blocks = blocks._replace(
+                scales=blocks.scales.half().float(), minima=blocks.minima.half().float()
+            )
+        weight = dense(blocks)
+    packed, numbers, found = cpu_quantized.pack_native(blocks)
+    assert found == format
+    columns = native.linear(127 * torch.eye(64), packed, numbers, None, 48, found, None)
+    torch.testing.assert_close(columns.t(), 127 * weight, rtol=1e-6, atol=1e-4)
 
 
 def test_a_difference_would_be_found() -> None:

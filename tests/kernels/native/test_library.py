@@ -1,0 +1,69 @@
+"""The compiled kernels: made once, kept, and done without where they cannot be made."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagespec.kernels.native import library
+
+Build = Callable[[], ctypes.CDLL | None]
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """A build as of a process of its own, with a cache of its own."""
+    monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path))
+    return lambda: library.begin_build.__wrapped__().result()
+
+
+@pytest.mark.skipif(library.library() is None, reason="the native kernels cannot be built")
+def test_compiled_once_and_again_if_others_could_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Build
+) -> None:
+    compiled, made = library._compiled, []
+
+    def counted() -> bytes:
+        made.append(compiled() if not made else made[0])
+        return made[0]
+
+    monkeypatch.setattr(library, "_compiled", counted)
+    assert build() is not None
+    assert build() is not None
+    assert len(made) == 1
+    [file] = (tmp_path / "native").iterdir()
+    file.chmod(0o666)
+    assert build() is not None
+    assert len(made) == 2
+    assert file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(library.reason_against() is not None, reason=str(library.reason_against()))
+def test_a_compiler_that_fails(
+    monkeypatch: pytest.MonkeyPatch, build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pagespec")
+    monkeypatch.setattr(library, "_compiler", lambda: "/bin/false")
+    assert build() is None
+    assert "/bin/false failed" in caplog.text
+
+
+def test_a_machine_without_what_they_need(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
+    find = library.reason_against.__wrapped__
+    monkeypatch.setattr(library, "reason_against", find)
+    monkeypatch.setattr(library, "_compiler", lambda: None)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(library.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    assert "C++ compiler" in find()
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert "AVX512 and VNNI" in find()
+    monkeypatch.setattr(library.platform, "machine", lambda: "arm64")
+    assert "Linux on x86-64" in find()
+    assert build() is None
