@@ -13,7 +13,7 @@ from typing import Any
 
 from .state import REFUSALS
 
-VERSIONS = (1, 2, 3, 4, 5)
+VERSIONS = (1, 2, 3, 4, 5, 6)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 _MAX_SECONDS = 1 << 40
@@ -88,6 +88,7 @@ def _are_columns(value: Any) -> bool:
 _is_count = _between(0)
 _POOL = _tuple_of(_is_count, _is_count, _is_count)
 _TABLES = _list_of(_tuple_of(_is_text, _list_of(_is_count)))
+_STATE_TABLES = _list_of(_tuple_of(_is_text, _list_of(_between(-1))))
 _EVENTS: dict[str, dict[str, Shape]] = {
     "start": {
         "num_blocks": _between(1, _MAX_BLOCKS),
@@ -100,6 +101,8 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "max_overtakes": _is_count,
         "tokens_per_arrival": _between(1),
         "arrivals_per_priority": _is_count,
+        "num_state_slots": _between(0, _MAX_BLOCKS),
+        "state_interval": _is_count,
     },
     "add": {
         "id": _is_text,
@@ -129,6 +132,9 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "refused": _list_of(_tuple_of(_is_text, _is_reason)),
         "times": _are_times,
         "pool": _POOL,
+        "state_tables": _STATE_TABLES,
+        "new_state_slots": _TABLES,
+        "state_pool": _POOL,
     },
     "result": {
         "step": _is_count,
@@ -136,12 +142,13 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "finished": _list_of(_tuple_of(_is_text, _is_text)),
         "times": _are_times,
         "pool": _POOL,
+        "state_pool": _POOL,
     },
     "abort": {"id": _is_text},
     "pause": {"id": _is_text},
     "resume": {"id": _is_text},
-    "reset": {"pool": _POOL},
-    "fail": {"pool": _POOL},
+    "reset": {"pool": _POOL, "state_pool": _POOL},
+    "fail": {"pool": _POOL, "state_pool": _POOL},
 }
 
 # Fields that events have from a version of the trace on.
@@ -152,7 +159,11 @@ _SINCE = {
     **{("plan", field): 4 for field in ("askers", "hits", "evicted", "refused", "times")},
     ("result", "times"): 4,
     ("add", "settled_only"): 5,
+    ("start", "num_state_slots"): 6,
+    ("start", "state_interval"): 6,
 }
+# Fields of an engine that has state slots.
+_OF_STATES = ("state_tables", "new_state_slots", "state_pool")
 _COLUMNS_SINCE = 5
 
 
@@ -164,6 +175,7 @@ def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         TraceError: a line is no event of a step trace.
     """
     number = version = 0
+    has_states = False
     rows: Rows | None = None  # of the plan before, since the last failure
     for number, line in enumerate(lines, 1):
         event = _parsed(line, number)
@@ -174,7 +186,9 @@ def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise TraceError(f"not a step trace of version {VERSIONS[0]} to {VERSIONS[-1]}")
         if number > 1 and is_start:
             raise TraceError(f"line {number} starts another trace")
-        _check_shape(event, number, version)
+        _check_shape(event, number, version, has_states)
+        if is_start and version >= 6:
+            has_states = _has_states(event)
         if event["event"] == "plan":
             if version >= _COLUMNS_SINCE:
                 event["rows"] = _all_rows(event["rows"], rows, number)
@@ -184,6 +198,15 @@ def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, event
     if number == 0:
         raise TraceError("the trace is empty")
+
+
+def _has_states(start: dict[str, Any]) -> bool:
+    num_slots, interval = start["num_state_slots"], start["state_interval"]
+    if num_slots and (num_slots <= start["max_num_seqs"] or not interval):
+        raise TraceError(f"line 1: {num_slots} state slots for intervals of {interval} tokens")
+    if num_slots and interval % start["block_size"]:
+        raise TraceError(f"line 1: intervals of {interval} tokens are not whole blocks")
+    return num_slots > 0
 
 
 def _all_rows(told: dict[str, Any] | None, before: Rows | None, number: int) -> Rows:
@@ -208,13 +231,13 @@ def _parsed(line: str, number: int) -> dict[str, Any]:
     return event
 
 
-def _check_shape(event: dict[str, Any], number: int, version: int) -> None:
+def _check_shape(event: dict[str, Any], number: int, version: int, has_states: bool) -> None:
     name = event.get("event")
     fields = _EVENTS.get(name) if isinstance(name, str) else None
     if fields is None:
         raise TraceError(f"line {number}: unknown event {shortened(repr(name), 80)}")
     for field, shape in {"t": _is_time, **fields}.items():
-        if version < _SINCE.get((name, field), 0):
+        if version < _SINCE.get((name, field), 0) or (field in _OF_STATES and not has_states):
             continue
         if field not in event:
             raise TraceError(f"line {number}: {name} has no {field!r}")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from .events import TraceError, read_events, shortened
 from .replay_machine import ReplayMachine
+from .replay_states import differing_pool, differing_states
 from .state import NO_TOKEN, Plan, Scope, Template
 
 __all__ = ["TraceError", "Verdict", "check"]
@@ -59,6 +60,9 @@ class Replay:
             cost_unit=start["tokens_per_arrival"],
             caching=start["enable_prefix_caching"],
         )
+        if start["version"] >= 6:
+            num_states, interval = start["num_state_slots"], start["state_interval"]
+            scope = scope._replace(num_states=num_states, interval=interval)
         self.machine = ReplayMachine(scope)
         self.numbers: dict[str, int] = {}
         self.salts: dict[str, int] = {}
@@ -125,6 +129,10 @@ class Replay:
                 raise _Refused(
                     "S33", f"copies {event['copies']}, the specification {list(made.copies)}"
                 )
+        if machine.scope.num_states:
+            broken = differing_states(event, made, self.numbers)
+            if broken is not None:
+                raise _Refused(*broken)
         if self.has_account:
             self._check_account(event, made, num_keys - len(machine.index))
         machine.dispatch(made, ())
@@ -270,6 +278,7 @@ class Replay:
         machine.reset_cache()
         if list(event["pool"]) != [len(machine.free), 0, 0]:
             raise _Refused("S41", f"free, cached, owned blocks {event['pool']} after a reset")
+        self._check_states("S41", event)
 
     def _on_fail(self, event: dict[str, Any]) -> None:
         """The event of the operation that failed may be missing, whatever it did."""
@@ -280,6 +289,7 @@ class Replay:
         self.next_step = None
         if list(event["pool"]) != [len(machine.free), 0, 0]:
             raise _Refused("S37", f"free, cached, owned blocks {event['pool']} after a failure")
+        self._check_states("S37", event)
 
     def _check_pool(self, event: dict[str, Any]) -> None:
         machine = self.machine
@@ -289,6 +299,12 @@ class Replay:
             raise _Refused(
                 "S2", f"free, cached, owned blocks {event['pool']}, the specification has {pool}"
             )
+        self._check_states("S43", event)
+
+    def _check_states(self, property_id: str, event: dict[str, Any]) -> None:
+        difference = differing_pool(event, self.machine)
+        if difference:
+            raise _Refused(property_id, difference)
 
 
 def _short(rows: list[tuple[Any, ...]]) -> str:

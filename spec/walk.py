@@ -37,12 +37,13 @@ def random_scope(rng: random.Random) -> Scope:
         )
         for prompt in rng.sample(PROMPTS, 3)
     )
+    block_size = rng.randint(1, 3)
     return Scope(
         "walk",
         templates,
         num_requests=rng.randint(3, 7),
         num_blocks=rng.randint(4, 8),
-        block_size=rng.randint(1, 3),
+        block_size=block_size,
         budget=cap + rng.randint(0, 4),
         cap=cap,
         max_model_len=9,
@@ -53,6 +54,8 @@ def random_scope(rng: random.Random) -> Scope:
         pause=rng.random() < 0.5,
         fail=rng.random() < 0.3,
         reset=rng.random() < 0.3,
+        num_states=rng.choice([0, cap + 1, cap + 1, cap + 3]),
+        interval=block_size * rng.randint(1, 2),
     )
 
 

@@ -29,7 +29,9 @@ from .plan import Blocks, InFlightStep, StepPlan
 from .preemption import choose_victims
 from .queues import Queues
 from .request import Request, RequestInfo, RequestState, by_rank
+from .row_tokens import row_token_ids
 from .siblings import find_source
+from .state_slots import StateSlots
 
 
 class Planner:
@@ -152,13 +154,13 @@ class Planner:
         if not self._blocks.num_available_blocks:
             return False
         self._new_blocks[len(self._requests)] = self._blocks.allocate(request, 1)
-        self._extend_states(request, request.num_dispatched + 1)
+        if self._blocks.states is not None:
+            self._extend_states(self._blocks.states, request, request.num_dispatched + 1)
         return True
 
-    def _extend_states(self, request: Request, num_tokens: int) -> None:
+    def _extend_states(self, states: StateSlots, request: Request, num_tokens: int) -> None:
         """State slots of the row that is written next, as far as it is computed."""
-        states = self._blocks.states
-        slots = states.extend(request, num_tokens) if states is not None else ()
+        slots = states.extend(request, num_tokens)
         if slots:
             self._new_state_slots[len(self._requests)] = slots
 
@@ -174,7 +176,8 @@ class Planner:
             num_tokens = min(num_tokens, num_slots_left + self._take_blocks(request, num_tokens))
         if num_tokens <= 0:
             return
-        self._extend_states(request, start + num_tokens)
+        if self._blocks.states is not None:
+            self._extend_states(self._blocks.states, request, start + num_tokens)
         is_sampled = start + num_tokens == request.num_total
         if num_tokens != 1 or not is_sampled:
             self._unusual_rows[len(self._requests)] = (num_tokens, is_sampled)
@@ -295,7 +298,9 @@ class Planner:
             starts=tuple(self._starts),
             num_tokens=tuple(num_tokens),
             sampled=tuple(sampled),
-            token_ids=range(-1, -num_rows - 1, -1) if feeds_itself else self._token_ids(num_tokens),
+            token_ids=range(-1, -num_rows - 1, -1)
+            if feeds_itself
+            else row_token_ids(requests, self._starts, num_tokens, self._in_flight),
             tables=tables,
             new_blocks=self._new_blocks,
             state_tables=state_tables,
@@ -319,32 +324,3 @@ class Planner:
                 feeds_itself = age == 0 and plan.is_decode_only and is_usual
                 return batch, plan.requests, feeds_itself
         return requests, tuple([request.info for request in requests]), False
-
-    def _token_ids(self, num_tokens: list[int]) -> tuple[int, ...]:
-        """The ids the rows compute: settled ones as they are, others by their place among the
-        tokens that steps in flight sample."""
-        ids: list[int] = []
-        places: dict[Request, int] | None = None
-        for request, start, n in zip(self._requests, self._starts, num_tokens, strict=True):
-            known = request.token_ids
-            if start < len(known):
-                if n == 1:
-                    ids.append(known[start])
-                else:
-                    ids += known[start : start + n]
-                continue
-            if places is None:
-                places = self._places_in_flight()
-            ids.append(-1 - places[request])
-        return tuple(ids)
-
-    def _places_in_flight(self) -> dict[Request, int]:
-        """Where the steps in flight put each request's latest token, counted from the newest."""
-        places: dict[Request, int] = {}
-        num_places = 0
-        for plan, requests in reversed(self._in_flight):
-            for request, is_sampled in zip(requests, plan.sampled, strict=True):
-                if is_sampled:
-                    places.setdefault(request, num_places)
-                    num_places += 1
-        return places

@@ -14,7 +14,8 @@ plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool;
            the preempted gave their blocks), hits ``[id, tokens that its admission did not have to
            compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``refusals``) and
            times: when planning began, when it was done, when the runner's ``dispatch`` returned;
-           since version 5 rows are columns or null, see below
+           since version 5 rows are columns or null, see below; state_tables and new_state_slots
+           ``[id, slots]``, as tables and new_blocks, where the model has recurrent layers
 result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool; since version 4
            times: when the result was asked for, when it was there, when it was committed
 abort      id, reason
@@ -25,8 +26,10 @@ fail       pool; an operation failed or was interrupted, and all live requests e
            may be missing
 =========  =====================================================================================
 
-``pool`` is the number of blocks ``[free, cached, owned]`` after the event. ``times`` are seconds
-since the trace began. A plan is written after its dispatch, so that the device need not wait.
+``pool`` is the number of blocks ``[free, cached, owned]`` after the event. Of a model with
+recurrent layers ``state_pool`` beside it counts state slots; such models came with version 6.
+``times`` are seconds since the trace began. A plan is written after its dispatch, so that the
+device need not wait.
 
 ``rows`` are ``{ids, starts, unusual}``: of all rows their ids and starts, and ``[row, num_tokens,
 sampled]`` of each that is not one sampled token. Null are the rows of the plan before (there was no
@@ -40,7 +43,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import sub
 from typing import Any
@@ -52,7 +55,7 @@ from .refusals import ExplainingPlanner, PlanAccount
 from .request import Request
 from .scheduler import Scheduler
 
-TRACE_VERSION = 5
+TRACE_VERSION = 6
 
 
 def check_trace_path(trace: object) -> None:
@@ -107,6 +110,8 @@ class TraceWriter:
             max_overtakes=scheduler.policy.max_overtakes,
             tokens_per_arrival=scheduler.policy.tokens_per_arrival,
             arrivals_per_priority=scheduler.policy.arrivals_per_priority,
+            num_state_slots=blocks.states.num_slots if blocks.states is not None else 0,
+            state_interval=blocks.states.interval if blocks.states is not None else 0,
         )
 
     def _write(self, event: str, **fields: Any) -> None:
@@ -122,10 +127,21 @@ class TraceWriter:
     def _since_start(self, clock: float) -> float:
         return round(clock - self._begin, 6)
 
-    def _pool(self) -> list[int]:
+    def _pools(self) -> dict[str, list[int]]:
         blocks = self._scheduler.blocks
-        num_free, num_cached = len(blocks.free_blocks), len(blocks.lru_blocks)
-        return [num_free, num_cached, blocks.num_blocks - num_free - num_cached]
+        pools = {"pool": _counts(blocks.num_blocks, blocks.free_blocks, blocks.lru_blocks)}
+        states = blocks.states
+        if states is not None:
+            pools["state_pool"] = _counts(states.num_slots, states.free_slots, states.lru_slots)
+        return pools
+
+    def _states(self, plan: StepPlan) -> dict[str, list[tuple[str, Blocks]]]:
+        if self._scheduler.blocks.states is None:
+            return {}
+        return {
+            "state_tables": self._by_id(plan, plan.state_tables),
+            "new_state_slots": self._by_id(plan, plan.new_state_slots),
+        }
 
     def add(self, request: Request, siblings: Sequence[Request] = ()) -> None:
         self._write(
@@ -167,7 +183,8 @@ class TraceWriter:
             hits=hits,
             evicted=account.num_evicted,
             refused=account.refused,
-            pool=self._pool(),
+            **self._states(plan),
+            **self._pools(),
         )
         self._last_plan = plan
 
@@ -213,7 +230,7 @@ class TraceWriter:
             step=plan.step,
             token_ids=list(token_ids),
             finished=[[r.request_id, r.finish_reason] for r in finished],
-            pool=self._pool(),
+            **self._pools(),
         )
 
     def abort(self, request_id: str, reason: str) -> None:
@@ -226,7 +243,7 @@ class TraceWriter:
         self._write("resume", id=request_id)
 
     def reset(self) -> None:
-        self._write("reset", pool=self._pool())
+        self._write("reset", **self._pools())
 
     def fail(self) -> None:
         """The scheduler was reset. What was written of the event of that moment is cut off."""
@@ -234,4 +251,8 @@ class TraceWriter:
         if self._is_regular:
             self._file.truncate(self._num_bytes)
             self._file.seek(self._num_bytes)
-        self._write("fail", pool=self._pool())
+        self._write("fail", **self._pools())
+
+
+def _counts(num_things: int, free: Collection[int], cached: Collection[int]) -> list[int]:
+    return [len(free), len(cached), num_things - len(free) - len(cached)]

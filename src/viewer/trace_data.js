@@ -12,6 +12,7 @@ const REASONS = {
   preempting: "preempting: somebody was preempted in this step",
   full: "full: as many requests run as may (max_num_seqs)",
   draining: "draining: steps in flight still write its blocks",
+  "state slots": "state slots: there is none for it, until steps in flight give some back",
 };
 
 async function unpack(text) {

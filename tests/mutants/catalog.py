@@ -16,6 +16,8 @@ _VICTIMS = "engine/preemption.py"
 _REQUEST = "engine/request.py"
 _CORE = "engine/core.py"
 _SIBLINGS = "engine/siblings.py"
+_ROW_TOKENS = "engine/row_tokens.py"
+_STATES = "engine/state_slots.py"
 _RING = "runner/pinned_ring.py"
 
 
@@ -368,16 +370,16 @@ MUTANTS = [
     Mutant(
         0,
         "a token in flight is looked up in the oldest step",
-        _PLANNER,
-        "in reversed(self._in_flight):\n",
-        "in self._in_flight:\n",
+        _ROW_TOKENS,
+        "_places_in_flight(reversed(in_flight))",
+        "_places_in_flight(in_flight)",
     ),
     Mutant(
         0,
         "a row is taken for its place among the sampled",
         _PLANNER,
-        "            feeds_itself = last.plan.is_decode_only and not self._unusual_rows\n",
-        "            feeds_itself = not self._unusual_rows\n",
+        "feeds_itself = age == 0 and plan.is_decode_only and is_usual\n",
+        "feeds_itself = age == 0 and is_usual\n",
     ),
     Mutant(
         0,
@@ -405,9 +407,9 @@ MUTANTS = [
         0,
         "a request that does not read the cache does not publish either",
         _BLOCKS,
-        "        if not self.enable_prefix_caching:\n            return\n",
-        "        if not (self.enable_prefix_caching and request.reads_cache):\n"
-        "            return\n",
+        "        if self.enable_prefix_caching:\n            self._publish_blocks(request)\n",
+        "        if self.enable_prefix_caching and request.reads_cache:\n"
+        "            self._publish_blocks(request)\n",
     ),
     Mutant(
         0,
@@ -570,5 +572,90 @@ MUTANTS = [
         _CORE,
         "        finished = self._settle()\n",
         "        finished: list[Request] = []\n",
+    ),
+    # Row 0, too: state slots (S43 to S52).
+    Mutant(
+        0,
+        "a state is given up while the step behind it is in flight",
+        _STATES,
+        "end = (request.num_computed - 1) // self.interval",
+        "end = (request.num_dispatched - 1) // self.interval",
+    ),
+    Mutant(
+        0,
+        "a state takes another slot where there is none",
+        _STATES,
+        "has_own = bool(table) and self.keys[table[-1]] is None",
+        "has_own = bool(table) and not self.enable_prefix_caching",
+    ),
+    Mutant(
+        0,
+        "the newest checkpoint is evicted first",
+        _STATES,
+        "self.lru_slots.popitem(last=False)",
+        "self.lru_slots.popitem()",
+    ),
+    Mutant(
+        0,
+        "an evicted checkpoint keeps its index entry",
+        _STATES,
+        "        del self.index[key]\n",
+        "",
+    ),
+    Mutant(
+        0,
+        "admitted without a state slot",
+        _STATES,
+        "        return num_left >= 1\n",
+        "        return num_left >= 0\n",
+    ),
+    Mutant(
+        0,
+        "found is the first checkpoint instead of the last",
+        _STATES,
+        "range(len(block_keys) // size * size, 0, -size)",
+        "range(size, len(block_keys) + 1, size)",
+    ),
+    Mutant(
+        0,
+        "blocks are hits beyond the last checkpoint",
+        _BLOCKS,
+        "            del hits[self.states.longest(request.block_keys[: len(hits)]) :]\n",
+        "            pass\n",
+    ),
+    Mutant(
+        0,
+        "the slots of a released request stay its own",
+        _BLOCKS,
+        "            self.states.release(request)\n",
+        "            request.state_table, request.num_past_states = [], 0\n",
+    ),
+    Mutant(
+        0,
+        "the growth of a state table is not told",
+        _PLANNER,
+        "            self._new_state_slots[len(self._requests)] = slots\n",
+        "            pass\n",
+    ),
+    Mutant(
+        0,
+        "a sibling is forked without its state",
+        _PLANNER,
+        "if request.leader is not None and blocks.states is None:\n",
+        "if request.leader is not None:\n",
+    ),
+    Mutant(
+        0,
+        "a commit passes over the end of an interval",
+        _QUEUES,
+        "                next_event = min(next_event, next_past)\n",
+        "",
+    ),
+    Mutant(
+        0,
+        "a reset of the prefix cache keeps the checkpoints",
+        _BLOCKS,
+        "            self.states.reset()\n",
+        "            pass\n",
     ),
 ]

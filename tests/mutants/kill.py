@@ -17,7 +17,7 @@ from tests.support.scenario import PropertyError, Scenario
 
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
-UNIT_TESTS = ("block_manager", "planner", "policy", "scheduler", "siblings")
+UNIT_TESTS = ("block_manager", "planner", "policy", "scheduler", "siblings", "state_slots")
 RUNNER_TESTS = ("tests/runner/test_pinned_ring.py",)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,8 +200,9 @@ def alter(event: dict, how: str) -> bool:
 def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[str]) -> None:
     num_altered = 0
     for seed in range(NUM_SCENARIOS):
-        scenario = Scenario(seed)
-        scenario.has_settled_only = False  # rows in full are those of a version without
+        # Rows in full are those of a version without.
+        scenario = Scenario(seed, has_states=False)
+        scenario.has_settled_only = False
         lines = in_full(trace_of(scenario, tmp_path / "t.jsonl"))
         for i, line in enumerate(lines):
             event = json.loads(line)
@@ -213,23 +216,27 @@ def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[
     assert num_altered > 5
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 def test_a_trace_of_an_older_version_is_still_read(tmp_path: Path, version: int) -> None:
     """Version 1 says nothing of block tables, version 2 nothing of histories and copies, version 3
-    nothing of reasons and times, version 4 nothing of who is settled-only; nothing is missed. All
-    tell every row of every plan."""
-    removed = ["settled_only"]
+    nothing of reasons and times, version 4 nothing of who is settled-only, version 5 nothing of
+    state slots; nothing is missed. All but the last tell every row of every plan."""
+    removed = ["num_state_slots", "state_interval"]
+    if version < 5:
+        removed += ["settled_only"]
     if version < 4:
         removed += ["askers", "hits", "evicted", "refused", "times"]
     if version < 3:
         removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"]
     removed += ["tables", "new_blocks", "released"] if version == 1 else []
-    scenario = Scenario(4)  # without a reset of the cache, which came with version 4
-    scenario.has_settled_only = False
+    # Without a reset of the cache, which came with version 4.
+    scenario = Scenario(4, has_states=False)
+    scenario.has_settled_only = version >= 5
     if version < 3:
         scenario.reads_cache, scenario.max_n = 1.0, 1  # what an engine of that version served
     old = []
-    for line in in_full(trace_of(scenario, tmp_path / "t.jsonl")):
+    lines = trace_of(scenario, tmp_path / "t.jsonl")
+    for line in lines if version >= 5 else in_full(lines):
         event = json.loads(line)
         if event["event"] == "start":
             event["version"] = version
@@ -238,6 +245,31 @@ def test_a_trace_of_an_older_version_is_still_read(tmp_path: Path, version: int)
         old.append(json.dumps(event))
     verdict = replay.check(old)
     assert (verdict.property_id, verdict.num_steps > 5) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("field", "alter", "property_id"),
+    [
+        ("state_tables", lambda told: told[:-1], "S51"),
+        ("new_state_slots", lambda told: [[name, [*ids[:-1], 99]] for name, ids in told], "S51"),
+        ("state_pool", lambda told: [told[0] + 1, told[1], told[2] - 1], "S43"),
+    ],
+)
+def test_states_that_are_told_wrongly_are_refused(
+    tmp_path: Path, field: str, alter: Callable[[Any], Any], property_id: str
+) -> None:
+    num_altered = 0
+    for seed in range(12):
+        lines = trace_of(Scenario(seed, has_states=True), tmp_path / "t.jsonl")
+        events = [json.loads(line) for line in lines]
+        told = [i for i, e in enumerate(events) if e["event"] == "plan" and e[field]]
+        if told:
+            i = told[-1]
+            altered = json.dumps({**events[i], field: alter(events[i][field])})
+            verdict = replay.check([*lines[:i], altered, *lines[i + 1 :]])
+            assert (verdict.property_id, verdict.line) == (property_id, i + 1)
+            num_altered += 1
+    assert num_altered > 5
 
 
 def failed_trace(tmp_path: Path) -> tuple[list[str], int]:

@@ -38,6 +38,8 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
         )
         for _ in range(3)
     )
+    drawn = random.Random(f"states of {seed}")  # its own, so that the rest stays as it is
+    has_states = drawn.random() < 0.4
     scope = Scope(
         "walk",
         templates,
@@ -52,6 +54,8 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
         policy=policy,
         overtaking=3 if policy == "priority" else 0,
         reset=seed % 3 == 0,
+        num_states=has_states * (cap + drawn.choice([1, 1, 2, 4])),
+        interval=block_size * drawn.choice([1, 1, 2, 3]),
     )
     pair = Pair(scope, make_packers(scope) if make_packers is not None else ())
     for _ in range(NUM_ACTIONS):

@@ -28,9 +28,10 @@ _PARAMS = SamplingParams()
 
 
 class Scenario:
-    """Settings, requests and interventions drawn from one seed."""
+    """Settings, requests and interventions drawn from one seed. ``has_states``: of a model with
+    recurrent layers; None draws that, too."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_states: bool | None = None) -> None:
         rng = self.rng = random.Random(seed)
         # Crowded: short prompts and long outputs in a small pool, so that running requests grow
         # into one another's blocks and preempt.
@@ -40,9 +41,19 @@ class Scenario:
         self.capacity = self.num_blocks * self.block_size + 1
         max_num_seqs = rng.randint(3, 5) if self.is_crowded else rng.randint(1, 5)
         depth = rng.choice([0, 0, 1, 2])
+        drawn = random.Random(f"states of {seed}")  # its own, so that the rest stays as it is
+        if has_states is None:
+            has_states = drawn.random() < 0.4
+        states = {
+            "num_state_slots": has_states * (max_num_seqs + drawn.choice([1, 1, 2, 4])),
+            "state_interval": self.block_size * drawn.choice([1, 1, 2, 3]),
+        }
         self.scheduler = Scheduler(
             BlockManager(
-                self.num_blocks, self.block_size, enable_prefix_caching=rng.random() < 0.8
+                self.num_blocks,
+                self.block_size,
+                enable_prefix_caching=rng.random() < 0.8,
+                **states,
             ),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.randint(0, 8),
@@ -54,6 +65,7 @@ class Scenario:
             block_size=self.block_size,
             vocab_size=VOCAB_SIZE,
             pipeline_depth=depth,
+            **states,
         )
         self.engine = Engine(self.scheduler, self.runner)
         self.view = RunnerView()

@@ -12,7 +12,13 @@ from pagespec.engine.scheduler import Scheduler
 
 def make_scheduler(num_blocks=16, block_size=2, max_num_seqs=4, budget=16, **more) -> Scheduler:
     return Scheduler(
-        BlockManager(num_blocks, block_size, enable_prefix_caching=more.pop("caching", True)),
+        BlockManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=more.pop("caching", True),
+            num_state_slots=more.pop("num_state_slots", 0),
+            state_interval=more.pop("state_interval", 0),
+        ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         **more,
