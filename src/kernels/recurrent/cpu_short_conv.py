@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..fused.cpu_activation import elementwise
-from .walk import StepRows, Stretch, load, stretches
+from .walk import StepRows, Stretch, as_tokens, load, save, stretches
 
 ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
     "gelu": ("gelu", {}),
@@ -49,12 +49,12 @@ def _convolve_single(
     out: Tensor,
 ) -> None:
     """All rows of one token."""
-    tokens = torch.tensor([part.begin for part in parts], device=x.device)
+    tokens = as_tokens([part.begin for part in parts], x.device)
     before = load(states, [part.source for part in parts])
     window = torch.cat((before, x[tokens].unsqueeze(1)), 1)
     wide = window.to(out.dtype).float()
     out[tokens] = _weighted([wide[:, i] for i in range(len(taps))], taps, bias).to(out.dtype)
-    states[torch.tensor([part.slot for part in parts], device=x.device)] = window[:, 1:]
+    save(states, [part.slot for part in parts], window[:, 1:])
 
 
 def _convolve_row(
