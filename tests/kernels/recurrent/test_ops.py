@@ -18,7 +18,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "short_conv": cases.short_conv,
     "short_conv_bf16": lambda n: cases.short_conv(n, channels=24, dtype=BF16),
     "short_conv_plain": lambda n: cases.short_conv(n, width=3, activation="", has_bias=False),
-    "short_conv_sigmoid": lambda n: cases.short_conv(n, channels=7, activation="sigmoid"),
+    "short_conv_gelu": lambda n: cases.short_conv(n, channels=7, activation="gelu"),
     "delta_rule": cases.delta_rule,
     "delta_rule_odd": lambda n: cases.delta_rule(n, 3, 3, 9, 7),
     "delta_rule_bf16": lambda n: cases.delta_rule(n, dtype=BF16),
