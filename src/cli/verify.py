@@ -36,19 +36,28 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     from ..build import resolve_device
     from ..compile.model.load import load_model, vocab_size_of
     from ..verify import CaseGroup, GateSize, run_controls, run_gate
+    from ..verify.cases import MAX_MODEL_LEN
 
     device = resolve_device(engine.device)
     has_own_control = device.type == "cuda" and not only_control
     controls = [CaseGroup(**found) for found in _own_controls()] if has_own_control else []
     model: Any = start.model_of(engine)
     arguments, dtype = engine.llm_arguments(), engine.dtype
+    # The gate's prompts are short, and hits begin at the ends of intervals.
+    arguments["state_interval"] = engine.state_interval or engine.block_size
     # Of other processes, or with weights that no module can hold: each engine loads it anew.
     if engine.tensor_parallel_size > 1 or engine.quantization is not None:
         vocab_size = vocab_size_of(model)
         dtype = f"{dtype}, quantization {engine.quantization}" if engine.quantization else dtype
     else:
         # Loaded once, for all engines: it has its type and its weights.
-        loaded = load_model(model, dtype=dtype, device=device, load_format=engine.load_format)
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            device=device,
+            load_format=engine.load_format,
+            max_model_len=MAX_MODEL_LEN,
+        )
         arguments |= {"dtype": "auto", "load_format": "auto"}
         model, vocab_size = loaded.module, loaded.vocab_size
         dtype = str(loaded.dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from .report import CUT_PROMPT, GateReport, GateSize
 from .stepped_engine import Answer, CaseRequest, LLMFactory, SteppedEngine
 
 _LONG_PROMPT = 100
-_MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 512
 
 Case = tuple[str, CaseRequest, Answer]  # what was done, to whom, and what it then answered
 
@@ -96,10 +96,10 @@ class ScheduleCases:
             self._make_llm,
             **{
                 "max_num_seqs": self._size.max_batch,
-                "max_model_len": _MAX_MODEL_LEN,
+                "max_model_len": MAX_MODEL_LEN,
                 "max_num_batched_tokens": max(1024, self._size.max_batch),
                 "block_size": self._block_size,
-                "num_blocks": max(num_blocks, 2 * self._num_blocks(_MAX_MODEL_LEN)),
+                "num_blocks": max(num_blocks, 2 * self._num_blocks(MAX_MODEL_LEN)),
                 **overrides,
             },
         )
