@@ -43,6 +43,8 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     controls = [CaseGroup(**found) for found in _own_controls()] if has_own_control else []
     model: Any = start.model_of(engine)
     arguments, dtype = engine.llm_arguments(), engine.dtype
+    # The gate's prompts are short, and hits begin at the ends of intervals.
+    arguments["state_interval"] = engine.state_interval or engine.block_size
     # Of other processes, or with weights that no module can hold: each engine loads it anew.
     quantization = engine.quantization or quant_method_of(model)
     if engine.tensor_parallel_size > 1 or quantization is not None:

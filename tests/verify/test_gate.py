@@ -11,6 +11,7 @@ from pagespec import LLM, build
 from pagespec.verify import GateSize, run_gate
 from tests.support.captures import graph_cache
 from tests.support.models import VOCAB_SIZE, WINDOW, tiny_model
+from tests.support.recurrent_models import RECURRENT
 
 SIZE = GateSize(
     max_batch=5,
@@ -108,3 +109,33 @@ def test_groups_without_hits_or_preemptions_show_nothing(
     assert report.num_different == 0
     assert report.idle == idle
     assert report.is_transparent == (not idle)
+
+
+@pytest.mark.usefixtures("_one_capture")
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=() if arch == "qwen3_next" else pytest.mark.nightly)
+        for arch in RECURRENT
+    ],
+)
+def test_answers_of_recurrent_models_do_not_depend_on_the_schedule(arch: str) -> None:
+    """Hits begin at checkpoints, and requests go on from states that others left."""
+    model = tiny_model(arch)
+    size = GateSize(
+        max_batch=3,
+        neighbour_lengths=(1, 65),
+        cuts=(1, 23, 32),
+        budgets=(5, 33),
+        num_tokens=4,
+        both_overlaps=False,
+    )
+
+    def make_llm(**arguments: Any) -> LLM:
+        states = {"state_interval": 8, "num_state_slots": 64}
+        return LLM(model, device="cpu", check_invariants=True, **states, **arguments)
+
+    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=size, with_control=False)
+    assert [f.first_difference for f in report.groups if f.num_different] == []
+    assert report.is_transparent, report.idle
+    assert report.num_hit_blocks > 50

@@ -136,7 +136,7 @@ def select_backend(
     Args:
         requested: one of :data:`REQUESTS`.
         device: of the model. dtype: of queries and caches.
-        specs: the attention calls, at least one. block_size: slots a block.
+        specs: the attention calls, none of a model without attention. block_size: slots a block.
         transparent: whether outputs must not depend on how requests are scheduled.
 
     Raises:
@@ -152,7 +152,7 @@ def select_backend(
         if isinstance(chosen, str):
             raise InvalidInputError("attention", requested, chosen)
         return chosen
-    widest = max(max(spec.k_dim, spec.v_dim) for spec in specs)
+    widest = max((max(spec.k_dim, spec.v_dim) for spec in specs), default=0)
     limit = triton_limit(device, dtype, widest, block_size)
     if limit is None and (lacking := reference_only(specs)):
         limit = f"the Triton kernels {lacking}"

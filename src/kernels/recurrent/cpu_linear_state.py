@@ -13,6 +13,8 @@ dimension, and batched matmuls of four rows, for which MKL has one order of summ
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,16 @@ def delta_rule(
 
     def advance(work: Tensor, tokens: Tokens) -> None:
         for part in batches(tokens, len(work), most):
-            q, k, v = wide(query, part), wide(key, part), wide(value, part)
+            both = torch.cat((query[part], key[part]), 1).float()
             if l2norm:
-                q, k = _normalised(q), _normalised(k)
+                # Not rsqrt, whose vector code rounds otherwise than that for the end of a range.
+                both = both / ((both * both).sum(-1, keepdim=True) + _L2_EPS).sqrt()
+            q, k = both.chunk(2, 1)
             a = wide(decay, part).exp()
             a = a if a.dim() == 3 else a.unsqueeze(-1)
             b = wide(beta, part).unsqueeze(-1)
-            out[part] = _advance(work, q * scale, k, v, b, a).to(out.dtype)
+            y = _advance(work, q * scale, k, wide(value, part), b, a)
+            out[part] = y.to(out.dtype)
 
     walk(states, rows, advance)
     return out
@@ -94,18 +99,8 @@ def _most_tokens(states: Tensor) -> int:
     return _PREPARED_ELEMENTS // (states.shape[1] * MKL_ROW_UNIT * max(states.shape[2:]))
 
 
-def _normalised(x: Tensor) -> Tensor:
-    # Not rsqrt, whose vector code rounds otherwise than that for the end of a range.
-    return x / ((x * x).sum(-1, keepdim=True) + _L2_EPS).sqrt()
-
-
 def _advance(
-    states: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    a: Tensor,
+    states: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, a: Tensor
 ) -> Tensor:
     """Outputs ``[n, H, V]`` of n tokens, time after time; ``states [R, H, K, V]`` change in place.
 
@@ -113,38 +108,45 @@ def _advance(
         q: ``[n, Hk, K]``. k: alike. v: ``[n, H, V]``.
         beta: ``[n, H, 1]``, or None for Mamba-2. a: ``[n, H, 1]`` or ``[n, H, K]``.
     """
-    num_tokens, num_heads, num_values = v.shape
-    num_keys = q.shape[-1]
-    qk = (q * k).sum(-1, keepdim=True)
-    if num_heads != q.shape[1]:
-        times = num_heads // q.shape[1]
-        q, k, qk = (x.repeat_interleave(times, 1) for x in (q, k, qk))
-    reads = q.new_zeros(num_tokens, num_heads, MKL_ROW_UNIT, num_keys)
-    torch.mul(q, a, out=reads[:, :, 0])
+    num_rows, num_heads, num_keys, num_values = states.shape
+    num_times = len(v) // num_rows
+    groups = q.shape[1], num_heads // q.shape[1]  # heads that share a key lie side by side
+    q, k = q.unsqueeze(2), k.unsqueeze(2)
+    v, a = v.unflatten(1, groups), a.unflatten(1, groups)
+    reads = v.new_zeros(len(v), *groups, MKL_ROW_UNIT, num_keys)
+    torch.mul(q, a, out=reads[..., 0, :])
     if beta is not None:
-        torch.mul(k * beta, a, out=reads[:, :, 1])
+        beta = beta.unflatten(1, groups)
+        torch.mul(k * beta, a, out=reads[..., 1, :])
         v = v * beta
-    read = q.new_empty(num_tokens * num_heads, MKL_ROW_UNIT, num_values)
+    read = v.new_empty(len(v), *groups, MKL_ROW_UNIT, num_values)
+    first, known = read[..., 0, :], read[..., 1, :]
     write = torch.empty_like(v) if beta is not None else v
 
-    num_rows = len(states)
     matrices = states.view(-1, num_keys, num_values)
+    states = states.view(num_rows, *groups, num_keys, num_values)
     change = torch.empty_like(states)
+
+    def times(x: Tensor) -> Iterable[Tensor]:
+        return x.unflatten(0, (num_times, num_rows)).unbind() if num_times > 1 else (x,)
+
     per_time = zip(
-        reads.view(-1, MKL_ROW_UNIT, num_keys).split(len(matrices)),
-        read.split(len(matrices)),
-        read[:, 1].view(v.shape).split(num_rows),
-        v.split(num_rows),
-        write.split(num_rows),
-        write.unsqueeze(-2).split(num_rows),
-        k.unsqueeze(-1).split(num_rows),
-        a.unsqueeze(-1).split(num_rows),
+        reads.view(num_times, -1, MKL_ROW_UNIT, num_keys).unbind(),
+        read.view(num_times, -1, MKL_ROW_UNIT, num_values).unbind(),
+        times(known),
+        times(v),
+        times(write),
+        times(write.unsqueeze(-2)),
+        times(k.unsqueeze(-1)),
+        times(a.unsqueeze(-1)),
         strict=True,
     )
-    for left, both, known, target, d, d_row, k_column, a_column in per_time:
+    for left, both, old, target, d, d_row, k_column, a_column in per_time:
         torch.bmm(left, matrices, out=both)
         if beta is not None:
-            torch.sub(target, known, out=d)
+            torch.sub(target, old, out=d)
+        # addcmul would save a seventh, but whether it rounds the product is up to the machine.
         torch.mul(k_column, d_row, out=change)
         states.mul_(a_column).add_(change)
-    return read[:, 0].view(v.shape) + qk * write
+    y = first + (q * k).sum(-1, keepdim=True) * write
+    return y.flatten(1, 2)

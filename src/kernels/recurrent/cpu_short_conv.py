@@ -3,20 +3,24 @@ follow its inputs and nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..fused.cpu_activation import elementwise
-from .walk import StepRows, Stretch, load, stretches
+from .walk import StepRows, Stretch, as_tokens, load, save, stretches
 
 ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
     "gelu": ("gelu", {}),
     "gelu_pytorch_tanh": ("gelu", {"approximate": "tanh"}),
-    "sigmoid": ("sigmoid", {}),
     "silu": ("silu", {}),
     "swish": ("silu", {}),
 }
-"""What may follow a short convolution, under the names of Hugging Face's modules."""
+"""What may follow a short convolution, under the names of Hugging Face's modules; 0 stays 0."""
+
+# Elements of a row's outputs that are computed at once, to stay in the processor's cache.
+_PIECE_ELEMENTS = 1 << 17
 
 
 def short_conv(
@@ -32,12 +36,15 @@ def short_conv(
     for parts in found:
         if parts[-1].end - parts[0].begin > 1:
             _convolve_row(x, taps, bias, states, parts, out)
-    if activation:
-        name, arguments = ACTIVATIONS[activation]
-        out = elementwise(name, out, **arguments)
-        if name == "sigmoid":
-            out[int(rows.query_starts[-1]) :] = 0
-    return out.to(x.dtype)
+    return activated(out, activation).to(x.dtype)
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """``x`` behind an activation of ``ACTIVATIONS``, or as it is for ""."""
+    if not activation:
+        return x
+    name, arguments = ACTIVATIONS[activation]
+    return elementwise(name, x, **arguments)
 
 
 def _convolve_single(
@@ -49,12 +56,12 @@ def _convolve_single(
     out: Tensor,
 ) -> None:
     """All rows of one token."""
-    tokens = torch.tensor([part.begin for part in parts], device=x.device)
+    tokens = as_tokens([part.begin for part in parts], x.device)
     before = load(states, [part.source for part in parts])
     window = torch.cat((before, x[tokens].unsqueeze(1)), 1)
-    wide = window.to(out.dtype).float()
-    out[tokens] = _weighted([wide[:, i] for i in range(len(taps))], taps, bias).to(out.dtype)
-    states[torch.tensor([part.slot for part in parts], device=x.device)] = window[:, 1:]
+    products = window.to(out.dtype).float() * taps
+    out[tokens] = _total(products.unbind(1), bias).to(out.dtype)
+    save(states, [part.slot for part in parts], window[:, 1:])
 
 
 def _convolve_row(
@@ -68,17 +75,23 @@ def _convolve_row(
     """A row of several tokens: its inputs behind the last ones of the state, shifted."""
     begin, end = parts[0].begin, parts[-1].end
     inputs = torch.cat((load(states, [parts[0].source])[0], x[begin:end]))
-    wide = inputs.to(out.dtype).float()
-    shifted = [wide[i : i + end - begin] for i in range(len(taps))]
-    out[begin:end] = _weighted(shifted, taps, bias).to(out.dtype)
+    step = max(1, _PIECE_ELEMENTS // x.shape[1])
+    for first in range(0, end - begin, step):
+        last = min(first + step, end - begin)
+        wide = inputs[first : last + len(taps) - 1].to(out.dtype).float()
+        products = [wide[i : i + last - first] * tap for i, tap in enumerate(taps.unbind())]
+        out[begin + first : begin + last] = _total(products, bias)
     for part in parts:
         after = part.end - begin
         states[part.slot] = inputs[after : after + len(taps) - 1]
 
 
-def _weighted(shifted: list[Tensor], taps: Tensor, bias: Tensor | None) -> Tensor:
-    # No addcmul: whether it rounds the product would be up to the machine.
-    total = shifted[0] * taps[0]
-    for inputs, tap in zip(shifted[1:], taps[1:], strict=True):
-        total += inputs * tap
-    return total if bias is None else total.add_(bias)
+def _total(products: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """Their sum, in order. The products were rounded before: whether addcmul does so is up to the
+    machine."""
+    total = products[0]
+    for product in products[1:]:
+        total += product
+    if bias is not None:
+        total += bias
+    return total
