@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.compile.start_record import Restored, StartRecord
+from pagespec.kernels.attention.spec import AttentionSpec
 from tests.compile.capture.test_graph_cache import tokens_and_logits
 from tests.support.apart import run_apart
 from tests.support.captures import OVERRIDES
@@ -117,6 +119,11 @@ def test_a_restored_model_computes_the_same(arch: str, tmp_path: Path) -> None:
     assert tokens_again == tokens
     assert logits_again.keys() == logits.keys()
     assert all(torch.equal(logits_again[key], logits[key]) for key in logits)
+
+
+def test_specs_are_read_as_they_were_written() -> None:
+    spec = AttentionSpec(1, 2, 2, 8, 8, 0.5, chunk=24, alibi_slopes=(0.25, 0.0625))
+    assert start_record._spec(json.loads(json.dumps(asdict(spec)))) == spec
 
 
 def test_a_graph_for_a_compiler_has_symbols(started: tuple[Path, Path]) -> None:

@@ -12,7 +12,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
 # layers with copies of the config; writes its attention out, with ALiBi or a mask of its own; has
 # chunks; calls a module twice; has a vision tower; has a cache with a window
-# that hides nothing.
+# that hides nothing; sets a buffer to itself.
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -26,6 +26,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
         pytest.param("llama4_text", marks=pytest.mark.nightly),
         pytest.param("diffllama", marks=pytest.mark.nightly),
         pytest.param("got_ocr2", marks=pytest.mark.nightly),
+        pytest.param("ctrl", marks=pytest.mark.nightly),
         pytest.param("mistral3", marks=pytest.mark.nightly),
         pytest.param("moshi", marks=pytest.mark.nightly),
     ],

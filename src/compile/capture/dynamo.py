@@ -7,12 +7,13 @@ that nothing of Dynamo, its guards least of all, is needed to run it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from ...errors import UnsupportedModelError
@@ -91,6 +92,7 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
     try:
         with (
             torch.inference_mode(),
+            _plain_buffers(module),
             attention_implementation(module, ATTENTION_NAME),
             torch._dynamo.config.patch(DYNAMO_SETTINGS),
         ):
@@ -108,6 +110,20 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
             f"({type(error).__name__}: {reason})"
         ) from error
     raise UnsupportedModelError(f"{loaded.architecture}: no graph was captured")
+
+
+@contextmanager
+def _plain_buffers(module: nn.Module) -> Iterator[None]:
+    """In the block, none of the module's buffers is an ``nn.Buffer``: Dynamo cannot trace code that
+    sets such a one to itself, as CTRL's does."""
+    marked: list[Any] = [b for b in module.buffers() if getattr(b, "_is_buffer", False)]
+    for buffer in marked:
+        buffer._is_buffer = False
+    try:
+        yield
+    finally:
+        for buffer in marked:
+            buffer._is_buffer = True
 
 
 def forward(

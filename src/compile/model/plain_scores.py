@@ -161,9 +161,8 @@ def _masked_by_itself(node: Node) -> tuple[Any, Any] | None:
     kept, hidden = (_factors(term) for term in node.args)
     if kept is None or hidden is None or not isinstance(hidden[0], float):
         return None
-    inverse: Any = hidden[1]
-    is_inverse = _name(inverse) in ("sub", "rsub") and set(inverse.args) == {1, kept[1]}
-    # As transformers' first models write it: it hides in float32 what is not far above the rest.
+    is_inverse = hidden[1].target is operator.sub and hidden[1].args == (1, kept[1])
+    # As transformers' first models write it: enough to hide, unless scores are in the thousands.
     return kept if is_inverse and hidden[0] <= -1e4 else None
 
 
