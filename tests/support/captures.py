@@ -59,7 +59,7 @@ def capture_plain(arch: str, dtype: torch.dtype) -> CapturedModel:
     """A model captured with the passes that every machine runs, and no others."""
     loaded = load_model(tiny_model(arch, **OVERRIDES.get(arch, {})).to(dtype))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_module, "CPU_GRAPH_PASSES", {})
+        patch.setattr(capture_module, "cpu_passes", lambda _: {})
         return capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
 
 
