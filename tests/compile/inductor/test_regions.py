@@ -42,7 +42,7 @@ class AsItIs:
 
 def captured(arch: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> CapturedModel:
     """In "inductor" mode, but for Inductor; without the calls of CPU kernels, as on a GPU."""
-    monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", {})
+    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
     monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, AsItIs()))
     loaded = load_model(tiny_model(arch, **changes))
     return capture_model(loaded, probe_model(loaded), compile="inductor", graph_cache=graph_cache())

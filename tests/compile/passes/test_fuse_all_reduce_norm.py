@@ -134,7 +134,7 @@ def captured_shard(arch: str, monkeypatch: pytest.MonkeyPatch) -> CapturedModel:
     loaded, shard = load_model(model), Shard(0, 2)
     loaded = replace(loaded, shard=shard, vocab_sizes=shard_model(model, shard))
     communicator = LoneRank(0, 2)
-    monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", capture_module.gpu_passes())
+    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
     with communicator_scope(communicator):
         specs = probe_model(loaded)
         return capture_model(

@@ -121,7 +121,7 @@ def test_finds_the_norms_of_models(
 ) -> None:
     """Of two layers all but the first, and the last, which is not the head's alone."""
     loaded = load_model(tiny_model(arch, num_hidden_layers=2).to(torch.bfloat16))
-    monkeypatch.setattr(capture_module, "CPU_GRAPH_PASSES", capture_module.gpu_passes())
+    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
     captured = capture_model(
         loaded, probe_model(loaded), transparent=False, graph_cache=graph_cache()
     )
