@@ -15,7 +15,7 @@ from pagespec import InvalidInputError, UnsupportedModelError
 from pagespec.compile.model.load import LoadedModel, load_model
 from pagespec.compile.model.probe import probe_with_reach
 from pagespec.kernels.attention.spec import AttentionSpec
-from tests.coverage.tiny_config import tiny_config
+from tests.coverage.tiny_config import MAX_POSITIONS, tiny_config
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
 from tests.support.models import random_model
 
@@ -34,6 +34,7 @@ HOSTILE = Condition(
         "max_num_batched_tokens": 24,
         "max_num_seqs": 16,
         "overlap": True,
+        "state_interval": 8,
     },
     must_preempt=True,
     must_hit=True,
@@ -45,7 +46,7 @@ BEYOND = (
     Condition("beyond", {"enable_prefix_caching": False}),
     Condition(
         "beyond, chunks, cache",
-        {"max_num_batched_tokens": 60, "max_num_seqs": 16},
+        {"max_num_batched_tokens": 60, "max_num_seqs": 16, "state_interval": 16},
         must_hit=True,
         must_chunk=True,
         num_rounds=2,
@@ -61,7 +62,7 @@ class Entry:
     Attributes:
         model_type: its name in the mapping. architecture: its class, if it was built.
         outcome: one of :data:`OUTCOMES`. reason: why it is not "equal".
-        notes: what its attention has, and experts.
+        notes: what its attention has, recurrent layers, and experts.
         longest: tokens of the longest prompt.
     """
 
@@ -93,9 +94,12 @@ def _outcome(model_type: str, found: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:
         return "not built", _line(error)
     found["architecture"] = type(model).__name__
-    subject = Subject(model_type, model, device="cpu", max_num_seqs=16)
+    limits: dict[str, Any] = {}
     try:
-        loaded = load_model(copy.deepcopy(model))
+        loaded = load_model(copy.deepcopy(model), max_model_len=MAX_POSITIONS)
+        if not loaded.has_own_limit:
+            limits["max_model_len"] = MAX_POSITIONS
+        subject = Subject(model_type, model, device="cpu", max_num_seqs=16, **limits)
         specs, reach = probe_with_reach(loaded)
         subject.llm()  # what is refused only when it is traced
     except (InvalidInputError, UnsupportedModelError) as error:
@@ -135,16 +139,17 @@ def built(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def notes_of(loaded: LoadedModel, specs: list[AttentionSpec]) -> str:
-    """What sets its attention apart, and whether it has experts."""
+    """What sets its attention apart, and whether it has recurrent layers and experts."""
     windows = {spec.window for spec in specs}
     found = {
-        "sliding window": windows != {0},
+        "sliding window": bool(windows - {0}),
         "full layers between": len(windows) > 1 and 0 in windows,
         "several windows": len(windows - {0}) > 1,
         "softcap": any(spec.softcap for spec in specs),
         "sinks": any(spec.has_sinks for spec in specs),
         "latent attention": any(spec.k_dim != spec.v_dim for spec in specs),
         "several head sizes": len({(spec.k_dim, spec.v_dim) for spec in specs}) > 1,
+        "recurrent": bool(loaded.recurrent),
         "experts": any("experts" in name for name, _ in loaded.module.named_modules()),
     }
     return ", ".join(name for name, is_so in found.items() if is_so)

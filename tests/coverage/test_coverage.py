@@ -10,10 +10,10 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 
 
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
-# layers with copies of the config; writes its attention out.
+# layers with copies of the config; writes its attention out; has short convolutions.
 @pytest.mark.parametrize(
     "model_type",
-    ["stablelm", "bart", "mvp", pytest.param("granite_swa", marks=pytest.mark.nightly)],
+    ["stablelm", "bart", "mvp", pytest.param("granite_swa", marks=pytest.mark.nightly), "lfm2"],
 )
 def test_entries_that_are_equal(model_type: str) -> None:
     entry = run_entry(model_type)
@@ -24,8 +24,7 @@ def test_entries_that_are_equal(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "class_"),
     [
-        ("bamba", "Layers that are no attention"),
-        ("falcon_h1", "Tokens mix outside attention"),
+        ("recurrent_gemma", "Layers that are no attention"),
         ("glm_moe_dsa", "Attention with a tensor of its own: selected keys, a bias"),
         ("hrm_text", "One attention module called several times a pass"),
         ("llama4_text", "Masks that are neither causal nor a sliding window"),
@@ -33,7 +32,6 @@ def test_entries_that_are_equal(model_type: str) -> None:
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
         ("gpt_neo", "Attention written out in another form than a masked softmax"),
         ("moshi", "A cache with a window that the masks have not"),
-        ("mamba", "No longest context in the config"),
     ],
 )
 def test_entries_that_are_refused(model_type: str, class_: str) -> None:

@@ -109,6 +109,15 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = _small(name, value, chosen, fields)
     if "expand" in fields and "num_heads" in fields:
         small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    if "attention_hidden_size" in fields:  # of both what a layer is given and the embeddings
+        factor = fields["attention_hidden_size"] // fields["hidden_size"]
+        small["attention_hidden_size"] = factor * small["hidden_size"]
+        small["attention_head_dim"] = small["attention_hidden_size"] // small["num_attention_heads"]
+    if "conv_L_cache" in fields:  # default configs have attention in all layers
+        small["layer_types"] = ["conv", "full_attention"]
+        small["num_hidden_layers"] = 2
+        if "full_attn_idxs" in fields:
+            small["full_attn_idxs"] = [1]
     if "qk_rope_head_dim" in fields and "head_dim" in fields:
         small["head_dim"] = small["qk_rope_head_dim"]  # of the positions' part
     if "qk_nope_head_dim" in fields and "swa_head_dim" in fields:
