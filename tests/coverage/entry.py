@@ -35,6 +35,7 @@ HOSTILE = Condition(
         "max_num_batched_tokens": 24,
         "max_num_seqs": 16,
         "overlap": True,
+        "state_interval": 8,
     },
     must_preempt=True,
     must_hit=True,
@@ -46,7 +47,7 @@ BEYOND = (
     Condition("beyond", {"enable_prefix_caching": False}),
     Condition(
         "beyond, chunks, cache",
-        {"max_num_batched_tokens": 60, "max_num_seqs": 16},
+        {"max_num_batched_tokens": 60, "max_num_seqs": 16, "state_interval": 16},
         must_hit=True,
         must_chunk=True,
         num_rounds=2,
@@ -62,7 +63,7 @@ class Entry:
     Attributes:
         model_type: its name in the mapping. architecture: its class, if it was built.
         outcome: one of :data:`OUTCOMES`. reason: why it is not "equal".
-        notes: what its attention has, and experts.
+        notes: what its attention has, recurrent layers, and experts.
         longest: tokens of the longest prompt.
     """
 
@@ -139,10 +140,10 @@ def built(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def notes_of(loaded: LoadedModel, specs: list[AttentionSpec]) -> str:
-    """What sets its attention apart, and whether it has experts."""
+    """What sets its attention apart, and whether it has recurrent layers and experts."""
     windows = {spec.window for spec in specs}
     found = {
-        "sliding window": windows != {0},
+        "sliding window": bool(windows - {0}),
         "full layers between": len(windows) > 1 and 0 in windows,
         "several windows": len(windows - {0}) > 1,
         "softcap": any(spec.softcap for spec in specs),
@@ -151,6 +152,7 @@ def notes_of(loaded: LoadedModel, specs: list[AttentionSpec]) -> str:
         "sinks": any(spec.has_sinks for spec in specs),
         "latent attention": any(spec.k_dim != spec.v_dim for spec in specs),
         "several head sizes": len({(spec.k_dim, spec.v_dim) for spec in specs}) > 1,
+        "recurrent": bool(loaded.recurrent),
         "experts": any("experts" in name for name, _ in loaded.module.named_modules()),
     }
     return ", ".join(name for name, is_so in found.items() if is_so)

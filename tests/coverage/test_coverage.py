@@ -12,7 +12,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
 # layers with copies of the config; writes its attention out, with ALiBi or a mask of its own; has
 # chunks; calls a module twice; has a vision tower; has a cache with a window
-# that hides nothing; sets a buffer to itself.
+# that hides nothing; sets a buffer to itself; has short convolutions.
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -21,6 +21,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
         "mvp",
         "bloom",
         "gpt_neo",
+        "lfm2",
         pytest.param("granite_swa", marks=pytest.mark.nightly),
         pytest.param("openai-gpt", marks=pytest.mark.nightly),
         pytest.param("llama4_text", marks=pytest.mark.nightly),
@@ -40,8 +41,7 @@ def test_entries_that_are_equal(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "class_"),
     [
-        ("bamba", "Layers that are no attention"),
-        ("falcon_h1", "Tokens mix outside attention"),
+        ("recurrent_gemma", "Layers that are no attention"),
         ("glm_moe_dsa", "Attention with a tensor of its own: selected keys, a bias"),
         ("doge", "A mask or bias of the layer's own"),
         ("deepseek_v4", "Attention over other tokens than those of the pass"),

@@ -113,6 +113,11 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
         small |= {"rope_theta": 10_000.0, "clip_qkv": 8}  # the code counts on them
     if "expand" in fields and "num_heads" in fields:
         small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    if "attention_hidden_size" in fields:  # of both what a layer is given and the embeddings
+        factor = fields["attention_hidden_size"] // fields["hidden_size"]
+        small["attention_hidden_size"] = factor * small["hidden_size"]
+        small["attention_head_dim"] = small["attention_hidden_size"] // small["num_attention_heads"]
+    small |= _both_kinds(fields)
     if "qk_rope_head_dim" in fields and "head_dim" in fields:
         small["head_dim"] = small["qk_rope_head_dim"]  # of the positions' part
     if "qk_nope_head_dim" in fields and "swa_head_dim" in fields:
@@ -124,6 +129,20 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     if heads is not None and fields.get("num_key_value_heads") == heads:
         small["num_key_value_heads"] = small["num_attention_heads"]  # as many as before
     return small
+
+
+def _both_kinds(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of hybrid models whose default config has one kind of layers alone: one of each."""
+    kinds = set(fields.get("layer_types") or ())
+    if "conv_L_cache" in fields:
+        found = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]}
+    elif kinds == {"linear_attention"} and "num_attention_heads" in fields:
+        found = {"layer_types": ["linear_attention", "full_attention"]}
+    elif "attn_layer_indices" in fields:
+        found = {"attn_layer_indices": [1]}
+    else:
+        return {}
+    return {"num_hidden_layers": 2} | {k: v for k, v in found.items() if k in fields}
 
 
 def _small(name: str, value: Any, chosen: list[int], fields: Mapping[str, Any]) -> Any:

@@ -136,6 +136,32 @@ def test_block_tables_are_what_the_plans_say() -> None:
         table(released=("r0",))
 
 
+def test_state_tables_are_what_the_plans_say() -> None:
+    packer = CpuStepPacker(
+        block_size=1,
+        num_blocks=99,
+        device=torch.device("cpu"),
+        num_state_slots=20,
+        state_interval=4,
+    )
+    (request,) = make_requests([[1, 2, 3, 4]], 60)
+
+    def table(start: int = 0, **told: Any) -> list[int]:
+        plan = StepPlan(0, (request.info,), (start,), (1,), (True,), (1,), **told)
+        states = packer.pack(plan).inputs.state_tables
+        assert states is not None
+        assert states[1].tolist() == [20] * states.shape[1], "of no row"
+        return states[0].tolist()
+
+    blocks = {0: tuple(range(30))}
+    # -1 is the null slot, and so is what lies behind a table.
+    assert table(tables=blocks, state_tables={0: (-1, 3, 7)}) == [20, 3, 7]
+    assert table(start=12, new_state_slots={0: (7,)}) == [20, 3, 7, 7]
+    with pytest.raises(ValueError, match="4 state slots for 17 tokens"):
+        table(start=16)
+    assert table(released=("r0",), tables=blocks, state_tables={0: (5,)}) == [5, 20]
+
+
 def test_refusals(captured: CapturedModel) -> None:
     with pytest.raises(InvalidInputError, match="block_size"):
         ModelRunner(captured, block_size=0, num_blocks=4)
