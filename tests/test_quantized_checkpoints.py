@@ -20,6 +20,7 @@ from pagespec.compile.fx.spec import Bindings, verify_graph
 from pagespec.compile.model import quantization_schemes
 from pagespec.compile.model.checkpoint import Checkpoint
 from pagespec.compile.model.load import load_model
+from pagespec.compile.model.loaded import Shard
 from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
@@ -303,6 +304,13 @@ def test_refused_on_a_gpu_by_name(tmp_path: Path) -> None:
         assert layout.split()[0] in str(caught.value)
 
 
+def test_refused_for_several_ranks(tmp_path: Path) -> None:
+    write_quantized(tmp_path, "fp8 blocks")
+    with pytest.raises(InvalidInputError, match="are for one process") as caught:
+        load_model(str(tmp_path), shard=Shard(0, 2))
+    assert caught.value.field == "tensor_parallel_size"
+
+
 def test_quantising_what_is_quantised_is_refused(tmp_path: Path) -> None:
     write_quantized(tmp_path, "fp8 channels")
     with pytest.raises(InvalidInputError, match="already, by 'compressed-tensors'"):
@@ -316,7 +324,7 @@ def test_quantising_what_is_quantised_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "awq"])
-def test_the_option_of_the_command_line(tmp_path: Path, name: str) -> None:
+def test_the_values_of_the_setting(tmp_path: Path, name: str) -> None:
     folder = save_word_model(tmp_path)
     if name == "fp8":
         assert LLM(folder, device="cpu", quantization=name, num_blocks=4).stats().quantization

@@ -34,7 +34,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     """
     _check(engine)
     from ..build import resolve_device
-    from ..compile.model.load import load_model, quant_method_of, vocab_size_of
+    from ..compile.model.load import load_model, vocab_size_of
     from ..verify import CaseGroup, GateSize, run_controls, run_gate
     from ..verify.cases import MAX_MODEL_LEN
 
@@ -46,10 +46,9 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     # The gate's prompts are short, and hits begin at the ends of intervals.
     arguments["state_interval"] = engine.state_interval or engine.block_size
     # Of other processes, or with weights that no module can hold: each engine loads it anew.
-    quantization = engine.quantization or quant_method_of(model)
+    quantization = engine.quantization
     if engine.tensor_parallel_size > 1 or quantization is not None:
         vocab_size = vocab_size_of(model)
-        dtype = f"{dtype}, quantization {quantization}" if quantization else dtype
     else:
         # Loaded once, for all engines: it has its type and its weights.
         loaded = load_model(
@@ -59,9 +58,13 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
             load_format=engine.load_format,
             max_model_len=MAX_MODEL_LEN,
         )
-        arguments |= {"dtype": "auto", "load_format": "auto"}
-        model, vocab_size = loaded.module, loaded.vocab_size
-        dtype = str(loaded.dtype).removeprefix("torch.")
+        vocab_size, quantization = loaded.vocab_size, loaded.quantization
+        if quantization is None:
+            arguments |= {"dtype": "auto", "load_format": "auto"}
+            model = loaded.module
+            dtype = str(loaded.dtype).removeprefix("torch.")
+        del loaded
+    dtype = f"{dtype}, quantization {quantization}" if quantization else dtype
 
     def make_llm(**overrides: Any) -> Any:
         return start.make_llm(model, **(arguments | overrides))

@@ -126,13 +126,6 @@ def vocab_size_of(model: str | os.PathLike[str]) -> int:
     return int(config.get_text_config(decoder=True).vocab_size)
 
 
-def quant_method_of(model: str | os.PathLike[str]) -> str | None:
-    """How the checkpoint of a model that is not loaded is quantised, if its config says that it
-    is. Raises as :func:`load_model`."""
-    found = quantization_of(_config_of(model, None)[2])
-    return None if found is None else str(found.get("quant_method"))
-
-
 def check_shared(model: str | os.PathLike[str], num_ranks: int) -> None:
     """Refuses a model that is not there, or whose heads so many ranks cannot share; in a fraction
     of the time that it takes to start them. Raises as :func:`load_model`."""
