@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from pagespec import LLM, SamplingParams
 from pagespec.compile.captured_model import capture_model
@@ -36,6 +37,7 @@ from tests.support.quantized_files import (
     fp8_blocks,
     fp8_rows,
     write_checkpoint,
+    write_mxfp4,
     write_quantized,
 )
 
@@ -190,7 +192,7 @@ ACTIVATIONS = ("config_groups", "group_0", "input_activations")
     ("config", "named"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method = 'bitsandbytes'"),
-        ({"quant_method": "mxfp4"}, "known are fp8, compressed-tensors, awq, gptq"),
+        ({"quant_method": "hqq"}, "known are fp8, compressed-tensors, awq, gptq"),
         (changed(FP8_CONFIG, "activation_scheme", to="static"), "activation_scheme = 'static'"),
         (changed(FP8_CONFIG, "weight_block_size", to=[64, 64]), r"weight_block_size = \[64, 64\]"),
         (changed(FP8_CONFIG, "weight_block_size", to=None), "weight_block_size = None"),
@@ -215,6 +217,18 @@ def test_unknown_schemes_are_refused_by_name(
     write_checkpoint(tmp_path, model, {}, config)
     with pytest.raises(UnsupportedModelError, match=named):
         load_model(str(tmp_path))
+
+
+def test_mxfp4_is_expanded(tmp_path: Path) -> None:
+    """Experts as gpt-oss has them: transformers reads them as bfloat16."""
+    write_mxfp4(tmp_path, tiny_model("gpt_oss", hidden_size=64, intermediate_size=64))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    wanted = expected.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
+    llm = LLM(str(tmp_path), device="cpu", num_blocks=16)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    (found,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert list(found.outputs[0].token_ids) == wanted[0, 3:].tolist()
+    assert llm.stats().quantization is None
 
 
 def test_permuted_inputs_are_refused(tmp_path: Path) -> None:

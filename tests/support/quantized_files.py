@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -249,3 +249,20 @@ def write_checkpoint(
         written = json.loads(path.read_text()) | {"quantization_config": config}
         path.write_text(json.dumps(written))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_mxfp4(folder: Path, model: PreTrainedModel) -> None:
+    """A checkpoint whose experts are random numbers of e2m1, 32 with a scale of a power of two."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_inputs, num_outputs = tensors.pop(name).shape
+        shape = num_experts, num_outputs, num_inputs // 32
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 124, shape, dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (folder / "config.json").write_text(json.dumps(config))

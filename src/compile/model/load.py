@@ -24,7 +24,7 @@ from transformers import (
 from ...errors import InvalidInputError, UnsupportedModelError
 from .gguf_blocks import check_gguf, kept_blocks
 from .loaded import WHOLE, LoadedModel, Shard, longest_context
-from .quantized_load import check_quantized, load_quantized, quantization_of
+from .quantized_load import check_quantized, load_quantized, stays_quantised
 from .refusal import as_input_error, cause
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
@@ -88,7 +88,7 @@ def load_model(
         return _described(module, None, max_model_len)
 
     name, source, config = _config_of(model, cache_dir)
-    if load_format == "auto" and (quantization == "fp8" or quantization_of(config) is not None):
+    if load_format == "auto" and (quantization == "fp8" or stays_quantised(config)):
         check_quantized(name, config, quantization, torch_dtype, device, shard)
         return _quantized(source, name, config, max_model_len)
     if torch_dtype is None:

@@ -32,6 +32,7 @@ from .loaded import LoadedModel, Shard
 from .quantization_schemes import Scheme, fp8_at_load, read_layer, scheme_of
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # where its kernels for GPUs are not installed
 Build = Callable[[type[PreTrainedModel], PreTrainedConfig, dict[str, Tensor]], PreTrainedModel]
 """A module of a class from its config and all of its tensors."""
 
@@ -42,6 +43,13 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     if found is None:
         return None
     return dict(found) if isinstance(found, dict) else dict(found.to_dict())
+
+
+def stays_quantised(config: PreTrainedConfig) -> bool:
+    """Whether the config asks for weights that are held quantised, or refused; not for those that
+    transformers expands as it reads them."""
+    method = (quantization_of(config) or {}).get("quant_method")
+    return method is not None and method not in _EXPANDED_BY_TRANSFORMERS
 
 
 def check_quantized(
