@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,28 @@ def test_a_ctrl_c_ends_the_command_line_with_130_and_no_traceback(
     assert "interrupted" in rest
 
 
+@contextmanager
+def interrupted_after(delay_s: float) -> Iterator[None]:
+    """A block that gets Ctrl-C then, and again each second: CPython drops what a finaliser raises,
+    and the garbage of other tests may be collected just at that moment."""
+    main = threading.main_thread().ident
+    assert main is not None
+    done = threading.Event()
+
+    def interrupt(delay_s: float) -> None:
+        while not done.wait(delay_s):
+            signal.pthread_kill(main, signal.SIGINT)
+            delay_s = 1.0
+
+    thread = threading.Thread(target=interrupt, args=(delay_s,))
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_generate_works_after_a_real_ctrl_c(depth: int) -> None:
     """Signals arrive where CPython looks for them, at moments of the machine's choice."""
@@ -58,22 +82,16 @@ def test_generate_works_after_a_real_ctrl_c(depth: int) -> None:
     prompt = [0, TOKEN_STRIDE, 0]
     expected = answer_alone(llm, prompt, short)
 
-    def generate_for_ever(interrupt: threading.Timer) -> None:
-        interrupt.start()
-        while True:
-            llm.generate([prompt] * 3, params, use_tqdm=False)
+    def generate_for_ever(delay_s: float) -> None:
+        with interrupted_after(delay_s):
+            while True:
+                llm.generate([prompt] * 3, params, use_tqdm=False)
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    main = threading.main_thread().ident
-    assert main is not None
     try:
         for i in range(15):
-            interrupt = threading.Timer(
-                0.01 + i * 0.0011, signal.pthread_kill, (main, signal.SIGINT)
-            )
             with pytest.raises(KeyboardInterrupt):
-                generate_for_ever(interrupt)
-            interrupt.join()
+                generate_for_ever(0.01 + i * 0.0011)
             outputs = llm.generate([prompt] * 2, short, use_tqdm=False)
             assert [o.outputs[0].token_ids for o in outputs] == [expected] * 2
             check_state(llm.engine.scheduler)
