@@ -113,7 +113,8 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
         small |= {"rope_theta": 10_000.0, "clip_qkv": 8}  # the code counts on them
     if "expand" in fields and "num_heads" in fields:
         small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
-    if "attention_hidden_size" in fields:  # of both what a layer is given and the embeddings
+    if {"attention_hidden_size", "num_attention_heads"} <= fields.keys():
+        # Of both what a layer is given and the embeddings.
         factor = fields["attention_hidden_size"] // fields["hidden_size"]
         small["attention_hidden_size"] = factor * small["hidden_size"]
         small["attention_head_dim"] = small["attention_hidden_size"] // small["num_attention_heads"]
