@@ -249,8 +249,14 @@ class _Recorder:
             (ctypes.c_int64 * len(changes))(*changes),
             len(changes) // 4,
             tuple(result.shape for result in results),
-            (*self._kept, *fixed),
+            (*self._kept, *fixed, *map(_memory, fixed)),
         )
+
+
+def _memory(value: object) -> object:
+    """What a tensor points to: whoever gives it other data must not free what the calls read."""
+    is_plain = isinstance(value, Tensor) and not value.is_mkldnn
+    return value.untyped_storage() if is_plain else None  # type: ignore[attr-defined]
 
 
 def _bits(kind: type, argument: Any) -> int:
