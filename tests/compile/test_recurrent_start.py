@@ -69,7 +69,7 @@ def test_what_a_model_without_a_longest_context_is_asked_for_is_not_kept(tmp_pat
 
 def test_settings_of_states() -> None:
     model = tiny_model("mamba2", num_hidden_layers=1)
-    with pytest.raises(InvalidInputError, match="no max_position_embeddings"):
+    with pytest.raises(InvalidInputError, match="names none"):
         LLM(model)
     llm = LLM(model, max_model_len=50, max_num_seqs=3, block_size=8)
     # Without attention blocks take no memory: all requests have theirs.

@@ -203,6 +203,9 @@ class Subject:
         def call(*args: Any, **kwargs: Any) -> Any:
             if name == "capture_model" and not isinstance(self._model, str):
                 kwargs["graph_cache"] = graph_cache()  # the model is this subject's alone
+            if name == "load_model" and "max_model_len" in self._settings:
+                # Of a model that has no longest context: whichever condition comes first.
+                kwargs["max_model_len"] = self._settings["max_model_len"]
             if name not in self._cache:
                 self._cache[name] = function(*args, **kwargs)
             return self._cache[name]
