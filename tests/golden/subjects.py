@@ -16,6 +16,7 @@ from pagespec.compile.model.embedded import embedded_model_path
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_with_reach
 from pagespec.compile.model.thresholds import ReachPlan
+from pagespec.verify import GateSize
 from tests.golden.harness import (
     Condition,
     GoldenRow,
@@ -45,6 +46,18 @@ FEW_CONDITIONS = [
     for condition in conditions(longest=263, pool_tokens=288)
     if condition.name in ("plain", "tiny pool+cache", "overlap", "budget 16")
 ]
+
+# Of weights or caches that are held quantised; their judges are slow.
+QUANTIZED_PROMPT_LENGTHS = [1, 2, 17, 40, 64, 90, 33, 48]
+QUANTIZED_NUM_OUTPUTS = 16
+QUANTIZED_CONDITIONS = [
+    condition
+    for condition in conditions(longest=106, pool_tokens=112)
+    if condition.name in {condition.name for condition in FEW_CONDITIONS}
+]
+QUANTIZED_GATE_SIZE = GateSize(
+    max_batch=5, neighbour_lengths=(1, 3, 65), cuts=(1, 3, 32, 63), budgets=(2, 33), num_tokens=4
+)
 
 
 def _with_states(condition: Condition) -> Condition:

@@ -16,25 +16,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pagespec import LLM
-from pagespec.verify import GateSize, run_gate
-from tests.golden.harness import Reference, Subject, check, conditions, mixed_prompts, reference_of
-from tests.golden.subjects import FEW_CONDITIONS
+from pagespec.verify import run_gate
+from tests.golden.harness import Reference, Subject, check, mixed_prompts, reference_of
+from tests.golden.subjects import (
+    QUANTIZED_CONDITIONS,
+    QUANTIZED_GATE_SIZE,
+    QUANTIZED_NUM_OUTPUTS,
+    QUANTIZED_PROMPT_LENGTHS,
+)
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.quantized_files import e4m3_table, nearest_e4m3
 
 # Seen: 2e-6. But a key that another order of summation moves over the middle of two numbers gets
 # the other one.
 MAX_RELATIVE_ERROR = 3e-2
-LENGTHS = [1, 2, 17, 40, 64, 90, 33, 48]
-NUM_OUTPUTS = 16
-CONDITIONS = [
-    condition
-    for condition in conditions(longest=106, pool_tokens=112)
-    if condition.name in {condition.name for condition in FEW_CONDITIONS}
-]
-GATE_SIZE = GateSize(
-    max_batch=5, neighbour_lengths=(1, 3, 65), cuts=(1, 3, 32, 63), budgets=(2, 33), num_tokens=4
-)
 ARCHITECTURES = ["llama", "mistral"]
 _JUDGE = "kv_fp8_judge"
 
@@ -70,8 +65,8 @@ def model_of(arch: str) -> PreTrainedModel:
 def expected_of(arch: str) -> Reference:
     judge = copy.deepcopy(model_of(arch))
     judge.set_attn_implementation(_JUDGE)
-    prompts = mixed_prompts(LENGTHS, VOCAB_SIZE)
-    return reference_of(judge, prompts, [NUM_OUTPUTS] * len(prompts))
+    prompts = mixed_prompts(QUANTIZED_PROMPT_LENGTHS, VOCAB_SIZE)
+    return reference_of(judge, prompts, [QUANTIZED_NUM_OUTPUTS] * len(prompts))
 
 
 @functools.cache
@@ -80,7 +75,7 @@ def subject_of(arch: str, transparent: bool = True) -> Subject:
     return Subject(arch, model_of(arch), **settings)
 
 
-@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
+@pytest.mark.parametrize("condition", QUANTIZED_CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_equals_generate_with_keys_and_values_quantised(
     arch: str, condition: Any, monkeypatch: pytest.MonkeyPatch
@@ -93,13 +88,13 @@ def test_equals_generate_with_keys_and_values_quantised(
 
 def test_without_transparency() -> None:
     """The other attention reads the same cache."""
-    row = subject_of("llama", transparent=False).run(CONDITIONS[0], expected_of("llama"))
+    row = subject_of("llama", transparent=False).run(QUANTIZED_CONDITIONS[0], expected_of("llama"))
     assert row.num_wrong_tokens == 0, str(row)
 
 
 def test_it_makes_a_difference() -> None:
     plain = Subject("llama", model_of("llama"), device="cpu")
-    row = plain.run(CONDITIONS[0], expected_of("llama"))
+    row = plain.run(QUANTIZED_CONDITIONS[0], expected_of("llama"))
     assert row.max_relative_error > 1e-3, str(row)
 
 
@@ -109,7 +104,7 @@ def test_answers_do_not_depend_on_the_schedule(arch: str) -> None:
         subject = subject_of(arch, arguments.get("transparent", True))
         return subject.llm(check_invariants=True, **arguments)
 
-    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=GATE_SIZE)
+    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=QUANTIZED_GATE_SIZE)
     assert [f.first_difference for f in report.groups if f.num_different] == []
     assert report.num_hit_blocks > 10
     assert report.num_preemptions

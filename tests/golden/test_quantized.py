@@ -14,32 +14,26 @@ from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
 from pagespec.kernels.linear import cpu_quantized
-from pagespec.verify import GateSize, run_gate
+from pagespec.verify import run_gate
 from tests.golden.harness import (
     Condition,
     Reference,
     Subject,
     check,
-    conditions,
     mixed_prompts,
     reference_of,
 )
-from tests.golden.subjects import FEW_CONDITIONS
+from tests.golden.subjects import (
+    QUANTIZED_CONDITIONS,
+    QUANTIZED_GATE_SIZE,
+    QUANTIZED_NUM_OUTPUTS,
+    QUANTIZED_PROMPT_LENGTHS,
+)
 from tests.support.models import VOCAB_SIZE
 from tests.support.quantized_files import INT4_LAYOUTS, LAYOUTS, left_in, write_quantized
 
 # Roundings of rows and results that fall the other way, as sums have another order.
 INT4_RELATIVE_ERROR = 2e-2
-LENGTHS = [1, 2, 17, 40, 64, 90, 33, 48]
-NUM_OUTPUTS = 16
-CONDITIONS = [
-    condition
-    for condition in conditions(longest=106, pool_tokens=112)
-    if condition.name in {condition.name for condition in FEW_CONDITIONS}
-]
-GATE_SIZE = GateSize(
-    max_batch=5, neighbour_lengths=(1, 3, 65), cuts=(1, 3, 32, 63), budgets=(2, 33), num_tokens=4
-)
 needs_int4 = pytest.mark.skipif(
     cpu_quantized.reason_against() is not None, reason=str(cpu_quantized.reason_against())
 )
@@ -64,11 +58,11 @@ def subject_of(layout: str, *, expands: bool = False) -> Subject:
 
 @functools.cache
 def expected_of(layout: str) -> Reference:
-    prompts = mixed_prompts(LENGTHS, VOCAB_SIZE)
-    return reference_of(written(layout)[1], prompts, [NUM_OUTPUTS] * len(prompts))
+    prompts = mixed_prompts(QUANTIZED_PROMPT_LENGTHS, VOCAB_SIZE)
+    return reference_of(written(layout)[1], prompts, [QUANTIZED_NUM_OUTPUTS] * len(prompts))
 
 
-@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
+@pytest.mark.parametrize("condition", QUANTIZED_CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_generate_with_the_dequantised_weights(layout: str, condition: Condition) -> None:
     """In 4 bits where weights are expanded."""
@@ -85,8 +79,10 @@ def test_int4_is_near_linear_layers_that_round_to_bfloat16(layout: str) -> None:
         if "proj" in name and name not in left_in(layout):
             part.register_forward_pre_hook(lambda _, given: (given[0].bfloat16().float(),))
             part.register_forward_hook(lambda _, __, output: output.bfloat16().float())
-    prompts = mixed_prompts(LENGTHS, VOCAB_SIZE)
-    row = subject_of(layout).run(CONDITIONS[0], reference_of(model, prompts, [1] * len(prompts)))
+    prompts = mixed_prompts(QUANTIZED_PROMPT_LENGTHS, VOCAB_SIZE)
+    row = subject_of(layout).run(
+        QUANTIZED_CONDITIONS[0], reference_of(model, prompts, [1] * len(prompts))
+    )
     assert row.max_relative_error < INT4_RELATIVE_ERROR, str(row)
 
 
@@ -106,7 +102,7 @@ def test_answers_do_not_depend_on_the_schedule(layout: str) -> None:
         subject = subjects[arguments.get("transparent", True)]
         return subject.llm(check_invariants=True, **arguments)
 
-    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=GATE_SIZE)
+    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=QUANTIZED_GATE_SIZE)
     assert [f.first_difference for f in report.groups if f.num_different] == []
     assert report.num_hit_blocks > 10
     assert report.num_preemptions

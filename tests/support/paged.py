@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagespec.kernels import ops
 from pagespec.kernels.arguments import AttentionParams, PagedKV
 
 Rows = list[tuple[int, int]]
@@ -209,3 +210,34 @@ def poisoned_memory(device: str) -> Iterator[None]:
 def bundled(query: Tensor, *rest: Any) -> tuple[Tensor, PagedKV, AttentionParams]:
     """Arguments of ``ops.paged_attention`` as those of ``launch.paged_attention``."""
     return query, PagedKV(*rest[:5]), AttentionParams(*rest[5:])
+
+
+def check_positions(attend: Callable[[tuple], Tensor], shape: Shape, cut_step: int) -> None:
+    """That a position has the same bits in any step: 210 positions of one row at once, then cut at
+    each ``cut_step``, then beside rows of any length."""
+    num_tokens = 210
+    batch = make_batch([(0, num_tokens), (0, 250), (0, 1), (0, 70)], shape, num_padding=0)
+    ops.kv_store(*batch.store)
+    query, k_cache, v_cache, _, _, tables, *rest = batch.attend
+    begins = [0, num_tokens, num_tokens + 250, num_tokens + 251]
+
+    def served(rows: list[tuple[int, int, int]]) -> list[Tensor]:
+        """(row, begin, end) each; its outputs."""
+        step = torch.cat([query[begins[r] + a : begins[r] + b] for r, a, b in rows])
+        lengths = [b - a for _, a, b in rows]
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        contexts = torch.tensor([b for _, _, b in rows], dtype=torch.int32)
+        table = tables[[r for r, _, _ in rows]]
+        return list(attend((step, k_cache, v_cache, starts, contexts, table, *rest)).split(lengths))
+
+    whole = served([(0, 0, num_tokens)])[0]
+    for cut in range(1, num_tokens, cut_step):
+        assert torch.equal(served([(0, 0, cut)])[0], whole[:cut])
+        assert torch.equal(served([(0, cut, num_tokens)])[0], whole[cut:])
+    for position in range(num_tokens):
+        assert torch.equal(served([(0, position, position + 1)])[0][0], whole[position])
+    for position in range(0, num_tokens, 11):
+        mine = (0, position, position + 1)
+        for others in ([(1, 249, 250)], [(2, 0, 1), (3, 69, 70)], [(1, 3, 90), (3, 69, 70)]):
+            for rows in ([mine, *others], [*others, mine]):
+                assert torch.equal(served(rows)[rows.index(mine)][0], whole[position])

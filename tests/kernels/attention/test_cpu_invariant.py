@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagespec.kernels import ops
 from pagespec.kernels.attention import cpu_invariant
-from tests.support.paged import Rows, Shape, float64_attention, make_batch
+from tests.support.paged import Rows, Shape, check_positions, float64_attention, make_batch
 
 SHAPES = [
     Shape(hq=9, hkv=3, dk=64, dv=64),
@@ -53,30 +53,4 @@ def test_matches_float64(shape: Shape, rows: Rows) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_position_has_the_same_bits_in_any_step(shape: Shape) -> None:
-    """210 positions of one row: at once, then cut everywhere, then beside rows of any length."""
-    num_tokens = 210
-    batch = make_batch([(0, num_tokens), (0, 250), (0, 1), (0, 70)], shape, num_padding=0)
-    ops.kv_store(*batch.store)
-    query, k_cache, v_cache, _, _, tables, *rest = batch.attend
-    begins = [0, num_tokens, num_tokens + 250, num_tokens + 251]
-
-    def served(rows: list[tuple[int, int, int]]) -> list[Tensor]:
-        """(row, begin, end) each; its outputs."""
-        step = torch.cat([query[begins[r] + a : begins[r] + b] for r, a, b in rows])
-        lengths = [b - a for _, a, b in rows]
-        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-        contexts = torch.tensor([b for _, _, b in rows], dtype=torch.int32)
-        table = tables[[r for r, _, _ in rows]]
-        return list(attend((step, k_cache, v_cache, starts, contexts, table, *rest)).split(lengths))
-
-    whole = served([(0, 0, num_tokens)])[0]
-    for cut in range(1, num_tokens, 7 if shape.hq == 9 else 19):
-        assert torch.equal(served([(0, 0, cut)])[0], whole[:cut])
-        assert torch.equal(served([(0, cut, num_tokens)])[0], whole[cut:])
-    for position in range(num_tokens):
-        assert torch.equal(served([(0, position, position + 1)])[0][0], whole[position])
-    for position in range(0, num_tokens, 11):
-        mine = (0, position, position + 1)
-        for others in ([(1, 249, 250)], [(2, 0, 1), (3, 69, 70)], [(1, 3, 90), (3, 69, 70)]):
-            for rows in ([mine, *others], [*others, mine]):
-                assert torch.equal(served(rows)[rows.index(mine)][0], whole[position])
+    check_positions(attend, shape, 7 if shape.hq == 9 else 19)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from pagespec.kernels import ops
 from pagespec.kernels.native import calls
 from pagespec.kernels.native.library import library
-from tests.support.paged import Rows, Shape, float64_attention, make_batch
+from tests.support.paged import Rows, Shape, check_positions, float64_attention, make_batch
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built")
 SHAPES = [
@@ -42,31 +41,4 @@ def test_matches_float64(shape: Shape, rows: Rows) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_position_has_the_same_bits_in_any_step(shape: Shape) -> None:
-    """210 positions of one row: at once, then cut everywhere, then beside rows of any length."""
-    num_tokens = 210
-    batch = make_batch([(0, num_tokens), (0, 250), (0, 1), (0, 70)], shape, num_padding=0)
-    ops.kv_store(*batch.store)
-    query, k_cache, v_cache, _, _, tables, *rest = batch.attend
-    begins = [0, num_tokens, num_tokens + 250, num_tokens + 251]
-
-    def served(rows: list[tuple[int, int, int]]) -> list[Tensor]:
-        """(row, begin, end) each; its outputs."""
-        step = torch.cat([query[begins[r] + a : begins[r] + b] for r, a, b in rows])
-        lengths = [b - a for _, a, b in rows]
-        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-        contexts = torch.tensor([b for _, _, b in rows], dtype=torch.int32)
-        table = tables[[r for r, _, _ in rows]]
-        out = calls.attention(step, k_cache, v_cache, starts, contexts, table, *rest)
-        return list(out.split(lengths))
-
-    whole = served([(0, 0, num_tokens)])[0]
-    for cut in range(1, num_tokens, 7):
-        assert torch.equal(served([(0, 0, cut)])[0], whole[:cut])
-        assert torch.equal(served([(0, cut, num_tokens)])[0], whole[cut:])
-    for position in range(num_tokens):
-        assert torch.equal(served([(0, position, position + 1)])[0][0], whole[position])
-    for position in range(0, num_tokens, 11):
-        mine = (0, position, position + 1)
-        for others in ([(1, 249, 250)], [(2, 0, 1), (3, 69, 70)], [(1, 3, 90), (3, 69, 70)]):
-            for rows in ([mine, *others], [*others, mine]):
-                assert torch.equal(served(rows)[rows.index(mine)][0], whole[position])
+    check_positions(lambda attention: calls.attention(*attention), shape, 7)
