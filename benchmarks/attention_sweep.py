@@ -152,12 +152,15 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 def plain_read(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """GB/s of reading one stretch of memory."""
+    """GB/s of reading one stretch of memory; 0 without repeats."""
     words = torch.randint(0, 1 << 30, (num_bytes // 4,), dtype=torch.int32, device=device)
     best = 0.0
     sizes = ((132 * 16, 4096), (132 * 8, 8192), (132 * 32, 2048))
     for num_programs, block in sizes if device.type == "cuda" else ((4, 64),):
         out = torch.empty(num_programs, dtype=torch.int32, device=device)
+        if not repeats:  # to compile it
+            _read_kernel[(num_programs,)](words, out, len(words), num_programs, BLOCK=block)
+            continue
 
         def call(n: int = num_programs, b: int = block, out: Tensor = out) -> None:
             _read_kernel[(n,)](words, out, len(words), n, BLOCK=b)
@@ -180,6 +183,11 @@ def gather_call(layer: tuple, heads: int) -> Callable[[], object]:
         HKV=num_kv_heads, WORDS=k_words.shape[3], HEADS=heads, PAGE=page, SEGMENT=segment,
         BLOCK_N=max(1, 64 // heads),
     )  # fmt: skip
+
+
+def attention_call(layer: tuple, tiling: Tiling, counters: Tensor) -> Callable[[], object]:
+    query, kv, params = layer
+    return lambda: paged_attention(query, kv, params, tiling, counters)
 
 
 def seconds_of(calls: list[Callable[[], object]], repeats: int, device: torch.device) -> float:
@@ -269,6 +277,10 @@ class Sweep:
                     kv = kv._replace(block_tables=table)
                     for tiling in self.variants_of(case).values():
                         paged_attention(query, kv, params, tiling, self.counters())
+                    if not case.is_prefill:
+                        for heads in (1, 2, case.num_kv_heads):
+                            gather_call((query, kv, params), heads)()
+                plain_read(self.device, 1 << 20, 0)
         took = time.monotonic() - begin
         print(f"{report.num_compiled} kernels compiled in {took:.1f} s", flush=True)
 
@@ -287,7 +299,8 @@ class Sweep:
                 print(f"{case.name}: {name}: {str(error).splitlines()[0][:120]}", flush=True)
                 counters = self.counters()
             if expected is None:
-                expected = paged_attention(*layers[0], tiling, counters)
+                query, kv, params = layers[0]
+                expected = paged_attention(query, kv, params, tiling, counters)
 
     def _outcome(
         self,
@@ -298,15 +311,12 @@ class Sweep:
         counters: Tensor,
         expected: Tensor | None,
     ) -> Outcome:
-        result = paged_attention(*layers[0], tiling, counters)
-        bits = "" if expected is None or torch.equal(result, expected) else _difference(
-            result, expected
-        )  # fmt: skip
-
-        def call_of(layer: tuple) -> Callable[[], Tensor]:
-            return lambda: paged_attention(*layer, tiling, counters)
-
-        return self.outcome(case, name, [call_of(layer) for layer in layers], bits)
+        query, kv, params = layers[0]
+        result = paged_attention(query, kv, params, tiling, counters)
+        is_same = expected is None or torch.equal(result, expected)
+        bits = "" if is_same else _difference(result, expected)
+        calls = [attention_call(layer, tiling, counters) for layer in layers]
+        return self.outcome(case, name, calls, bits)
 
     def outcome(
         self, case: Case, name: str, calls: list[Callable[[], object]], bits: str = ""
@@ -329,10 +339,7 @@ class Sweep:
         found += self.time_variants(case, layers)
         if not case.is_prefill and case.spread:
             counters, tiling = self.counters(), self.variants_of(case)["present"]
-            ordered = [
-                lambda layer=layer: paged_attention(*layer, tiling, counters)
-                for layer in longest_first(layers)
-            ]
+            ordered = [attention_call(layer, tiling, counters) for layer in longest_first(layers)]
             found.append(self.outcome(case, "(present, longest rows first)", ordered))
         unit = "TFLOP/s" if case.is_prefill else "GB/s"
         print(f"\n{case.name}: {unit}, {'' if case.is_prefill else 'of the plain read, '}us")
@@ -358,7 +365,8 @@ class Sweep:
             print("\nno time for:", *self.left_out, sep="\n  ")
 
 
-def _difference(result: Tensor, expected: Tensor) -> str:
+def _difference(result: Tensor, expected: Tensor | None) -> str:
+    assert expected is not None
     error = (result.float() - expected.float()).norm() / expected.float().norm()
     return f"OTHER BITS, relative {error:.1e}"
 
