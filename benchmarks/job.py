@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,9 +63,9 @@ class Job:
     """One engine and what to measure with it.
 
     Attributes:
-        kind: "throughput", "latency" or "startup".
+        kind: "throughput", "latency", "startup" or "tracing".
         model: a name of ``benchmarks.workload.MODELS``.
-        workloads: names of ``benchmarks.workload.WORKLOADS``; for throughput.
+        workloads: names of ``benchmarks.workload.WORKLOADS``; for throughput and tracing.
         num_prompt_tokens, num_output_tokens: of the one request of "latency" and "startup".
         settings: keyword arguments of ``LLM``.
         profile: file of the chrome trace, or None for no profile.
@@ -99,11 +100,14 @@ def require_peer(folder: Path | None, model: str, workloads: list[str] | None = 
             raise typer.BadParameter(f"--peer: {error}") from error
 
 
-def run_job(job: Job, environment: dict[str, str] | None = None) -> dict[str, Any]:
+def run_job(
+    job: Job, environment: dict[str, str] | None = None, folder: Path | None = None
+) -> dict[str, Any]:
     """Run ``job`` in a fresh process; its result, as ``benchmarks.worker`` wrote it.
 
     Args:
         environment: variables added to this process's own.
+        folder: the model's; None for one that holds nothing but its ``config.json``.
 
     Raises:
         typer.BadParameter: the model is unknown.
@@ -111,9 +115,10 @@ def run_job(job: Job, environment: dict[str, str] | None = None) -> dict[str, An
     """
     if job.model not in MODELS:
         raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}, not {job.model}")
-    with tempfile.TemporaryDirectory() as scratch, model_folder(job.model) as folder:
+    made = model_folder(job.model) if folder is None else nullcontext(folder)
+    with tempfile.TemporaryDirectory() as scratch, made as model:
         output = Path(scratch) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.worker", str(folder), str(output)]
+        command = [sys.executable, "-m", "benchmarks.worker", str(model), str(output)]
         begin = time.monotonic()
         process = subprocess.run(
             command,

@@ -1,18 +1,25 @@
 """Screenshots of the trace viewer for README and docs/viewer.md, light and dark.
 
     python -m benchmarks.shots
+    python -m benchmarks.shots run.jsonl --name viewer-1024
 
-SmolLM2-135M serves 15 requests on the CPU with so few blocks and so small a budget that there is
-everything to see: questions that share a long instruction, a long prompt in chunks beside decodes,
-tales that outgrow the pool and preempt one another. Needs the embedded model, Chromium and
-playwright (``nox -s browser_tests`` installs it).
+With a trace: all of it, and steps near its first preemption; prints the seconds until the page can
+be used and the milliseconds per paint. Without one, SmolLM2-135M serves 15 requests on the CPU with
+so few blocks and so small a budget that there is everything to see: questions that share a long
+instruction, a long prompt beside decodes, tales that outgrow the pool and preempt one another.
+Needs Chromium and playwright (``nox -s browser_tests`` installs it), and the embedded model if no
+trace is given.
 """
 
 from __future__ import annotations
 
+import gzip
 import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from pagespec import LLM, SamplingParams, embedded_model_path
 from pagespec.viewer.page import Verdict, make_page
@@ -21,7 +28,7 @@ from spec.replay import check
 from tests.support.browser import open_page, started_browser
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 _MAX_BYTES = 300 * 1024
@@ -74,11 +81,14 @@ def write_trace(path: Path) -> None:
 
 
 def write_page(trace: Path, page: Path) -> None:
-    lines = trace.read_text().splitlines()
+    text = (
+        gzip.decompress(trace.read_bytes()).decode() if trace.suffix == ".gz" else trace.read_text()
+    )
+    lines = text.splitlines()
     found = check(lines)
     said = f"accepted: {found.num_steps} steps" if not found.property_id else found.detail
     verdict = Verdict(found.line, found.property_id, said)
-    page.write_text(make_page(read_timeline(lines), "smollm2.jsonl", verdict), encoding="utf-8")
+    page.write_text(make_page(read_timeline(lines), trace.name, verdict), encoding="utf-8")
 
 
 def hover(page: Page, lane: int, step: int) -> None:
@@ -139,24 +149,60 @@ SHOTS = {
 }
 
 
-def main() -> None:
+def main(
+    trace: Annotated[
+        Path | None, typer.Argument(help="A step trace, or one that gzip packed.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="What the pictures' names begin with.")] = "viewer-run",
+) -> None:
+    """Write the pictures to docs/images."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, started_browser() as browser:
-        page_file = Path(folder) / "smollm2.html"
-        write_trace(Path(folder) / "smollm2.jsonl")
-        write_page(Path(folder) / "smollm2.jsonl", page_file)
-        for name, arrange in SHOTS.items():
+        page_file = Path(folder) / "page.html"
+        shots = SHOTS
+        if trace is not None:
+            shots = {name: arrange_all, f"{name}-step": arrange_preemption}
+        else:
+            trace = Path(folder) / "smollm2.jsonl"
+            write_trace(trace)
+        write_page(trace, page_file)
+        print(f"{page_file.stat().st_size / 1e6:.1f} MB of HTML; {measured(browser, page_file)}")
+        for shot, arrange in shots.items():
             for theme in ("light", "dark"):
                 with open_page(browser, page_file, theme=theme) as page:
                     page.wait_for_function("window.viewer")
                     arrange(page)
                     page.wait_for_timeout(200)
-                    path = IMAGES / f"{name}-{theme}.png"
+                    path = IMAGES / f"{shot}-{theme}.png"
                     page.screenshot(path=path)
                 size = path.stat().st_size
                 print(f"{path.name} {size / 1024:.0f} KiB")
                 assert size < _MAX_BYTES
 
 
+def measured(browser: Browser, page_file: Path) -> str:
+    """Seconds until the page can be used, and what a paint takes while it is scrolled and moved."""
+    begin = time.perf_counter()
+    with open_page(browser, page_file) as page:
+        page.wait_for_function("window.viewer")
+        open_s = time.perf_counter() - begin
+        paints = page.evaluate(
+            """() => {
+              const { view } = window.viewer, times = [];
+              const num = window.viewer.trace.steps.number.length;
+              for (let i = 0; i < 60; i++) {
+                const first = Math.floor(i / 60 * num);
+                const begin = view.stepBegin(first);
+                view.moveTo(begin, view.stepEnd(Math.min(num - 1, first + num / 20 | 0)) - begin);
+                const before = performance.now();
+                window.viewer.paintNow();
+                times.push(performance.now() - before);
+              }
+              return times.sort((a, b) => a - b);
+            }"""
+        )
+    return f"opens in {open_s:.2f} s; a paint {paints[30]:.1f} ms, {paints[-1]:.1f} at most"
+
+
 if __name__ == "__main__":
-    main()
+    typer.run(main)

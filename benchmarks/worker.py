@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,12 @@ MAX_NUM_SEQS = 512
 def main() -> None:
     job = Job(**json.load(sys.stdin))
     folder, output = Path(sys.argv[1]), Path(sys.argv[2])
-    measure = {"throughput": throughput, "latency": latency, "startup": startup}[job.kind]
+    measure = {
+        "throughput": throughput,
+        "latency": latency,
+        "startup": startup,
+        "tracing": tracing,
+    }[job.kind]
     output.write_text(json.dumps(measure(job, folder)))
 
 
@@ -164,6 +170,38 @@ def startup(job: Job, folder: Path) -> dict[str, Any]:
     first_token = time.monotonic()
     result = described(llm, started - imported)
     result |= {"imported": imported, "engine_ready": started, "first_token": first_token}
+    result["stats"] = dataclasses.asdict(llm.stats())
+    return result
+
+
+def tracing(job: Job, folder: Path) -> dict[str, Any]:
+    """Whole workloads without and with a step trace by turns."""
+    from pagespec.engine.planner import Planner
+    from pagespec.engine.trace import TraceWriter
+
+    workloads = [make_workload(name) for name in job.workloads]
+    begin = time.perf_counter()
+    llm = make_llm(job, folder, workloads, max(LOADS[name].max_model_len for name in job.workloads))
+    result = described(llm, time.perf_counter() - begin)
+    result["workloads"] = {}
+    engine = llm.engine
+    with tempfile.TemporaryDirectory() as scratch:
+        trace = Path(scratch) / "trace.jsonl"
+        for workload in workloads:
+            timed(llm, workload, 0.6, workload.num_outputs)
+            plain_s, traced_s = [], []
+            for _ in range(job.repeat):
+                engine._trace, engine.scheduler.make_planner = None, Planner
+                plain_s.append(timed(llm, workload, 0.6, workload.num_outputs))
+                engine._trace = TraceWriter(trace, engine.scheduler)  # and another planner
+                traced_s.append(timed(llm, workload, 0.6, workload.num_outputs))
+            engine._trace, engine.scheduler.make_planner = None, Planner
+            result["workloads"][workload.name] = {
+                "plain_s": plain_s,
+                "traced_s": traced_s,
+                "trace_bytes": trace.stat().st_size,
+            }
+            print(f"{workload.name}: {plain_s}, traced {traced_s} s", file=sys.stderr, flush=True)
     result["stats"] = dataclasses.asdict(llm.stats())
     return result
 

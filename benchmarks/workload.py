@@ -53,6 +53,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36,
         "tie_word_embeddings": False,
     },
+    "32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "tie_word_embeddings": False,
+    },
     # For a machine without a GPU: proves that a benchmark runs, says nothing about speed.
     "tiny": {
         "bos_token_id": 1,

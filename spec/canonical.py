@@ -49,7 +49,7 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
         queues = (state.running, state.waiting, state.paused, state.left, state.pending)
         place = tuple(r in queue for queue in queues)
         group = groups.setdefault(r if q.leader < 0 else q.leader, number[r])
-        requests.append((q[:4], q[5:9], q[10:13], group, ranked, table, place))
+        requests.append((q[:4], q[5:9], q[10:14], group, ranked, table, place))
     flight = [
         [(number[w.request], w.start, w.n, w.token, w.stale) for w in step] for step in state.flight
     ]

@@ -13,12 +13,13 @@ from typing import Any
 
 from .state import REFUSALS
 
-VERSIONS = (1, 2, 3, 4)
+VERSIONS = (1, 2, 3, 4, 5)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 _MAX_SECONDS = 1 << 40
 
 Shape = Callable[[Any], bool]
+Rows = list[list[Any]]
 
 
 class TraceError(ValueError):
@@ -72,6 +73,18 @@ def _tuple_of(*shapes: Shape) -> Shape:
     )
 
 
+def _are_columns(value: Any) -> bool:
+    """Rows as they are told since version 5; null are those of the plan before."""
+    return value is None or (
+        isinstance(value, dict)
+        and _list_of(_is_text)(value.get("ids"))
+        and _list_of(_is_count)(value.get("starts"))
+        and _list_of(_tuple_of(_is_count, _is_count, _is_flag))(value.get("unusual"))
+        and len(value["ids"]) == len(value["starts"])
+        and all(row < len(value["ids"]) for row, _, _ in value["unusual"])
+    )
+
+
 _is_count = _between(0)
 _POOL = _tuple_of(_is_count, _is_count, _is_count)
 _TABLES = _list_of(_tuple_of(_is_text, _list_of(_is_count)))
@@ -98,6 +111,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "priority": _is_integer,
         "reads_cache": _is_flag,
         "needs_history": _is_flag,
+        "settled_only": _is_flag,
         "siblings": _list_of(_is_text),
     },
     "plan": {
@@ -137,16 +151,20 @@ _SINCE = {
     **{("plan", field): 3 for field in ("prefixes", "copies")},
     **{("plan", field): 4 for field in ("askers", "hits", "evicted", "refused", "times")},
     ("result", "times"): 4,
+    ("add", "settled_only"): 5,
 }
+_COLUMNS_SINCE = 5
 
 
 def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each event with the number of its line, from 1. The first is a start, no other is.
+    """Each event with the number of its line, from 1. The first is a start, no other is. A plan has
+    all its rows, ``[id, start, num_tokens, sampled]``, in whatever way its version tells them.
 
     Raises:
         TraceError: a line is no event of a step trace.
     """
     number = version = 0
+    rows: Rows | None = None  # of the plan before, since the last failure
     for number, line in enumerate(lines, 1):
         event = _parsed(line, number)
         is_start = event.get("event") == "start"
@@ -157,9 +175,26 @@ def read_events(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         if number > 1 and is_start:
             raise TraceError(f"line {number} starts another trace")
         _check_shape(event, number, version)
+        if event["event"] == "plan":
+            if version >= _COLUMNS_SINCE:
+                event["rows"] = _all_rows(event["rows"], rows, number)
+            rows = event["rows"]
+        elif event["event"] == "fail":
+            rows = None
         yield number, event
     if number == 0:
         raise TraceError("the trace is empty")
+
+
+def _all_rows(told: dict[str, Any] | None, before: Rows | None, number: int) -> Rows:
+    if told is None:
+        if before is None:
+            raise TraceError(f"line {number}: the rows of the plan before, and there is none")
+        return [[name, start + num_tokens, 1, True] for name, start, num_tokens, _ in before]
+    rows: Rows = [[*row, 1, True] for row in zip(told["ids"], told["starts"], strict=True)]
+    for row, num_tokens, sampled in told["unusual"]:
+        rows[row][2:] = num_tokens, sampled
+    return rows
 
 
 def _parsed(line: str, number: int) -> dict[str, Any]:
@@ -183,6 +218,8 @@ def _check_shape(event: dict[str, Any], number: int, version: int) -> None:
             continue
         if field not in event:
             raise TraceError(f"line {number}: {name} has no {field!r}")
+        if (name, field) == ("plan", "rows") and version >= _COLUMNS_SINCE:
+            shape = _are_columns
         if not shape(event[field]):
             value = shortened(repr(event[field]), 80)
             raise TraceError(f"line {number}: {name} has {field} = {value}")

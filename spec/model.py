@@ -76,6 +76,7 @@ class Machine(Scheduler):
                     # What the whole prompt is computed for is asked of the leader.
                     reads_cache=template.reads_cache or number > first,
                     needs_history=template.needs_history,
+                    settled_only=template.settled_only,
                     leader=first if number > first else -1,
                 )
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .move import Move
 from .pool import ceil_div
-from .state import State
+from .state import NO_TOKEN, State
 
 
 def l3(m: Move) -> bool:
@@ -42,19 +42,41 @@ def l5(m: Move) -> bool:
 
 
 def l6(m: Move) -> bool:
-    """A running decode has a row, or is preempted or held for an elder, or has no slot left while
-    an elder wants blocks."""
-    batch = {row.request for row in m.plan.rows}
-    closed_by = m.plan.closed_by
-    for r in m.before.running if m.plan.rows else ():
-        request = m.before.requests[r]
-        if request.total - request.dispatched != 1 or request.total == request.limit:
-            continue
-        if r in batch or r in m.plan.preempted:
-            continue
-        if closed_by is None or m.before.requests[closed_by].rank > request.rank:
-            return False
-        needs_block = len(request.table) == ceil_div(request.dispatched + 1, m.scope.block_size)
-        if r not in m.plan.held and closed_by != r and needs_block:
-            return False
-    return True
+    """A running decode has a row, or yields to an elder; settled-only ones: L9."""
+    return all(
+        is_served_or_yields(m, r) for r in decodes(m) if not m.before.requests[r].settled_only
+    )
+
+
+def l9(m: Move) -> bool:
+    """A settled-only decode has a row, or yields to an elder, or one of the steps in flight, which
+    are no more than ``depth``, samples the token that it is to compute."""
+    sampling = {row.request for step in m.before.flight for row in step if row.token != NO_TOKEN}
+    return len(m.before.flight) <= m.scope.depth and all(
+        r in sampling or is_served_or_yields(m, r)
+        for r in decodes(m)
+        if m.before.requests[r].settled_only
+    )
+
+
+def decodes(m: Move) -> list[int]:
+    """Running requests with one token to compute, if somebody computes anything."""
+    requests = m.before.requests
+    return [
+        r
+        for r in (m.before.running if m.plan.rows else ())
+        if requests[r].total - requests[r].dispatched == 1
+        and requests[r].total != requests[r].limit
+    ]
+
+
+def is_served_or_yields(m: Move, r: int) -> bool:
+    """It has a row, or is preempted or held for an elder, or has no slot left while an elder wants
+    blocks."""
+    if r in m.plan.preempted or any(row.request == r for row in m.plan.rows):
+        return True
+    request, closed_by = m.before.requests[r], m.plan.closed_by
+    if closed_by is None or m.before.requests[closed_by].rank > request.rank:
+        return False
+    has_slot = len(request.table) == ceil_div(request.dispatched + 1, m.scope.block_size)
+    return r in m.plan.held or closed_by == r or not has_slot

@@ -68,6 +68,7 @@ class Replay:
         self.has_tables = start["version"] >= 2
         self.has_prefixes = start["version"] >= 3
         self.has_account = start["version"] >= 4
+        self.has_settled_only = start["version"] >= 5
         self.tables: dict[int, list[int]] = {}  # of the running requests, from the plans alone
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -90,6 +91,8 @@ class Replay:
             template = template._replace(
                 reads_cache=event["reads_cache"], needs_history=event["needs_history"], n=len(names)
             )
+        if self.has_settled_only:
+            template = template._replace(settled_only=event["settled_only"])
         machine.stop_ids += [frozenset(event["stop_token_ids"])] * len(names)
         machine.watches_text += [event["has_stop_strings"]] * len(names)
         machine.add(template)
@@ -217,6 +220,8 @@ class Replay:
                 )
             if start + n > request.total:
                 raise _Refused("S17", f"request {r} is computed to {start + n} of {request.total}")
+            if request.settled_only and start + n > len(request.tokens):
+                raise _Refused("S42", f"request {r} is computed to {start + n}, which is unsettled")
             if sampled != (start + n == request.total):
                 raise _Refused("S19", f"request {r}: sampled = {sampled} at {start + n}")
 

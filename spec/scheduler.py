@@ -96,7 +96,11 @@ class Scheduler(Pool):
     def num_wanted(self, request: Request) -> int:
         if request.total >= request.limit:  # its last token is being sampled: nothing follows
             return 0
-        return request.total - request.dispatched
+        return 0 if self.must_settle(request) else request.total - request.dispatched
+
+    def must_settle(self, request: Request) -> bool:
+        """S42: the token it would compute is being sampled, and is known to nobody yet."""
+        return request.settled_only and request.total > len(request.tokens)
 
     def num_reserved(self) -> int:
         """One token for each decode that is still to come in this walk (L6)."""
@@ -119,7 +123,7 @@ class Scheduler(Pool):
         request = self.requests[r]
         wanted = self.within_budget(self.num_wanted(request))
         if wanted <= 0:
-            self.refuse(r, "budget" if self.num_wanted(request) else "ending")
+            self.refuse(r, self.reason_for_none(request))
             return
         n = self.fit(r, wanted)
         if n <= 0:
@@ -128,6 +132,11 @@ class Scheduler(Pool):
         blocks = ceil_div(request.dispatched + n, self.block_size)
         self.allocate(r, blocks - len(request.table))
         self.add_row(r, n)
+
+    def reason_for_none(self, request: Request) -> str:
+        if self.num_wanted(request):
+            return "budget"
+        return "ending" if request.total >= request.limit else "unsettled"
 
     def fit(self, r: int, wanted: int) -> int:
         """How many of the wanted tokens have a slot or can get one."""

@@ -37,6 +37,13 @@ CI = (
         abort=False,
         reset=True,
     ),
+    # one that computes settled tokens only, beside one that does not
+    _TIGHT._replace(
+        name="ci-settled-only",
+        templates=(T((0, 0), 3, settled_only=True), T((0,), 3)),
+        depth=1,
+        abort=False,
+    ),
     # siblings that share a block and copy the next one; those that copy only, without a cache
     _SIBLINGS._replace(name="ci-siblings", depth=1, pause=False, reset=True),
     _SIBLINGS._replace(

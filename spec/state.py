@@ -46,6 +46,7 @@ def spell(prefix: int) -> str:
 class Template(NamedTuple):
     """A request the environment may send. ``reads_cache``: takes prefix hits; all publish.
     ``needs_history``: the runner has to know all its tokens, as penalties and grammars do.
+    ``settled_only``: its rows compute settled tokens only, as the mask of a grammar needs them.
     ``n``: so many continuations, each a request: a leader and n - 1 siblings."""
 
     prompt: tuple[int, ...]
@@ -54,6 +55,7 @@ class Template(NamedTuple):
     priority: int = 0
     reads_cache: bool = True
     needs_history: bool = False
+    settled_only: bool = False
     n: int = 1
 
 
@@ -106,6 +108,7 @@ class Request(NamedTuple):
     published: int = 0
     reads_cache: bool = True
     needs_history: bool = False
+    settled_only: bool = False
     leader: int = -1
 
     @property
@@ -151,10 +154,11 @@ class State(NamedTuple):
 
 
 # --------------------------------------------------------------------------- plans and labels
-# Why a request has no row in a plan. The first four of running requests; all but "ending" and
-# "held" of waiting ones. Of several the first in the order of the walk is named.
+# Why a request has no row in a plan. The first six of running requests; all but "ending",
+# "unsettled" and "held" of waiting ones. Of several the first in the order of the walk is named.
 REFUSALS = (
     "ending",  # its last token is being sampled: nothing is left to compute
+    "unsettled",  # its next token is being sampled, and has to be settled before it is computed
     "held",  # a victim: it drains, so that its blocks can be taken
     "budget",  # the tokens of the step are used, or kept for decodes
     "blocks",  # it wants blocks, and there are none even with those of the younger: it closes

@@ -35,6 +35,7 @@ def label_text(label: Label, plan: Plan | None) -> str:
         extra = f", salt {t.salt}" * bool(t.salt) + f", priority {t.priority}" * bool(t.priority)
         extra += f", {t.n} continuations" * (t.n > 1)
         extra += ", computes all" * (not t.reads_cache) + ", tells all" * t.needs_history
+        extra += ", settled only" * t.settled_only
         prompt = tokens_text(t.prompt)
         return f"Add r{label.request}: prompt [{prompt}], max_tokens {t.max_tokens}{extra}"
     if isinstance(label, Settle):

@@ -230,6 +230,15 @@ def s38(m: Move) -> bool:
     )
 
 
+def s42(m: Move) -> bool:
+    """What a settled-only request computes is settled when it is planned."""
+    return all(
+        row.start + row.n <= len(m.before.requests[row.request].tokens)
+        for row in m.plan.rows
+        if m.before.requests[row.request].settled_only
+    )
+
+
 # --------------------------------------------------------------------------- life cycle
 def s24(m: Move) -> bool:
     return all(
@@ -337,9 +346,11 @@ ON_SCHEDULE: dict[str, Property] = {
     "S33": s33,
     "S38": s38,
     "S39": lambda m: s39(m.after, m.scope),
+    "S42": s42,
     "L3": progress.l3,
     "L5": progress.l5,
     "L6": progress.l6,
+    "L9": progress.l9,
 }
 TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
     **{name: ((Schedule,), holds) for name, holds in ON_SCHEDULE.items()},

@@ -32,6 +32,7 @@ def random_scope(rng: random.Random) -> Scope:
             priority=rng.randint(0, 2),
             reads_cache=rng.random() < 0.8,
             needs_history=rng.random() < 0.4,
+            settled_only=rng.random() < 0.3,
             n=rng.choice([1, 1, 2, 3]),
         )
         for prompt in rng.sample(PROMPTS, 3)

@@ -7,16 +7,15 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
-from .compile.capture.graph_cache import GraphCache
 from .compile.captured_model import CapturedModel, capture_model
-from .compile.model.load import load_model
-from .compile.model.probe import probe_model
-from .compile.model.tensor_parallel import WHOLE, Shard
+from .compile.model.loaded import WHOLE, LoadedModel, Shard
+from .compile.model.source import ModelSource, find_source
+from .compile.start_record import StartRecord, may_restore
 from .disk_cache import cache_root
 from .engine.config import EngineConfig, check_device
 from .engine.stats import Clock, EngineStats
@@ -31,7 +30,13 @@ from .runner.staging_runner import TimedRunner
 from .startup import gc_paused
 from .structured.grammars import Grammars
 
+# What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
+# that restores a model needs neither.
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .compile.capture.graph_cache import GraphCache
+    from .kernels.attention.spec import AttentionSpec
     from .runner.gpu_runner import GpuRunner
 
 logger = logging.getLogger("pagespec")
@@ -90,9 +95,12 @@ def build(
     stats = EngineStats()
     clock = Clock(stats.startup_s)
     with clock("load"):
-        loaded = load_model(
-            model, dtype=config.dtype, device=device, load_format=config.load_format, shard=shard
-        )
+        source = find_source(model) if isinstance(model, (str, os.PathLike)) else None
+        with gc_paused():
+            record = _start_record(source, config, device, shard)
+            restored = record.restore() if record is not None and may_restore() else None
+        given: Any = source or model
+        loaded = _load(given, config, device, shard) if restored is None else restored.loaded
     limit = loaded.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise InvalidInputError(
@@ -101,7 +109,7 @@ def build(
     # What a rank finds out by itself needs none of the others.
     alone = LoneRank(shard.rank, shard.num_ranks)
     with clock("probe"), gc_paused(), communicator_scope(alone):
-        specs = probe_model(loaded)
+        specs = _probe(loaded) if restored is None else restored.specs
     attention = select_backend(
         config.attention,
         device=device,
@@ -130,6 +138,7 @@ def build(
             # A model that was never traced here has no kernels here, either.
             before_trace = stack.enter_context(compilers()).start
         with clock("capture"), gc_paused(), communicator_scope(alone):
+            graph_cache = _graph_cache(model, before_trace) if restored is None else None
             captured = capture_model(
                 loaded,
                 specs,
@@ -138,13 +147,19 @@ def build(
                 attention=attention,
                 packing_bytes=_packing_bytes(model, device) // shard.num_ranks,
                 matmul_plan_dir=matmul_plan_dir,
-                graph_cache=_graph_cache(model, before_trace),
+                graph_cache=graph_cache,
+                traced=None if restored is None else restored.traced,
                 communicator=communicator,
             )
+            if record is not None and graph_cache is not None:
+                record.write(loaded, specs, graph_cache.key)
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s
         stats.num_captures = captured.num_captures
         stats.num_compilations = captured.num_compiled
+        if config.quantization is not None:
+            stats.weight_formats = captured.weight_formats
+            logger.info("quantization: %s", _quantization_text(captured))
         if reading is not None:
             reading.join()
         make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
@@ -169,7 +184,7 @@ def build(
         stats=stats,
         can_score=captured.head is not None,
         grammars=runner.grammars if shard.num_ranks == 1 else None,
-        model_type=loaded.config.model_type,
+        model_type=loaded.model_type,
     )
 
 
@@ -197,15 +212,68 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(kind, int(index)) if index else torch.device(kind)
 
 
+def _load(
+    model: ModelSource | PreTrainedModel, config: EngineConfig, device: torch.device, shard: Shard
+) -> LoadedModel:
+    with gc_paused():
+        from .compile.model.load import load_model
+
+    return load_model(
+        model,
+        dtype=config.dtype,
+        device=device,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        shard=shard,
+    )
+
+
+def _probe(loaded: LoadedModel) -> list[AttentionSpec]:
+    from .compile.model.probe import probe_model
+
+    return probe_model(loaded)
+
+
+def _start_record(
+    source: ModelSource | None, config: EngineConfig, device: torch.device, shard: Shard
+) -> StartRecord | None:
+    """For a whole model from local files, whose graph is traced. On a CPU only: restored starts
+    have not been tried on a GPU."""
+    if source is None or shard.num_ranks > 1 or not os.path.isdir(source.files):
+        return None
+    if device.type != "cpu":
+        return None
+    if config.load_format != "auto" or config.compile == "eager" or config.quantization:
+        return None
+    root = cache_root()
+    return StartRecord(
+        root / "starts",
+        root / "graphs",
+        Path(source.files),
+        dtype=config.dtype,
+        device=device,
+        is_compiled=config.compile == "inductor",
+    )
+
+
 def _packing_bytes(model: object, device: torch.device) -> int:
     """For copies of weights that nothing else can change: not of a module the caller holds."""
-    if device.type != "cpu" or isinstance(model, PreTrainedModel):
+    if device.type != "cpu" or not isinstance(model, (str, os.PathLike)):
         return 0
     return available_bytes() // _PACKING_PART
 
 
 def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> GraphCache | None:
     """For models that nothing else can change: a module the caller holds may compute anything."""
-    if isinstance(model, PreTrainedModel):
+    if not isinstance(model, (str, os.PathLike)):
         return None
+    from .compile.capture.graph_cache import GraphCache
+
     return GraphCache(cache_root() / "graphs", before_trace)
+
+
+def _quantization_text(captured: CapturedModel) -> str:
+    """What is held in which format, and which matrices stay float32."""
+    formats = captured.weight_formats
+    counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats.items())
+    return f"{counts}; float32 are {', '.join(captured.float32_matrices) or 'vectors only'}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ except ImportError:  # Windows has no flock
 
 _LOCK = "lock"
 _ABANDONED_S = 24 * 3600.0
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -36,6 +39,34 @@ def write_whole(file: Path, content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as work:
         work.write(content)
     Path(work.name).replace(file)
+
+
+def write_sealed(file: Path, key: str, body: bytes) -> None:
+    """:func:`write_whole`, behind a line with the digest of key and body."""
+    write_whole(file, _digest(key, body) + b"\n" + body)
+
+
+def read_sealed(file: Path, key: str) -> bytes:
+    """What was written to ``file`` under this key.
+
+    Raises:
+        PermissionError: another user could have written the file.
+        ValueError: the file is damaged, or of another key.
+        OSError: it cannot be read; FileNotFoundError if there is none.
+    """
+    with file.open("rb") as opened:
+        status = os.fstat(opened.fileno())
+        is_ours = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+        if not is_ours or status.st_mode & _WRITABLE_BY_OTHERS:
+            raise PermissionError("another user may write to it")
+        digest, _, body = opened.read().partition(b"\n")
+    if digest != _digest(key, body):
+        raise ValueError("it is damaged")
+    return body
+
+
+def _digest(key: str, body: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + body).hexdigest().encode()
 
 
 @contextmanager

@@ -101,6 +101,9 @@ class LLM:
             distribution; "processed_logprobs", the one that was sampled from, after edits,
             temperature, top_k, top_p and min_p (of a greedy request at temperature 1, all kept).
             Those of prompts are raw.
+        quantization: "gguf" keeps what a GGUF file holds quantised, on a CPU: 4-bit weights in 4
+            bits, wider ones in float16. Logits are then near those of the float32 model, not
+            equal to them. None expands all weights.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
@@ -137,6 +140,7 @@ class LLM:
         load_format: str = "auto",
         logprobs_mode: str = "raw_logprobs",
         tensor_parallel_size: int = 1,
+        quantization: str | None = None,
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
@@ -169,6 +173,7 @@ class LLM:
             load_format=load_format,
             logprobs_mode=logprobs_mode,
             tensor_parallel_size=tensor_parallel_size,
+            quantization=quantization,
         )
         build = import_engine(config.device, config.tensor_parallel_size)
         built = build(model, config, on_logits)

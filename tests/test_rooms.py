@@ -33,7 +33,7 @@ PACKAGE = (
 # A module that is a room of its own, above the rest of its folder.
 APART = ("distributed.ray",)
 COMPILE = (
-    ("captured_model",),
+    ("captured_model", "start_record"),
     ("capture", "passes", "inductor"),
     ("kv_cache",),
     ("model",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..model import Machine
-from ..state import Row, Template
+from ..state import Request, Row, Template
 from .registry import LONG, A, defect
 
 
@@ -84,6 +84,20 @@ class PriorityWithoutBound(Machine):
 class PrefillEatsTheDecodesBudget(Machine):
     def num_reserved(self) -> int:
         return 0
+
+
+@defect(
+    "settled-only-waits-for-all",
+    "L9",
+    depth=1,
+    templates=(A._replace(max_tokens=3, settled_only=True), A),
+    num_blocks=5,
+)
+class SettledOnlyWaitsForAll(Machine):
+    """Until no step is in flight, which beside others is never."""
+
+    def must_settle(self, request: Request) -> bool:
+        return request.settled_only and bool(self.flight)
 
 
 @defect("aborted-blocks-never-freed", "L7", "37")

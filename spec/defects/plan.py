@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..model import Machine
-from ..state import Template
+from ..state import Request, Template
 from .registry import LONG, A, defect
 
 Tables = tuple[tuple[int, tuple[int, ...]], ...]
@@ -66,6 +66,17 @@ class HistoryIsToldOnce(Machine):
 
     def history_before(self) -> Tables:
         return tuple((r, ids) for r, ids in super().history_before() if r not in self.histories)
+
+
+_SETTLED_ONLY = A._replace(max_tokens=3, settled_only=True)
+
+
+@defect("unsettled-token-is-computed", "S42", depth=1, templates=(_SETTLED_ONLY,))
+class UnsettledTokenIsComputed(Machine):
+    """Its mask is asked for before the token in front of it is known."""
+
+    def must_settle(self, _: Request) -> bool:
+        return False
 
 
 @defect("everybody-reads-the-cache", "S38", templates=(LONG, LONG._replace(reads_cache=False)))

@@ -16,6 +16,8 @@ from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..errors import EngineError, RequestError
 
+_NUM_PER_TURN = 16
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -102,13 +104,19 @@ class Served:
 
 
 class LoopRequests:
-    """What is served for the callers on one event loop, which is woken once for all of them."""
+    """What is served for the callers on one event loop, which is woken once for all of them.
+
+    Each turn of the loop looks at a few requests, so that turns are short. A new request needs some
+    ten turns from its connection to its first chunk; if every stream wrote a chunk in each of them,
+    it would wait for all streams ten times.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, observers: list[Observer]) -> None:
         self.loop = loop
         self._observers = observers
         self._served: dict[Served, None] = {}
-        self._is_posted = False
+        self._to_see: list[Served] = []
+        self._is_posted = self._is_looking = False
 
     @property
     def is_closed(self) -> bool:
@@ -129,13 +137,26 @@ class LoopRequests:
         if not self._is_posted:
             self._is_posted = True
             with contextlib.suppress(RuntimeError):  # it was closed
-                self.loop.call_soon_threadsafe(self._look)
+                self.loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        """Look at all, once those are seen that are being looked at."""
+        if not self._is_looking:
+            self._is_looking = True
+            self._look()
 
     def _look(self) -> None:
-        self._is_posted = False  # first: what comes from now on is posted again
-        over = [served for served in self._served if served.look(self._observers)]
-        for served in over:
-            del self._served[served]
+        if not self._to_see:
+            self._is_posted = False  # first: what comes from now on is posted again
+            self._to_see = list(self._served)
+        for _ in range(min(_NUM_PER_TURN, len(self._to_see))):
+            served = self._to_see.pop()  # the youngest first: they wait for their first tokens
+            if served in self._served and served.look(self._observers):
+                del self._served[served]
+        if self._to_see or self._is_posted:
+            self.loop.call_soon(self._look)
+        else:
+            self._is_looking = False
 
 
 def end_of(

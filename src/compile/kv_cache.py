@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .model.attention import AttentionSpec
-from .model.load import LoadedModel
+from ..kernels.attention.spec import AttentionSpec
+from .model.loaded import LoadedModel
 
 
 def allocate_kv_caches(

@@ -13,7 +13,7 @@ import torch
 
 from ..build import BuiltEngine, build, resolve_device
 from ..compile.model.load import check_shared
-from ..compile.model.tensor_parallel import Shard
+from ..compile.model.loaded import Shard
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError
 from ..validation import path_of

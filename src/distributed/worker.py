@@ -57,7 +57,7 @@ def _serve(rank: int, num_ranks: int, channel: Channel, messages: queue.SimpleQu
     import torch
 
     from ..build import build
-    from ..compile.model.tensor_parallel import Shard
+    from ..compile.model.loaded import Shard
     from ..engine.config import EngineConfig
     from .group import join_group, join_store, make_communicator
 

@@ -6,7 +6,8 @@ commit), ``policy`` (the order of service), ``core`` (the step loop, around a ``
 ``generation`` (what ``generate`` does). At the door: ``config``, ``sampling_params`` with
 ``unsupported_params`` and ``edit_checks``, ``logit_edits``, ``structured_outputs``, ``inputs``,
 ``request_factory``, ``detokenizer``, ``outputs``. ``logprobs`` and ``logprob_output`` keep
-log-probabilities. Beside: ``invariants``, ``trace``, ``stats``, ``lock``, ``record``.
+log-probabilities. Beside: ``batches``, ``invariants``, ``trace``, ``stats``, ``lock``,
+``record``.
 
 Imports only ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``chat``, ``llm``,
 ``verify`` and ``cli``.

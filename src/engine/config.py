@@ -16,6 +16,7 @@ COMPILE_MODES = ("auto", "graph", "inductor", "eager")
 ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("gguf",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
 MAX_RANKS = 64  # GPUs of one host, with room
@@ -93,6 +94,7 @@ class EngineConfig:
     load_format: str = "auto"
     logprobs_mode: str = "raw_logprobs"
     tensor_parallel_size: int = 1
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -101,6 +103,8 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_device(self.device)
+        if self.quantization is not None:
+            self._check_quantization()
         _check_count("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         if self.max_model_len is not None:
             _check_count("max_model_len", self.max_model_len, 2)
@@ -140,6 +144,19 @@ class EngineConfig:
         if not is_int(self.seed) or not -bound <= self.seed < bound:
             raise InvalidInputError("seed", self.seed, "must be a 64-bit integer")
         Policy(self.policy)
+
+    def _check_quantization(self) -> None:
+        _check_choice("quantization", self.quantization, QUANTIZATIONS)
+        for name, suits, limit in (
+            ("device", not self.device.startswith("cuda"), "is for a CPU"),
+            ("tensor_parallel_size", self.tensor_parallel_size == 1, "is for one process"),
+            ("dtype", self.dtype in ("auto", "float32"), "needs dtype float32, or auto"),
+            ("compile", self.compile != "eager", "needs a captured graph, not compile eager"),
+            ("load_format", self.load_format == "auto", "needs weights that are read"),
+        ):
+            if not suits:
+                given = f"{limit}; {name} is {getattr(self, name)!r}"
+                raise InvalidInputError("quantization", self.quantization, given)
 
     @property
     def num_tokens_a_step(self) -> int:

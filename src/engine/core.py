@@ -316,6 +316,8 @@ class Engine:
         asked = time.perf_counter()
         result = self.runner.collect(self._handles[0])
         begin = time.perf_counter()
+        # First, as what they have sampled could end them otherwise.
+        failed = [self._fail(*failure) for failure in result.failures.items()]
         if result.logprobs is not None:
             keep_logprobs(step, result.logprobs)
         finished = self.scheduler.commit(plan, result.token_ids)
@@ -332,21 +334,20 @@ class Engine:
             ]:
                 self._records[request].first_token = now
                 self._awaiting_first_token.discard(request)
-        for request_id, failure in result.failures.items():
-            self._fail(request_id, failure, finished)
+        finished += [request for request in failed if request is not None]
         for request in finished:
             self._records[request].finished = now
         return finished
 
-    def _fail(self, request_id: str, failure: str, finished: list[Request]) -> None:
+    def _fail(self, request_id: str, failure: str) -> Request | None:
         """End one request, which cannot go on, with reason "error"; the others are undisturbed."""
         request = self.scheduler.abort(request_id, "error")
         if request is not None:  # what is in flight of a finished one may fail, too
             record = self._records[request]
             record.failure, record.failed_alone = failure, True
-            finished.append(request)
             if self._trace is not None:
                 self._trace.abort(request_id, "error")
+        return request
 
     def _note_first_scheduled(self, requests: list[Request]) -> None:
         now = time.perf_counter()

@@ -116,7 +116,8 @@ def _check_counters(scheduler: Scheduler, request: Request) -> None:
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20, S27 or S33."""
+    """Raises InvariantError if a fresh plan breaks S9, S15, S17, S18, S19, S20, S27, S33 or
+    S42."""
     if not plan.requests:
         return
     blocks = scheduler.blocks
@@ -138,6 +139,8 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
         _require(num_row_tokens >= 1, "S18", f"empty row of {request}")
         _require(request.state is RequestState.RUNNING, "S27", f"{request} is not running")
         _require(end == request.num_dispatched, "S17", f"{request} does not end at {end}")
+        is_settled = end <= len(request.token_ids)
+        _require(is_settled or not request.settled_only, "S42", f"{request} is not settled")
         num_known = request.num_total - is_sampled
         _require(is_sampled == (end == num_known), "S19", f"{request} sampled={is_sampled}")
         for block_index in range(start // blocks.block_size, -(-end // blocks.block_size)):

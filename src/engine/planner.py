@@ -10,6 +10,8 @@ The rules, with the properties of ``spec/README.md`` they serve:
   out of the plan, so that it drains (S28).
 * One token of the budget is kept for every running decode, so that a long prompt never stalls
   them (L6); a prompt is admitted only when blocks for all its present tokens are available.
+* Of a settled-only request no token is computed that is not settled: it is left out of steps until
+  then, and the others are not (S42).
 * A sibling shares the blocks of an elder one that has computed the prompt; of the block that the
   shared tokens fill in part it gets a copy (S33).
 """
@@ -35,7 +37,7 @@ class Planner:
         max_num_seqs: cap on the running set. max_num_batched_tokens: token budget of the step.
         step: its number.
         in_flight: dispatched and not settled, oldest first.
-        last_step: the newest dispatched, settled or not.
+        last_steps: the one or two newest dispatched, settled or not; the newest comes last.
 
     Rows of one sampled token are the rule, so only the exceptions are written down a row at a
     time; ``_freeze`` fills in the rest.
@@ -48,7 +50,7 @@ class Planner:
         "_held",
         "_in_flight",
         "_is_closed",
-        "_last_step",
+        "_last_steps",
         "_max_num_batched_tokens",
         "_max_num_seqs",
         "_new_blocks",
@@ -69,7 +71,7 @@ class Planner:
         max_num_batched_tokens: int,
         step: int,
         in_flight: deque[InFlightStep],
-        last_step: InFlightStep | None,
+        last_steps: Sequence[InFlightStep],
     ) -> None:
         self._queues = queues
         self._blocks = queues.blocks
@@ -78,7 +80,7 @@ class Planner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step = step
         self._in_flight = in_flight
-        self._last_step = last_step
+        self._last_steps = last_steps
         self._requests: list[Request] = []
         self._starts: list[int] = []
         self._unusual_rows: dict[int, tuple[int, bool]] = {}
@@ -128,7 +130,7 @@ class Planner:
             if (
                 total - start == 1
                 and total != request.max_num_tokens
-                and not held
+                and not (held or (request.settled_only and total != len(request.token_ids)))
                 and (start != request.num_slots or self._grow(request))
             ):
                 add_request(request)
@@ -150,8 +152,8 @@ class Planner:
     def _serve_slowly(self, request: Request) -> None:
         start = request.num_dispatched
         num_tokens = request.num_total - start
-        if num_tokens == 0 or request.num_total == request.max_num_tokens:
-            return  # its last token is being sampled
+        if num_tokens == 0 or request.num_total == request.max_num_tokens or request.must_settle:
+            return  # its last token is being sampled, or one that must be settled first
         if num_tokens > 1:
             num_tokens = min(num_tokens, self._budget_behind(request))
         num_slots_left = request.num_slots - start
@@ -182,6 +184,7 @@ class Planner:
             if other is not request
             and other.num_total - other.num_dispatched == 1
             and other.num_total != other.max_num_tokens
+            and not other.must_settle
         )
 
     def _take_blocks(self, request: Request, num_tokens: int) -> int:
@@ -286,12 +289,14 @@ class Planner:
 
     def _batch(self) -> tuple[tuple[Request, ...], tuple[RequestInfo, ...], bool]:
         """The rows' requests, what the plan says of them, and whether each row feeds the token
-        that the same row of the step before sampled: then the batch is the one before."""
+        that the same row of the step before sampled. A batch that comes again, at once or in turns
+        with another, is the same objects: what is made of it can be kept."""
         requests = tuple(self._requests)
-        last = self._last_step
-        if last is not None and requests == last.requests:
-            feeds_itself = last.plan.is_decode_only and not self._unusual_rows
-            return requests, last.plan.requests, feeds_itself
+        for age, (plan, batch) in enumerate(reversed(self._last_steps)):
+            if requests == batch:
+                is_usual = not (self._unusual_rows or self._admitted_rows)
+                feeds_itself = age == 0 and plan.is_decode_only and is_usual
+                return batch, plan.requests, feeds_itself
         return requests, tuple([request.info for request in requests]), False
 
     def _token_ids(self, num_tokens: list[int]) -> tuple[int, ...]:

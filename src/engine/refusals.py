@@ -79,6 +79,8 @@ class ExplainingPlanner(Planner):
             num_wanted = request.num_total - request.num_dispatched
             if num_wanted == 0 or request.num_total == request.max_num_tokens:
                 reason = "ending"
+            elif request.must_settle:
+                reason = "unsettled"
             elif num_wanted > 1 and self._budget_behind(request) <= 0:
                 reason = "budget"
             else:

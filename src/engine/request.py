@@ -79,6 +79,8 @@ class Request:
         leader: of a sibling, the request that computes the prompt for it; see :meth:`sibling`.
         reads_cache: False computes every position itself, at each admission (S38); it publishes
             its blocks all the same. Always so where the prompt's log-probabilities are asked for.
+        settled_only: its rows compute settled tokens only (S42), so that a runner that is to sample
+            knows all its text. Always so where the parameters have a constraint.
         seniority: arrival number given by the scheduler. rank: place in the order of service
             (smaller is elder), fixed at arrival by the policy.
         block_keys: (chained prefix key, token ids as bytes) of its full blocks, computed on demand,
@@ -114,6 +116,7 @@ class Request:
         "rank",
         "reads_cache",
         "seniority",
+        "settled_only",
         "state",
         "stop_token_ids",
         "token_ids",
@@ -133,6 +136,7 @@ class Request:
         cache_salt: bytes = b"",
         reads_cache: bool = True,
         needs_history: bool = False,
+        settled_only: bool = False,
         edits: LogitEdits | None = None,
         scores_prompt: bool = True,
     ) -> None:
@@ -153,6 +157,7 @@ class Request:
         if is_scored or sampling_params.logprobs is not None:
             self.logprobs = RequestLogprobs()
         self.reads_cache = reads_cache and not is_scored
+        self.settled_only = settled_only or sampling_params.structured_outputs is not None
         self.leader: Request | None = None
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -193,6 +198,7 @@ class Request:
             priority=self.priority,
             cache_salt=info.cache_salt,
             needs_history=info.needs_history,
+            settled_only=self.settled_only,
             edits=info.edits,
             scores_prompt=False,
         )
@@ -224,6 +230,11 @@ class Request:
     def num_in_flight(self) -> int:
         """Positions that dispatched, unsettled steps are computing."""
         return self.num_dispatched - self.num_computed
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether the token it would compute next has to be settled first (S42)."""
+        return self.settled_only and self.num_total > len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -63,7 +63,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # live: waiting, running or paused
         self.queues = Queues(blocks, self.policy)
         self.in_flight: deque[InFlightStep] = deque()
-        self.last_step: InFlightStep | None = None  # the newest dispatched, settled or not
+        self.last_steps: deque[InFlightStep] = deque(maxlen=2)  # the newest dispatched comes last
         self.num_steps = 0
         self.make_planner: Callable[..., Planner] = Planner
 
@@ -71,6 +71,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether some request is waiting or running, or some step is in flight."""
         return bool(self.queues.running or self.queues.waiting or self.in_flight)
+
+    @property
+    def last_step(self) -> InFlightStep | None:
+        """The newest dispatched, settled or not."""
+        return self.last_steps[-1] if self.last_steps else None
 
     # The life of a request --------------------------------------------------------------------
 
@@ -140,12 +145,12 @@ class Scheduler:
             self.max_num_batched_tokens,
             self.num_steps,
             self.in_flight,
-            self.last_step,
+            self.last_steps,
         ).plan()
         if step.requests:
             self.num_steps += 1
             self.in_flight.append(step)
-            self.last_step = step
+            self.last_steps.append(step)
             self.queues.released.clear()
         return step.plan
 
@@ -248,7 +253,8 @@ class Scheduler:
             request.num_computed = request.num_dispatched = request.next_event = 0
         self.blocks.reset()
         self.queues.reset()
-        self.in_flight, self.last_step = deque(), None  # the runner forgets with us
+        self.in_flight = deque()
+        self.last_steps = deque(maxlen=2)  # the runner forgets with us
         self.requests = {}
 
     # ------------------------------------------------------------------------------------------

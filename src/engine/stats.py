@@ -19,12 +19,14 @@ class EngineStats:
             in this process; compiled or taken from the disk.
         num_graphs: CUDA graphs captured.
         num_steps: steps dispatched.
+        weight_formats: with ``quantization``, how many numbers of the weights are held in which
+            format ("int4", "float16", "float32"); else empty.
         startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
             "graphs").
         memory_bytes: "weights", "kv_cache", "activations", "graphs", "peak", "budget", "total";
             empty on a CPU.
-        host_s: seconds of the host's time by part ("schedule", "pack", "commit", "wait"); wait is
-            for the device.
+        host_s: seconds of the engine's thread by part ("schedule", "pack", "masks", "commit",
+            "wait"); masks is waiting for masks of constrained rows, wait is for the device.
     """
 
     attention: str = ""
@@ -35,6 +37,7 @@ class EngineStats:
     num_steps: int = 0
     startup_s: dict[str, float] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)
+    weight_formats: dict[str, int] = field(default_factory=dict)
     host_s: dict[str, float] = field(default_factory=dict)
 
 

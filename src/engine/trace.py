@@ -6,13 +6,15 @@ event      fields besides ``t`` (seconds since the trace began)
 =========  =====================================================================================
 start      version, and the scheduler's settings
 add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
-           priority; since version 3 reads_cache, needs_history, siblings (ids)
+           priority; since version 3 reads_cache, needs_history, siblings (ids); since version 5
+           settled_only
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
            ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for whom
            the preempted gave their blocks), hits ``[id, tokens that its admission did not have to
            compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``refusals``) and
-           times: when planning began, when it was done, when the runner's ``dispatch`` returned
+           times: when planning began, when it was done, when the runner's ``dispatch`` returned;
+           since version 5 rows are columns or null, see below
 result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool; since version 4
            times: when the result was asked for, when it was there, when it was committed
 abort      id, reason
@@ -25,6 +27,11 @@ fail       pool; an operation failed or was interrupted, and all live requests e
 
 ``pool`` is the number of blocks ``[free, cached, owned]`` after the event. ``times`` are seconds
 since the trace began. A plan is written after its dispatch, so that the device need not wait.
+
+``rows`` are ``{ids, starts, unusual}``: of all rows their ids and starts, and ``[row, num_tokens,
+sampled]`` of each that is not one sampled token. Null are the rows of the plan before (there was no
+failure since), each at its next position with one sampled token: so are most steps, and to write
+all rows of all of them was most of a trace's cost.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ import stat
 import time
 from collections.abc import Sequence
 from functools import partial
+from operator import sub
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -44,7 +52,7 @@ from .refusals import ExplainingPlanner, PlanAccount
 from .request import Request
 from .scheduler import Scheduler
 
-TRACE_VERSION = 4
+TRACE_VERSION = 5
 
 
 def check_trace_path(trace: object) -> None:
@@ -81,6 +89,7 @@ class TraceWriter:
         self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         self._num_bytes = 0
         self._scheduler = scheduler
+        self._last_plan: StepPlan | None = None  # that was written, since the last failure
         self._account = PlanAccount()
         scheduler.make_planner = partial(ExplainingPlanner, self._account)
         self._begin = time.perf_counter()
@@ -130,6 +139,7 @@ class TraceWriter:
             priority=request.priority,
             reads_cache=request.reads_cache,
             needs_history=request.info.needs_history,
+            settled_only=request.settled_only,
             siblings=[sibling.request_id for sibling in siblings],
         )
 
@@ -146,7 +156,7 @@ class TraceWriter:
             "plan",
             times=times,
             step=plan.step,
-            rows=[[r.request_id, start, n, sampled] for r, start, n, sampled in plan.rows()],
+            rows=self._rows(plan),
             preempted=[r.request_id for r in plan.preempted],
             tables=self._by_id(plan, plan.tables),
             new_blocks=self._by_id(plan, plan.new_blocks),
@@ -158,6 +168,29 @@ class TraceWriter:
             evicted=account.num_evicted,
             refused=account.refused,
             pool=self._pool(),
+        )
+        self._last_plan = plan
+
+    def _rows(self, plan: StepPlan) -> dict[str, Any] | None:
+        is_usual = plan.num_tokens.count(1) == len(plan) and all(plan.sampled)
+        if is_usual and self._goes_on(plan):
+            return None
+        unusual = []
+        if not is_usual:
+            counts = enumerate(zip(plan.num_tokens, plan.sampled, strict=True))
+            unusual = [(row, n, sampled) for row, (n, sampled) in counts if n != 1 or not sampled]
+        ids = [request.request_id for request in plan.requests]
+        return {"ids": ids, "starts": plan.starts, "unusual": unusual}
+
+    def _goes_on(self, plan: StepPlan) -> bool:
+        """Whether the rows of the plan before are at their next positions. These are compared: a
+        wrong one is told, and not hidden."""
+        last = self._last_plan
+        return (
+            last is not None
+            and plan.requests == last.requests
+            # No sums: a large integer would be made for each row.
+            and tuple(map(sub, plan.starts, last.starts)) == last.num_tokens
         )
 
     @staticmethod
@@ -197,6 +230,7 @@ class TraceWriter:
 
     def fail(self) -> None:
         """The scheduler was reset. What was written of the event of that moment is cut off."""
+        self._last_plan = None
         if self._is_regular:
             self._file.truncate(self._num_bytes)
             self._file.seek(self._num_bytes)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..engine.plan import StepPlan
+from ..engine.request import RequestInfo
 from ..kernels.sampling.edit_logits import Penalties, edited, processed
 from ..kernels.sampling.sampler import SamplingInputs, sample
+from ..structured.matchers import Masks
 from .edit_batch import EditBatch, EditPacker
-from .pinned_ring import IntArray
 
 
 class CpuEdits:
@@ -38,7 +39,7 @@ class CpuEdits:
         sampling: SamplingInputs | None,
         logits: Tensor,
         tokens: Tensor,
-        masks: Mapping[int, IntArray] | None = None,
+        masks: Masks | None = None,
     ) -> None:
         """Write the tokens of edited rows over those of the step.
 
@@ -56,7 +57,7 @@ class CpuEdits:
             self._keep_history(plan, input_ids)
         if not (packer.any_edited or masks):
             return
-        batch = packer.pack(plan, logits.shape[1], range(len(plan)), masks or {})
+        batch = packer.pack(plan, logits.shape[1], range(len(plan)), masks)
         if batch is not None:
             for i in range(len(batch)):
                 self._sample(batch, i, sampling, logits, tokens)
@@ -73,10 +74,11 @@ class CpuEdits:
         for request_id in plan.released:
             histories.pop(request_id, None)
         for row, token_ids in plan.prefixes.items():
-            histories[plan.requests[row].request_id] = list(token_ids)
+            if _needs_history(plan.requests[row]):
+                histories[plan.requests[row].request_id] = list(token_ids)
         begin = 0
         for request, num_tokens in zip(plan.requests, plan.num_tokens, strict=True):
-            if request.needs_history:
+            if _needs_history(request):
                 own = input_ids[0, begin : begin + num_tokens].tolist()
                 histories[request.request_id] += own
             begin += num_tokens
@@ -98,6 +100,10 @@ class CpuEdits:
         if sampling is not None:
             own = SamplingInputs.from_tensors(*(t[place : place + 1] for t in sampling.tensors()))
         tokens[place : place + 1] = sample(row.unsqueeze(0), own)
+
+
+def _needs_history(request: RequestInfo) -> bool:
+    return request.edits is not None and request.edits.needs_history
 
 
 def edited_row(batch: EditBatch, i: int, logits: Tensor, history: Sequence[int]) -> Tensor:

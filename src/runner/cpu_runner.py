@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,7 +18,7 @@ from ..engine.plan import StepPlan, StepResult
 from ..errors import InvalidInputError
 from ..kernels.sampling.sampler import processed_scores, sample
 from ..structured.grammars import Grammars
-from ..structured.matchers import ConstrainedRows, Matchers
+from ..structured.matchers import ConstrainedRows, Masks, Matchers
 from .cpu_edits import CpuEdits
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
@@ -143,7 +142,7 @@ class ModelRunner:
         packed: PackedStep,
         logits: Tensor,
         hidden: Tensor | None,
-        masks: Mapping[int, NDArray[np.int32]] | None = None,
+        masks: Masks | None = None,
     ) -> None:
         """Sample the edited rows of a step; then all its tokens are there."""
         tokens = handle.token_ids
@@ -154,8 +153,8 @@ class ModelRunner:
         handle.logprobs = self._logprobs(packed, logits, tokens, hidden)
 
     def _sample_constrained(self) -> None:
-        """Sample the constrained rows of the last step, if it has any. Their masks need the tokens
-        of the step before it, which were collected when this is called, as on a GPU."""
+        """Sample the constrained rows of the last step, if it has any, when a runner on a GPU does:
+        a thread makes their masks since their last tokens were collected."""
         step = self._unfinished
         if step is None:
             return

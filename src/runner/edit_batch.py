@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, count, pairwise
 
 import numpy as np
 
+from ..engine.batches import LastTwoBatches
 from ..engine.logit_edits import LogitEdits
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
+from ..structured.matchers import Masks
 from .pinned_ring import IntArray
 
 NUM_FIELDS = 12
 _NOTHING = LogitEdits()
-_NO_MASKS: Mapping[int, IntArray] = {}
+_NO_MASKS = np.empty((0, 0), np.int32)
+# A request, whether ``min_tokens`` still bans its ends, and the number of its mask if it has one
+_Edited = tuple[RequestInfo, bool, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class EditBatch:
         requests: of the rows.
         fields: int32 ``[NUM_FIELDS, n]``. bias: int32 ``[2, m]``. words: int32 ``[w + 1]``.
         word_ids: int32. masks: int32 ``[k, ceil(V / 32)]``.
+        constrained: masks of constrained rows: int32 ``[m, ceil(V / 32)]``.
     """
 
     requests: tuple[RequestInfo, ...]
@@ -34,6 +39,7 @@ class EditBatch:
     words: IntArray
     word_ids: IntArray
     masks: IntArray
+    constrained: IntArray = field(default_factory=lambda: _NO_MASKS)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -48,6 +54,8 @@ class EditBatch:
 
     def mask_of(self, row: int) -> IntArray | None:
         number = self.fields[7, row]
+        if number < -1:
+            return self.constrained[-2 - number]
         return None if number < 0 else self.masks[number]
 
 
@@ -93,77 +101,77 @@ class EditPacker:
     """Finds the edited rows of plans. Where nobody asks, that takes one comparison."""
 
     def __init__(self) -> None:
-        self._requests: tuple[RequestInfo, ...] = ()
         self.any_edited = False
         self.any_history = False
         self._lists: dict[RequestInfo, _RowLists] = {}
-        self._last: tuple[tuple[tuple[RequestInfo, bool], ...], EditBatch] | None = None
+        self._kept: tuple[tuple[tuple[_Edited, ...], EditBatch, list[IntArray | None]], ...] = ()
+        self._asks = LastTwoBatches[tuple[bool, bool]]()
 
     def look(self, plan: StepPlan) -> None:
         """Set ``any_edited`` and ``any_history`` for this plan: whether rows may be edited, and
         whether the history of one is needed, now or later."""
-        if plan.requests is not self._requests:
-            asking = [r for r in plan.requests if r.needs_history or r.edits is not None]
-            self.any_edited = any(request.edits is not None for request in asking)
-            self.any_history = any(request.needs_history for request in asking)
-            self._requests = plan.requests  # last, in case of an interrupt
+        asks = self._asks.get(plan.requests)
+        if asks is None:
+            edits = [request.edits for request in plan.requests if request.edits is not None]
+            asks = bool(edits), any(each.needs_history for each in edits)
+            self._asks.put(plan.requests, asks)
+        self.any_edited, self.any_history = asks
 
     def pack(
         self,
         plan: StepPlan,
         vocab_size: int,
         history_rows: Sequence[int],
-        masks: Mapping[int, IntArray] = _NO_MASKS,
+        masks: Masks | None = None,
     ) -> EditBatch | None:
         """The edited rows, in the order of the logits; None if there are none.
 
         Args:
             history_rows: where the history of each row of the plan is.
-            masks: of rows of the plan, bits of the ids that they may sample, besides what
-                ``allowed_token_ids`` says: int32 ``[ceil(vocab_size / 32)]``.
+            masks: of rows of the plan: the ids that they may sample. What ``allowed_token_ids``
+                leaves out is left out of them here.
         """
+        numbers = {} if masks is None else masks.numbers
         rows: list[tuple[int, int, int, int]] = []
-        who: list[tuple[RequestInfo, bool]] = []
-        own_masks: list[IntArray | None] = []
-        place = 0
-        for row, (request, start, num_tokens, is_sampled) in enumerate(plan.rows()):
-            if not is_sampled:
-                continue
-            num_known = start + num_tokens
+        who: list[_Edited] = []
+        for row, place in self._candidates(plan, masks):
+            request = plan.requests[row]
+            num_known = plan.starts[row] + plan.num_tokens[row]
             num_output = num_known - request.num_prompt_tokens
-            edits = request.edits
-            if (edits is not None and edits.is_active(num_output)) or row in masks:
+            edits, mask = request.edits, numbers.get(row)
+            if (edits is not None and edits.is_active(num_output)) or mask is not None:
                 rows.append((place, history_rows[row], request.num_prompt_tokens, num_known))
-                who.append((request, edits is not None and num_output < edits.min_tokens))
-                own_masks.append(masks.get(row))
-            place += 1
+                who.append((request, edits is not None and num_output < edits.min_tokens, mask))
         if not rows:
             return None
         key = tuple(who)
-        if masks or self._last is None or self._last[0] != key:
-            self._last = key, self._pack_lists(who, own_masks, vocab_size)
-            if masks:  # another one in each step
-                batch, self._last = self._last[1], None
-                batch.fields[:4] = np.array(rows, np.int32).T
-                return batch
-        batch = self._last[1]
+        made = next((made for made in self._kept if made[0] == key), None)
+        if made is None:
+            batch = self._pack_lists(who, vocab_size)
+            made = key, batch, [self._lists[request].allowed for request, _, _ in who]
+            self._kept = (made, *self._kept[:1])  # two: steps may alternate
+        _, batch, all_allowed = made
         fields = batch.fields.copy()
         fields[:4] = np.array(rows, np.int32).T
-        return EditBatch(
-            batch.requests, fields, batch.bias, batch.words, batch.word_ids, batch.masks
-        )
+        if masks is None:
+            return replace(batch, fields=fields)
+        for (_, _, mask), allowed in zip(who, all_allowed, strict=True):
+            if mask is not None and allowed is not None:
+                masks.bits[mask] &= allowed
+        return replace(batch, fields=fields, constrained=masks.bits)
 
-    def _pack_lists(
-        self,
-        who: Sequence[tuple[RequestInfo, bool]],
-        own_masks: Sequence[IntArray | None],
-        vocab_size: int,
-    ) -> EditBatch:
+    def _candidates(self, plan: StepPlan, masks: Masks | None) -> Iterable[tuple[int, int]]:
+        """Rows of the plan that may be edited, with their places among the sampled ones."""
+        if masks is not None and not self.any_edited:
+            return zip(masks.numbers, masks.places, strict=True)
+        return zip(np.flatnonzero(plan.sampled).tolist(), count(), strict=False)
+
+    def _pack_lists(self, who: Sequence[_Edited], vocab_size: int) -> EditBatch:
         """Everything but the first four fields."""
         known = self._lists
         self._lists = {
             request: known.get(request) or _RowLists.of(request.edits or _NOTHING, vocab_size)
-            for request, _ in who
+            for request, _, _ in who
         }
         fields = np.zeros((NUM_FIELDS, len(who)), np.int32)
         fields[7] = -1
@@ -171,15 +179,14 @@ class EditPacker:
         words: list[tuple[int, ...]] = []
         masks: list[IntArray] = []
         num_biases = 0
-        for i, (request, is_early) in enumerate(who):
+        for i, (request, is_early, mask) in enumerate(who):
             lists, edits = self._lists[request], request.edits or _NOTHING
             fields[4:7, i] = lists.penalties
-            mask = own_masks[i]
-            if lists.allowed is not None:
-                mask = lists.allowed if mask is None else lists.allowed & mask
             if mask is not None:
+                fields[7, i] = -2 - mask
+            elif lists.allowed is not None:
                 fields[7, i] = len(masks)
-                masks.append(mask)
+                masks.append(lists.allowed)
             biases.append(lists.early_bias if is_early else lists.bias)
             fields[8:10, i] = num_biases, num_biases + biases[-1].shape[1]
             num_biases += biases[-1].shape[1]
@@ -187,7 +194,7 @@ class EditPacker:
             words += edits.bad_words
         ends = np.cumsum([0, *map(len, words)], dtype=np.int32)
         return EditBatch(
-            tuple(request for request, _ in who),
+            tuple(request for request, _, _ in who),
             fields,
             np.concatenate(biases, axis=1),
             ends,

@@ -8,7 +8,7 @@ waits for the device but Python functions, which read the logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,9 +29,11 @@ from ..kernels.sampling.edit_kernels import (
 from ..kernels.sampling.edit_logits import processed
 from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
+from ..structured.matchers import Masks
 from .device_buffers import StepBuffers
 from .edit_batch import EditBatch, EditPacker
 from .gpu_logprobs import processed_rows
+from .gpu_masks import MaskMemory
 from .gpu_pack import truncated_fields
 from .pinned_ring import IntArray
 from .step_shapes import StepShape
@@ -67,6 +69,7 @@ class GpuEdits:
         processed_logprobs: keep the log-probabilities of what edited rows are sampled from.
 
     Attributes:
+        masks: of constrained rows.
         logprobs: of the last step, in chunks: places int32 ``[n]`` among the sampled rows, and
             their rows as of :func:`.processed_rows`.
     """
@@ -83,6 +86,8 @@ class GpuEdits:
         device, num_rows = buffers.staged.device, len(buffers.table_store)
         self._buffers, self._results = buffers, results
         self._packer = EditPacker()
+        self.masks = MaskMemory(device)
+        self._no_masks = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self.history = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
         self._parameters = (
             torch.zeros(num_rows, dtype=torch.float32, device=device),
@@ -126,7 +131,7 @@ class GpuEdits:
         plan: StepPlan,
         logits: Tensor,
         history_rows: Sequence[int],
-        masks: Mapping[int, IntArray] | None = None,
+        masks: Masks | None = None,
     ) -> None:
         """Sample the edited rows of a step from its logits ``[S, V]``, which stay as they are.
 
@@ -135,7 +140,9 @@ class GpuEdits:
         """
         if not (self._packer.any_edited or masks):
             return
-        batch = self._packer.pack(plan, logits.shape[1], history_rows, masks or {})
+        batch = self._packer.pack(plan, logits.shape[1], history_rows, masks)
+        if masks is not None:
+            self.masks.send(masks.numbers.values())
         if batch is not None:
             self._sample(batch, _chunks(batch), logits)
 
@@ -191,7 +198,9 @@ class GpuEdits:
             sent[start : start + array.size].view(array.shape)
             for array, start in zip(arrays, starts.tolist(), strict=False)
         ]
-        return StagedEdits(*parts[:5]), [part.view(-1) for part in parts[5:]]
+        constrained = self.masks.on_device if len(batch.constrained) else self._no_masks
+        edits = StagedEdits._make([*parts[:5], constrained])
+        return edits, [part.view(-1) for part in parts[5:]]
 
     def _send(self, array: IntArray) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..compile.step_inputs import MIN_SIZE
+from ..engine.batches import LastTwoBatches
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
@@ -88,7 +89,7 @@ class GpuStepPacker:
 
     def __init__(self, num_rows: int, width: int) -> None:
         self._size = num_rows, width
-        self._params: tuple[tuple[RequestInfo, ...], RowParams] | None = None
+        self._params = LastTwoBatches[RowParams]()
         self.reset()
 
     def reset(self) -> None:
@@ -215,9 +216,7 @@ class GpuStepPacker:
         return at + 1, params, writes
 
     def _row_params(self, requests: tuple[RequestInfo, ...]) -> RowParams:
-        if self._params is None or self._params[0] != requests:
-            self._params = (requests, RowParams.of(requests))
-        return self._params[1]
+        return self._params.get(requests) or self._params.put(requests, RowParams.of(requests))
 
 
 def send(

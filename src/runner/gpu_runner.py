@@ -9,7 +9,7 @@ are on the device, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from ..kernels.sampling.gumbel import Results, sample_simple
 from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.grammars import Grammars
-from ..structured.matchers import ConstrainedRows, Matchers
+from ..structured.matchers import ConstrainedRows, Masks, Matchers
 from .block_copies import BlockCopier
 from .cpu_runner import OnLogits
 from .cuda_graphs import StepGraphs
@@ -39,7 +39,7 @@ from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
 from .gpu_pack import GpuStepPacker, StagedStep, send
 from .pinned_ring import IntArray, PinnedRing
 from .step_shapes import StepShape
-from .unpack_kernels import unpack
+from .unpack_kernels import unpack, update_tables
 
 _POLL_S = 20e-6
 
@@ -50,7 +50,7 @@ class GpuStepHandle:
     ``logprobs``, the first of which are of ``num_logprobs`` sampled rows.
 
     Attributes:
-        constrained: rows that are sampled when their masks can be made; until then there is no
+        constrained: rows that are sampled when their masks are made; until then there is no
             ``event``, and no ``logprobs``.
     """
 
@@ -138,7 +138,7 @@ class GpuRunner:
         )
         self._graphs: StepGraphs | None = None
         self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
-        self._matchers = Matchers(self.grammars)
+        self._matchers = Matchers(self.grammars, self._edits.masks.make_space)
         self._unfinished: _Unfinished | None = None
         self.pack_s = self.mask_s = self.wait_s = 0.0
 
@@ -205,6 +205,7 @@ class GpuRunner:
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
             self._copier.copy(b.staged[:2].fill_(self.num_blocks))
+            update_tables(b.staged[:2].zero_(), b.table_store, 1)
             # Every row has tokens, so that each attention kernel has its work space; but not more
             # than a request can have. What is left over belongs to no row, like padding.
             length = min(num_tokens // num_rows, b.width * self.block_size)
@@ -293,7 +294,7 @@ class GpuRunner:
         logits: Tensor,
         hidden: Tensor | None,
         truncated: Tensor,
-        masks: Mapping[int, IntArray] | None = None,
+        masks: Masks | None = None,
     ) -> None:
         """Queue what is left to do of a step behind its graph: the last of its work. All that it
         reads stays as it is until the next step is sent."""
@@ -317,9 +318,9 @@ class GpuRunner:
     def _sample_constrained(self) -> None:
         """Finish the step queued last, if it has constrained rows.
 
-        Their masks need the tokens of the step before it. Those were collected when this is called:
-        at the beginning of the next ``dispatch``, while the step computes, or when it is itself
-        collected. What is queued later finds their tokens on the device.
+        A thread makes their masks since their last tokens were collected. This is called at the
+        beginning of the next ``dispatch``, while the step computes, or when it is itself collected:
+        no sooner, as one who is early waits. What is queued later finds their tokens on the device.
         """
         step = self._unfinished
         if step is None:
@@ -432,4 +433,6 @@ class GpuRunner:
         communicator, sampled = self.captured.communicator, self.buffers.sampled[:num_rows]
         if communicator.num_ranks > 1:
             own = sampled.to(torch.int32).unsqueeze(1)
-            sampled.copy_(communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0])
+            tokens = communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0]
+            # If a rank was lost they may be any number, and the next step embeds them.
+            sampled.copy_(tokens.clamp(0, self.captured.loaded.vocab_size - 1))

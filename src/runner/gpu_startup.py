@@ -59,7 +59,8 @@ def make_gpu_runner(
 
     with clock("kv_cache"), oom_as_input_error(config), gc_paused():
         communicator = captured.communicator
-        communicator.reserve(*_collectives(config, captured))
+        if communicator.num_ranks > 1:
+            communicator.reserve(*_collectives(config, captured))
         trial = make(MIN_SIZE, limit)
         trial.build_kernels(shapes)
         profile = profile_memory(

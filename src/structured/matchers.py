@@ -1,20 +1,25 @@
 """How far the constrained requests of a runner have come, and the masks of their next tokens.
 
 Everything is learned from plans and results. A matcher takes in the output tokens that an admission
-brings (after a preemption), then each token as it is collected; none is ever taken back, as a mask
-is only asked for when every token before it is known.
+brings (after a preemption), then each token as it is collected; none is ever taken back. A mask
+needs all tokens before it, which are settled when its row is planned, as constrained requests are
+settled-only (S42). So a thread begins with it as soon as they are collected, and only who samples
+the row waits for it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine.batches import LastTwoBatches
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from ..errors import shortened
@@ -24,6 +29,7 @@ IntArray = NDArray[np.int32]
 _MAX_REASON = 300
 # A mask takes some 30 us. To wake a thread for each of many cores took longer than all of 64.
 _MAX_THREADS = 4
+_FEW_MASKS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -31,24 +37,28 @@ class _Text:
     """A running request's text, as far as it is known.
 
     Attributes:
+        mask: where its mask is among all of them.
         num_known: its tokens that are known, from the first of the prompt.
+        unread: outputs that the matcher was not yet given.
+        made: done when the matcher has all tokens that were known, and the mask is made.
         failure: why no mask can be made any more.
     """
 
     matcher: Any
+    mask: int
     num_known: int = 0
+    unread: list[int] = field(default_factory=list)
+    made: Future[None] | None = None
     failure: str = ""
 
     def push(self, request: RequestInfo, start: int, token_ids: Sequence[int]) -> None:
-        """Take in what is known at positions ``start ..``; ids below 0 are not."""
-        for position, token_id in enumerate(token_ids, start):
-            if position != self.num_known or token_id < 0:
-                continue
-            self.num_known += 1
-            if position < request.num_prompt_tokens or self.failure:
-                continue
-            if not self.matcher.consume_token(token_id):
-                self.failure = _failure(self.matcher, f"token {token_id} is not allowed")
+        """Learn the tokens at positions ``start ..``, of which some may be known."""
+        new = token_ids[self.num_known - start :]
+        num_prompt = max(0, request.num_prompt_tokens - self.num_known)
+        self.num_known += len(new)
+        if len(new) > num_prompt:
+            self.unread += new[num_prompt:]
+            self.made = None
 
 
 @dataclass(slots=True)
@@ -68,25 +78,60 @@ class ConstrainedRows:
         return len(self.rows)
 
 
+class Masks(NamedTuple):
+    """The ids that constrained rows of a step may sample.
+
+    Attributes:
+        bits: int32 ``[masks, words]``: a bit for each id. Those of a row stay until its token is
+            settled.
+        numbers: of the masks, by row of the plan. A row whose matcher has failed has none: what it
+            samples is for nobody.
+        places: of these rows among the sampled ones.
+    """
+
+    bits: IntArray
+    numbers: dict[int, int]
+    places: list[int]
+
+
+def make_array(num_masks: int, num_words: int) -> IntArray:
+    """Memory for masks."""
+    return np.zeros((num_masks, num_words), np.int32)
+
+
 class Matchers:
     """The matchers of the running requests of one runner.
 
-    Plans and results go in as they come: :meth:`take` at each dispatch, :meth:`masks` when all
-    steps before that one were settled, :meth:`settle` with the tokens.
+    Plans and results go in as they come: :meth:`take` at each dispatch, :meth:`masks` when the row
+    is to be sampled, :meth:`settle` with the tokens. At most two steps are in flight.
+
+    Args:
+        make_space: memory for so many masks of so many words, zeros.
     """
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(
+        self, grammars: Grammars, make_space: Callable[[int, int], IntArray] = make_array
+    ) -> None:
         self._grammars = grammars
-        self._executor: Any = None
+        self._make_space = make_space
         self._bits = np.empty((0, 0), np.int32)
-        self._requests: tuple[RequestInfo, ...] = ()
-        self._any_constrained = False
+        self._worker: ThreadPoolExecutor | None = None
+        self._executor: Any = None
+        self._last_job: Future[None] | None = None
+        self._constrains = LastTwoBatches[bool]()
+        self._repeatable = LastTwoBatches[ConstrainedRows]()
         self.reset()
 
     def reset(self) -> None:
         """A step failed: no request is known any more."""
+        if self._last_job is not None:
+            with suppress(Exception):
+                self._last_job.result()
+        self._last_job = None
         self._texts: dict[str, _Text] = {}
-        self._last: ConstrainedRows | None = None
+        self._free = list(range(len(self._bits) - 1, -1, -1))
+        self._leaving: list[int] = []
+        self._repeatable.clear()
 
     def take(self, plan: StepPlan) -> ConstrainedRows | None:
         """Take in a plan that is dispatched; its constrained rows that sample, or None.
@@ -94,27 +139,45 @@ class Matchers:
         Raises:
             InvalidInputError: a constraint that the door let in does not compile; that is a bug.
         """
-        if plan.requests is not self._requests:
-            self._requests = plan.requests
-            self._any_constrained = any(
-                request.sampling_params.structured_outputs is not None for request in plan.requests
-            )
-        for request_id in plan.released if self._texts else ():
-            self._texts.pop(request_id, None)
-        if not self._any_constrained:
+        if self._texts or self._leaving:
+            self._release(plan)
+        constrains = self._constrains.get(plan.requests)
+        if constrains is None:
+            asked = (r.sampling_params.structured_outputs is not None for r in plan.requests)
+            constrains = self._constrains.put(plan.requests, any(asked))
+        if not constrains:
             return None
-        last = self._last
-        if last is not None and _is_repeated(last.plan, plan):
-            self._last = ConstrainedRows(plan, last.rows, last.places, last.texts)
-            return self._last
+        is_repeatable = plan.is_decode_only and not plan.tables
+        last = self._repeatable.get(plan.requests) if is_repeatable else None
+        if last is not None:
+            found = ConstrainedRows(plan, last.rows, last.places, last.texts)
+        else:
+            found = self._find(plan)
+            if is_repeatable:
+                self._repeatable.put(plan.requests, found)
+        self._start([text for text in found.texts if text.made is None and not text.failure])
+        return found if found.rows else None
+
+    def _release(self, plan: StepPlan) -> None:
+        # The masks of requests that have left may belong to rows of the step before this one.
+        self._free += self._leaving
+        self._leaving = []
+        for request_id in plan.released:
+            text = self._texts.pop(request_id, None)
+            if text is not None:
+                self._leaving.append(text.mask)
+        if plan.released:
+            self._repeatable.clear()
+
+    def _find(self, plan: StepPlan) -> ConstrainedRows:
         found = ConstrainedRows(plan)
         begin = place = 0
         for row, (request, start, num_tokens, is_sampled) in enumerate(plan.rows()):
             outputs = request.sampling_params.structured_outputs
             if outputs is not None:
                 if row in plan.tables:
-                    text = _Text(self._grammars.matcher(outputs))
-                    self._texts[request.request_id] = text
+                    matcher = self._grammars.matcher(outputs)
+                    text = self._texts[request.request_id] = _Text(matcher, self._take_mask())
                     text.push(request, 0, plan.prefixes[row])
                 text = self._texts[request.request_id]
                 if start + num_tokens > text.num_known:
@@ -125,68 +188,93 @@ class Matchers:
                     found.texts.append(text)
             begin += num_tokens
             place += is_sampled
-        self._last = found if found.rows else None
-        return self._last
+        return found
 
-    def masks(self, constrained: ConstrainedRows) -> dict[int, IntArray]:
-        """The bits of the ids that may be sampled, int32 ``[ceil(V / 32)]``, by row of the plan.
-        A row whose matcher has failed has none: what it samples is for nobody. The next call
-        writes over them."""
-        live = [
-            (row, text)
-            for row, text in zip(constrained.rows, constrained.texts, strict=True)
-            if not text.failure
-        ]
-        bits = self._space(len(live))
-        self._fill([(text.matcher, i) for i, (_, text) in enumerate(live)], bits)
-        masks = {}
-        for (row, text), mask in zip(live, bits, strict=True):
-            if text.matcher.is_error():
-                text.failure = _failure(text.matcher, "no mask could be made")
-            else:
-                masks[row] = mask[: self._grammars.num_words]
-        return masks
+    def _take_mask(self) -> int:
+        if not self._free:
+            if self._last_job is not None:
+                self._last_job.result()  # it writes to the memory there is
+            old = self._bits
+            num_masks = max(_FEW_MASKS, 2 * len(old))
+            self._bits = self._make_space(num_masks, self._grammars.num_ll_words)
+            if len(old):
+                self._bits[: len(old)] = old
+            self._free = list(range(num_masks - 1, len(old) - 1, -1))
+        return self._free.pop()
 
-    def _space(self, num_rows: int) -> IntArray:
-        width = self._grammars.num_ll_words if num_rows else 0
-        if len(self._bits) < num_rows:
-            self._bits = np.zeros((num_rows, width), np.int32)
-        return self._bits[:num_rows]
-
-    def _fill(self, matchers: list[tuple[Any, int]], bits: IntArray) -> None:
-        from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
-
-        if len(matchers) == 1:
-            fill_next_token_bitmask(matchers[0][0], bits)
-        elif matchers:
-            if self._executor is None:
-                self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
-            fill_next_token_bitmask_par(self._executor, matchers, bits)
+    def masks(self, constrained: ConstrainedRows) -> Masks:
+        """The masks of a step's rows; waits until they are made."""
+        for job in {text.made for text in constrained.texts if text.made is not None}:
+            job.result()
+        numbers, places = {}, []
+        rows = zip(constrained.rows, constrained.places, constrained.texts, strict=True)
+        for row, place, text in rows:
+            if not text.failure:
+                numbers[row] = text.mask
+                places.append(place)
+        return Masks(self._bits[:, : self._grammars.num_words], numbers, places)
 
     def settle(self, constrained: ConstrainedRows, token_ids: Sequence[int]) -> dict[str, str]:
-        """Take in the tokens of a step, one for each sampled row of its plan.
+        """Take in the tokens of a step, one for each sampled row of its plan, and begin with the
+        masks of what follows them.
 
         Returns:
             Why requests cannot go on, by their ids.
         """
         plan = constrained.plan
-        failures = {}
-        rows = zip(constrained.rows, constrained.places, constrained.texts, strict=True)
-        for row, place, text in rows:
+        sampled = [token_ids[place] for place in constrained.places]
+        masks = [text.mask for text in constrained.texts]
+        ids = np.array(sampled, np.int64)
+        is_allowed = (self._bits[masks, ids >> 5] >> (ids & 31) & 1).tolist()
+        failures, going_on = {}, []
+        for i, (row, text) in enumerate(zip(constrained.rows, constrained.texts, strict=True)):
             request = plan.requests[row]
-            text.push(request, plan.starts[row] + plan.num_tokens[row], [token_ids[place]])
+            if not (text.failure or is_allowed[i]):
+                text.failure = f"token {sampled[i]} is not allowed"
             if text.failure:
                 failures[request.request_id] = f"structured_outputs: {text.failure}"
+            elif self._texts.get(request.request_id) is text:
+                text.push(request, plan.starts[row] + plan.num_tokens[row], [sampled[i]])
+                going_on.append(text)
+        self._start(going_on)
         return failures
 
+    # On the thread ----------------------------------------------------------------------------
 
-def _is_repeated(last: StepPlan, plan: StepPlan) -> bool:
-    """Whether a plan has the rows of the one before again, which all feed one sampled token."""
-    is_decode = last.is_decode_only and plan.is_decode_only and not plan.tables
-    return is_decode and plan.requests is last.requests
+    def _start(self, texts: list[_Text]) -> None:
+        """Have the masks of these texts made, each after all that was asked for before."""
+        if not texts:
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="pagespec-masks")
+        work = [(text, text.unread) for text in texts]
+        self._last_job = self._worker.submit(self._make, work, self._bits)
+        for text in texts:
+            text.unread, text.made = [], self._last_job
+
+    def _make(self, work: list[tuple[_Text, list[int]]], bits: IntArray) -> None:
+        """Give the matchers their tokens, and write the masks. llguidance does both without the
+        lock of the interpreter, in one call each for all of them."""
+        from llguidance import LLExecutor
+        from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
+        one = [(text.matcher, ids[0]) for text, ids in work if len(ids) == 1]
+        if one:
+            consume_token_par(self._executor, one)
+        for text, ids in work:
+            if len(ids) > 1:
+                text.matcher.consume_tokens(ids)
+        live = [text for text, _ in work if not _has_failed(text)]
+        masks = [(text.matcher, text.mask) for text in live]
+        fill_next_token_bitmask_par(self._executor, masks, bits)
+        for text in live:
+            _has_failed(text)
 
 
-def _failure(matcher: Any, otherwise: str) -> str:
-    reason = " ".join(matcher.get_error().split()) or otherwise
-    return shortened(reason, _MAX_REASON)
+def _has_failed(text: _Text) -> bool:
+    if text.matcher.is_error():
+        reason = " ".join(text.matcher.get_error().split()) or "no mask could be made"
+        text.failure = shortened(reason, _MAX_REASON)
+    return bool(text.failure)

@@ -20,7 +20,7 @@ from .stepped_engine import Answer, CaseRequest, LLMFactory, SteppedEngine
 
 _CONTROLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("control: transparent=False", {}),
-    ("control: the model's own operations", {"compile": "eager"}),
+    ("control: the model's own operations", {"compile": "eager", "quantization": None}),
 )
 _NUM_CONTROL_BATCHES = 6
 _NUM_CONTROL_CUTS = 8

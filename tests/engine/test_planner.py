@@ -172,3 +172,16 @@ def test_whoever_runs_behind_a_victim_is_served_although_another_waits_before_it
     plan = step(scheduler)
     assert plan.preempted == (victim.info,), "d shares its only block with a"
     assert rows(plan) == [("a", 2, 1, True), ("d", 1, 1, True)]
+
+
+def test_one_admitted_again_is_told_its_tokens_also_in_the_batch_of_the_step_before() -> None:
+    """A runner may have forgotten what it sampled for a request that has left."""
+    scheduler = make_scheduler(block_size=1)
+    add(scheduler, "a", 2, needs_history=True)
+    step(scheduler, 5)
+    step(scheduler, 6)
+    scheduler.pause("a")
+    scheduler.resume("a")
+    plan = scheduler.schedule()
+    assert (plan.is_decode_only, plan.prefixes) == (True, {0: (97, 97, 5)})
+    assert tuple(plan.token_ids) == (6,)

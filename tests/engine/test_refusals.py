@@ -8,7 +8,7 @@ from functools import partial
 from pagespec.engine.planner import Planner
 from pagespec.engine.refusals import ExplainingPlanner, PlanAccount
 from pagespec.engine.scheduler import Scheduler
-from tests.support.schedules import add, make_scheduler, step
+from tests.support.schedules import add, make_scheduler, rows, step
 
 
 def explained(scheduler: Scheduler) -> PlanAccount:
@@ -47,6 +47,34 @@ def test_one_resumed_at_once_drains_first() -> None:
     scheduler.resume("b")
     scheduler.schedule()
     assert account.refused == [("b", "draining")]
+
+
+def test_a_settled_only_request_has_every_second_step_with_overlap_and_others_have_each() -> None:
+    scheduler = make_scheduler(pipeline_depth=1)
+    account = explained(scheduler)
+    add(scheduler, "a", 2, 8, settled_only=True)
+    add(scheduler, "b", 2, 8)
+    plans = [scheduler.schedule()]
+    for _ in range(4):
+        plans.append(scheduler.schedule())
+        expected = [("a", "unsettled")] if len(plans) % 2 == 0 else []
+        assert account.refused == expected
+        scheduler.commit(plans[-2], [7] * plans[-2].num_sampled)
+    assert [len(plan) for plan in plans] == [2, 1, 2, 1, 2]
+    # What it computes is known, what the others compute is where the step before has put it.
+    assert [tuple(plan.token_ids) for plan in plans[1:]] == [(-2,), (7, -1), (-2,), (7, -1)]
+
+
+def test_chunks_of_a_settled_only_prompt_wait_for_nothing() -> None:
+    scheduler = make_scheduler(pipeline_depth=1, budget=4)
+    add(scheduler, "a", 7, settled_only=True)
+    assert rows(scheduler.schedule()) == [("a", 0, 4, False)]
+    last = scheduler.schedule()
+    assert rows(last) == [("a", 4, 3, True)]
+    scheduler.commit(scheduler.in_flight[0].plan, [])
+    assert not scheduler.schedule().requests
+    scheduler.commit(last, [7])
+    assert rows(scheduler.schedule()) == [("a", 7, 1, True)]
 
 
 def test_a_preemption_tells_for_whom_and_what_it_evicted() -> None:

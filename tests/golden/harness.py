@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
 from pagespec import build as build_module
+from pagespec.compile.model import load, probe
 from pagespec.engine.invariants import check_plan, check_state
 from pagespec.engine.plan import StepPlan
 from spec import replay
@@ -208,15 +210,11 @@ class Subject:
         return call
 
     def llm(self, **settings: Any) -> LLM:
-        names = ("load_model", "probe_model", "capture_model")
-        originals = {name: getattr(build_module, name) for name in names}
-        try:
-            for name, function in originals.items():
-                setattr(build_module, name, self._once(name, function))
+        places = ((load, "load_model"), (probe, "probe_model"), (build_module, "capture_model"))
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in places:
+                patch.setattr(module, name, self._once(name, getattr(module, name)))
             return LLM(self._model, **{**self._settings, **settings})
-        finally:
-            for name, function in originals.items():
-                setattr(build_module, name, function)
 
     def run(self, condition: Condition, reference: Reference) -> GoldenRow:
         watcher = Watcher(GoldenRow(self.name, condition.name, len(reference.prompts)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pagespec import LLM
-from pagespec.compile.model.gguf import embedded_model_path
+from pagespec.compile.model.embedded import embedded_model_path
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_with_reach
 from pagespec.compile.model.thresholds import ReachPlan

@@ -430,6 +430,21 @@ MUTANTS = [
         "            if request.info.needs_history:\n",
         "            if request.info.needs_history and self._starts[row]:\n",
     ),
+    # Row 0, too: settled-only requests (S42).
+    Mutant(
+        0,
+        "an unsettled token of a settled-only request is computed",
+        _PLANNER,
+        "not (held or (request.settled_only and total != len(request.token_ids)))",
+        "not held",
+    ),
+    Mutant(
+        0,
+        "a token of the budget is kept for who has to settle first",
+        _PLANNER,
+        "            and not other.must_settle\n",
+        "",
+    ),
     # Row 0, too: siblings that share a prompt (S33, S40).
     Mutant(
         0,

@@ -86,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         reads_cache=st.sampled_from([True, True, False]),
         needs_history=st.booleans(),
+        settled_only=st.sampled_from([False, False, True]),
         num_siblings=st.sampled_from([0, 0, 1, 3]),
     )
     def add(
@@ -97,6 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         reads_cache: bool,
         needs_history: bool,
+        settled_only: bool,
         num_siblings: int,
     ) -> None:
         prompt = [token * TOKEN_STRIDE for token in prompt[: self.capacity - 1]]
@@ -111,6 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
             cache_salt=salt,
             reads_cache=reads_cache,
             needs_history=needs_history,
+            settled_only=settled_only,
         )
         number = len(self.all)
         siblings = [

@@ -79,6 +79,7 @@ class LockstepMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         reads_cache=st.sampled_from([True, True, False]),
         needs_history=st.booleans(),
+        settled_only=st.sampled_from([False, False, True]),
         n=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
@@ -90,14 +91,14 @@ class LockstepMachine(RuleBasedStateMachine):
         priority: int,
         reads_cache: bool,
         needs_history: bool,
+        settled_only: bool,
         n: int,
     ) -> None:
         if self.state.requests:  # begin as an earlier request did, so that the cache is met
             old = self.state.requests[shared % len(self.state.requests)].tokens
             prompt = list(old[: shared % (len(old) + 1)]) + prompt
-        template = Template(
-            tuple(prompt), max_tokens, salt, priority, reads_cache, needs_history, n
-        )
+        flags = reads_cache, needs_history, settled_only
+        template = Template(tuple(prompt), max_tokens, salt, priority, *flags, n)
         self.pair.apply(Add(len(self.state.requests), template))
 
     @precondition(lambda self: model.can_schedule(self.state, self.pair.scope))

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from pagespec.engine.core import Engine
+from pagespec.engine.plan import StepPlan
 from spec import replay
+from spec.events import read_events
 from spec.state import REFUSALS
 from tests.support.scenario import Scenario
+from tests.support.traces import in_full
 
 NUM_SCENARIOS = 60
 
@@ -29,6 +32,85 @@ def test_traces_of_random_runs_are_accepted(tmp_path: Path) -> None:
     assert [v for v in verdicts if v.property_id] == []
     assert sum(v.num_preemptions for v in verdicts) > 10
     assert sum(v.num_hit_blocks for v in verdicts) > 10
+
+
+def test_the_rows_of_every_plan_can_be_read_again(tmp_path: Path) -> None:
+    """Also of plans that only say that the rows of the plan before go on, which most do."""
+    num_plans = num_short = 0
+    for seed in range(NUM_SCENARIOS):
+        scenario, made = Scenario(seed), []
+        dispatch = scenario.runner.dispatch
+
+        def recorded(plan: StepPlan, dispatch=dispatch, made=made) -> object:
+            handle = dispatch(plan)
+            rows = [[r.request_id, start, n, sampled] for r, start, n, sampled in plan.rows()]
+            made.append((plan.step, rows))
+            return handle
+
+        scenario.runner.dispatch = recorded  # type: ignore[method-assign]
+        lines = trace_of(scenario, tmp_path / "t.jsonl")
+        plans = [event for _, event in read_events(lines) if event["event"] == "plan"]
+        assert [(plan["step"], plan["rows"]) for plan in plans] == made
+        num_plans += len(plans)
+        num_short += sum('"rows": null' in line for line in lines)
+    assert num_plans > num_short > num_plans / 8
+
+
+@pytest.mark.parametrize(
+    ("how", "property_ids"),
+    [
+        ("same", {"S17", "S19", "S20", "S27", "S31", "S42"}),
+        ("start", {"S17", "S19", "S31"}),
+        ("unusual", {"S18"}),
+    ],
+)
+def test_rows_that_are_told_wrongly_are_refused(
+    tmp_path: Path, how: str, property_ids: set[str]
+) -> None:
+    num_altered = 0
+    for seed in range(NUM_SCENARIOS // 3):
+        lines = trace_of(seed, tmp_path / "t.jsonl")
+        events = [json.loads(line) for line in lines]
+        places = [i for i, event in enumerate(events) if event.get("rows")]
+        if len(places) < 2 or any(event["event"] == "fail" for event in events[: places[1]]):
+            continue
+        i = places[1]
+        rows = events[i]["rows"]
+        if how == "same":
+            rows = None
+        elif how == "start":
+            rows["starts"][-1] += 1
+        else:
+            rows["unusual"].append([0, 1_000_000, True])
+        lines[i] = json.dumps({**events[i], "rows": rows})
+        verdict = replay.check(lines)
+        assert (verdict.property_id in property_ids, verdict.line) == (True, i + 1), verdict
+        num_altered += 1
+    assert num_altered > 5
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        None,
+        {"ids": ["a"], "starts": [0]},
+        {"ids": ["a"], "starts": [], "unusual": []},
+        {"ids": ["a"], "starts": [-1], "unusual": []},
+        {"ids": [1], "starts": [0], "unusual": []},
+        {"ids": ["a"], "starts": [0], "unusual": [[1, 1, True]]},
+        {"ids": ["a"], "starts": [0], "unusual": [[0, 1, 1]]},
+        [["a", 0, 1, True]],
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be_read_make_it_no_trace(tmp_path: Path, rows: object) -> None:
+    """Neither at the beginning nor after a failure are there rows that could go on."""
+    lines, failed = failed_trace(tmp_path)
+    for after in (0, failed):
+        i = next(i for i, line in enumerate(lines) if i > after and '"event": "plan"' in line)
+        altered = json.dumps({**json.loads(lines[i]), "rows": rows})
+        with pytest.raises(replay.TraceError, match=f"^line {i + 1}"):
+            replay.check([*lines[:i], altered, *lines[i + 1 :]])
 
 
 def test_every_reason_to_refuse_is_met_and_told_in_order(tmp_path: Path) -> None:
@@ -116,7 +198,9 @@ def alter(event: dict, how: str) -> bool:
 def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[str]) -> None:
     num_altered = 0
     for seed in range(NUM_SCENARIOS):
-        lines = trace_of(seed, tmp_path / "t.jsonl")
+        scenario = Scenario(seed)
+        scenario.has_settled_only = False  # rows in full are those of a version without
+        lines = in_full(trace_of(scenario, tmp_path / "t.jsonl"))
         for i, line in enumerate(lines):
             event = json.loads(line)
             if alter(event, how):
@@ -129,20 +213,24 @@ def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[
     assert num_altered > 5
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_a_trace_of_an_older_version_is_still_read(tmp_path: Path, version: int) -> None:
     """Version 1 says nothing of block tables, version 2 nothing of histories and copies, version 3
-    nothing of reasons and times; nothing is missed."""
-    removed = ["askers", "hits", "evicted", "refused", "times"]
+    nothing of reasons and times, version 4 nothing of who is settled-only; nothing is missed. All
+    tell every row of every plan."""
+    removed = ["settled_only"]
+    if version < 4:
+        removed += ["askers", "hits", "evicted", "refused", "times"]
     if version < 3:
         removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"]
     removed += ["tables", "new_blocks", "released"] if version == 1 else []
     scenario = Scenario(4)  # without a reset of the cache, which came with version 4
+    scenario.has_settled_only = False
     if version < 3:
         scenario.reads_cache, scenario.max_n = 1.0, 1  # what an engine of that version served
     old = []
-    for line in trace_of(scenario, tmp_path / "t.jsonl"):
-        event = {**json.loads(line)}
+    for line in in_full(trace_of(scenario, tmp_path / "t.jsonl")):
+        event = json.loads(line)
         if event["event"] == "start":
             event["version"] = version
         for field in removed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from pagespec.compile.model.probe import probe_model
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
 from pagespec.engine.logit_edits import LogitEdits
+from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
 from tests.runner.test_gpu_runner import PassedEvent
@@ -83,7 +85,8 @@ def mixed_requests(
         outputs = None
         if rng.random() < share:
             outputs, checks[str(number)] = random_outputs(rng)
-        requests.append(make_request(str(number), outputs, rng, max_tokens))
+        edits = rng.choice([{}, {"repetition_penalty": 1.3}])
+        requests.append(make_request(str(number), outputs, rng, max_tokens, **edits))
     return requests, checks
 
 
@@ -209,6 +212,80 @@ def test_after_a_failed_step_and_an_abort_the_runner_serves_again(
 
 def _interrupt(*_args: object, **_kwargs: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "seed", [8, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(9, 16))]
+)
+def test_whatever_is_done_to_them_tokens_are_those_of_undisturbed_requests(seed: int) -> None:
+    """Pauses, resumptions and aborts in flight, resets of the prefix cache and preemptions; three
+    continuations of one prompt are among the requests."""
+
+    def requests() -> tuple[list[Request], list[Request]]:
+        alone, _ = mixed_requests(seed, 8, 20, share=0.6)
+        outputs, _ = random_outputs(random.Random(seed))
+        leader = make_request("100", outputs, random.Random(seed), 20)
+        return alone, [leader, *(leader.sibling(str(100 + i), i, None) for i in (1, 2))]
+
+    alone, group = requests()
+    serve(alone, overlap=False)
+    for request in group:
+        serve([request], overlap=False)
+    expected = {r.request_id: (r.output_token_ids, r.finish_reason) for r in (*alone, *group)}
+
+    rng = random.Random(seed)
+    engine = serve([], num_blocks=14)
+    alone, group = requests()
+    for request in alone:
+        engine.add(request)
+    engine.add(group[0], siblings=group[1:])
+    everybody = [*alone, *group]
+    num_steps = 0
+    while engine.has_work or engine.scheduler.requests:
+        engine.step()
+        num_steps += 1
+        live = list(engine.scheduler.requests)
+        if live and rng.random() < 0.3:
+            engine.pause(rng.choice(live))
+        if live and (rng.random() < 0.4 or not engine.has_work):
+            engine.resume(rng.choice(live))
+        if live and rng.random() < 0.02:
+            engine.abort(rng.choice(live))
+        if rng.random() < 0.05:
+            engine.reset_prefix_cache()
+        assert num_steps < 5000
+    for request in everybody:
+        outputs, reason = expected[request.request_id]
+        got = request.output_token_ids
+        assert got == outputs[: len(got)]
+        assert request.finish_reason in (reason, "abort")
+    assert engine.scheduler.queues.num_preemptions > 0
+    assert engine.runner._matchers._texts.keys() <= {  # type: ignore[attr-defined]
+        request.request_id for request in everybody
+    }
+
+
+def test_others_have_a_row_in_each_step_and_constrained_ones_in_every_second() -> None:
+    requests, checks = mixed_requests(3, 8, 20)
+    engine = serve([])
+    sizes: list[tuple[int, int]] = []
+    dispatch = engine.runner.dispatch
+
+    def seen(plan: StepPlan) -> object:
+        constrained = sum(r.sampling_params.structured_outputs is not None for r in plan.requests)
+        sizes.append((len(plan) - constrained, constrained))
+        return dispatch(plan)
+
+    engine.runner.dispatch = seen  # type: ignore[method-assign]
+    for request in requests[:5]:
+        engine.add(request)
+    for _ in range(12):
+        engine.step()
+    num_constrained = sum(request.request_id in checks for request in requests[:5])
+    assert 0 < num_constrained < 5
+    late = sizes[4:]
+    assert {others for others, _ in late} == {5 - num_constrained}
+    assert all(a + b <= num_constrained for (_, a), (_, b) in itertools.pairwise(late))
 
 
 def test_ignored_ends_follow_a_complete_text() -> None:

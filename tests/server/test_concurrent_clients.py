@@ -125,7 +125,7 @@ def test_who_leaves_is_aborted(stream: bool) -> None:
 
 def test_a_failing_step_ends_a_stream_with_an_error() -> None:
     llm = content_llm(num_blocks=200)
-    body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    body = {"prompt": "abc", "max_tokens": 700, "ignore_eos": True, "stream": True}
     with serving(llm) as url, httpx.Client(base_url=url, timeout=60) as http:
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()

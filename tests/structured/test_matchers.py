@@ -53,7 +53,8 @@ def plan(
 
 def allowed(matchers: Matchers, rows: ConstrainedRows | None) -> dict[int, list[int]]:
     assert rows is not None
-    return {row: ids_of(mask) for row, mask in matchers.masks(rows).items()}
+    masks = matchers.masks(rows)
+    return {row: ids_of(masks.bits[number]) for row, number in masks.numbers.items()}
 
 
 def ids_of(mask: Any) -> list[int]:
@@ -62,23 +63,25 @@ def ids_of(mask: Any) -> list[int]:
     return np.flatnonzero(bits).tolist()
 
 
-def test_a_text_goes_on_with_each_collected_token_also_in_steps_ahead() -> None:
+def test_a_text_goes_on_with_each_collected_token_beside_steps_of_others() -> None:
     matchers = Matchers(GRAMMARS)
-    requests = (info("free", None), info("own", "xy?z"))
+    requests = free, _ = (info("free", None), info("own", "xy?z"))
     first = matchers.take(plan(requests, [0, 0], [[7, 7], [Z, Z]], admitted={0: (), 1: ()}))
     assert allowed(matchers, first) == {1: [X]}
-    # Dispatched before the first was collected, as with overlap; so are its masks made later.
-    second = matchers.take(plan(requests, [2, 2], [[-1], [-2]]))
+    # Dispatched before the first was collected, as with overlap.
+    others = (free,)
+    assert matchers.take(plan(others, [2], [[-1]])) is None
     assert first is not None
     assert matchers.settle(first, [5, X]) == {}
+    second = matchers.take(plan(requests, [3, 2], [[-1], [X]]))
+    assert matchers.take(plan(others, [4], [[-1]])) is None
     assert allowed(matchers, second) == {1: [Y, Z]}
-    third = matchers.take(plan(requests, [3, 3], [[-1], [-2]]))
     assert second is not None
-    assert third is not None
     assert matchers.settle(second, [5, Z]) == {}
+    third = matchers.take(plan(requests, [5, 3], [[-1], [Z]]))
     assert allowed(matchers, third) == {1: [END]}
-    # It has ended, and what its last row samples is for nobody.
-    matchers.settle(third, [5, END])
+    assert third is not None
+    assert matchers.settle(third, [5, END]) == {}
 
 
 def test_outputs_come_back_with_an_admission_in_chunks() -> None:
@@ -108,8 +111,49 @@ def test_a_row_whose_matcher_failed_has_no_mask_and_says_why() -> None:
     failures = matchers.settle(rows, [Z, X])
     assert list(failures) == ["bad"]
     assert "structured_outputs" in failures["bad"]
-    in_flight = matchers.take(plan(requests, [2, 2], [[-1], [-2]]))
-    assert allowed(matchers, in_flight) == {1: [Y]}
+    assert "not allowed" in failures["bad"]
+    (good,) = rest = (requests[1],)
+    rows = matchers.take(plan(rest, [2], [[X]], released=("bad",)))
+    assert allowed(matchers, rows) == {0: [Y]}
+    assert good.request_id in matchers._texts
+
+
+def test_what_the_sampler_was_not_to_take_ends_its_request() -> None:
+    """As when ``allowed_token_ids`` have left nothing of a mask."""
+    matchers = Matchers(GRAMMARS)
+    rows = matchers.take(plan((info("own", "x"),), [0], [[7, 7]], admitted={0: ()}))
+    assert rows is not None
+    masks = matchers.masks(rows)
+    masks.bits[masks.numbers[0]] = 0
+    assert list(matchers.settle(rows, [X])) == ["own"]
+
+
+def test_the_mask_of_a_row_in_flight_outlives_its_request() -> None:
+    matchers = Matchers(GRAMMARS)
+    (old,) = requests = (info("old", "x"),)
+    rows = matchers.take(plan(requests, [0], [[7, 7]], admitted={0: ()}))
+    assert allowed(matchers, rows) == {0: [X]}
+    # It was aborted; the next step admits another.
+    new = matchers.take(
+        plan((info("new", "y"),), [0], [[7, 7]], admitted={0: ()}, released=(old.request_id,))
+    )
+    assert allowed(matchers, new) == {0: [Y]}
+    assert allowed(matchers, rows) == {0: [X]}
+    assert rows is not None
+    assert matchers.settle(rows, [X]) == {}
+    last = matchers.take(plan((info("last", "z"),), [0], [[7, 7]], admitted={0: ()}))
+    assert allowed(matchers, last) == {0: [Z]}
+    assert allowed(matchers, new) == {0: [Y]}
+    assert last is not None
+    assert last.texts[0].mask == rows.texts[0].mask, "its memory is used again"
+
+
+def test_more_requests_than_there_is_memory_for_masks() -> None:
+    matchers = Matchers(GRAMMARS)
+    requests = tuple(info(str(i), "xyz"[i % 3]) for i in range(100))
+    admitted = dict.fromkeys(range(100), ())
+    rows = matchers.take(plan(requests, [0] * 100, [[7, 7]] * 100, admitted=admitted))
+    assert allowed(matchers, rows) == {i: [(X, Y, Z)[i % 3]] for i in range(100)}
 
 
 def test_after_a_reset_nothing_is_known() -> None:

@@ -33,6 +33,7 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
             rng.randrange(2),
             reads_cache=rng.random() < 0.8,
             needs_history=rng.random() < 0.3,
+            settled_only=rng.random() < 0.3,
             n=rng.choice([1, 1, 1, 2, 3]),
         )
         for _ in range(3)

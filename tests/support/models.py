@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -166,6 +167,11 @@ def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         else {**_COMMON, **_SPECIFIC.get(arch, {}), **_OTHERS.get(arch, {})}
     )
     config = AutoConfig.for_model(arch, **{**options, **overrides})
+    return random_model(config, seed)
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """The causal language model of a config, as :func:`tiny_model` makes it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

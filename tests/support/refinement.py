@@ -166,6 +166,7 @@ class Pair:
                 cache_salt=bytes([template.salt]),
                 reads_cache=template.reads_cache,
                 needs_history=template.needs_history,
+                settled_only=template.settled_only,
             )
             siblings = [
                 request.sibling(str(label.request + i), 0, None) for i in range(1, template.n)
@@ -288,6 +289,7 @@ def _abstract_request(request: RealRequest) -> Request:
         published=request.num_published,
         reads_cache=request.reads_cache,
         needs_history=request.info.needs_history,
+        settled_only=request.settled_only,
         leader=-1 if request.leader is None else int(request.leader.request_id),
     )
 

@@ -62,6 +62,7 @@ class Scenario:
         schedule = self.scheduler.schedule
         self.scheduler.schedule = lambda: self._watched(schedule)  # type: ignore[method-assign]
         self.reads_cache, self.max_n = 0.8, 4  # how many requests do; most continuations
+        self.has_settled_only = True  # every third request
         self.requests: list[Request] = []
         self.prompts: dict[Request, list[int]] = {}
         self.reasons: dict[Request, str] = {}
@@ -113,6 +114,7 @@ class Scenario:
             cache_salt=rng.choice([b"", b"", b"a"]),
             reads_cache=rng.random() < self.reads_cache,
             needs_history=rng.random() < 0.3,
+            settled_only=self.has_settled_only and len(self.requests) % 3 == 0,
         )
         siblings = [
             request.sibling(str(len(self.requests) + i), rng.randrange(2), None)
@@ -241,7 +243,9 @@ class Scenario:
         decodes = [
             r
             for r in running
-            if r.num_total - r.num_dispatched == 1 and r.num_total != r.max_num_tokens
+            if r.num_total - r.num_dispatched == 1
+            and r.num_total != r.max_num_tokens
+            and not r.must_settle
         ]
         plan = schedule()
         check_state(scheduler)
@@ -267,7 +271,8 @@ class Scenario:
         if num_available >= num_wanted and not num_waiting:
             for request in decodes:
                 if request.state is RequestState.RUNNING and request not in rows:
-                    raise PropertyError("L6", f"{request} got no token")
+                    name = "L9" if request.settled_only else "L6"
+                    raise PropertyError(name, f"{request} got no token")
         if scheduler.has_work and not rows and not scheduler.in_flight:
             raise PropertyError("L2", "nothing is computed though there is work")
         self._check_order(rows)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagespec import SamplingParams, StructuredOutputs
+from pagespec.engine.logit_edits import LogitEdits
 from pagespec.engine.request import Request
 from tests.support.models import tiny_model
 from tests.support.tokenizers import byte_level, text_of
@@ -147,6 +148,7 @@ def make_request(
         max_num_tokens=len(prompt) + max_tokens,
         stop_token_ids=frozenset({END}),
         seed=int(name),
+        edits=LogitEdits.of(sampling, {END}, []),
     )
 
 

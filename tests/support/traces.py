@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from pagespec import SamplingParams
@@ -9,6 +11,7 @@ from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
+from spec.events import read_events
 from tests.support.content_runner import TOKEN_STRIDE, ContentRunner
 
 
@@ -40,3 +43,11 @@ def write_trace(path: Path, *, pipeline_depth: int = 0, num_requests: int = 9) -
     while engine.has_work:
         engine.step()
     return path.read_text().splitlines()
+
+
+def in_full(lines: Iterable[str]) -> list[str]:
+    """The trace as version 4 told it: with all rows of every plan."""
+    events = [event for _, event in read_events(lines)]
+    return [json.dumps({**event, "version": 4}) for event in events[:1]] + [
+        json.dumps(event) for event in events[1:]
+    ]

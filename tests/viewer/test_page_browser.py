@@ -13,7 +13,7 @@ from pagespec.viewer.page import Verdict, make_page
 from pagespec.viewer.timeline import read_timeline
 from spec.replay import check
 from tests.support.browser import browser, open_page
-from tests.support.traces import write_trace
+from tests.support.traces import in_full, write_trace
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -47,7 +47,7 @@ def write_page(folder: Path, lines: list[str]) -> Path:
 
 
 def plans_of(lines: list[str]) -> list[dict[str, Any]]:
-    return [event for event in map(json.loads, lines) if event["event"] == "plan"]
+    return [event for event in map(json.loads, in_full(lines)) if event["event"] == "plan"]
 
 
 @pytest.fixture(params=[0, 1], ids=["depth-0", "depth-1"])

@@ -10,13 +10,13 @@ import pytest
 from pagespec.viewer.timeline import DECODE, NEVER, PREEMPTED, PREFILL, Timeline, read_timeline
 from spec.events import read_events
 from tests.property.test_trace import trace_of
-from tests.support.traces import write_trace
+from tests.support.traces import in_full, write_trace
 
 
 @pytest.mark.parametrize("pipeline_depth", [0, 1])
 def test_a_timeline_has_every_row_of_its_trace(tmp_path: Path, pipeline_depth: int) -> None:
     lines = write_trace(tmp_path / "t.jsonl", pipeline_depth=pipeline_depth)
-    plans = [e for e in map(json.loads, lines) if e["event"] == "plan"]
+    plans = [e for e in map(json.loads, in_full(lines)) if e["event"] == "plan"]
     timeline = read_timeline(lines)
     assert timeline.num_rows == sum(len(plan["rows"]) for plan in plans)
     assert timeline.numbers == [plan["step"] for plan in plans]
@@ -75,7 +75,7 @@ def test_waiting_and_running_are_counted(tmp_path: Path) -> None:
 def test_any_run_has_a_timeline(tmp_path: Path, seed: int) -> None:
     """With pauses, aborts, failures, siblings and steps that never settle."""
     lines = trace_of(seed, tmp_path / "t.jsonl")
-    plans = [e for e in map(json.loads, lines) if e["event"] == "plan"]
+    plans = [e for e in map(json.loads, in_full(lines)) if e["event"] == "plan"]
     for end in (len(lines), len(lines) // 2):
         timeline = read_timeline(lines[:end])
         if end == len(lines):
@@ -83,13 +83,14 @@ def test_any_run_has_a_timeline(tmp_path: Path, seed: int) -> None:
             assert all(lane.ended != NEVER for lane in timeline.lanes)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_an_old_trace_has_a_timeline(tmp_path: Path, version: int) -> None:
-    removed = ["askers", "hits", "evicted", "refused", "times"]
+    removed = ["settled_only"]
+    removed += ["askers", "hits", "evicted", "refused", "times"] * (version < 4)
     removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"] * (version < 3)
     removed += ["tables", "new_blocks", "released"] * (version < 2)
     lines = write_trace(tmp_path / "t.jsonl")
-    events = [json.loads(line) for line in lines]
+    events = [json.loads(line) for line in in_full(lines)]
     events[0]["version"] = version
     old = [json.dumps({k: v for k, v in event.items() if k not in removed}) for event in events]
     timeline, new = read_timeline(old), read_timeline(lines)

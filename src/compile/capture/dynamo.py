@@ -8,56 +8,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import example
 from ..kv_cache import allocate_kv_caches
-from ..model.attention import ATTENTION_NAME, attention_implementation
-from ..model.load import LoadedModel
+from ..model.attention import (
+    ATTENTION_NAME,
+    AttentionStep,
+    attention_implementation,
+    current,
+)
+from ..model.forward import PackedForward
+from ..model.loaded import LoadedModel
 from ..step_inputs import EXAMPLE_SIZES, INPUT_NAMES, KVCaches, StepInputs, example_inputs
-
-Source = tuple[Any, ...]
-# Applied while tracing. Numbers of the model (epsilon, scale, window) are constants of the graph,
-# whatever Dynamo saw at the same line for another model.
-DYNAMO_SETTINGS = {
-    "specialize_int": True,
-    "specialize_float": True,
-    "automatic_dynamic_shapes": False,
-}
-
-
-@dataclass(slots=True)
-class Traced:
-    """A graph as Dynamo gave it.
-
-    Attributes:
-        gm: its nodes' ``meta["example_value"]`` are fake tensors of one mode, or sizes.
-        constants: placeholder name to the parameter or buffer of the model it stands for.
-        sources: name of every other placeholder to where its value is found at each step:
-            ``("input", field)``, ``("cache", call, which)`` or ``("size", field, dim)``.
-    """
-
-    gm: GraphModule
-    constants: dict[str, Tensor]
-    sources: dict[str, Source]
-
-    def arguments(self) -> list[Source]:
-        """Where the value of each placeholder comes from, in order: its source, or ``("constant",
-        tensor)``."""
-        names = [node.name for node in self.gm.graph.nodes if node.op == "placeholder"]
-        return [
-            ("constant", self.constants[name]) if name in self.constants else self.sources[name]
-            for name in names
-        ]
+from .traced import DYNAMO_SETTINGS, Source, Traced
 
 
 class _Captured(BaseException):
@@ -87,9 +58,10 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
     # The sizes of the caches stay numbers, those of the example: nothing in the graph but our ops
     # reads caches, and these look when they run. Symbols for them take a tenth of the time.
     given: list[tuple[GraphModule, list[Any]]] = []
+    packed = PackedForward(module)
 
     def step(inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
-        return forward(module, specs, inputs, kv_caches)
+        return forward(packed, specs, inputs, kv_caches)
 
     def backend(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         # A copy, for Dynamo clears its own graph on the way out.
@@ -122,25 +94,17 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
 
 
 def forward(
-    module: PreTrainedModel,
+    packed: PackedForward,
     specs: Sequence[AttentionSpec],
     inputs: StepInputs,
     kv_caches: KVCaches,
 ) -> Tensor:
     """Logits ``[1, S, V]`` of a step, from the module as it is; writes its KV into the caches."""
-    logits: Tensor = module(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        logits_to_keep=inputs.logits_to_keep,
-        use_cache=False,
-        slot_mapping=inputs.slot_mapping,
-        query_starts=inputs.query_starts,
-        context_lens=inputs.context_lens,
-        block_tables=inputs.block_tables,
-        kv_caches=kv_caches,
-        attention_specs=specs,
-    ).logits
-    return logits
+    current.step = AttentionStep(inputs, kv_caches, specs)
+    try:
+        return packed(inputs.input_ids, inputs.position_ids, inputs.logits_to_keep)
+    finally:
+        current.step = None
 
 
 def _described(

@@ -25,11 +25,11 @@ from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..kv_cache import allocate_kv_caches
 from ..model.attention import ATTENTION_NAME, attention_implementation
+from ..model.forward import PackedForward
 from ..model.layers import FEWEST_LAYERS, describe_layer, find_layers
-from ..model.load import LoadedModel
+from ..model.loaded import LoadedModel, named_tensors
 from ..step_inputs import BoundGraph, KVCaches, StepInputs
 from .dynamo import Traced, forward, trace
-from .graph_key import named_tensors
 from .repeat_layers import LayersDiffer, repeat_layers
 
 logger = logging.getLogger("pagespec")
@@ -100,7 +100,7 @@ def _computes_the_same(traced: Traced, loaded: LoadedModel, specs: Sequence[Atte
     given, made = (allocate_kv_caches(specs, 3, 17, loaded.dtype, device) for _ in range(2))
     with torch.inference_mode():
         with attention_implementation(module, ATTENTION_NAME):
-            logits = forward(module, specs, inputs, given)[0]
+            logits = forward(PackedForward(module), specs, inputs, given)[0]
         again = BoundGraph(Interpreter(traced.gm).run, traced.arguments(), made)(inputs).logits
     pairs = [(logits, again), *zip(_flat(given), _flat(made), strict=True)]
     return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)

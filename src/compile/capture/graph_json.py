@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.nodes import example
-from .dynamo import Traced
-from .meta_json import PLAIN, NotSerializable, ResultDecoder, ResultEncoder
+from ...kernels import ops  # noqa: F401 - graphs call them by name
+from ..fx.nodes import PLAIN, example
+from .results import NotSerializable, ResultReader
+from .traced import Traced
 
 # Modules whose functions a graph may call by name.
 _ROOTS = frozenset({"_operator", "math", "operator", "torch", "transformers"})
@@ -31,6 +32,8 @@ def encode(traced: Traced, names: dict[int, str]) -> dict[str, Any]:
     Raises:
         NotSerializable: something in the graph has no form in a file.
     """
+    from .meta_json import ResultEncoder
+
     encoder = ResultEncoder()
     numbers: dict[Node, int] = {}
     nodes = []
@@ -59,8 +62,14 @@ def encode(traced: Traced, names: dict[int, str]) -> dict[str, Any]:
     return {"symbols": encoder.symbols(), "nodes": nodes}
 
 
-def decode(data: dict[str, Any], constants: dict[str, Tensor]) -> Traced:
+def decode(
+    data: dict[str, Any], constants: dict[str, Tensor], *, is_symbolic: bool = True
+) -> Traced:
     """The inverse, over parameters and buffers given by name.
+
+    Args:
+        is_symbolic: record results with torch's symbols for the sizes of a step, which a compiler
+            needs; else with numbers (:mod:`.results`).
 
     The graph module has no code yet: the passes, which end with that, come first.
 
@@ -72,7 +81,8 @@ def decode(data: dict[str, Any], constants: dict[str, Tensor]) -> Traced:
     graph = found.gm.graph
     # What Dynamo records are normal tensors even when it traces in inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        decoder = ResultDecoder(data["symbols"], constants)
+        reader = _symbolic_reader() if is_symbolic else ResultReader
+        results = reader(data["symbols"], constants)
         for op, name, target, *rest, value in data["nodes"]:
             if op == "placeholder":
                 node = graph.create_node(op, target, (), {}, name)
@@ -86,10 +96,16 @@ def decode(data: dict[str, Any], constants: dict[str, Tensor]) -> Traced:
                 function = _target(target) if op == "call_function" else target
                 node = graph.create_node(op, function, args, kwargs, name)
             if value is not None:
-                node.meta["example_value"] = decoder.value(value)
+                node.meta["example_value"] = results.value(value)
             nodes.append(node)
     graph.lint()
     return found
+
+
+def _symbolic_reader() -> type[ResultReader]:
+    from .meta_json import ResultDecoder
+
+    return ResultDecoder
 
 
 def _argument_data(value: Any, numbers: dict[Node, int]) -> Any:

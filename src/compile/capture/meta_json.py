@@ -13,23 +13,20 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch._guards import SLoc
 from torch._guards import Source as GuardSource
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._sympy import functions as sympy_functions
 from torch.utils._sympy.numbers import int_oo
 
-from ..fx.fake_tensors import Layout, expressions
+from ..fx.fake_tensors import expressions
 from ..fx.nodes import PLAIN
+from .results import NotSerializable, ResultReader
 
 _SYMPY = {name: getattr(sympy, name) for name in ("Add", "Mul", "Pow")} | {
     name: getattr(sympy_functions, name) for name in ("FloorDiv", "Mod", "PythonMod", "CleanDiv")
 }
-
-
-class NotSerializable(Exception):
-    """The graph holds something that has no form in a file."""
 
 
 class _Named(GuardSource):
@@ -41,6 +38,14 @@ class _Named(GuardSource):
     @property
     def _name_template(self) -> str:
         return self._text
+
+
+class _ShapeEnv(ShapeEnv):
+    """torch notes for each symbol, for its messages, which line of the user's code it is of. To
+    tell that line from its own it imports Dynamo, Inductor and export; here there is none."""
+
+    def _get_stack_summary(self, *_: Any, **__: Any) -> tuple[SLoc, str]:
+        return SLoc("a graph from the disk", None), ""
 
 
 class ResultEncoder:
@@ -132,24 +137,17 @@ class ResultEncoder:
         return found
 
 
-class ResultDecoder:
+class ResultDecoder(ResultReader):
     """The inverse, with new symbols and in a mode of its own."""
 
-    def __init__(
-        self,
-        symbols: Iterable[Any],
-        constants: dict[str, Tensor],
-    ) -> None:
+    def __init__(self, symbols: Iterable[Any], constants: dict[str, Tensor]) -> None:
         # As Dynamo's own for a full graph.
-        env: Any = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        env: Any = _ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self._mode = FakeTensorMode(shape_env=env)
-        self._constants = constants
-        self._tensors: list[FakeTensor] = []
-        # What each of them was made of, and the layouts of what was made so before.
-        self._recipes: list[Any] = []
-        self._layouts: dict[Any, Layout] = {}
-        self._sizes: dict[str, Any] = {}
-        self._symbols: dict[str, Any] = {}
+        super().__init__(symbols, constants)
+
+    def _make_symbols(self, symbols: Iterable[Any]) -> None:
+        env: Any = self._mode.shape_env
         for name, source, hint, lower, upper in symbols:
             symbol = env.create_symbol(hint, _Named(source), DimDynamic.DYNAMIC)
             bounds = (lower, int_oo if upper is None else upper)
@@ -159,78 +157,15 @@ class ResultDecoder:
                 env.constrain_symbol_range(symbol, *bounds)
             self._symbols[name] = symbol
 
-    def value(self, value: list[Any]) -> Any:
-        """Of what :meth:`ResultEncoder.value` returned, in the same order."""
-        kind, *parts = value
-        if kind == "tensor":
-            self._tensors.append(self._tensor(*parts))
-            return self._tensors[-1]
-        if kind == "constant":
-            fake = self._mode.from_tensor(self._constants[parts[0]], static_shapes=True)
-            self._tensors.append(fake)
-            self._recipes.append(parts[0])
-            return fake
-        if kind == "same":
-            return self._tensors[parts[0]]
-        if kind == "size":
-            return self._size(parts[0])
-        if kind == "shape":
-            return torch.Size([self._size(part) for part in parts])
-        if kind == "plain":
-            return parts[0]
-        make: Any = {"tuple": tuple, "list": list}[kind]
-        return make([self.value(part) for part in parts])
+    def _of_constant(self, constant: Tensor) -> Tensor:
+        return self._mode.from_tensor(constant, static_shapes=True)
 
-    def _tensor(self, base: int, *parts: Any) -> FakeTensor:
-        whole = self._tensors[base] if base < len(self._tensors) else None
-        num_bytes = () if whole is None else expressions([whole.untyped_storage().nbytes()])
-        recipe = (None if whole is None else self._recipes[base], *num_bytes, repr(parts))
-        self._recipes.append(recipe)
-        layout = self._layouts.get(recipe)
-        if layout is not None:
-            return layout.new() if whole is None else layout.within(whole)
-        fake = self._first(whole, *parts)
-        layout = Layout.of(fake)
-        # A part that lies behind what was recorded of a whole makes it grow. Each has to.
-        if whole is None or num_bytes == expressions([layout.num_bytes]):
-            self._layouts[recipe] = layout
-        return fake
+    def _of_meta(self, made: Tensor, device: torch.device) -> Tensor:
+        return FakeTensor(self._mode, made, device)
 
-    def _first(
-        self,
-        whole: FakeTensor | None,
-        dtype_name: str,
-        device: str,
-        shape: list[Any],
-        strides: list[Any] | None,
-        offset: Any,
-        requires_grad: bool,
-    ) -> FakeTensor:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        sizes = [self._size(size) for size in shape]
-        steps = [self._size(step) for step in strides or ()]
-        # Half as long as by a call under the mode.
-        with no_dispatch():
-            if whole is not None:
-                made = torch.empty(0, dtype=dtype, device="meta")
-                made.set_(whole.untyped_storage(), self._size(offset), sizes, steps)
-            elif strides is None:
-                made = torch.empty(sizes, dtype=dtype, device="meta")
-            else:
-                made = torch.empty_strided(sizes, steps, dtype=dtype, device="meta")
-            fake = FakeTensor(self._mode, made, torch.device(device))
-        if requires_grad:
-            fake.requires_grad_()
-        return fake
-
-    def _size(self, size: Any) -> Any:
-        if isinstance(size, int):
-            return size
-        key = repr(size)
-        if key not in self._sizes:
-            env: Any = self._mode.shape_env
-            self._sizes[key] = env.create_symintnode(self._expression(size), hint=None)
-        return self._sizes[key]
+    def _new_size(self, size: Any) -> Any:
+        env: Any = self._mode.shape_env
+        return env.create_symintnode(self._expression(size), hint=None)
 
     def _expression(self, value: Any) -> Any:
         if isinstance(value, int):

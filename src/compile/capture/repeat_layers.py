@@ -223,7 +223,7 @@ class _Repetition:
         or behind it, which may be the same node."""
         if "example_value" not in like.meta:
             return
-        own: dict[int, FakeTensor] = {}
+        own: dict[int, Tensor] = {}
 
         def of(fake: Any) -> Any:
             if not isinstance(fake, FakeTensor):
@@ -235,11 +235,11 @@ class _Repetition:
         node.meta["example_value"] = tree_map(of, like.meta["example_value"], is_leaf=_is_shape)
 
     def _fake(
-        self, fake: FakeTensor, node: Node, like: Node, segment: int, own: dict[int, FakeTensor]
-    ) -> FakeTensor:
+        self, fake: FakeTensor, node: Node, like: Node, segment: int, own: dict[int, Tensor]
+    ) -> Tensor:
         home, part = self.homes[id(fake)]
         if home is not like:
-            found: FakeTensor = _leaves(self._node(home, segment))[part]
+            found: Tensor = _leaves(self._node(home, segment))[part]
             return found
         first = self.memories[memory_of(fake)]
         if first is fake:

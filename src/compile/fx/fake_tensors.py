@@ -1,4 +1,8 @@
-"""Layouts of fake tensors: copied and compared without guards and symbolic arithmetic."""
+"""Layouts of fake tensors: copied and compared without guards and symbolic arithmetic.
+
+What stands for a result is a fake tensor of torch, with symbols for sizes; or, in a graph that was
+restored to run as it is, a tensor on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,10 @@ class Layout:
 
     Attributes:
         num_bytes: size of the storage, of which the tensor may be a part.
+        mode: None of a tensor on the meta device.
     """
 
-    mode: FakeTensorMode
+    mode: FakeTensorMode | None
     sizes: tuple[Any, ...]
     steps: tuple[Any, ...]
     offset: Any
@@ -46,10 +51,10 @@ class Layout:
     requires_grad: bool
 
     @classmethod
-    def of(cls, fake: FakeTensor) -> Layout:
+    def of(cls, fake: Tensor) -> Layout:
         """The layout of ``fake``, which must be strided."""
         return cls(
-            fake.fake_mode,
+            fake.fake_mode if isinstance(fake, FakeTensor) else None,
             tuple(fake.shape),
             tuple(fake.stride()),
             fake.storage_offset(),
@@ -59,8 +64,12 @@ class Layout:
             fake.requires_grad,
         )
 
-    def new(self) -> FakeTensor:
+    def new(self) -> Tensor:
         """A tensor of this layout in memory of its own."""
+        if self.mode is None:
+            memory = torch.UntypedStorage(self.num_bytes, device="meta")
+            empty = torch.empty(0, dtype=self.dtype, device="meta")
+            return self._fake(empty.set_(memory, self.offset, self.sizes, self.steps))
         with no_dispatch():
             made = Tensor._make_wrapper_subclass(
                 _Memory,
@@ -73,7 +82,7 @@ class Layout:
             )
             return self._fake(made)
 
-    def within(self, other: FakeTensor) -> FakeTensor:
+    def within(self, other: Tensor) -> Tensor:
         """A tensor of this layout in the memory of ``other``, which must be large enough."""
         with no_dispatch():
             # A view asks for no sizes, but has to be of a tensor that is no fake.
@@ -81,11 +90,25 @@ class Layout:
             made.set_(other.untyped_storage(), 0, (0,), (1,))
             return self._fake(made.as_strided(self.sizes, self.steps, self.offset))
 
-    def _fake(self, made: Tensor) -> FakeTensor:
-        fake = FakeTensor(self.mode, made, self.device)
+    def _fake(self, made: Tensor) -> Tensor:
+        fake = made if self.mode is None else FakeTensor(self.mode, made, self.device)
         if self.requires_grad:
             fake.requires_grad_()
         return fake
+
+
+def fake_of(constant: Tensor, beside: Tensor) -> Tensor:
+    """What stands for ``constant`` in the graph that has ``beside``."""
+    if isinstance(beside, FakeTensor):
+        return beside.fake_mode.from_tensor(constant, static_shapes=True)
+    return meta_of(constant)
+
+
+def meta_of(constant: Tensor) -> Tensor:
+    """A tensor of no data that is otherwise like ``constant``."""
+    shape, strides = constant.shape, constant.stride()
+    made = torch.empty_strided(shape, strides, dtype=constant.dtype, device="meta")
+    return made.requires_grad_(constant.requires_grad)
 
 
 def layout_key(fake: Tensor) -> tuple[Any, ...]:

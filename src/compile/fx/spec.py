@@ -59,6 +59,8 @@ def _describes_its_constant(node: Node, bound: Bindings) -> bool:
     constant, recorded = bound.constants.get(node.name), example(node)
     if node.op != "placeholder" or constant is None:
         return True
+    if not isinstance(constant, Tensor):  # a packed weight of FBGEMM's
+        return True
     if not isinstance(recorded, Tensor) or recorded.dtype != constant.dtype:
         return False
     # A packed copy of a weight has a layout of its own library.

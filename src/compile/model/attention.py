@@ -1,33 +1,46 @@
 """The attention function a Hugging Face model calls: store the new KV, then attend over pages.
 
-It is registered with transformers' ``AttentionInterface``; all that changes from step to step
-travels as keyword arguments through the model's ``forward`` (:data:`METADATA_KWARGS`), so that
-they are plain inputs of the captured graph. What never changes is an :class:`AttentionSpec`.
+It is registered with transformers' ``AttentionInterface``. What changes from step to step it finds
+in :data:`current`, set around the call of the model's ``forward``: many models hand no keyword
+arguments down. In a trace these are plain inputs of the graph all the same. What never changes is
+an :class:`AttentionSpec`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from ...errors import UnsupportedModelError
 from ...kernels import ops
 from ...kernels.attention.spec import AttentionSpec
+from ..step_inputs import KVCaches, StepInputs
+from .forward import positions_inside
+from .plain_attention import plain_attention_replaced
 
 # Transformers treats names with "flash", "sdpa", "flex" or "/" in them specially.
 ATTENTION_NAME = "pagespec"
-METADATA_KWARGS = (
-    "slot_mapping",
-    "query_starts",
-    "context_lens",
-    "block_tables",
-    "kv_caches",
-    "attention_specs",
-)
+
+
+class AttentionStep(NamedTuple):
+    """What the attention calls of a step share."""
+
+    inputs: StepInputs
+    kv_caches: KVCaches
+    specs: Sequence[AttentionSpec]
+
+
+class _Current(threading.local):
+    """The step whose forward pass a thread is in."""
+
+    step: AttentionStep | None = None
+
+
+current = _Current()
 
 
 def paged_attention_forward(
@@ -37,12 +50,6 @@ def paged_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001 (models may pass it by name)
     *,
-    slot_mapping: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    kv_caches: Sequence[tuple[Tensor, Tensor]],
-    attention_specs: Sequence[AttentionSpec],
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -52,23 +59,25 @@ def paged_attention_forward(
     Scale, window and softcap come from the spec, which the probe took from the same arguments
     and from the model's mask; the remaining keyword arguments were vetted there.
     """
+    assert current.step is not None
+    inputs, kv_caches, specs = current.step
     call: int = module.pagespec_call  # type: ignore[assignment]
-    spec = attention_specs[call]
+    spec = specs[call]
     k_cache, v_cache = kv_caches[call]
     ops.kv_store(
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),
         k_cache,
         v_cache,
-        slot_mapping,
+        inputs.slot_mapping,
     )
     out = ops.paged_attention(
         query.squeeze(0).transpose(0, 1),
         k_cache,
         v_cache,
-        query_starts,
-        context_lens,
-        block_tables,
+        inputs.query_starts,
+        inputs.context_lens,
+        inputs.block_tables,
         spec.scale,
         spec.window,
         spec.softcap,
@@ -97,19 +106,25 @@ def attention_implementation(module: PreTrainedModel, name: str) -> Iterator[Non
     The model may be the caller's own, and goes back to what it was.
 
     Raises:
-        UnsupportedModelError: the model, or a part of it, does not take the implementation.
+        UnsupportedModelError: the model does not take it, nor is its attention plainly a softmax.
     """
     configs = _configs(module)
     before = [(config, config._attn_implementation_internal) for config in configs]
     try:
         module.set_attn_implementation(name)
-        refused = [c.model_type for c in configs if c._attn_implementation != name]
-        if refused:
-            raise UnsupportedModelError(
-                f"{type(module).__name__}: {', '.join(refused)} does not take its attention "
-                "function from transformers' AttentionInterface"
-            )
-        yield
+        # Layers may hold copies of the config, which transformers does not know of.
+        taken = {type(config) for config in configs if config._attn_implementation == name}
+        for config in configs:
+            if type(config) in taken:
+                config._attn_implementation_internal = name
+        others = [config for config in configs if config._attn_implementation != name]
+        with ExitStack() as stack:
+            if others:
+                stack.enter_context(plain_attention_replaced(module))
+                for config in others:
+                    config._attn_implementation_internal = name
+            stack.enter_context(positions_inside(module))
+            yield
     finally:
         for config, implementation in before:
             config._attn_implementation_internal = implementation

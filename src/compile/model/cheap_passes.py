@@ -26,7 +26,7 @@ from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import GROUPED_MM_NAMES
 from .layers import describe_layer, find_layers
-from .load import LoadedModel
+from .loaded import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost
 

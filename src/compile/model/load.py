@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from ...validation import path_of
-from .gguf import converted_folder
+from .gguf_blocks import check_quantization, kept_blocks
+from .loaded import WHOLE, LoadedModel, Shard
 from .refusal import as_input_error, cause
-from .tensor_parallel import WHOLE, Shard, check_heads, shard_model
+from .source import ModelSource, find_source
+from .tensor_parallel import check_heads, shard_model
 
 _DTYPES = {
     "float32": torch.float32,
@@ -32,48 +33,13 @@ _LOAD_FORMATS = ("auto", "dummy")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model in evaluation mode on its device.
-
-    Attributes:
-        tokenizer: None if the model came without one.
-        eos_token_ids: the tokens that end generation, from the generation config, else the config.
-        vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
-        max_position_embeddings: the longest context the model was made for, in tokens.
-        shard: the part of the model that ``module`` is.
-        vocab_sizes: of each rank's head in order; None if each has all of it.
-    """
-
-    module: PreTrainedModel
-    config: PreTrainedConfig
-    tokenizer: Any | None
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-    max_position_embeddings: int
-    shard: Shard = WHOLE
-    vocab_sizes: list[int] | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and KV caches."""
-        return self.module.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.module.device
-
-    @property
-    def architecture(self) -> str:
-        return type(self.module).__name__
-
-
 def load_model(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    model: str | os.PathLike[str] | ModelSource | PreTrainedModel,
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     load_format: str = "auto",
+    quantization: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     shard: Shard = WHOLE,
 ) -> LoadedModel:
@@ -81,10 +47,12 @@ def load_model(
 
     Args:
         model: a local folder, a hub id, a ``.gguf`` file, or a model already built (then it is
-            used as it is, and dtype applies only if it is not "auto").
+            used as it is, and dtype applies only if it is not "auto"); or what was found of it.
         dtype: "auto", "float32", "bfloat16" or "float16"; "auto" is float32 on CPU and what the
             config says elsewhere.
         load_format: "auto" reads weights; "dummy" makes random ones (benchmarks, tests).
+        quantization: None, or "gguf": what a GGUF file holds quantised is to stay so in the graph
+            that is captured, on a CPU.
         cache_dir: where a GGUF file's conversion is kept; default ``$PAGESPEC_CACHE`` or
             ``~/.cache/pagespec``.
         shard: the part to load; of files, nothing else is read. With more than one rank all of them
@@ -99,6 +67,9 @@ def load_model(
     torch_dtype = _resolved_dtype(dtype)
     if load_format not in _LOAD_FORMATS:
         raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
+    if quantization is not None:
+        named = model.name if isinstance(model, ModelSource) else model
+        check_quantization(quantization, named, device)
     if isinstance(model, PreTrainedModel):
         given: Any = model
         module: PreTrainedModel = given.to(device).eval()
@@ -114,7 +85,10 @@ def load_model(
     module = _built(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
     described = _described(module.to(device).eval(), _tokenizer(source, name))  # type: ignore[arg-type]
-    return replace(described, shard=shard, vocab_sizes=vocab_sizes)
+    described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
+    if quantization is not None:
+        described.quantized.update(kept_blocks(Path(name), Path(source), module))
+    return described
 
 
 def vocab_size_of(model: str | os.PathLike[str]) -> int:
@@ -131,13 +105,10 @@ def check_shared(model: str | os.PathLike[str], num_ranks: int) -> None:
 
 
 def _config_of(
-    model: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None
+    model: str | os.PathLike[str] | ModelSource, cache_dir: str | os.PathLike[str] | None
 ) -> tuple[str, str, PreTrainedConfig]:
     """A model's name, the folder or hub id that transformers reads, and its config."""
-    name = path_of(model)
-    if name is None:
-        raise InvalidInputError("model", model, "must be a folder, a .gguf file or a hub id")
-    source = _resolved_source(name, cache_dir)
+    name, source = model if isinstance(model, ModelSource) else find_source(model, cache_dir)
     with as_input_error(name, "must have a readable config.json"):
         try:
             return name, source, AutoConfig.from_pretrained(source)
@@ -165,24 +136,6 @@ def _resolved_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if isinstance(dtype, str) and dtype in _DTYPES:
         return _DTYPES[dtype]
     raise InvalidInputError("dtype", dtype, f"must be 'auto' or one of {sorted(_DTYPES)}")
-
-
-def _resolved_source(name: str, cache_dir: str | os.PathLike[str] | None) -> str:
-    """A folder or a hub id that transformers reads."""
-    # os.path answers False where Path raises, over a name that is too long.
-    if name.endswith(".gguf"):
-        if not os.path.isfile(name):
-            raise InvalidInputError("model", name, "must be an existing .gguf file")
-        return str(converted_folder(Path(name), cache_dir))
-    if os.path.isdir(name):
-        if not os.path.isfile(os.path.join(name, "config.json")):
-            raise InvalidInputError("model", name, "must be a folder with a config.json")
-        return name
-    if os.path.exists(name):
-        raise InvalidInputError("model", name, "must be a folder, a .gguf file or a hub id")
-    if name.count("/") > 1 or name.startswith((".", "~", "/")) or not name:
-        raise InvalidInputError("model", name, "must be an existing folder or .gguf file")
-    return name
 
 
 def _built(
@@ -296,10 +249,18 @@ def _described(module: PreTrainedModel, tokenizer: Any | None) -> LoadedModel:
     if head is None or not hasattr(text_config, "vocab_size"):
         raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")
     limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None:  # of the decoder of a model that also has an encoder
+        limit = getattr(text_config, "max_target_positions", None)
     if not isinstance(limit, int) or limit < 1:
         raise UnsupportedModelError(
             f"{type(module).__name__}: its config gives no max_position_embeddings"
         )
     return LoadedModel(
-        module, config, tokenizer, frozenset(ids), int(text_config.vocab_size), limit
+        module,
+        config,
+        tokenizer,
+        frozenset(ids),
+        int(text_config.vocab_size),
+        limit,
+        model_type=config.model_type,
     )

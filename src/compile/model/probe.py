@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
-from .attention import METADATA_KWARGS
-from .load import LoadedModel
+from .forward import takes_positions
+from .loaded import LoadedModel
 from .masks import MaskFunction, window_of_mask
 from .probe_pass import ProbePass, all_same, local_attention, registered
 from .reach_probe import check_reach
@@ -38,7 +39,7 @@ from .thresholds import ReachPlan
 _NUM_PROBE_TOKENS = 8
 _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 # Tensor arguments whose meaning is known; any other would be dropped silently.
-_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", *METADATA_KWARGS})
+_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids"})
 # Numbers whose meaning is known. Flags (bool), strings and None carry no numerics.
 _KNOWN_NUMBER_KWARGS = frozenset({"scaling", "dropout", "softcap", "sliding_window", "layer_idx"})
 
@@ -46,9 +47,8 @@ _KNOWN_NUMBER_KWARGS = frozenset({"scaling", "dropout", "softcap", "sliding_wind
 class _Recorder:
     """The attention and mask functions of the first run, and what they saw."""
 
-    def __init__(self, architecture: str, slot_mapping: Tensor) -> None:
+    def __init__(self, architecture: str) -> None:
         self.architecture = architecture
-        self.slot_mapping = slot_mapping
         self.masks: list[tuple[Tensor, MaskFunction]] = []
         self.windows: dict[tuple[int, int], int | None] = {}
         self.modules: list[nn.Module] = []
@@ -77,8 +77,6 @@ class _Recorder:
     ) -> tuple[Tensor, None]:
         for name, argument in kwargs.items():
             self._check_kwarg(name, argument)
-        if kwargs.get("slot_mapping") is not self.slot_mapping:
-            raise self.refuse("does not hand keyword arguments down to its attention")
         if any(module is seen for seen in self.modules):
             raise self.refuse(f"calls {type(module).__name__} more than once per forward pass")
         if query.dim() != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
@@ -186,7 +184,7 @@ def probe_with_reach(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPla
 
 def _record(loaded: LoadedModel, probe_pass: ProbePass, ids: Tensor, where: str = "") -> _Recorder:
     """The attention calls of a pass of tokens at consecutive positions, in order."""
-    recorder = _Recorder(loaded.architecture + where, probe_pass.slot_mapping)
+    recorder = _Recorder(loaded.architecture + where)
     rows = torch.tensor([1, len(ids) - 1, 1], device=ids.device)
     with registered(loaded.module, recorder.attention, recorder.mask):
         probe_pass.logits(ids, torch.arange(len(ids), device=ids.device), rows)
@@ -196,9 +194,10 @@ def _record(loaded: LoadedModel, probe_pass: ProbePass, ids: Tensor, where: str 
 def _check_statically(loaded: LoadedModel) -> None:
     module, config, name = loaded.module, loaded.config, loaded.architecture
     parameters = inspect.signature(module.forward).parameters
-    for needed in ("input_ids", "position_ids", "logits_to_keep"):
-        if needed not in parameters:
-            raise UnsupportedModelError(f"{name}: its forward takes no {needed}")
+    if "input_ids" not in parameters:
+        raise UnsupportedModelError(f"{name}: its forward takes no input_ids")
+    if not takes_positions(module):
+        raise UnsupportedModelError(f"{name}: neither its forward nor a part takes positions")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: it is an encoder-decoder model")
     text_config = config.get_text_config(decoder=True)
@@ -219,6 +218,16 @@ def _check_calls(loaded: LoadedModel, recorder: _Recorder) -> None:
         raise recorder.refuse(
             f"{len(recorder.specs)} attention calls through AttentionInterface in {expected} layers"
         )
+    # Some configs give the cache a window of which the masks know nothing: `generate` then forgets
+    # in its decode steps what its first step saw.
+    layers = DynamicCache(config=loaded.config.get_text_config(decoder=True)).layers
+    for layer, spec in zip(layers, recorder.specs, strict=False):
+        held = getattr(layer, "sliding_window", None)
+        if isinstance(held, int) and held != spec.window:
+            raise recorder.refuse(
+                f"its cache holds {held} tokens of a layer, and its mask shows "
+                f"{spec.window or 'all of them'}"
+            )
 
 
 def _check_token_independence(

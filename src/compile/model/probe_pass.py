@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ...errors import UnsupportedModelError
 from .attention import attention_implementation
-from .load import LoadedModel
+from .forward import PackedForward
+from .loaded import LoadedModel
 
 _PROBE_NAME = "pagespec_probe"
 
@@ -24,28 +25,18 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 
 class ProbePass:
-    """Runs a model on packed tokens.
-
-    Attributes:
-        slot_mapping: handed to ``forward`` as a keyword argument, to be found in attention.
-    """
+    """Runs a model on packed tokens."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self.slot_mapping = torch.zeros(1, dtype=torch.int64, device=loaded.device)
+        self._forward = PackedForward(loaded.module)
         self._local = _LocalAttention(loaded.architecture)
 
     def logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """``[len(rows), V]``, by the attention function registered at present."""
         name = self._loaded.architecture
         try:
-            logits = self._loaded.module(
-                input_ids=ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                logits_to_keep=rows,
-                use_cache=False,
-                slot_mapping=self.slot_mapping,
-            ).logits
+            logits = self._forward(ids.unsqueeze(0), positions.unsqueeze(0), rows)
         except (UnsupportedModelError, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -29,7 +29,7 @@ from torch import Tensor
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from .cheap_passes import cheap_passes
-from .load import LoadedModel
+from .loaded import LoadedModel
 from .probe_pass import ProbePass, all_same
 from .thresholds import ReachPlan, Threshold, budget_of, plan_reach, thresholds_of
 

@@ -15,7 +15,6 @@ is no code of any model here, and no process group is needed to trace the result
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.sampling.sampler import GROUP
+from .loaded import Shard
 from .parallel_styles import (
     GATHERED,
     REPLICATED,
@@ -35,22 +35,6 @@ from .parallel_styles import (
     Slices,
     Style,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Which part of a model a process holds.
-
-    Attributes:
-        rank: from 0. num_ranks: of the group; 1 is a whole model.
-    """
-
-    rank: int = 0
-    num_ranks: int = 1
-
-
-WHOLE = Shard()
-
 
 # What it remembers of a model it has distributed; it is none of its own any more.
 _LEFT_BY_TRANSFORMERS = ("distributed_config", "_device_mesh", "_mesh_manager", "_tp_size")
@@ -130,6 +114,10 @@ def shard_model(model: PreTrainedModel, shard: Shard) -> list[int] | None:
     sharder = _Sharder(model, plan, shard)
     for name, module in list(model.named_modules()):
         sharder.shard_module(name, module)
+        if any(parameter.is_cuda for parameter in module.parameters(recurse=False)):
+            # The memory of the whole goes back to the device. The next slice would else be laid
+            # into it and hold all of it: a quarter of the KV cache, of 32B over two GPUs.
+            torch.cuda.empty_cache()
     for name in _LEFT_BY_TRANSFORMERS:
         model.__dict__.pop(name, None)
         model.config.__dict__.pop(name, None)

@@ -1,8 +1,9 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``; on a GPU ``rms_norm`` (recognised,
-not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes ``split_head``.
+``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu`` and ``quantize_linear``; on a GPU
+``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
+``split_head``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from ...kernels.attention.backend import AttentionBackend
 from ...kernels.collectives.communicator import Communicator
+from ...kernels.linear.cpu_quantized import Int4Weight, fits_int4
 
 
 @dataclass(slots=True)
@@ -25,6 +26,10 @@ class PassContext:
         matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`).
         attention: the implementation to call in place of the ops; None keeps the ops.
         communicator: the same for collectives.
+        quantized: weights to keep quantised, by the ``id`` of the constant that they are the values
+            of: in 4 bits, or None for float16.
+        weight_formats: where there are such weights, how many numbers are held in which format.
+        float32_matrices: names of the parameters that then stay float32, but for vectors.
     """
 
     module: nn.Module
@@ -34,9 +39,19 @@ class PassContext:
     communicator: Communicator | None = None
     packing_bytes: int = 0
     matmul_plan_dir: Path | None = None
+    quantized: dict[int, Int4Weight | None] = field(default_factory=dict)
+    weight_formats: dict[str, int] = field(default_factory=dict)
+    float32_matrices: list[str] = field(default_factory=list)
 
     def constant(self, node: object) -> Tensor | None:
         """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""
         if isinstance(node, Node) and node.op == "placeholder":
             return self.constants.get(node.name)
         return None
+
+    def weight_format(self, tensor: Tensor) -> str | None:
+        """What a constant is kept as: "int4", "float16", or None for what it is."""
+        if id(tensor) not in self.quantized:
+            return None
+        blocks = self.quantized[id(tensor)]
+        return "int4" if blocks is not None and fits_int4(blocks) else "float16"

@@ -6,7 +6,9 @@
 - matmuls, and the activations whose bits depend on where an element lies, become calls of
   :mod:`.cpu_invariant` if the context is transparent, with packed weights as far as
   the context has room for them; if not, ``linear`` with a float32
-  constant weight becomes :func:`~.cpu_few_rows.linear_few_rows`.
+  constant weight becomes :func:`~.cpu_few_rows.linear_few_rows`;
+- matmuls whose weights are to be kept quantised become calls of :mod:`.cpu_quantized`
+  (:mod:`.quantize_linear`), in both cases.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
 from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
 from .context import PassContext
+from .quantize_linear import QuantizedCalls
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -65,6 +68,7 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
         invariant_attention.attend if context.transparent else reference.attend
     )
     rewritten = _InvariantCalls(context) if context.transparent else _FastCalls(context)
+    quantized = QuantizedCalls(context)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -87,7 +91,7 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
             count += 1
             continue
         else:
-            call = rewritten(node)
+            call = quantized(node) or rewritten(node)
             if call is None:
                 continue
             with graph.inserting_before(node):
@@ -96,6 +100,7 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
         node.replace_all_uses_with(replacement)
         graph.erase_node(node)
         count += 1
+    quantized.release_weights()
     return count
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ..fx.fake_tensors import Layout, layout_key, memory_of
+from ...kernels.linear.cpu_quantized import merged as merged_blocks
+from ..fx.fake_tensors import Layout, fake_of, layout_key, memory_of
 from ..fx.nodes import example, is_linear, linear_operands
 from .context import PassContext
 
@@ -84,8 +86,8 @@ def _movable(context: PassContext, users: Counter[int]) -> set[str]:
 def merge_linear(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of linear calls that were merged away.
 
-    Skips weights that are tied, used elsewhere, of another dtype or width, and groups in which
-    some have a bias and some have none.
+    Skips weights that are tied, used elsewhere, of another dtype, width or quantised format, and
+    groups in which some have a bias and some have none.
     """
     graph = gm.graph
     users: Counter[int] = Counter()
@@ -104,12 +106,18 @@ def merge_linear(gm: GraphModule, context: PassContext) -> int:
             continue
         if bias is not None and (context.constant(bias) is None or bias.name not in movable):
             continue
-        key = (source, tensor.dtype, tensor.shape[1], tensor.device, bias is None)
+        kind = (tensor.dtype, context.weight_format(tensor))
+        key = (source, kind, tensor.shape[1], tensor.device, bias is None)
         groups[key].append(node)
 
     # Dynamo recorded normal tensors; the Python dispatcher has the decompositions that cope with
-    # symbolic sizes.
-    with torch.inference_mode(False), torch.no_grad(), enable_python_dispatcher():
+    # symbolic sizes, and imports sympy.
+    is_symbolic = any(isinstance(example(node), FakeTensor) for node in graph.nodes)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if is_symbolic:
+            stack.enter_context(enable_python_dispatcher())
         metadata = _Metadata()
         large = [nodes for nodes in groups.values() if len(nodes) > 1]
         return sum(_merge_group(gm, context, nodes, metadata) for nodes in large)
@@ -146,14 +154,19 @@ def _merge_group(
 
 
 def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]) -> Node:
-    whole = merge_storage([context.constants[part.name] for part in parts])
+    tensors = [context.constants[part.name] for part in parts]
+    whole = merge_storage(tensors)
+    if context.weight_format(tensors[0]) is not None:
+        blocks = [context.quantized.pop(id(tensor)) for tensor in tensors]
+        known = [part for part in blocks if part is not None]
+        context.quantized[id(whole)] = merged_blocks(known) if len(known) == len(blocks) else None
     with gm.graph.inserting_before(parts[0]):
         node = gm.graph.placeholder(f"merged_{parts[0].name}")
     context.constants[node.name] = whole
     fake = example(parts[0])
-    assert isinstance(fake, FakeTensor)  # it stands for a tensor
+    assert isinstance(fake, Tensor)  # it stands for a tensor
     # The mode of the trace. Another may be active by now.
-    node.meta["example_value"] = fake.fake_mode.from_tensor(whole, static_shapes=True)
+    node.meta["example_value"] = fake_of(whole, fake)
     return node
 
 
@@ -171,16 +184,19 @@ class _Metadata:
         """Record the result of ``node``: new tensors, or views of its first argument."""
         args, kwargs = tree_map_only(Node, example, (node.args, node.kwargs))
         leaves, structure = tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = (node.target, structure, *map(_leaf_key, leaves))
         if key not in self._known:
-            if node.op == "call_method":
+            if is_linear(node) and not isinstance(given[0], FakeTensor):
+                # torch would ask sympy whether the shapes fit, which they do.
+                result = given[0].new_empty((*given[0].shape[:-1], given[1].shape[0]))
+            elif node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
-            first = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor))
+            first = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
             is_view = memory_of(first) == memory_of(given[0])
-            self._known[key] = tree_map_only(FakeTensor, Layout.of, result), is_view
+            self._known[key] = tree_map_only(Tensor, Layout.of, result), is_view
         layouts, is_view = self._known[key]
         node.meta["example_value"] = tree_map_only(
             Layout, lambda layout: layout.within(given[0]) if is_view else layout.new(), layouts
@@ -199,6 +215,6 @@ class _Metadata:
 
 
 def _leaf_key(leaf: object) -> object:
-    if isinstance(leaf, FakeTensor):
+    if isinstance(leaf, Tensor):
         return layout_key(leaf)
     return leaf.node.expr if isinstance(leaf, torch.SymInt) else repr(leaf)

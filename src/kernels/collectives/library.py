@@ -3,6 +3,7 @@ order."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -66,9 +67,15 @@ class GatherCommunicator:
         return int(value)
 
     def end(self) -> None:
-        """Of gloo, a connection that closes is an error by itself."""
-        if dist.get_backend() != "gloo":
-            dist.distributed_c10d._abort_process_group()
+        """Of gloo, a connection that closes is an error by itself.
+
+        NCCL has its kernels give up at once, but returns when no CUDA graph calls it any more, and
+        the caller lets go of those next; so it is called from a thread of its own."""
+        if not dist.is_nccl_available():
+            return
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda"))
+        if isinstance(backend, dist.ProcessGroupNCCL):
+            threading.Thread(target=backend.abort, daemon=True).start()
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.num_ranks)]

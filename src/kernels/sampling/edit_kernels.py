@@ -19,7 +19,8 @@ from .gumbel import Results, places_of, store_token
 EDIT_FIELDS = 12
 """int32 fields of an edited row, each an array ``[rows]``: row of the logits, row of the history,
 tokens of the prompt, tokens in all, bits of the float32 repetition, presence and frequency penalty,
-row of the masks (-1: none), first and end of its bias, first and end of its bad words."""
+row of the masks (-1: none; below it, -2 - row of the constrained ones), first and end of its bias,
+first and end of its bad words."""
 
 _BLOCK = 1024
 _LIST_BLOCK = 128
@@ -36,6 +37,7 @@ class StagedEdits(NamedTuple):
         words: ``[w + 1]``: where in ``word_ids`` each bad word begins, row after row.
         word_ids: the tokens of all of them.
         masks: ``[m, ceil(V / 32)]``.
+        constrained: ``[.., >= ceil(V / 32)]``, rows contiguous: masks that were sent before.
     """
 
     fields: Tensor
@@ -43,6 +45,7 @@ class StagedEdits(NamedTuple):
     words: Tensor
     word_ids: Tensor
     masks: Tensor
+    constrained: Tensor
 
 
 class ChunkSizes(NamedTuple):
@@ -107,9 +110,10 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_add(target, 1, mask=mask & (i >= _field(fields, row, num_rows, 2)))
 
 
-@triton.jit(do_not_specialize=["first", "num_rows"])
+@triton.jit(do_not_specialize=["first", "num_rows", "constrained_stride"])
 def _copy_kernel(  # type: ignore[no-untyped-def]
-    logits, fields, counts, masks, out, first, num_rows, logits_stride,
+    logits, fields, counts, masks, constrained, out, first, num_rows, logits_stride,
+    constrained_stride,
     VOCAB: tl.constexpr, PROMPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows in float32, with masks and penalties. Grid: ``(blocks of VOCAB, chunk)``."""
@@ -122,6 +126,10 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     if mask_row >= 0:
         num_words = (VOCAB + 31) // 32
         words = masks + mask_row.to(tl.int64) * num_words
+        bits = tl.load(words + ids // 32, mask=is_id, other=0) >> (ids % 32)
+        logit = tl.where((bits & 1) != 0, logit, float("-inf"))
+    elif mask_row < -1:
+        words = constrained + (-2 - mask_row).to(tl.int64) * constrained_stride
         bits = tl.load(words + ids // 32, mask=is_id, other=0) >> (ids % 32)
         logit = tl.where((bits & 1) != 0, logit, float("-inf"))
     offset = tl.program_id(1).to(tl.int64) * VOCAB
@@ -219,8 +227,8 @@ def edit_rows(
             edits.fields, history, counts, first, num_rows, width, **numbers, BLOCK=_BLOCK
         )
     _copy_kernel[(triton.cdiv(vocab_size, _BLOCK), num_chunk)](
-        logits, edits.fields, counts, edits.masks, out, first, num_rows, logits.stride(0),
-        **numbers, BLOCK=_BLOCK,
+        logits, edits.fields, counts, edits.masks, edits.constrained, out, first, num_rows,
+        logits.stride(0), edits.constrained.stride(0), **numbers, BLOCK=_BLOCK,
     )  # fmt: skip
     if sizes.num_biases:
         _bias_kernel[(num_chunk, triton.cdiv(sizes.num_biases, _LIST_BLOCK))](

@@ -190,14 +190,20 @@ def _choose_own_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_found_kernel(  # type: ignore[no-untyped-def]
-    found, sampled, results, result_row, results_stride, NUM_RANKS: tl.constexpr
+    found, sampled, results, result_row, results_stride, last_id, NUM_RANKS: tl.constexpr
 ):
     """Store the token that one of the ranks has found. Grid: ``(rows,)``. found
-    ``[rows, NUM_RANKS]``."""
+    ``[rows, NUM_RANKS]``.
+
+    If a rank was lost, found may hold any number. It is clamped to ``0 .. last_id``: the next step
+    is queued already, and an embedding asserts on other ids, which makes the GPU unusable for the
+    rest of the process.
+    """
     row = tl.program_id(0)
     token = tl.load(found + row * NUM_RANKS)
     for rank in tl.static_range(1, NUM_RANKS):
         token = tl.maximum(token, tl.load(found + row * NUM_RANKS + rank))
+    token = tl.minimum(tl.maximum(token, 0), last_id)
     store_token(token, row, sampled, results, result_row, results_stride)
 
 
@@ -259,7 +265,13 @@ def sample_simple(
         found = _choose_over_ranks(logits, temperatures, seeds, positions, weights, shard)
         tokens, result_row, results_stride = places_of(results)
         _store_found_kernel[(num_rows,)](
-            found, sampled, tokens, result_row, results_stride, NUM_RANKS=len(shard.sizes)
+            found,
+            sampled,
+            tokens,
+            result_row,
+            results_stride,
+            shard.last_id,
+            NUM_RANKS=len(shard.sizes),
         )
         return
     tokens, result_row, results_stride = places_of(results)

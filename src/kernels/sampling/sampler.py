@@ -46,6 +46,11 @@ class VocabShard:
     def first_id(self) -> int:
         return sum(self.sizes[: self.communicator.rank])
 
+    @property
+    def last_id(self) -> int:
+        """Of the whole vocabulary."""
+        return sum(self.sizes) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:

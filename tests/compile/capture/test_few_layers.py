@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from pagespec.compile.capture import few_layers, graph_cache
-from pagespec.compile.capture.dynamo import Traced, trace
+from pagespec.compile.capture.dynamo import trace
 from pagespec.compile.capture.few_layers import trace_layers
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.graph_json import decode, encode
-from pagespec.compile.capture.graph_key import named_tensors
+from pagespec.compile.capture.traced import Traced
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.load import LoadedModel, load_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.loaded import LoadedModel, named_tensors
 from pagespec.compile.model.probe import probe_model
 from pagespec.kernels.attention.spec import AttentionSpec
 from tests.support.models import tiny_model

@@ -18,12 +18,14 @@ from transformers.models.llama import modeling_llama
 
 from pagespec import LLM, SamplingParams
 from pagespec.compile.capture import graph_cache as cache_module
-from pagespec.compile.capture.dynamo import Traced, trace
+from pagespec.compile.capture.dynamo import trace
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.graph_json import NotSerializable, decode, encode
-from pagespec.compile.capture.graph_key import graph_key, named_tensors
+from pagespec.compile.capture.graph_key import graph_key
+from pagespec.compile.capture.traced import Traced
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.load import LoadedModel, load_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.loaded import LoadedModel, named_tensors
 from pagespec.compile.model.probe import probe_model
 from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.runner.cpu_runner import ModelRunner

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from pagespec.compile.model import load
-from pagespec.compile.model.gguf import converted_folder, embedded_model_path
+from pagespec.compile.model.embedded import embedded_model_path
+from pagespec.compile.model.gguf import converted_folder
 from pagespec.compile.model.load import load_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -187,7 +188,8 @@ def test_gguf_is_converted_once() -> None:
 def test_a_missing_gguf_package_is_named(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['gguf'] = None\n"
-        "from pagespec.compile.model.gguf import converted_folder, embedded_model_path\n"
+        "from pagespec.compile.model.embedded import embedded_model_path\n"
+        "from pagespec.compile.model.gguf import converted_folder\n"
         f"converted_folder(embedded_model_path(), {str(tmp_path)!r})"
     )
     result = subprocess.run(

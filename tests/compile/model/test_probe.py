@@ -60,8 +60,6 @@ class Wrapped(nn.Module):
             kwargs["position_bias"] = torch.zeros(1)
         elif self.what == "number argument":
             kwargs["temperature"] = 2.0
-        elif self.what == "swallows arguments":
-            kwargs = {k: kwargs[k] for k in ("position_embeddings", "attention_mask")}
         elif self.what == "own mask":
             kwargs["attention_mask"] = kwargs["attention_mask"] + 1.0
         out, weights = self.inner(hidden_states=hidden_states, **kwargs)
@@ -81,7 +79,6 @@ class Wrapped(nn.Module):
     [
         ("tensor argument", "tensor 'position_bias'"),
         ("number argument", "temperature = 2.0"),
-        ("swallows arguments", "keyword arguments"),
         ("own mask", "mask of its own"),
         ("twice", "more than once"),
         ("token shift", "tokens mix outside attention"),

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagespec.compile.model import parallel_styles
-from pagespec.compile.model.tensor_parallel import Shard, shard_model, vocab_sizes
+from pagespec.compile.model.loaded import Shard
+from pagespec.compile.model.tensor_parallel import shard_model, vocab_sizes
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from pagespec.kernels.collectives.communicator import LoneRank, communicator_scope
 from pagespec.kernels.sampling.sampler import GROUP

@@ -17,6 +17,7 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.request import RequestInfo
 from pagespec.runner.cpu_edits import edited_row
 from pagespec.runner.edit_batch import EditBatch, EditPacker
+from pagespec.structured.matchers import Masks
 from tests.support.plain_sampling import edited_logits
 
 pytest.importorskip("triton")
@@ -83,7 +84,8 @@ def run_kernels(
     batch: EditBatch, logits: torch.Tensor, history: torch.Tensor, chunk: int
 ) -> torch.Tensor:
     arrays = (batch.fields, batch.bias, batch.words, batch.word_ids, batch.masks)
-    staged = edit_kernels.StagedEdits(*map(torch.from_numpy, arrays))
+    constrained = batch.constrained if len(batch.constrained) else np.zeros((1, 1), np.int32)
+    staged = edit_kernels.StagedEdits(*map(torch.from_numpy, (*arrays, constrained)))
     out = torch.full((len(batch), logits.shape[1]), float("nan"))
     counts = torch.full((chunk, logits.shape[1]), -5, dtype=torch.int32)
     for first in range(0, len(batch), chunk):
@@ -144,16 +146,32 @@ def test_kernels_the_reference_and_the_definition_agree(
 def test_masks_of_the_step_and_allowed_ids_are_both_kept() -> None:
     params = SamplingParams(allowed_token_ids=[1, 31, 32, 70])
     plan = plan_of([(params, [], 1, 2), (SamplingParams(), [], 1, 2)])
-    mask = np.full(3, -1, np.int32)
-    mask[1] = 0
+    bits = np.full((4, 3), -1, np.int32)
+    bits[:, 1] = 0
     packer = EditPacker()
     packer.look(plan)
-    batch = packer.pack(plan, VOCAB, [0, 1], {0: mask, 1: mask})
+    batch = packer.pack(plan, VOCAB, [0, 1], Masks(bits, {0: 3, 1: 1}, [0, 1]))
     got = run_kernels(batch, torch.zeros(2, VOCAB), torch.zeros(2, 4, dtype=torch.int32), 2)
     assert got[0].isfinite().nonzero().flatten().tolist() == [1, 31, 70]
     assert got[1].isfinite().nonzero().flatten().tolist() == [*range(32), *range(64, VOCAB)]
     again = packer.pack(plan, VOCAB, [0, 1])
     assert len(again) == 1, "no mask of an earlier step is kept"
+
+
+def test_batches_alternate() -> None:
+    """Constrained rows have a place in every second step, others that edit in each."""
+    edited = (SamplingParams(repetition_penalty=1.5, allowed_token_ids=[1, 2, 40]), [], 1, 2)
+    both, others = plan_of([edited, (SamplingParams(), [], 1, 2)]), plan_of([edited])
+    packer = EditPacker()
+    for plan in (both, others) * 3:
+        bits = np.full((4, 3), -1, np.int32)
+        masks = Masks(bits, {1: 2}, [1]) if plan is both else None
+        packer.look(plan)
+        batch = packer.pack(plan, VOCAB, [0, 1], masks)
+        assert batch is not None
+        assert len(batch) == len(plan.requests)
+        assert batch.mask_of(0).tolist() == [6, 256, 0]
+        assert (bits == -1).all()
 
 
 def test_a_row_does_not_depend_on_its_place() -> None:

@@ -1,0 +1,185 @@
+"""What the process adds to a key: versions, settings, environment, and code as it would run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+import transformers
+
+from ..fx.nodes import PLAIN
+from .traced import DYNAMO_SETTINGS
+
+# They change what Dynamo traces, or whether it does.
+_ENVIRONMENT = ("TORCHDYNAMO", "TORCH_COMPILE")
+
+
+def digest_of(parts: Iterable[object]) -> str | None:
+    """A name for these parts; None if one of them has no text of its own."""
+    digest = hashlib.sha256()
+    try:
+        for part in parts:
+            digest.update(json.dumps(part, default=_text).encode() + b"\n")
+    except _NoName:
+        return None
+    return digest.hexdigest()[:32]
+
+
+class _NoName(Exception):
+    """Raised for a value that has no text of its own."""
+
+
+def _text(value: object) -> object:
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    raise _NoName
+
+
+def process_parts(device: torch.device) -> Iterator[object]:
+    """All but code that what is found out about a model on ``device`` depends on."""
+    yield platform.python_version(), torch.__version__, transformers.__version__
+    yield torch.get_default_dtype(), device, torch.is_autocast_enabled(device.type)
+    if device.type == "cuda":
+        # Models may choose their kernels by it.
+        yield torch.cuda.get_device_name(device), torch.version.cuda
+    # Transformers prefers the functions of some packages to its own if they are installed.
+    yield [find_spec(name) is not None for name in ("kernels", "causal_conv1d", "mamba_ssm")]
+    yield sorted((k, v) for k, v in os.environ.items() if k.startswith(_ENVIRONMENT))
+    yield _dynamo_settings()
+
+
+def _dynamo_settings() -> list[str]:
+    """Settings that were changed; those that tracing sets itself do not matter."""
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is None:
+        return []
+    own = tuple(f"torch._dynamo.config.{name} " for name in DYNAMO_SETTINGS)
+    return [line for line in config.codegen_config().splitlines() if not line.startswith(own)]
+
+
+class Code:
+    """Functions as this process would run them. Each is told once."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def of_classes(self, classes: set[type]) -> Iterator[object]:
+        """Of classes and what they inherit, and of the classes' modules' globals."""
+        found = {base for cls in classes for base in cls.__mro__ if is_foreign(base.__module__)}
+        files: set[str] = set()
+        for base in sorted(found, key=lambda base: (base.__module__, base.__qualname__)):
+            yield base.__module__, base.__qualname__
+            files.add(str(sys.modules[base.__module__].__file__))
+            for name, value in sorted(vars(base).items()):
+                yield name, list(self.of(value))
+        for home in sorted({cls.__module__ for cls in classes & found}):
+            for name, value in sorted(vars(sys.modules[home]).items()):
+                origin = sys.modules.get(getattr(value, "__module__", None) or "")
+                if isinstance(value, PLAIN) and not name.startswith("__"):
+                    yield name, value
+                elif isinstance(origin, ModuleType) and is_foreign(origin.__name__):
+                    yield name, list(self.of(value))
+                    files.add(str(getattr(origin, "__file__", None)))
+        for file in sorted(files):
+            yield Path(file).name, code_of_file(file)
+
+    def of_module(self, module: ModuleType) -> Iterator[object]:
+        """Of all functions in a module's globals, and of the classes that are its own. Other values
+        are left out: they are counters and caches as well."""
+        for name, value in sorted(vars(module).items()):
+            if not callable(value):
+                continue
+            yield name, list(self.of(value))
+            if isinstance(value, type):
+                yield value.__module__, value.__qualname__
+                if value.__module__ == module.__name__:
+                    for member, part in sorted(vars(value).items()):
+                        yield member, list(self.of(part))
+
+    def of(self, value: Any) -> Iterator[object]:
+        """Code, defaults and what is wrapped, of anything that may be a function."""
+        if id(value) in self._seen:
+            return
+        if isinstance(value, (staticmethod, classmethod, MethodType)):
+            yield from self.of(value.__func__)
+        elif isinstance(value, property):
+            yield from self.of(value.fget)
+        elif isinstance(value, partial):
+            yield from self.of(value.func)
+        elif isinstance(value, FunctionType):
+            self._seen.add(id(value))
+            yield value.__module__, value.__qualname__, _code(value.__code__)
+            yield [repr(v) for v in value.__defaults__ or () if isinstance(v, PLAIN)]
+            for cell in value.__closure__ or ():
+                try:
+                    content = cell.cell_contents
+                except ValueError:
+                    continue  # not filled yet
+                if isinstance(content, PLAIN):
+                    yield content
+                else:
+                    yield from self.of(content)
+        elif isinstance(value, PLAIN):
+            yield value
+        elif not isinstance(value, type):
+            yield type(value).__qualname__
+
+
+def is_foreign(module: str) -> bool:
+    """Is it code that torch's version does not cover?"""
+    return module.split(".")[0] not in ("torch", "builtins", "abc", "typing", "collections")
+
+
+def _code(code: CodeType) -> object:
+    constants = [
+        _code(part)
+        if isinstance(part, CodeType)
+        else sorted(map(repr, part))
+        if isinstance(part, frozenset)
+        else repr(part)
+        for part in code.co_consts
+    ]
+    return hashlib.sha256(code.co_code).hexdigest(), code.co_names, code.co_varnames, constants
+
+
+def modules_of(classes: set[type]) -> set[str]:
+    """Modules of Python whose code decides what ``classes`` compute: their own, those of what they
+    inherit, and those that the values in their own come from. Versions cover torch's and
+    Python's."""
+    found = {base for cls in classes for base in cls.__mro__ if is_foreign(base.__module__)}
+    names = {base.__module__ for base in found}
+    for home in {cls.__module__ for cls in classes & found}:
+        for value in vars(sys.modules[home]).values():
+            origin = getattr(value, "__module__", None) or ""
+            if origin in sys.modules and is_foreign(origin):
+                names.add(origin)
+    return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+
+
+def file_of_module(name: str) -> str:
+    """The source file of an imported module."""
+    return str(getattr(sys.modules[name], "__file__", None))
+
+
+def code_of_file(file: str) -> str | None:
+    """A digest of a source file, None if there is none."""
+    path = Path(file)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def code_of_module(name: str) -> str | None:
+    """A digest of the functions of an imported module as they are now, which need not be what its
+    file says."""
+    return digest_of(Code().of_module(sys.modules[name]))

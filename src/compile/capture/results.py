@@ -1,0 +1,141 @@
+"""Reads what Dynamo recorded about a graph's results, with numbers for the sizes of a step.
+
+Fake tensors of torch come with sympy and with all of Dynamo. A graph that is run as it is, and by
+no compiler, does without: tensors on the meta device stand for its results, and for each symbol a
+large prime, which no size of a model is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+
+from ..fx.fake_tensors import Layout, expressions, meta_of
+
+_PRIMES = (1000003, 1000033, 1000037, 1000039, 1000081, 1000099, 1000117, 1000121, 1000133, 1000151)
+_OPERATIONS: dict[str, Callable[..., int]] = {
+    "Add": lambda *parts: sum(parts),
+    "Mul": lambda *parts: math.prod(parts),
+    "Pow": lambda base, exponent: int(base**exponent),
+    "FloorDiv": lambda a, b: a // b,
+    "CleanDiv": lambda a, b: a // b,
+    "Mod": lambda a, b: a % b,
+    "PythonMod": lambda a, b: a % b,
+}
+
+
+class NotSerializable(Exception):
+    """The graph holds something that has no form in a file."""
+
+
+class ResultReader:
+    """The records of one graph's results, read in its order.
+
+    Args:
+        symbols: as of :meth:`.ResultEncoder.symbols`.
+        constants: the model's parameters and buffers by name.
+    """
+
+    def __init__(self, symbols: Iterable[Any], constants: dict[str, Tensor]) -> None:
+        self._constants = constants
+        self._tensors: list[Tensor] = []
+        # What each of them was made of, and the layouts of what was made so before.
+        self._recipes: list[Any] = []
+        self._layouts: dict[Any, Layout] = {}
+        self._sizes: dict[str, Any] = {}
+        self._symbols: dict[str, Any] = {}
+        self._make_symbols(symbols)
+
+    def value(self, value: list[Any]) -> Any:
+        """Of what :meth:`ResultEncoder.value` returned, in the same order."""
+        kind, *parts = value
+        if kind == "tensor":
+            self._tensors.append(self._tensor(*parts))
+            return self._tensors[-1]
+        if kind == "constant":
+            fake = self._of_constant(self._constants[parts[0]])
+            self._tensors.append(fake)
+            self._recipes.append(parts[0])
+            return fake
+        if kind == "same":
+            return self._tensors[parts[0]]
+        if kind == "size":
+            return self._size(parts[0])
+        if kind == "shape":
+            return torch.Size([self._size(part) for part in parts])
+        if kind == "plain":
+            return parts[0]
+        make: Any = {"tuple": tuple, "list": list}[kind]
+        return make([self.value(part) for part in parts])
+
+    def _tensor(self, base: int, *parts: Any) -> Tensor:
+        whole = self._tensors[base] if base < len(self._tensors) else None
+        num_bytes = () if whole is None else expressions([whole.untyped_storage().nbytes()])
+        recipe = (None if whole is None else self._recipes[base], *num_bytes, repr(parts))
+        self._recipes.append(recipe)
+        layout = self._layouts.get(recipe)
+        if layout is not None:
+            return layout.new() if whole is None else layout.within(whole)
+        fake = self._first(whole, *parts)
+        layout = Layout.of(fake)
+        # A part that lies behind what was recorded of a whole makes it grow. Each has to.
+        if whole is None or num_bytes == expressions([layout.num_bytes]):
+            self._layouts[recipe] = layout
+        return fake
+
+    def _first(
+        self,
+        whole: Tensor | None,
+        dtype_name: str,
+        device: str,
+        shape: list[Any],
+        strides: list[Any] | None,
+        offset: Any,
+        requires_grad: bool,
+    ) -> Tensor:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        sizes = [self._size(size) for size in shape]
+        steps = [self._size(step) for step in strides or ()]
+        # Half as long as by a call under the mode.
+        with no_dispatch():
+            if whole is not None:
+                made = torch.empty(0, dtype=dtype, device="meta")
+                made.set_(whole.untyped_storage(), self._size(offset), sizes, steps)
+            elif strides is None:
+                made = torch.empty(sizes, dtype=dtype, device="meta")
+            else:
+                made = torch.empty_strided(sizes, steps, dtype=dtype, device="meta")
+            fake = self._of_meta(made, torch.device(device))
+        if requires_grad:
+            fake.requires_grad_()
+        return fake
+
+    def _size(self, size: Any) -> Any:
+        if isinstance(size, int):
+            return size
+        key = repr(size)
+        if key not in self._sizes:
+            self._sizes[key] = self._new_size(size)
+        return self._sizes[key]
+
+    def _make_symbols(self, symbols: Iterable[Any]) -> None:
+        for prime, (name, *_) in zip(_PRIMES, symbols, strict=False):
+            self._symbols[name] = prime
+
+    def _new_size(self, size: Any) -> Any:
+        if isinstance(size, list):
+            return _OPERATIONS[size[0]](*map(self._size, size[1:]))
+        return self._symbols[size]
+
+    def _of_constant(self, constant: Tensor) -> Tensor:
+        return meta_of(constant)
+
+    def _of_meta(self, made: Tensor, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            raise NotSerializable(f"a result on {device}")  # the meta device says nothing of it
+        return made

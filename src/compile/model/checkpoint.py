@@ -1,0 +1,49 @@
+"""Reads the tensors of a folder's safetensors files by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NUM_READERS = 4
+
+
+class Checkpoint:
+    """The weights in ``folder``, in the files that transformers would read.
+
+    Raises:
+        OSError: there are none.
+        Exception: of any kind, if a file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        one = folder / _ONE
+        if one.is_file():
+            files = {_ONE}
+        else:
+            files = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+        self._get: dict[str, Callable[[str], Tensor]] = {}
+        for file in sorted(files):
+            opened = safe_open(folder / file, framework="pt")
+            self._get |= dict.fromkeys(opened.keys(), opened.get_tensor)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._get
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """On a CPU, of a file of this dtype, that is the file's memory."""
+        return self._get[name](name).to(device=device, dtype=dtype)
+
+    def read_all(
+        self, names: Iterable[tuple[str, torch.dtype]], device: torch.device
+    ) -> list[Tensor]:
+        """In order; side by side, as copies to a device wait for the disk."""
+        with ThreadPoolExecutor(_NUM_READERS) as readers:
+            return list(readers.map(lambda of: self.read(of[0], of[1], device), names))

@@ -1,0 +1,117 @@
+"""``LoadedModel``: a model on its device, and what an engine must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ...kernels.linear.cpu_quantized import Int4Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a model a process holds.
+
+    Attributes:
+        rank: from 0. num_ranks: of the group; 1 is a whole model.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device.
+
+    Attributes:
+        tokenizer: None if the model came without one.
+        eos_token_ids: the tokens that end generation, from the generation config, else the config.
+        vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
+        max_position_embeddings: the longest context the model was made for, in tokens.
+        shard: the part of the model that ``module`` is.
+        vocab_sizes: of each rank's head in order; None if each has all of it.
+        model_type: of the config.
+        quantized: weights to keep quantised, by parameter name; in 4 bits, or None for float16.
+            Empty once the model was captured.
+        module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
+            and None.
+    """
+
+    module: PreTrainedModel
+    config: PreTrainedConfig
+    tokenizer: Any | None
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_position_embeddings: int
+    shard: Shard = WHOLE
+    vocab_sizes: list[int] | None = None
+    model_type: str | None = None
+    quantized: dict[str, Int4Weight | None] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and KV caches."""
+        return self.module.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @property
+    def architecture(self) -> str:
+        module: object = self.module
+        return module.architecture if isinstance(module, TensorTree) else type(module).__name__
+
+    def quantized_by_id(self) -> dict[int, Int4Weight | None]:
+        """``quantized`` by the ``id`` of the parameter."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {id(p): self.quantized[name] for name, p in named if name in self.quantized}
+
+
+class TensorTree(nn.Module):
+    """Parameters and buffers of a model under their names. It computes nothing.
+
+    Args:
+        architecture: name of the model's class.
+    """
+
+    def __init__(self, architecture: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.eval()
+        for name, tensor in tensors:
+            *path, last = name.split(".")
+            part: nn.Module = self
+            for step in path:
+                if step not in part._modules:
+                    part.add_module(step, nn.Module())
+                part = part.get_submodule(step)
+            if isinstance(tensor, nn.Parameter):
+                part.register_parameter(last, tensor)
+            else:
+                part.register_buffer(last, tensor)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers by name; one that has two names comes twice."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

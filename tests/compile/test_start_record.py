@@ -1,0 +1,294 @@
+"""Start records: a model that is restored is the model, and only of the same files and code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.llama import modeling_llama
+
+from pagespec.compile import start_record
+from pagespec.compile.capture.graph_cache import GraphCache
+from pagespec.compile.capture.results import _PRIMES
+from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from pagespec.compile.start_record import Restored, StartRecord
+from tests.compile.capture.test_graph_cache import tokens_and_logits
+from tests.support.apart import run_apart
+from tests.support.captures import OVERRIDES
+from tests.support.models import BY_DAY, tiny_model
+from tests.support.tokenizers import byte_level
+
+CPU = torch.device("cpu")
+# What they cost is most of a start that needs them.
+HEAVY = (
+    "accelerate",
+    "fastapi",
+    "networkx",
+    "pandas",
+    "pydantic",
+    "sklearn",
+    "scipy",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torchvision",
+    "transformers.generation",
+    "transformers.modeling_utils",
+    "transformers.models",
+    "triton",
+)
+
+
+def record_of(
+    folder: Path, cache: Path, dtype: str = "auto", *, compiled: bool = False
+) -> StartRecord:
+    return StartRecord(
+        cache / "starts", cache / "graphs", folder, dtype=dtype, device=CPU, is_compiled=compiled
+    )
+
+
+def start(folder: Path, cache: Path, dtype: str = "auto") -> CapturedModel:
+    """A start with the module, which writes a record if it can."""
+    record = record_of(folder, cache, dtype)
+    loaded = load_model(folder, dtype=dtype)
+    specs = probe_model(loaded)
+    graphs = GraphCache(cache / "graphs")
+    captured = capture_model(loaded, specs, graph_cache=graphs, packing_bytes=1 << 30)
+    record.write(loaded, specs, graphs.key)
+    return captured
+
+
+def capture_restored(restored: Restored) -> CapturedModel:
+    captured = capture_model(
+        restored.loaded, restored.specs, traced=restored.traced, packing_bytes=1 << 30
+    )
+    assert captured.num_captures == 0
+    return captured
+
+
+def code_of(captured: CapturedModel) -> str:
+    """The code of the graph, without the types that Dynamo has for its arguments."""
+    assert captured.graph is not None
+    return re.sub(r" : [\w.]+", "", captured.graph.code)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a model, and a cache with the record of its start."""
+    folder = tmp_path_factory.mktemp("started")
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder / "model")
+    start(folder / "model", folder / "cache")
+    return folder / "model", folder / "cache"
+
+
+@pytest.mark.parametrize("arch", BY_DAY)
+def test_a_restored_model_computes_the_same(arch: str, tmp_path: Path) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    tiny_model(arch, **OVERRIDES.get(arch, {})).save_pretrained(folder)
+    first = start(folder, cache)
+    restored = record_of(folder, cache).restore()
+    if restored is None:
+        # Its experts are put together as they are read.
+        assert "moe" in arch
+        return
+    loaded, of_module = restored.loaded, first.loaded
+    for field in ("eos_token_ids", "vocab_size", "max_position_embeddings", "model_type"):
+        assert getattr(loaded, field) == getattr(of_module, field)
+    for field in ("architecture", "dtype", "device"):
+        assert getattr(loaded, field) == getattr(of_module, field)
+    assert restored.specs == list(first.specs)
+    second = capture_restored(restored)
+    assert second.rewrites == first.rewrites
+    assert code_of(second) == code_of(first)
+    assert not any(str(prime) in code_of(second) for prime in _PRIMES)
+    tokens, logits = tokens_and_logits(first)
+    tokens_again, logits_again = tokens_and_logits(second)
+    assert tokens_again == tokens
+    assert logits_again.keys() == logits.keys()
+    assert all(torch.equal(logits_again[key], logits[key]) for key in logits)
+
+
+def test_a_graph_for_a_compiler_has_symbols(started: tuple[Path, Path]) -> None:
+    folder, cache = started
+    # The same key: what the graph is read for is not what it depends on.
+    restored = record_of(folder, cache, compiled=True).restore()
+    assert restored is not None
+    sources = restored.traced.sources
+    nodes = restored.traced.gm.graph.nodes
+    (ids,) = (node for node in nodes if sources.get(node.name) == ("input", "input_ids"))
+    assert isinstance(ids.meta["example_value"].shape[1], torch.SymInt)
+    plain = record_of(folder, cache).restore()
+    assert plain is not None
+    assert code_of(capture_restored(restored)) == code_of(capture_restored(plain))
+
+
+def test_weights_in_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
+    first = start(folder, cache, "bfloat16")
+    assert record_of(folder, cache).restore() is None
+    restored = record_of(folder, cache, "bfloat16").restore()
+    assert restored is not None
+    assert restored.loaded.dtype == torch.bfloat16
+    # Rotary frequencies stay float32.
+    dtypes = {str(b.dtype) for b in restored.loaded.module.buffers()}
+    assert dtypes == {str(b.dtype) for b in first.loaded.module.buffers()}
+    assert tokens_and_logits(capture_restored(restored))[0] == tokens_and_logits(first)[0]
+
+
+def test_the_tokenizer_is_the_same(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    first = start(folder, cache).loaded.tokenizer
+    restored = record_of(folder, cache).restore()
+    assert restored is not None
+    again = restored.loaded.tokenizer
+    assert type(again) is type(first)
+    assert again.get_vocab() == first.get_vocab()
+    assert again.chat_template == first.chat_template
+    assert again.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
+
+
+def _other_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, file, {"format": "pt"})
+
+
+def _other_config(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.25}))
+
+
+def _touched(folder: Path) -> None:
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+
+
+def _tokenizer(folder: Path) -> None:
+    byte_level().save_pretrained(folder)
+
+
+@pytest.mark.parametrize("change", [_other_weights, _other_config, _touched, _tokenizer])
+def test_not_for_other_files(
+    change: Callable[[Path], None], started: tuple[Path, Path], tmp_path: Path
+) -> None:
+    # Beside the model, under whose name it was started.
+    folder, cache = started
+    aside = shutil.copytree(folder, tmp_path / "aside", copy_function=shutil.copy2)
+    try:
+        change(folder)
+        assert record_of(folder, cache).restore() is None
+    finally:
+        shutil.rmtree(folder)
+        shutil.copytree(aside, folder, copy_function=shutil.copy2)
+    assert record_of(folder, cache).restore() is not None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (modeling_llama.LlamaMLP, "forward"),
+        (modeling_llama, "rotate_half"),
+        (modeling_llama, "eager_attention_forward"),
+    ],
+)
+def test_not_for_code_that_was_replaced(
+    owner: Any, name: str, started: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *_: None)
+        assert record_of(*started).restore() is None
+    assert record_of(*started).restore() is not None
+
+
+def _edit(cache: Path, change: Callable[[bytes], bytes]) -> None:
+    (file,) = (cache / "starts").iterdir()
+    file.write_bytes(change(file.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda cache: _edit(cache, lambda text: text[:-10]),
+        lambda cache: _edit(cache, lambda text: text.replace(b"LlamaFor", b"LlamaFop")),
+        lambda cache: next((cache / "starts").iterdir()).chmod(0o622),
+        lambda cache: next((cache / "graphs").iterdir()).unlink(),
+    ],
+)
+def test_a_damaged_record_is_not_used(
+    damage: Callable[[Path], None], started: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, cache = started[0], shutil.copytree(started[1], tmp_path / "cache")
+    assert record_of(folder, cache).restore() is not None
+    damage(cache)
+    assert record_of(folder, cache).restore() is None
+
+
+def test_no_record_of_a_module_that_is_not_its_files(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
+    loaded = load_model(folder)
+    record = record_of(folder, cache)
+    with torch.no_grad():
+        loaded.module.get_parameter("model.norm.weight")[3] += 1e-6
+    record.write(loaded, probe_model(loaded), "a graph")
+    assert not (cache / "starts").exists()
+
+
+def test_the_newest_records_are_kept(
+    tmp_path: Path, started: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_record, "_MAX_RECORDS", 2)
+    model, folder = started[0], tmp_path / "starts"
+    folder.mkdir()
+    for age in (1, 2, 3):
+        old = folder / f"{age}.json"
+        old.write_text("{}")
+        os.utime(old, ns=(10 - age, 10 - age))
+    loaded = load_model(model)
+    record_of(model, tmp_path).write(loaded, probe_model(loaded), "a graph")
+    # The new record's name is a digest, which any name may come before or after.
+    left = {file.name for file in folder.iterdir()}
+    assert len(left) == 2
+    assert left & {"1.json", "2.json", "3.json"} == {"1.json"}
+
+
+_PROGRAM = """
+import json, sys
+from pagespec import LLM, SamplingParams
+logits = []
+keep = lambda _, x: logits.append(x.sum().item())
+llm = LLM(sys.argv[1], device="cpu", num_blocks=16, on_logits=keep)
+(out,) = llm.generate([[3, 5, 8]], SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
+print(json.dumps([list(out.outputs[0].token_ids), logits, llm.stats().startup_s["probe"],
+                  sorted(sys.modules)]))
+"""
+
+
+def test_the_second_start_imports_nothing_that_it_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    byte_level().save_pretrained(tmp_path / "model")
+    first, second = (
+        json.loads(run_apart("-c", _PROGRAM, str(tmp_path / "model"))) for _ in range(2)
+    )
+    assert second[:2] == first[:2]
+    assert "transformers.modeling_utils" in first[3]
+    imported = set(second[3])
+    heavy = imported & set(HEAVY)
+    assert not heavy
+    assert len(imported) < 2000, "2,900 with the module"

@@ -1,0 +1,75 @@
+"""A few entries of the sweep, one of each class of outcome; `nox -s coverage` runs them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.coverage.entry import run_entry
+from tests.coverage.page import class_of
+from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
+
+
+# What sets them apart: hands no arguments down to its attention; counts positions itself; has
+# layers with copies of the config; writes its attention out.
+@pytest.mark.parametrize(
+    "model_type",
+    ["stablelm", "bart", "mvp", pytest.param("granite_swa", marks=pytest.mark.nightly)],
+)
+def test_entries_that_are_equal(model_type: str) -> None:
+    entry = run_entry(model_type)
+    assert (entry.outcome, entry.reason) == ("equal", "")
+    assert entry.longest > WINDOW
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_"),
+    [
+        ("bamba", "Layers that are no attention"),
+        ("falcon_h1", "Tokens mix outside attention"),
+        ("glm_moe_dsa", "Attention with a tensor of its own: selected keys, a bias"),
+        ("hrm_text", "One attention module called several times a pass"),
+        ("llama4_text", "Masks that are neither causal nor a sliding window"),
+        ("doge", "A mask or bias of the layer's own"),
+        ("deepseek_v4", "Attention over other tokens than those of the pass"),
+        ("gpt_neo", "Attention written out in another form than a masked softmax"),
+        ("moshi", "A cache with a window that the masks have not"),
+        ("mamba", "No longest context in the config"),
+    ],
+)
+def test_entries_that_are_refused(model_type: str, class_: str) -> None:
+    entry = run_entry(model_type)
+    assert entry.outcome == "refused", entry
+    assert class_of(entry.reason) == class_, entry.reason
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(_: object) -> None:
+        raise ImportError("requires the PIL library")
+
+    monkeypatch.setattr("tests.coverage.entry.built", lacks)
+    entry = run_entry("llama")
+    assert (entry.outcome, class_of(entry.reason)) == ("refused", "A package that is not installed")
+    assert "PIL" in entry.reason
+
+
+def test_a_config_is_shrunk_to_one_layer_of_each_kind() -> None:
+    small = shrunk(
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding"] * 5 + ["full"],
+            "sliding_window": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "eos_token_id": 2,
+            "num_experts": 2,
+            "rope_theta": 10_000.0,
+        }
+    )
+    assert small["layer_types"] == ["sliding", "full"]
+    assert small["num_hidden_layers"] == 2
+    assert (small["vocab_size"], small["sliding_window"]) == (VOCAB_SIZE, WINDOW)
+    assert small["num_attention_heads"] == small["num_key_value_heads"]
+    assert (small["eos_token_id"], small["num_experts"]) == (None, 2)
+    assert small["rope_theta"] == 10_000.0

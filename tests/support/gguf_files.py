@@ -1,0 +1,57 @@
+"""GGUF files with the weights of a tiny model, quantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from pagespec.compile.model import gguf
+from tests.support.models import VOCAB_SIZE, tiny_model
+
+# Rows are whole blocks of 32. The head is wider, as files have it.
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+
+
+def write_model(path: Path, format: str = "Q4_1", head: str = "Q8_0") -> PreTrainedModel:
+    """A model, with the values that the file now at ``path`` holds. Rows of queries are in another
+    order there, as converters of some architectures have them."""
+    model = tiny_model("llama", **SIZES)
+    writer = GGUFWriter(path, "llama")
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if parameter.dim() != 2:
+            continue
+        kind = GGMLQuantizationType[head if "head" in name or "embed" in name else format]
+        blocks = quantize(parameter.detach().numpy(), kind)
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(dequantize(blocks, kind)))
+        if "q_proj" in name:
+            blocks = np.ascontiguousarray(blocks[::-1])
+        writer.add_tensor(f"tensor.{number}", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def gguf_model(folder: Path, patch: pytest.MonkeyPatch, format: str = "Q4_1") -> str:
+    """A GGUF file whose conversion is stood in for, and is exact: the path of it."""
+    path = folder / "tiny.gguf"
+    model = write_model(path, format)
+
+    def convert(_: Path, made: Path) -> None:
+        model.save_pretrained(made)
+        vocabulary = {"<unk>": 0} | {f"word{i}": i for i in range(1, VOCAB_SIZE)}
+        words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(made)
+
+    patch.setattr(gguf, "_convert", convert)
+    patch.setenv("PAGESPEC_CACHE", str(folder / "cache"))
+    return str(path)
