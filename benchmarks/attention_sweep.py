@@ -326,21 +326,16 @@ class Sweep:
         return Outcome(name, work / seconds / 1e9, seconds, bits)
 
     def run_case(self, case: Case, read: float) -> None:
-        """Print the outcomes of a shape, the quickest first."""
+        """Print the outcomes of a shape as they come, and once more, the quickest first."""
         num_layers = 1 if self.is_dry else None
         if case.is_prefill:
             num_layers = 1 if self.is_dry else 2
         layers = inputs(case, self.block_size, device=self.device.type, num_layers=num_layers)
         found: list[Outcome] = []
-        if not case.is_prefill:
-            for heads in sorted({1, 2, case.num_kv_heads}):
-                calls = [gather_call(layer, heads) for layer in layers]
-                found.append(self.outcome(case, f"(blocks alone, {heads} heads)", calls))
-        found += self.time_variants(case, layers)
-        if not case.is_prefill and case.spread:
-            counters, tiling = self.counters(), self.variants_of(case)["present"]
-            ordered = [attention_call(layer, tiling, counters) for layer in longest_first(layers)]
-            found.append(self.outcome(case, "(present, longest rows first)", ordered))
+        print(f"\n{case.name}, as they come, us", flush=True)
+        for outcome in self.outcomes(case, layers):
+            found.append(outcome)
+            print(f"  {outcome.seconds * 1e6:>9.1f}  {outcome.name} {outcome.bits}", flush=True)
         unit = "TFLOP/s" if case.is_prefill else "GB/s"
         print(f"\n{case.name}: {unit}, {'' if case.is_prefill else 'of the plain read, '}us")
         for outcome in sorted(found, key=lambda outcome: -outcome.rate):
@@ -352,6 +347,17 @@ class Sweep:
             )
         if not self.is_dry:
             torch.cuda.empty_cache()
+
+    def outcomes(self, case: Case, layers: list[tuple]) -> Iterator[Outcome]:
+        if not case.is_prefill:
+            for heads in sorted({1, 2, case.num_kv_heads}):
+                calls = [gather_call(layer, heads) for layer in layers]
+                yield self.outcome(case, f"(blocks alone, {heads} heads)", calls)
+        yield from self.time_variants(case, layers)
+        if not case.is_prefill and case.spread:
+            counters, tiling = self.counters(), self.variants_of(case)["present"]
+            ordered = [attention_call(layer, tiling, counters) for layer in longest_first(layers)]
+            yield self.outcome(case, "(present, longest rows first)", ordered)
 
     def run(self) -> None:
         self.compile()
