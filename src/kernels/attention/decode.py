@@ -53,6 +53,16 @@ from .online_softmax import (
 
 
 @triton.jit
+def _nth_longest(contexts, num_rows, n, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row that n of up to ROWS rows come before: longer ones, and as long ones in front."""
+    i = tl.arange(0, ROWS)
+    # No two alike. Behind the last row there are none as long as 0.
+    keys = tl.load(contexts + i, mask=i < num_rows, other=-1) * ROWS - i
+    num_before = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    return tl.sum(tl.where(num_before == n, i, 0))
+
+
+@triton.jit
 def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """(row, token, position) of a unit; position -1 if there is nothing to do.
 
@@ -108,6 +118,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     TABLE: tl.constexpr,
     FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    SORTED_ROWS: tl.constexpr,  # where the longest rows start first: no fewer than there are; or 0
     TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
@@ -133,6 +144,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits
     unit = tl.program_id(1)
+    if SORTED_ROWS > 0:
+        unit = _nth_longest(contexts, num_rows, unit, SORTED_ROWS)
     head = tl.program_id(0) % HKV
     worker = tl.program_id(0) // HKV
     # The batch's own tensors are written by the first kernel of a step, which lets none start

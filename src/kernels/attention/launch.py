@@ -222,8 +222,11 @@ def _decode(
     overlap = has_dependent_launch(query.device)
     is_late = shared["key"] is not None and triggers_dependents_late(num_tokens)
     trigger = "" if not overlap else "late" if is_late else "early"
+    is_unsplit = spread.first_splits == ALL_SPLITS.value
+    is_sorted = is_unsplit or spread.unsplit_below > 0
+    is_sorted &= num_tokens == num_rows <= t.sorted_rows
     options: dict[str, int] = {}
-    if spread.first_splits == ALL_SPLITS.value and shared["key"] is None and t.unsplit_registers:
+    if is_unsplit and shared["key"] is None and t.unsplit_registers:
         options["maxnreg"] = t.unsplit_registers
     decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
         query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
@@ -235,6 +238,7 @@ def _decode(
         **shared,
         CHUNK=t.combine_chunk_of(group * dot_size(v_dim)),
         BY_TOKEN=by_token,
+        SORTED_ROWS=t.sorted_rows if is_sorted else 0,
         FIRST_SPLITS=spread.first_splits,
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,

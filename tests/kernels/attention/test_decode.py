@@ -156,8 +156,10 @@ def test_matches_float64(shape: Shape, rows: Rows) -> None:
 
 @pytest.mark.parametrize("shape", ONE_HEAD, ids=str)
 def test_spreading_segments_over_programs_changes_no_bit(shape: Shape) -> None:
-    for rows in ([(10, 1), (90, 1)], [(3, 2), (64, 1)]):
-        batch = stored(rows, shape)
+    decodes = [(10, 1), (90, 1)]
+    batches = [(decodes, 3), ([(3, 2), (64, 1)], 3), ([*decodes, (30, 1), (90, 1), (0, 1)], 0)]
+    for rows, num_padding in batches:
+        batch = stored(rows, shape, num_padding=num_padding)
         outputs = {name: attend(batch.attend, **spread) for name, spread in SPREADS.items()}
         expected = float64_attention(batch, rows, shape)
         first = outputs["one program a context"]

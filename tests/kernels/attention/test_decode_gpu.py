@@ -240,6 +240,7 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
         "decode": decode,
         "one": decode[-1:],
         "many": decode * 5,  # the first segment reaches to split_change
+        "longest first": (decode * 5)[:64],
         "mixed": [*decode[:5], (600, 640), *decode[5:]],
     }
     arrival_counters = torch.zeros(1024, dtype=torch.int32, device="cuda")
