@@ -76,7 +76,10 @@ class Case:
 
     def flops(self) -> int:
         """Of a causal prefill: two products of ``2 * head_dim`` operations a visible pair."""
-        pairs = sum(n * (n + 1) // 2 for n in self.lengths())
+        pairs = 0
+        for n in self.lengths():
+            hidden = max(0, n - self.window) if self.window else 0
+            pairs += n * (n + 1) // 2 - hidden * (hidden + 1) // 2
         return 4 * self.head_dim * self.num_q_heads * pairs
 
 

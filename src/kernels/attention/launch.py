@@ -23,7 +23,7 @@ from ..device import has_dependent_launch, is_gluon_known, triggers_dependents_l
 from .decode import decode_kernel
 from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel
-from .tiling import Tiling, choose_spread, choose_tiling
+from .tiling import ALL_SPLITS, Tiling, choose_spread, choose_tiling
 
 
 def paged_attention(
@@ -222,6 +222,12 @@ def _decode(
     overlap = has_dependent_launch(query.device)
     is_late = shared["key"] is not None and triggers_dependents_late(num_tokens)
     trigger = "" if not overlap else "late" if is_late else "early"
+    is_unsplit = spread.first_splits == ALL_SPLITS.value
+    is_sorted = is_unsplit or spread.unsplit_below > 0
+    is_sorted &= num_tokens == num_rows <= t.sorted_rows
+    options: dict[str, int] = {}
+    if is_unsplit and shared["key"] is None and t.unsplit_registers:
+        options["maxnreg"] = t.unsplit_registers
     decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
         query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
         *kv[2:],
@@ -232,14 +238,13 @@ def _decode(
         **shared,
         CHUNK=t.combine_chunk_of(group * dot_size(v_dim)),
         BY_TOKEN=by_token,
+        SORTED_ROWS=t.sorted_rows if is_sorted else 0,
         FIRST_SPLITS=spread.first_splits,
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,
         TRIGGER=trigger,
-        IDS_AHEAD=t.ids_ahead,
-        PREFETCH=t.prefetch if shared["key"] is None else t.rope_prefetch,
         num_warps=t.decode_warps,
         num_stages=t.decode_stages,
         launch_pdl=overlap,
-        **({} if t.decode_registers is None else {"maxnreg": t.decode_registers}),
+        **options,
     )  # fmt: skip
