@@ -1,6 +1,6 @@
 """All-reduce over the GPUs of a host: microseconds per call inside CUDA graphs.
 
-    python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096] [--rows 1 8 64] [--sweep]
+    python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096 5120] [--rows 1 64] [--sweep]
 
 Ours beside NCCL and the symmetric-memory kernels of torch, on bfloat16 rows. Then with the residual
 and the norm that stand behind it: ours and our norm ("+ norm"), both in one launch ("joined"), that
@@ -83,7 +83,7 @@ def _peer_gb_per_s() -> float:
 
 
 def _run(
-    rank: int, num_ranks: int, port: int, columns: int, all_rows: list[int], is_sweep: bool
+    rank: int, num_ranks: int, port: int, widths: list[int], all_rows: list[int], is_sweep: bool
 ) -> None:
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
@@ -97,10 +97,11 @@ def _run(
             f"{num_ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL "
             f"{'.'.join(map(str, torch.cuda.nccl.version()))}, peer to peer {bandwidth:.0f} GB/s"
         )
-    if is_sweep:
-        _sweep(rank, columns, all_rows)
-    else:
-        _compare(rank, num_ranks, columns, all_rows, bandwidth)
+    for columns in widths:
+        if is_sweep:
+            _sweep(rank, columns, all_rows)
+        else:
+            _compare(rank, num_ranks, columns, all_rows, bandwidth)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
@@ -208,7 +209,7 @@ def _sweep(rank: int, columns: int, all_rows: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--columns", type=int, nargs="+", default=[4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 1024, 8192])
     parser.add_argument("--sweep", action="store_true", help="other cuts of ours, not the table")
     options = parser.parse_args()
