@@ -2,9 +2,9 @@
 
     python -m benchmarks.matmul_sweep [--model 32b/2 | 8b/2 ...] [--rows 2 16 ...] [--seconds 60]
 
-For each weight and number of rows: the floor (the weight once at 4.54 TB/s, or the operations at 790
-TFLOP/s, whichever takes longer; both measured on an H200), cuBLAS as the engine has it (no split-K,
-float32 sums; with a gate, the activation as a launch of its own), what the engine runs now
+For each weight and number of rows: the floor (the weight once at 4.54 TB/s, or the operations at
+790 TFLOP/s, whichever takes longer; both measured on an H200), cuBLAS as the engine has it (no
+split-K, float32 sums; with a gate, the activation as a launch of its own), what the engine runs now
 ("present"), and the quickest tiles of the Gluon and the Triton kernel. Microseconds; each call is
 timed among 256 MB or more of others, so that no weight lies in the L2 cache, in a CUDA graph with
 dependent launch. Every tile keeps the order along K; one whose bits are not those of cuBLAS at 512
@@ -55,10 +55,15 @@ ROWS = (256, 2, 64, 128, 32, 16)
 _READ, _MATRIX = 4.54e12, 790e12
 _AMONG_BYTES = 256 << 20
 _SHARED_BYTES = 227 << 10
-_LEAST_STAGES = 4
+_LEAST_STAGES, _MOST_STAGES = 3, 12
 # Rows of the weight a program (both halves of a gate), and programs that a multiprocessor holds.
-_FEW_ROWS = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 3), (64, 1), (64, 2), (64, 3), (128, 1)]
-_MORE_ROWS = [(32, 2), (64, 1), (64, 2), (128, 1), (128, 2)]
+_FEW_ROWS = [
+    *((16, n) for n in (1, 2, 3, 4)),
+    *((32, n) for n in (1, 2, 3, 4)),
+    *((64, n) for n in (1, 2, 3, 4)),
+    *((128, n) for n in (1, 2)),
+]
+_MORE_ROWS = [(32, 2), (64, 1), (64, 2), (64, 3), (128, 1), (128, 2)]
 _MANY_ROWS_TRITON = (
     _tile(128, 128, 64, 4, warps=8),
     _tile(128, 256, 64, 3, warps=8),
@@ -69,7 +74,8 @@ _MANY_ROWS_TRITON = (
 
 
 def prefetch_tiles(num_rows: int, num_outs: int, k_size: int, has_gate: bool) -> list[PrefetchTile]:
-    """Those worth a look: as many stages as fit, so that so many programs share a multiprocessor."""
+    """Those worth a look: as many stages as fit where so many programs share a multiprocessor, of
+    the largest size and of half of it."""
     if num_rows <= 16:
         wanted = [(16, *cut) for cut in _FEW_ROWS]
     else:
@@ -78,15 +84,16 @@ def prefetch_tiles(num_rows: int, num_outs: int, k_size: int, has_gate: bool) ->
     found: dict[PrefetchTile, None] = {}
     for x_rows, weight_rows, num_programs in wanted:
         part = weight_rows // (2 if has_gate else 1)
+        behind = max(0, (64 if weight_rows <= 64 else 128) - weight_rows) * 128
+        room = _SHARED_BYTES // num_programs - 2048 - behind
+        tiles = []
         for atoms in (8, 4, 2, 1):
             stage = atoms * (weight_rows + x_rows) * 128
-            behind = max(0, (64 if weight_rows <= 64 else 128) - weight_rows) * 128
-            room = _SHARED_BYTES // num_programs - 2048 - behind
-            stages = min(room // stage, k_size // 64 // atoms)
+            stages = min(room // stage, k_size // 64 // atoms, _MOST_STAGES)
             tile = PrefetchTile(part, atoms, stages, x_rows)
             if stages >= _LEAST_STAGES and tile.fits(num_outs, k_size, has_gate):
-                found[tile] = None
-                break
+                tiles.append(tile)
+        found |= dict.fromkeys(tiles[: 2 if num_rows <= 64 else 1])
     return list(found)
 
 
@@ -149,7 +156,7 @@ class Sweep:
             try:
                 is_same = torch.equal(call(x, self.weights[0]), self.expected[:num_rows])
                 chain = [partial(call, x, weight) for weight in self.weights]
-                took = median_seconds(chain * max(1, 8 // len(chain)), 5) * 1e6
+                took = median_seconds(chain * max(1, 8 // len(chain)), 7) * 1e6
             except Exception as error:
                 torch.cuda.synchronize()
                 print(f"{name}: {type(error).__name__} {str(error)[:150]}", flush=True)
