@@ -66,38 +66,48 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
     NUM_RANKS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    IS_PUSHED: tl.constexpr,
     LATE_TRIGGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The results of :func:`.peer_memory.all_reduce_norm_kernel`, and their bits."""
+    """The results of :func:`.peer_memory.all_reduce_norm_kernel`, and their bits.
+
+    IS_PUSHED: the kernel before has pushed this rank's part, into its own box as well
+    (:mod:`..linear.matmul_sm90`), and let this one start behind its own wait. Then the data is all
+    that is waited for, and ``partial`` is not read.
+    """
     DTYPE: tl.constexpr = partial.dtype.element_ty
     i = tl.arange(0, BLOCK)
     mask = i < N
     w = tl.load(weight + i, mask=mask, other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if not IS_PUSHED:
+            tl.extra.cuda.gdc_wait()
         if not LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     number = tl.load(numbers + row)
-    part = tl.load(partial + row.to(tl.int64) * row_stride + i, mask=mask, other=0.0)
+    if not IS_PUSHED:
+        part = tl.load(partial + row.to(tl.int64) * row_stride + i, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         place = residual + row.to(tl.int64) * residual_stride
         more = tl.load(place + i, mask=mask, other=0.0)
-    bits = _bits_of(part)
     half = (number & 1) * NUM_RANKS
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            at = boxes[peer] + ((half + RANK) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
-            tl.store(tl.multiple_of(at.to(tl.pointer_type(bits.dtype)), 16) + i, bits, mask=mask)
-    if PDL and LATE_TRIGGER:  # the next kernel's weights would be in the way of what is pushed
+    BITS: tl.constexpr = tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32
+    if not IS_PUSHED:
+        bits = _bits_of(part)
+        for peer in tl.static_range(NUM_RANKS):
+            if peer != RANK:
+                at = boxes[peer] + ((half + RANK) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
+                tl.store(tl.multiple_of(at.to(tl.pointer_type(BITS)), 16) + i, bits, mask=mask)
+    # The next kernel's weights would be in the way of what is pushed.
+    if PDL and LATE_TRIGGER and not IS_PUSHED:
         tl.extra.cuda.gdc_launch_dependents()
-    h = tl.zeros(part.shape, tl.float32)
+    h = tl.zeros((BLOCK,), tl.float32)
     for peer in tl.static_range(NUM_RANKS):
-        term = part.to(tl.float32)
-        if peer != RANK:
+        if peer != RANK or IS_PUSHED:
             at = boxes[RANK] + ((half + peer) * MAX_ROWS + row).to(tl.int64) * ROW_BYTES
-            here = tl.multiple_of(at.to(tl.pointer_type(bits.dtype)), 16) + i
+            here = tl.multiple_of(at.to(tl.pointer_type(BITS)), 16) + i
             found = tl.load(here, mask=mask, other=0, volatile=True)
             is_missing = _is_missing(found)
             while is_missing != 0:
@@ -106,8 +116,12 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
                 is_missing = tl.where(is_ended != 0, 0, _is_missing(found))
             tl.store(here, tl.full(found.shape, -1, found.dtype), mask=mask)
             term = found.to(DTYPE, bitcast=True).to(tl.float32)
+        else:
+            term = part.to(tl.float32)
         # x_0 itself, not 0 + x_0: that would lose the sign of a zero.
         h = term if peer == 0 else h + term
+    if PDL and LATE_TRIGGER and IS_PUSHED:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(numbers + row, number + 1)  # all threads have read it: they have met since
     h = rounded(h, DTYPE)
     base = row.to(tl.int64) * N
@@ -116,3 +130,5 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(hidden + base + i, h.to(DTYPE), mask=mask)
     y = scaled(h * tl.rsqrt(mean_square(h, N) + eps), w.to(tl.float32), FORM, DTYPE)
     tl.store(out + base + i, y.to(DTYPE), mask=mask)
+    if PDL and IS_PUSHED:  # who waits for this kernel waits for those before, too
+        tl.extra.cuda.gdc_wait()

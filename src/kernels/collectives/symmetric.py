@@ -17,7 +17,7 @@ from torch import Tensor
 from ..device import as_rows, has_dependent_launch, triggers_dependents_late
 from ..fused.dispatch import NormForm
 from .boxes import Boxes, LaunchShape, make_boxes
-from .communicator import Communicator, LoneRank
+from .communicator import Communicator, LoneRank, PushTarget
 
 _FAR_AHEAD = 1 << 30
 _SHAPE = LaunchShape()
@@ -76,8 +76,33 @@ class PeerCommunicator:
         del out  # memory is measured meanwhile, too
         return self._alone.all_reduce(partial)
 
+    def push_target(self, num_rows: int, width: int, dtype: torch.dtype) -> PushTarget | None:
+        if self._boxes is None or not triggers_dependents_late(num_rows):
+            return None
+        shape = self._shape
+        if num_rows > shape.few_rows or width * dtype.itemsize > shape.few_row_bytes:
+            return None
+        return PushTarget(
+            self._boxes.row_boxes,
+            self._boxes.row_numbers,
+            {
+                "RANK": self.rank,
+                "NUM_RANKS": self.num_ranks,
+                "MAX_ROWS": shape.few_rows,
+                "ROW_BYTES": shape.few_row_bytes,
+            },
+            self._is_connected,
+            functools.partial(self.all_reduce_norm, is_pushed=True),
+        )
+
     def all_reduce_norm(
-        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        form: NormForm,
+        is_pushed: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if self._boxes is None:
             return self._alone.all_reduce_norm(partial, residual, weight, eps, form)
@@ -101,7 +126,7 @@ class PeerCommunicator:
             "enable_fp_fusion": False,
         }
         if self._are_few(rows):
-            self._launch_few(self._boxes, rows, out, *tensors, **constants)
+            self._launch_few(self._boxes, rows, out, *tensors, IS_PUSHED=is_pushed, **constants)
         else:
             from .peer_memory import all_reduce_norm_kernel
 

@@ -24,6 +24,9 @@ from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.jit.parallel_build import parallel_build
+from pagespec.kernels.linear import dispatch as gpu_linear
+from pagespec.kernels.linear.matmul_sm90 import prefetch_matmul_kernel
+from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 from tests.kernels.jit.parallel_build_cases import FakeDriver
 
 _RANK, _NUM_RANKS, _ADDRESS = 1, 2, 0x7F00_0000_0000
@@ -85,6 +88,16 @@ def check_compiled_before_ranks_meet(ours: PeerCommunicator, fake: FakeDriver) -
     assert (len(fake.loaded), len(fake.launched)) == (3, 3)
 
 
+def pushed(few: PeerCommunicator) -> list[str]:
+    """The events of a matmul that pushes its results, and of the sum behind it."""
+    gpu_linear._early_tile = lambda *_: PrefetchTile(32, 4, 8)
+    gpu_linear.supports_tma = lambda _: True
+    x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (2, 4096))
+    gpu_linear.linear_all_reduce_norm(few, x, weight, 16, x, weight[0], 1e-6, "rounded")
+    kernels = prefetch_matmul_kernel, few_rows_norm_kernel
+    return [events(compiled(kernel)["ptx"]) for kernel in kernels]
+
+
 def main() -> None:
     fake = FakeDriver()
     driver.set_active(fake)  # type: ignore[arg-type]
@@ -110,7 +123,7 @@ def main() -> None:
         made = [compiled(kernel) for kernel in kernels]
         orders = [order_of_additions(asm) for asm in made]
         answer.append([*orders, *(events(asm["ptx"]) for asm in made[:2])])
-    print(json.dumps(answer))
+    print(json.dumps([answer, pushed(few)]))
 
 
 if __name__ == "__main__":

@@ -78,12 +78,17 @@ def check_replays(ours: PeerCommunicator, num_rows: int) -> None:
     def run(*, is_joined: bool) -> list[Tensor]:
         normed, hidden, results = x, start, []
         for layer in range(_NUM_LAYERS):
-            partial = gpu_linear.linear(normed, weights[layer], None, num_rows)
-            arguments = (partial, hidden, norms[layer], 1e-6, _FORMS[layer % 3])
-            if is_joined:
-                normed, hidden = ours.all_reduce_norm(*arguments)
+            norm = (hidden, norms[layer], 1e-6, _FORMS[layer % 3])
+            if is_joined and layer != 2:
+                normed, hidden = gpu_linear.linear_all_reduce_norm(
+                    ours, normed, weights[layer], num_rows, *norm
+                )
             else:
-                normed, hidden = sum_then_norm(ours, *arguments)
+                partial = gpu_linear.linear(normed, weights[layer], None, num_rows)
+                if is_joined:
+                    normed, hidden = ours.all_reduce_norm(partial, *norm)
+                else:
+                    normed, hidden = sum_then_norm(ours, partial, *norm)
             results += [normed, hidden]
             if layer % 2:
                 results.append(ours.all_reduce(gpu_linear.linear(normed, narrow, None, num_rows)))
