@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..collectives.communicator import Communicator
 from ..device import Gpu
 from ..fused import dispatch as fused
 from .matmul import matmul, supports_tma
@@ -75,41 +74,6 @@ def linear(
     if 0 < x.numel() <= max_custom_rows * x.shape[-1]:
         return _ours(x, weight, bias)
     return F.linear(x, weight, bias)
-
-
-def linear_all_reduce_norm(
-    communicator: Communicator,
-    x: Tensor,
-    weight: Tensor,
-    max_custom_rows: int,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    form: fused.NormForm,
-) -> tuple[Tensor, Tensor]:
-    """``communicator.all_reduce_norm`` of :func:`linear`; of few rows the matmul pushes what it
-    computes to the other ranks itself.
-
-    Args:
-        communicator, residual, norm_weight, eps, form: as of
-            :meth:`..collectives.communicator.Communicator.all_reduce_norm`.
-        x, weight, max_custom_rows: as of :func:`linear`.
-    """
-    num_rows = x.numel() // x.shape[-1]
-    if 0 < num_rows <= max_custom_rows:
-        target = communicator.push_target(num_rows, len(weight), x.dtype)
-        tile = None if target is None else _early_tile(weight, num_rows, False)
-        rows = x.reshape(num_rows, -1)
-        if target is not None and tile is not None and supports_tma(rows):
-            from . import matmul_sm90
-
-            out = matmul_sm90.matmul(rows, weight, tile=tile, target=target)
-            out = out.view(*x.shape[:-1], len(weight))
-            if target.is_connected:
-                return target.all_reduce_norm(out, residual, norm_weight, eps, form)
-            target.all_reduce_norm(out, residual, norm_weight, eps, form)  # compiles
-    partial = linear(x, weight, None, max_custom_rows)
-    return communicator.all_reduce_norm(partial, residual, norm_weight, eps, form)
 
 
 def linear_silu_mul(

@@ -24,7 +24,7 @@ from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.jit.parallel_build import parallel_build
-from pagespec.kernels.linear import dispatch as gpu_linear
+from pagespec.kernels.linear import row_parallel
 from pagespec.kernels.linear.matmul_sm90 import prefetch_matmul_kernel
 from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 from tests.kernels.jit.parallel_build_cases import FakeDriver
@@ -90,10 +90,10 @@ def check_compiled_before_ranks_meet(ours: PeerCommunicator, fake: FakeDriver) -
 
 def pushed(few: PeerCommunicator) -> list[str]:
     """The events of a matmul that pushes its results, and of the sum behind it."""
-    gpu_linear._early_tile = lambda *_: PrefetchTile(32, 4, 8)
-    gpu_linear.supports_tma = lambda _: True
+    row_parallel._early_tile = lambda *_, **__: PrefetchTile(32, 4, 8)  # type: ignore
+    row_parallel.supports_tma = lambda _: True  # type: ignore
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (2, 4096))
-    gpu_linear.linear_all_reduce_norm(few, x, weight, 16, x, weight[0], 1e-6, "rounded")
+    row_parallel.RowParallel(few).linear_norm(x, weight, 16, x, weight[0], 1e-6, "rounded")
     kernels = prefetch_matmul_kernel, few_rows_norm_kernel
     return [events(compiled(kernel)["ptx"]) for kernel in kernels]
 

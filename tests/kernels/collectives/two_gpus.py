@@ -18,6 +18,7 @@ from pagespec.kernels.collectives.library import GatherCommunicator
 from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
 from pagespec.kernels.linear import dispatch as gpu_linear
+from pagespec.kernels.linear.row_parallel import RowParallel
 
 _NUM_RANKS = 2
 _ROWS = (1, 2, 7, 33, 256)
@@ -72,7 +73,7 @@ def check_replays(ours: PeerCommunicator, num_rows: int) -> None:
     weights = [normal(_HIDDEN, _HIDDEN) / 64 for _ in range(_NUM_LAYERS)]
     narrow = normal(_OTHER, _HIDDEN) / 64
     norms = [normal(_HIDDEN, alike=True) for _ in range(_NUM_LAYERS)]
-    start = normal(num_rows, _HIDDEN, alike=True)
+    start, layers = normal(num_rows, _HIDDEN, alike=True), RowParallel(ours)
     torch.cuda.synchronize()  # weights are read early
 
     def run(*, is_joined: bool) -> list[Tensor]:
@@ -80,9 +81,7 @@ def check_replays(ours: PeerCommunicator, num_rows: int) -> None:
         for layer in range(_NUM_LAYERS):
             norm = (hidden, norms[layer], 1e-6, _FORMS[layer % 3])
             if is_joined and layer != 2:
-                normed, hidden = gpu_linear.linear_all_reduce_norm(
-                    ours, normed, weights[layer], num_rows, *norm
-                )
+                normed, hidden = layers.linear_norm(normed, weights[layer], num_rows, *norm)
             else:
                 partial = gpu_linear.linear(normed, weights[layer], None, num_rows)
                 if is_joined:
