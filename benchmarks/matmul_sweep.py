@@ -51,7 +51,7 @@ WEIGHTS: dict[str, list[tuple[str, int, int, bool]]] = {
         ("down", 4096, 6144, False),
     ],
 }
-ROWS = (256, 2, 64, 128, 32, 16)
+ROWS = (2, 256, 64, 128, 16, 32)
 _READ, _MATRIX = 4.54e12, 790e12
 _AMONG_BYTES = 256 << 20
 _SHARED_BYTES = 227 << 10
