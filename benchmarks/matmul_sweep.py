@@ -25,15 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention import median_seconds
-from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
 from pagespec.kernels.linear import dispatch, matmul
 from pagespec.kernels.linear.cublas import without_split_k
 from pagespec.kernels.linear.matmul import Tile
-from pagespec.kernels.linear.plan import REFERENCE_ROWS
-from pagespec.kernels.linear.tiles import fastest_custom_rows
+from pagespec.kernels.linear.plan import REFERENCE_ROWS, rows_worth_it
 from pagespec.kernels.linear.tuned_tiles import PrefetchTile, _swapped, _tile
 
 # Per model and number of ranks: (name, N, K, whether N is that of gate and up, each).
@@ -122,7 +120,7 @@ class Sweep:
         return fused.act_mul(*out.chunk(2, -1), "silu") if self.has_gate else out
 
     def present(self, x: Tensor, weight: Tensor) -> Tensor:
-        most = fastest_custom_rows(*weight.shape, Gpu.of(x.device))
+        most = rows_worth_it(weight, self.has_gate)
         multiply = dispatch.linear_silu_mul if self.has_gate else dispatch.linear
         return multiply(x, weight, None, most)
 

@@ -92,8 +92,7 @@ def choose_prefetch_tile(
 
 
 def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> PrefetchTile | None:
-    shape = num_outs, k_size
-    tuned = TUNED_PREFETCH.get(shape) if shape in GATED or not has_gate else None
+    tuned = TUNED_PREFETCH.get((num_outs, k_size, has_gate))
     if tuned is not None:
         return tuned.get(bucket)
     if bucket > 64 or num_outs * k_size * 2 >= _SHORT_PRODUCT_BYTES:
@@ -131,17 +130,19 @@ def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms
     return _tile(16, block_n, block_k, 5 if block_n == 32 else 4)
 
 
-def fastest_custom_rows(weight_rows: int, k_size: int, card: Gpu) -> int:
+def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -> int:
     """Up to how many rows our kernel is faster than cuBLAS, as far as was measured.
 
     Args:
-        weight_rows: N of the matmul, or twice that for a weight of gate and up.
+        num_outs: N of the matmul; a weight of gate and up has twice as many rows.
     """
     if not card.is_large:
         return 16
-    for shape in ((weight_rows, k_size), (weight_rows // 2, k_size)):
-        if shape in TUNED:
-            return max(
-                [*TUNED[shape], *(TUNED_PREFETCH.get(shape, ()) if card.has_prefetch else ())]
-            )
-    return 64 if weight_rows * k_size * 2 < _SHORT_PRODUCT_BYTES else 16
+    shape = num_outs, k_size
+    tuned = [*TUNED.get(shape, ())] if has_gate == (shape in GATED) else []
+    if card.has_prefetch:
+        tuned += TUNED_PREFETCH.get((*shape, has_gate), ())
+    if tuned:
+        return max(tuned)
+    num_bytes = num_outs * k_size * (4 if has_gate else 2)
+    return 64 if num_bytes < _SHORT_PRODUCT_BYTES else 16
