@@ -27,7 +27,7 @@ class LaunchShape:
     chunk_bytes: int = 4096
     num_warps: int = 4
     norm_warps: int | None = None
-    few_rows: int = 64
+    few_rows: int = 256
     few_row_bytes: int = 16384
 
 

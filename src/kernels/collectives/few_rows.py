@@ -83,7 +83,7 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         if not IS_PUSHED:
             tl.extra.cuda.gdc_wait()
-        if not LATE_TRIGGER:
+        if IS_PUSHED or not LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     number = tl.load(numbers + row)
@@ -120,8 +120,6 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
             term = part.to(tl.float32)
         # x_0 itself, not 0 + x_0: that would lose the sign of a zero.
         h = term if peer == 0 else h + term
-    if PDL and LATE_TRIGGER and IS_PUSHED:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.store(numbers + row, number + 1)  # all threads have read it: they have met since
     h = rounded(h, DTYPE)
     base = row.to(tl.int64) * N
