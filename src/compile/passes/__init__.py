@@ -76,6 +76,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
+    from .fuse_row_parallel import fuse_row_parallel
     from .lower_gpu import lower_gpu
 
     return {
@@ -87,6 +88,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
         "fuse_all_reduce_norm": fuse_all_reduce_norm,
+        "fuse_row_parallel": fuse_row_parallel,
     }
 
 

@@ -67,8 +67,9 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     return count
 
 
-def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a linear layer, if they are constants that our kernel can multiply."""
+def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bool] | None:
+    """Weight and bias of a linear layer, if they are constants that our kernel can multiply, and
+    whether a gated activation joins it."""
     _, weight, bias = linear_operands(node)
     tensor = context.constant(weight)
     bias_tensor = context.constant(bias) if bias is not None else None
@@ -76,7 +77,7 @@ def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None] | 
         return None
     if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
         return None
-    return tensor, bias_tensor
+    return tensor, bias_tensor, _only_gate(node) is not None
 
 
 def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
