@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks import attention
-from benchmarks.attention import Case, inputs
+from benchmarks.attention import Case, inputs, small_form
 from benchmarks.plain_read import plain_read, seconds_of
 from pagespec.kernels.attention.launch import paged_attention
 from pagespec.kernels.attention.tiling import Tiling, choose_tiling
@@ -229,14 +229,7 @@ class Sweep:
             pool.start()
             with parallel_build(self.device) as report:
                 for case in self.cases:
-                    if case.is_prefill:
-                        small = dataclasses.replace(case, num_rows=2, context=64)
-                    else:  # the spread follows rows and the width of the table
-                        small = dataclasses.replace(case, context=16, spread=0.0)
-                    (query, kv, params), *_ = inputs(small, self.block_size, num_layers=1)
-                    width = 2 * -(-round(case.context * (1 + case.spread)) // self.block_size)
-                    table = kv.block_tables[:, :1].expand(-1, width).contiguous()
-                    kv = kv._replace(block_tables=table)
+                    query, kv, params = small_form(case, self.block_size)
                     for tiling in self.variants_of(case).values():
                         paged_attention(query, kv, params, tiling, self.counters())
                     if not case.is_prefill:
