@@ -63,6 +63,8 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    chunk: int = 0
+    alibi_slopes: tuple[float, ...] = ()
 
     @property
     def k_dim(self) -> int:
