@@ -30,6 +30,7 @@ from pagespec.kernels.linear.grouped_mm import choose_grouped_tile, grouped_mm
 from pagespec.kernels.linear.matmul import Tile
 from pagespec.kernels.linear.sort_by_expert import sort_by_expert
 
+_GATED = "gate, up"  # with the activation
 _CALLS = 4  # of a graph, each with other experts: a small batch's fit the L2 cache
 
 
@@ -50,7 +51,7 @@ class Shape:
     @property
     def matmuls(self) -> dict[str, tuple[int, int]]:
         """(N, K) of each."""
-        return {"gate, up": (2 * self.inner, self.hidden), "down": (self.hidden, self.inner)}
+        return {_GATED: (2 * self.inner, self.hidden), "down": (self.hidden, self.inner)}
 
 
 _QWEN3_30B_A3B = Shape(128, 8, 2048, 768)
@@ -88,28 +89,35 @@ def floor_seconds(
     return max(reading, multiplying), multiplying > reading
 
 
-def tiles_to_try(num_tokens: int, shape: Shape) -> Iterator[Tile]:
-    """In order of promise, for the rows that an expert gets on average."""
+def tiles_to_try(num_tokens: int, shape: Shape, has_gate: bool) -> Iterator[Tile]:
+    """In order of promise, for the rows that an expert gets on average; those that fit."""
     average = num_tokens * shape.top_k / shape.num_experts
     if average <= 32:
-        sizes = [16] if average <= 4 else [16, 32, 64]
-        blocks = [
+        rows = [16] if average <= 4 else [16, 32, 64]
+        swapped = [
             (64, 128, 5, 4), (64, 256, 3, 4), (64, 64, 8, 4), (128, 64, 5, 4), (128, 128, 3, 8),
             (64, 128, 3, 4), (128, 128, 4, 8), (64, 256, 4, 4), (128, 64, 8, 4), (64, 128, 7, 4),
         ]  # fmt: skip
-        for (n, k, stages, warps), m in itertools.product(blocks, sizes):
-            yield Tile(
-                block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=warps, swap_ab=True
-            )
-        for n, k, stages in [(32, 128, 5), (32, 256, 4), (16, 256, 5)]:
-            yield Tile(block_m=16, block_n=n, block_k=k, num_stages=stages, num_warps=4)
+        narrow = [(32, 128, 5, 4), (32, 256, 4, 4), (16, 256, 5, 4)]
+        found = [(m, *block, True) for block, m in itertools.product(swapped, rows)]
+        found += [(16, *block, False) for block in narrow]
     else:
-        for m, n, k, stages, warps in [
-            (128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 4, 4), (128, 256, 64, 4, 8),
-            (256, 128, 64, 3, 8), (64, 256, 64, 4, 4), (128, 128, 128, 3, 8), (64, 128, 64, 5, 4),
-            (64, 256, 64, 3, 8), (128, 128, 64, 3, 4),
-        ]:  # fmt: skip
-            yield Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=warps)
+        found = [
+            (*block, False)
+            for block in (
+                (128, 128, 64, 4, 8), (128, 128, 64, 3, 8), (128, 256, 64, 3, 8),
+                (256, 128, 64, 3, 8), (128, 64, 64, 4, 4), (128, 64, 64, 5, 8),
+                (64, 128, 64, 4, 4), (256, 64, 64, 4, 8), (128, 128, 64, 4, 4),
+                (128, 256, 64, 4, 8), (128, 128, 128, 2, 8), (64, 256, 64, 4, 4),
+            )
+        ]  # fmt: skip
+    for m, n, k, stages, warps, swap in found:
+        weights = 2 * n if has_gate else n
+        num_shared_bytes = 2 * stages * k * (m + weights)
+        if num_shared_bytes <= 226 << 10 and m * weights <= 128 * 32 * warps:
+            yield Tile(
+                block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=warps, swap_ab=swap
+            )
 
 
 class Layer:
@@ -149,17 +157,20 @@ class Layer:
             call = draw_calls(self.shape, num_tokens, self.device)[0]
             sort_by_expert(call.ids, self.shape.num_experts)
             for name, weight in self.weights.items():
-                x = self.rows(num_tokens, name)
-                grouped_mm(x, weight, call.offs)
-                for tile in tiles_to_try(num_tokens, self.shape) if is_sweep else ():
-                    grouped_mm(x, weight, call.offs, tile)
+                x, has_gate = self.rows(num_tokens, name), name == _GATED
+                grouped_mm(x, weight, call.offs, has_gate=has_gate)
+                tiles = tiles_to_try(num_tokens, self.shape, has_gate) if is_sweep else ()
+                for tile in tiles:
+                    grouped_mm(x, weight, call.offs, has_gate=has_gate, tile=tile)
 
     def show(self, card: CardRates, num_tokens: int) -> None:
         """The line of both matmuls, of torch's beside them, and of the sort."""
         calls = draw_calls(self.shape, num_tokens, self.device)
         for name, weight in self.weights.items():
-            x = self.rows(num_tokens, name)
-            ours = self.seconds([partial(grouped_mm, x, weight, c.offs) for c in calls])
+            x, has_gate = self.rows(num_tokens, name), name == _GATED
+            ours = self.seconds(
+                [partial(grouped_mm, x, weight, c.offs, has_gate=has_gate) for c in calls]
+            )
             theirs = self._torch_seconds(x, weight, calls)
             print(f"{num_tokens:>6} {name:<9} {self.figures(card, calls, name, x, ours)} {theirs}")
         num_experts = self.shape.num_experts
@@ -191,19 +202,22 @@ class Layer:
         """Each tile's line as it comes; those after ``deadline`` are left out and counted."""
         calls = draw_calls(self.shape, num_tokens, self.device)
         for name, weight in self.weights.items():
-            x = self.rows(num_tokens, name)
+            x, has_gate = self.rows(num_tokens, name), name == _GATED
             used = self.tile_in_use(num_tokens)
-            expected = grouped_mm(x, weight, calls[0].offs, used)
+            expected = grouped_mm(x, weight, calls[0].offs, has_gate=has_gate, tile=used)
             num_left = 0
             lines = []
-            for tile in (used, *tiles_to_try(num_tokens, self.shape)):
+            for tile in (used, *tiles_to_try(num_tokens, self.shape, has_gate)):
                 if time.monotonic() > deadline:
                     num_left += 1
                     continue
                 try:
-                    result = grouped_mm(x, weight, calls[0].offs, tile)
+                    result = grouped_mm(x, weight, calls[0].offs, has_gate=has_gate, tile=tile)
                     seconds = self.seconds(
-                        [partial(grouped_mm, x, weight, c.offs, tile) for c in calls]
+                        [
+                            partial(grouped_mm, x, weight, c.offs, has_gate=has_gate, tile=tile)
+                            for c in calls
+                        ]
                     )
                 except Exception as error:  # one tile's: too much shared memory, perhaps
                     lines.append((1.0, f"{tile}: {str(error).splitlines()[0][:80]}"))

@@ -17,8 +17,37 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import has_dependent_launch
-from ..fused.rounding import EMULATE
-from .matmul import Tile, supports_tma
+from .matmul import Tile, _fold, _silu_mul, supports_tma
+
+
+@triton.jit
+def _weights(  # type: ignore[no-untyped-def]
+    base, weight_tiles, expert, begin_n, here, n, is_n, k, in_k, k_stride, n_stride,
+    WIDTH: tl.constexpr, K: tl.constexpr, K_IS_INNER: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK_N, BLOCK_K]`` of an expert's weight, which begins at ``base``: its outputs n from
+    ``begin_n`` on, at ``here + k``. Through a descriptor others' may come along beyond its end."""
+    # One return: the compiler compares the types of all it sees.
+    if K_IS_INNER:
+        if weight_tiles is not None:
+            weights = weight_tiles.load([expert * WIDTH + begin_n, here])
+        else:
+            weights = tl.load(
+                base + n[:, None] * n_stride + (here + k)[None, :],
+                mask=is_n[:, None] & in_k[None, :],
+                other=0.0,
+            )
+    elif weight_tiles is not None:
+        weights = tl.trans(weight_tiles.load([expert * K + here, begin_n]))
+    else:
+        weights = tl.trans(
+            tl.load(
+                base + (here + k)[:, None] * k_stride + n[None, :] * n_stride,
+                mask=in_k[:, None] & is_n[None, :],
+                other=0.0,
+            )
+        )
+    return weights
 
 
 @triton.jit(
@@ -29,15 +58,15 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     x_stride, expert_stride, k_stride, n_stride,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
-    K_IS_INNER: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    K_IS_INNER: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``; zeros for
-    the rows after the last expert's.
+    """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``, or with a
+    gate ``silu(gate) * up`` of its two halves; zeros for the rows after the last expert's.
 
     Grid: (tiles of rows x tiles of N); those of one tile of rows lie beside each other. Shapes: x
-    ``[rows, K]``, weight ``[E, K, N]`` with any strides, offs ``[E]``, out ``[rows, N]``. x_tiles
-    and weight_tiles are descriptors of the two, or None: of ``[E * N, K]``, or where K is not
-    inner ``[E * K, N]``.
+    ``[rows, K]``, weight ``[E, K, WIDTH]`` with any strides, WIDTH = N or 2 N with a gate, offs
+    ``[E]``, out ``[rows, N]``. x_tiles and weight_tiles are descriptors of the two, or None: of
+    ``[E * WIDTH, K]``, or where K is not inner ``[E * K, WIDTH]``.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -66,7 +95,9 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     is_ours = (m_out < end) & (n_out < N)
     ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    WIDTH: tl.constexpr = 2 * N if HAS_GATE else N
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up_total = tl.zeros((ROWS, COLUMNS), tl.float32)
     if expert == E:
         tl.store(target, total.to(out.dtype.element_ty), mask=is_ours)
         return
@@ -82,48 +113,48 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
                 mask=(m < end)[:, None] & in_k[None, :],
                 other=0.0,
             )
-        if K_IS_INNER:  # [BLOCK_N, BLOCK_K]
-            if weight_tiles is not None:
-                weights = weight_tiles.load([expert * N + begin_n, here])
-            else:
-                weights = tl.load(
-                    base + n[:, None] * n_stride + (here + k)[None, :],
-                    mask=(n < N)[:, None] & in_k[None, :],
-                    other=0.0,
-                )
-        elif weight_tiles is not None:
-            weights = tl.trans(weight_tiles.load([expert * K + here, begin_n]))
-        else:
-            weights = tl.trans(
-                tl.load(
-                    base + (here + k)[:, None] * k_stride + n[None, :] * n_stride,
-                    mask=in_k[:, None] & (n < N)[None, :],
-                    other=0.0,
-                )
-            )
-        if EMULATE:  # NumPy knows no bfloat16
-            rows, weights = rows.to(tl.float32), weights.to(tl.float32)
-        if SWAP:
-            total = tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
-        else:
-            total = tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
-    tl.store(target, total.to(out.dtype.element_ty), mask=is_ours)
+        weights = _weights(
+            base, weight_tiles, expert, begin_n, here, n, n < N, k, in_k,
+            k_stride, n_stride, WIDTH, K, K_IS_INNER,
+        )  # fmt: skip
+        total = _fold(rows, weights, total, SWAP, PRECISION)
+        if HAS_GATE:
+            ups = _weights(
+                base, weight_tiles, expert, begin_n + N, here, n + N, n < N, k, in_k,
+                k_stride, n_stride, WIDTH, K, K_IS_INNER,
+            )  # fmt: skip
+            up_total = _fold(rows, ups, up_total, SWAP, PRECISION)
+    result = total.to(out.dtype.element_ty)
+    if HAS_GATE:
+        result = _silu_mul(result, up_total.to(out.dtype.element_ty))
+    tl.store(target, result, mask=is_ours)
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, tile: Tile | None = None) -> Tensor:
+def grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    *,
+    has_gate: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
     """``x[begin:end] @ weight[e]`` for the rows of each expert e, as ``torch`` 's ``grouped_mm``.
 
     Args:
         x: ``[S, K]``, sorted by expert, float32, bfloat16 or float16 (float32 is multiplied as
             such, not as TF32). weight: ``[E, K, N]``, any strides, of the same dtype.
         offs: int32 ``[E]``, where each expert's rows end. Rows after the last get zeros.
+        has_gate: whether N is twice that of the result, which is ``silu(gate) * up`` of the two
+            halves, each operation rounded to the dtype.
         tile: to try another than :func:`choose_grouped_tile` gives.
 
     Returns:
-        ``[S, N]``, contiguous.
+        ``[S, N]``, ``[S, N / 2]`` with a gate, contiguous.
     """
     num_rows, k_size = x.shape
     num_experts, _, num_outs = weight.shape
+    if has_gate:
+        num_outs //= 2
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(num_rows, num_outs)
     if num_rows == 0:
@@ -154,6 +185,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, tile: Tile | None = None
         BLOCK_K=tile.block_k,
         SWAP=tile.swap_ab,
         K_IS_INNER=k_is_inner,
+        HAS_GATE=has_gate,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=tile.num_warps,

@@ -45,3 +45,19 @@ def test_a_row_keeps_its_bits_wherever_it_lies() -> None:
         found.append(triton_grouped.grouped_mm(x, weight, offs)[before])
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("num_outs", [40, 64])
+def test_a_gate_is_applied_as_behind_the_product(num_outs: int, is_transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(30, 64, generator=generator).half()
+    shape = (3, 2 * num_outs, 64) if is_transposed else (3, 64, 2 * num_outs)
+    weight = torch.randn(shape, generator=generator).half()
+    weight = weight.transpose(1, 2) if is_transposed else weight
+    offs = torch.tensor([20, 20, 28]).int()
+    gate, up = triton_grouped.grouped_mm(x, weight, offs).chunk(2, 1)
+    expected = torch.nn.functional.silu(gate.float()).half() * up
+    found = triton_grouped.grouped_mm(x, weight, offs, has_gate=True)
+    torch.testing.assert_close(found, expected)
+    assert (found[28:] == 0).all()

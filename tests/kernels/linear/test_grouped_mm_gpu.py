@@ -68,8 +68,7 @@ def test_each_expert_multiplies_its_rows(
     assert (out[begin:] == 0).all()
 
 
-@pytest.mark.parametrize("k_is_inner", [True, False])
-@pytest.mark.parametrize("k_size", [192, 768, 2048])
+@pytest.mark.parametrize(("k_size", "k_is_inner"), [(192, True), (2048, True), (768, False)])
 def test_no_tile_changes_a_bit(k_size: int, k_is_inner: bool) -> None:
     from pagespec.kernels.linear.grouped_mm import grouped_mm
 
@@ -79,9 +78,23 @@ def test_no_tile_changes_a_bit(k_size: int, k_is_inner: bool) -> None:
     weight = normal(*shape, seed=1)
     weight = weight.transpose(1, 2) if k_is_inner else weight
     offs = torch.tensor(counts, device="cuda").cumsum(0).int()
-    results = [grouped_mm(x, weight, offs, tile_of(tile)) for tile in TILES]
+    results = [grouped_mm(x, weight, offs, tile=tile_of(tile)) for tile in TILES]
     for tile, result in zip(TILES, results, strict=True):
         assert torch.equal(result, results[0]), tile
+
+
+def test_a_gate_changes_no_bit() -> None:
+    from pagespec.kernels.fused.activation import act_mul
+    from pagespec.kernels.linear.grouped_mm import grouped_mm
+
+    counts = [17, 0, 130, 5, 0, 0, 64, 16]
+    x, weight = normal(sum(counts) + 4, 768), normal(8, 768, 768, seed=1).transpose(1, 2)
+    offs = torch.tensor(counts, device="cuda").cumsum(0).int()
+    gate, up = grouped_mm(x, weight, offs).chunk(2, 1)
+    expected = act_mul(gate, up, "silu")
+    for tile in TILES[:-1]:
+        found = grouped_mm(x, weight, offs, has_gate=True, tile=tile_of(tile))
+        assert torch.equal(found, expected), tile
 
 
 def test_a_row_has_its_bits_alone_and_in_any_company() -> None:
@@ -111,10 +124,11 @@ def test_sorts_as_a_stable_sort(num_rows: int, num_experts: int) -> None:
     generator = torch.Generator("cuda").manual_seed(num_rows)
     # Some of no expert here.
     ids = torch.randint(0, num_experts + 2, (num_rows,), generator=generator, device="cuda")
-    got, order, offs = sort_by_expert(ids, num_experts)
+    got, order, inverse, offs = sort_by_expert(ids, num_experts)
     is_ours = ids < num_experts
     _, expected_order = torch.sort(ids.clamp(max=num_experts), stable=True)
     assert torch.equal(order, expected_order)
     assert torch.equal(got, ids[expected_order])
+    assert torch.equal(order[inverse], torch.arange(num_rows, device=ids.device))
     counts = torch.bincount(ids[is_ours], minlength=num_experts)
     assert torch.equal(offs, counts.cumsum(0).int())

@@ -17,15 +17,16 @@ def test_sorts_as_a_stable_sort(
     generator = torch.Generator().manual_seed(num_rows)
     # Some of no expert here.
     ids = torch.randint(0, num_experts + 2, (num_rows,), generator=generator)
-    got, order, offs = sort_by_expert.sort_by_expert(ids, num_experts)
+    got, order, inverse, offs = sort_by_expert.sort_by_expert(ids, num_experts)
     _, expected_order = torch.sort(ids.clamp(max=num_experts), stable=True)
     assert torch.equal(order, expected_order)
     assert torch.equal(got, ids[expected_order])
+    assert torch.equal(order[inverse], torch.arange(num_rows, device=ids.device))
     counts = torch.bincount(ids[ids < num_experts], minlength=num_experts)
     assert torch.equal(offs, counts.cumsum(0).int())
 
 
 def test_experts_without_rows_end_where_they_begin() -> None:
-    got, _, offs = sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
+    got, _, _, offs = sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
     assert got.tolist() == [1, 3, 3]
     assert offs.tolist() == [0, 1, 1, 3, 3]
