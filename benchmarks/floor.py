@@ -21,11 +21,14 @@ _NUM_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the arithmetic needs of a dense decoder with gated MLPs and grouped heads.
+    """What the arithmetic needs of a decoder with gated MLPs, or experts, and grouped heads.
 
     Attributes:
-        num_layer_weights: elements of the matrices of all layers; norms are left out.
+        num_layer_weights: elements of the matrices of all layers that every token meets; norms are
+            left out.
         num_head_weights: elements of the LM head.
+        num_expert_weights: elements of one expert of each layer, all layers together.
+        num_experts: of a layer, 0 for none. top_k: those of a token.
     """
 
     num_layers: int
@@ -34,20 +37,32 @@ class ModelSize:
     head_dim: int
     num_layer_weights: int
     num_head_weights: int
+    num_expert_weights: int = 0
+    num_experts: int = 0
+    top_k: int = 0
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSize:
         hidden, head_dim = config["hidden_size"], config["head_dim"]
         num_q_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         attention = hidden * head_dim * (2 * num_q_heads + 2 * num_kv_heads)
-        mlp = 3 * hidden * config["intermediate_size"]
+        num_layers = config["num_hidden_layers"]
+        num_experts = config.get("num_experts", 0)
+        if num_experts:
+            mlp = hidden * num_experts  # the router
+            expert = 3 * hidden * config["moe_intermediate_size"]
+        else:
+            mlp, expert = 3 * hidden * config["intermediate_size"], 0
         return cls(
-            config["num_hidden_layers"],
+            num_layers,
             num_q_heads,
             num_kv_heads,
             head_dim,
-            config["num_hidden_layers"] * (attention + mlp),
+            num_layers * (attention + mlp),
             config["vocab_size"] * hidden,
+            num_layers * expert,
+            num_experts,
+            config.get("num_experts_per_tok", 0),
         )
 
     @property
@@ -55,9 +70,18 @@ class ModelSize:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _NUM_BYTES
 
     @property
-    def num_step_weights(self) -> int:
-        """Elements read by any step, however small."""
-        return self.num_layer_weights + self.num_head_weights
+    def num_layer_weights_a_token(self) -> int:
+        """Elements of the layers' matrices that one token is multiplied by."""
+        return self.num_layer_weights + self.top_k * self.num_expert_weights
+
+    def num_weights_read(self, num_rows: int) -> float:
+        """Elements that a step of ``num_rows`` reads at least: of the experts those with a row,
+        as many as one expects if each row's are drawn evenly."""
+        dense = self.num_layer_weights + self.num_head_weights
+        if not self.num_experts:
+            return dense
+        missed = (1 - self.top_k / self.num_experts) ** num_rows
+        return dense + self.num_experts * (1 - missed) * self.num_expert_weights
 
 
 @dataclass(frozen=True)
@@ -114,7 +138,7 @@ def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Fl
         num_steps=num_steps,
         kv_s=kv_bytes / card.read_bandwidth,
         weights_s=weights_s,
-        prefill_s=2 * size.num_layer_weights * sum(lengths) / card.matrix_rate,
+        prefill_s=2 * size.num_layer_weights_a_token * sum(lengths) / card.matrix_rate,
         attention_s=4
         * size.head_dim
         * size.num_q_heads
@@ -129,11 +153,12 @@ def _weights_seconds(num_outputs: list[int], size: ModelSize, card: CardRates) -
     num_ending = Counter(num_outputs)
     num_running = len(num_outputs)
     num_steps = max(num_outputs)
-    read_s = size.num_step_weights * _NUM_BYTES / card.read_bandwidth
+    num_multiplied = size.num_layer_weights_a_token + size.num_head_weights
     seconds = 0.0
     for step in range(num_steps):
         num_running -= num_ending[step]
-        seconds += max(read_s, 2 * size.num_step_weights * num_running / card.matrix_rate)
+        read_s = size.num_weights_read(num_running) * _NUM_BYTES / card.read_bandwidth
+        seconds += max(read_s, 2 * num_multiplied * num_running / card.matrix_rate)
     return seconds, num_steps
 
 
@@ -156,7 +181,7 @@ def latency_floor(workload: Workload, size: ModelSize, card: CardRates) -> Laten
     num_outputs = workload.num_outputs[0]
     mean_context = len(workload.prompts[0]) + num_outputs / 2
     return LatencyFloor(
-        weights_s=size.num_step_weights * _NUM_BYTES / card.read_bandwidth,
+        weights_s=size.num_weights_read(1) * _NUM_BYTES / card.read_bandwidth,
         kv_s=mean_context * size.kv_bytes_a_token / card.read_bandwidth,
     )
 

@@ -108,6 +108,18 @@ def test_a_floor_counts_what_a_small_run_reads() -> None:
     assert floor.attention_s == pytest.approx((15 + 10) * 4 * 8 * 4 * 2 / 798e12)
 
 
+def test_a_floor_counts_the_experts_that_have_a_row() -> None:
+    size = ModelSize(1, 4, 2, 8, 1000, 100, num_expert_weights=10, num_experts=4, top_k=2)
+    assert size.num_weights_read(1) == 1100 + 2 * 10
+    assert size.num_weights_read(2) == 1100 + 3 * 10
+    assert size.num_weights_read(100) == pytest.approx(1100 + 4 * 10)
+    floor = throughput_floor(Workload("small", [[0] * 5], [1]), size, H100)
+    assert floor.prefill_s == pytest.approx(2 * 1020 * 5 / 798e12)
+    assert floor.weights_s == pytest.approx(1120 * 2 / 3.05e12)
+    active = size_of("30b-a3b")
+    assert active.num_layer_weights_a_token == pytest.approx(2.74e9, rel=0.01)
+
+
 def test_rates_are_measured_once_for_a_card_and_driver(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

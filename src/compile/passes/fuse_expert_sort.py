@@ -155,6 +155,8 @@ def _inverses(order: Node) -> Iterator[tuple[Node, Node]]:
         if node.target is not operator.setitem or node.args[1] is not order:
             continue
         empty, _, numbers = node.args
+        if not isinstance(empty, Node):
+            continue
         is_new = calls(empty, "empty_like") and empty.args == (order,) and not empty.kwargs
         is_counting = calls(numbers, "arange") and len(numbers.args) == 1
         if is_new and is_counting and not node.users:
