@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.card import CardRates, rates_of_this_process
 from benchmarks.plain_read import seconds_of
+from pagespec.kernels.device import Gpu
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
 from pagespec.kernels.linear.grouped_mm import choose_grouped_tile, grouped_mm
@@ -144,11 +145,13 @@ class Layer:
     def seconds(self, calls: list[Callable[[], object]]) -> float:
         return seconds_of(calls, self.repeats, self.device)
 
-    def tile_in_use(self, num_tokens: int) -> Tile:
+    def tile_in_use(self, num_tokens: int, has_gate: bool) -> Tile:
         return choose_grouped_tile(
             num_tokens * self.shape.top_k,
             self.shape.num_experts,
             self.shape.dtype.itemsize,
+            has_gate,
+            Gpu.of(self.device),
         )
 
     def compile(self, tokens: list[int], is_sweep: bool) -> None:
@@ -203,7 +206,7 @@ class Layer:
         calls = draw_calls(self.shape, num_tokens, self.device)
         for name, weight in self.weights.items():
             x, has_gate = self.rows(num_tokens, name), name == _GATED
-            used = self.tile_in_use(num_tokens)
+            used = self.tile_in_use(num_tokens, has_gate)
             expected = grouped_mm(x, weight, calls[0].offs, has_gate=has_gate, tile=used)
             num_left = 0
             lines = []
