@@ -16,7 +16,7 @@ from ..device import has_dependent_launch
 from ..jit.parallel_build import may_skip_launches
 
 # Rows that a program looks at at once, up to how many rows there are, and its warps.
-_BLOCKS = ((128, 128, 4), (2048, 16_384, 8), (8192, 1 << 40, 16))
+_BLOCKS = ((128, 128, 4), (2048, 1 << 40, 8))
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
