@@ -31,7 +31,7 @@ def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def _multiply(
+def multiply(
     rows: QuantizedRows, like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
     """``[..., N]`` with the leading dims and the dtype of ``like``."""
@@ -58,7 +58,7 @@ def linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None
     Returns:
         ``[..., N]`` in the dtype of x.
     """
-    return _multiply(rows_of.quantize_rows(x), x, values, scales, bias)
+    return multiply(rows_of.quantize_rows(x), x, values, scales, bias)
 
 
 def norm_linear(
@@ -72,7 +72,7 @@ def norm_linear(
 ) -> Tensor:
     """:func:`linear` of :func:`.dispatch.rms_norm`, whose arguments come first."""
     rows, _ = rows_of.rms_norm_quantize(x, None, weight, eps, form)
-    return _multiply(rows, x, values, scales, bias)
+    return multiply(rows, x, values, scales, bias)
 
 
 def add_norm_linear(
@@ -87,11 +87,11 @@ def add_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """(:func:`linear` of the first result of :func:`.dispatch.add_rms_norm`, its second)."""
     rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
-    return _multiply(rows, x, values, scales, bias), hidden
+    return multiply(rows, x, values, scales, bias), hidden
 
 
 def act_linear(
     gate: Tensor, up: Tensor, kind: str, values: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
     """:func:`linear` of :func:`.dispatch.act_mul`, whose arguments come first."""
-    return _multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)
+    return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)

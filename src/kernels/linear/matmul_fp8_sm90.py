@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..fused.quantize_rows import QuantizedRows
-from .matmul_fp8_sm90_launch import FewTile, ManyTile, plan_few, plan_many
+from .matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
 from .matmul_sm90 import store_outputs
 
 
@@ -338,10 +338,8 @@ def matmul(
     out = torch.empty(num_rows, num_outs, dtype=torch.bfloat16, device=weight.device)
     if num_rows == 0:
         return out
-    is_few = isinstance(tile, FewTile)
-    plan = plan_few if is_few else plan_many
-    launch = plan(num_rows, num_outs, k_size, scales.shape[1], shared, tile, overlap)  # type: ignore[operator]
-    kernel = few_rows_kernel if is_few else many_rows_kernel
+    launch = plan_launch(num_rows, num_outs, k_size, scales.shape[1], shared, tile, overlap)
+    kernel = few_rows_kernel if isinstance(tile, FewTile) else many_rows_kernel
     kernel[(launch.num_programs,)](
         launch.describe_x(x.values), launch.describe_weight(weight), x.scales, scales, out,
         num_rows, **launch.constants,

@@ -87,18 +87,36 @@ class Launch:
         return TensorDescriptor(matrix, shape, strides, box, self.layout)
 
 
-def plan_few(
+def plan_launch(
     num_rows: int,
     num_outs: int,
     k_size: int,
     num_w_groups: int,
     shared: int,
-    tile: FewTile,
+    tile: FewTile | ManyTile,
     overlap: bool,
 ) -> Launch:
     """Raises ValueError if the tile does not fit the shape."""
     if not tile.fits(num_outs, k_size):
         raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
+    constants: dict[str, object] = {
+        "N": num_outs,
+        "K": k_size,
+        "PART": tile.part,
+        "STAGES": tile.stages,
+        "W_GROUPS": num_w_groups,
+        "SHARED": shared,
+        "PDL": overlap,
+    }
+    if isinstance(tile, ManyTile):
+        return Launch(
+            [tile.x_rows, GROUP],
+            [tile.part, GROUP],
+            gl.NVMMASharedLayout(128, 8, 2),
+            num_outs // tile.part * -(-num_rows // tile.x_rows),
+            tile.x_rows // 16,
+            constants | {"X_ROWS": tile.x_rows, "TILES_M": _TILES_M},
+        )
     x_rows = 8 if num_rows <= 8 else tile.x_rows
     return Launch(
         [tile.atoms, x_rows, GROUP],
@@ -106,51 +124,13 @@ def plan_few(
         gl.NVMMASharedLayout(128, 8, 3),
         num_outs // tile.part * -(-num_rows // x_rows),
         4 if tile.part <= 64 else 8,
-        {
-            "N": num_outs,
-            "K": k_size,
-            "PART": tile.part,
+        constants
+        | {
             "X_ROWS": x_rows,
             "ATOMS": tile.atoms,
-            "STAGES": tile.stages,
             "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs, k_size, tile),
             "GROUPS": triton.next_power_of_2(k_size // GROUP),
-            "W_GROUPS": num_w_groups,
-            "SHARED": shared,
             "LATE_TRIGGER": triggers_dependents_late(num_rows),
-            "PDL": overlap,
-        },
-    )
-
-
-def plan_many(
-    num_rows: int,
-    num_outs: int,
-    k_size: int,
-    num_w_groups: int,
-    shared: int,
-    tile: ManyTile,
-    overlap: bool,
-) -> Launch:
-    """Raises ValueError if the tile does not fit the shape."""
-    if not tile.fits(num_outs, k_size):
-        raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
-    return Launch(
-        [tile.x_rows, GROUP],
-        [tile.part, GROUP],
-        gl.NVMMASharedLayout(128, 8, 2),
-        num_outs // tile.part * -(-num_rows // tile.x_rows),
-        tile.x_rows // 16,
-        {
-            "N": num_outs,
-            "K": k_size,
-            "PART": tile.part,
-            "X_ROWS": tile.x_rows,
-            "STAGES": tile.stages,
-            "W_GROUPS": num_w_groups,
-            "SHARED": shared,
-            "TILES_M": _TILES_M,
-            "PDL": overlap,
         },
     )
 
