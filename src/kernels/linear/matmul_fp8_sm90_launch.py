@@ -48,17 +48,23 @@ class FewTile:
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """How a matmul of many FP8 rows is cut: ``x_rows`` of x by ``part`` outputs a program, in
-    an even number of ``stages`` of 128 summands."""
+    """How a matmul of many FP8 rows is cut.
+
+    Attributes:
+        x_rows: rows of x a program: 64 or 128. part: outputs: 64, 128 or 256.
+        stages: of 128 summands, in shared memory at once; an even number.
+    """
 
     x_rows: int
     part: int
     stages: int
 
     def fits(self, num_outs: int, k_size: int) -> bool:
-        used = self.stages * (self.x_rows + self.part) * GROUP + 2 * self.x_rows * (self.part + 8)
+        """Whether shape and tile suit each other, and shared memory suffices."""
+        through = 2 * self.x_rows * (min(self.part, 128) + 8)
+        used = self.stages * (self.x_rows + self.part) * GROUP + through + 1024
         is_even = self.stages % 2 == 0 and k_size % (2 * GROUP) == 0
-        return is_even and num_outs % self.part == 0 and used + 1024 <= _LARGE_SHARED_BYTES
+        return is_even and num_outs % self.part == 0 and used <= _LARGE_SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class Launch:
     layout: gl.NVMMASharedLayout
     num_programs: int
     num_warps: int
+    max_registers: int | None  # of a thread, at first
     constants: dict[str, object]
 
     def describe_x(self, x: Tensor) -> TensorDescriptor:
@@ -114,7 +121,8 @@ def plan_launch(
             [tile.part, GROUP],
             gl.NVMMASharedLayout(128, 8, 2),
             num_outs // tile.part * -(-num_rows // tile.x_rows),
-            tile.x_rows // 16,
+            4,  # of the first warpgroup; the others are its workers
+            128 if tile.x_rows == 64 else None,  # so that two programs share a multiprocessor
             constants | {"X_ROWS": tile.x_rows, "TILES_M": _TILES_M},
         )
     x_rows = 8 if num_rows <= 8 else tile.x_rows
@@ -124,6 +132,7 @@ def plan_launch(
         gl.NVMMASharedLayout(128, 8, 3),
         num_outs // tile.part * -(-num_rows // x_rows),
         4 if tile.part <= 64 else 8,
+        None,
         constants
         | {
             "X_ROWS": x_rows,

@@ -52,11 +52,9 @@ def choose_sm90_tile(
             if tile.stages and tile.fits(num_outs, k_size):
                 return tile
         return None
-    for rows, part in ((128, 128), (128, 64), (64, 64)):
+    for rows, part, stages in ((128, 128, 6), (64, 128, 4), (64, 64, 4)):
         tiles = num_outs // part * -(-num_rows // rows)
-        many = ManyTile(rows, part, 4)
-        if (tiles >= card.num_sms * 3 // 4 or (rows, part) == (64, 64)) and many.fits(
-            num_outs, k_size
-        ):
+        many = ManyTile(rows, part, stages)
+        if many.fits(num_outs, k_size) and (tiles >= card.num_sms * 3 // 4 or part == 64):
             return many
     return None

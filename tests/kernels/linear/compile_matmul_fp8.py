@@ -19,18 +19,22 @@ from triton.compiler import ASTSource, compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.linear.matmul_fp8 import fp8_kernel
-from pagespec.kernels.linear.matmul_fp8_sm90 import few_rows_kernel, many_rows_kernel
+from pagespec.kernels.linear.matmul_fp8_sm90_few import few_rows_kernel
 from pagespec.kernels.linear.matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
+from pagespec.kernels.linear.matmul_fp8_sm90_many import many_rows_kernel
 
 _POINTERS = ("x_scales", "w_scales", "out", "x", "weight")
 
 
-def described(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, Any]:
+def described(
+    source: ASTSource, num_warps: int, num_stages: int = 3, maxnreg: int | None = None
+) -> dict[str, Any]:
     options = {
         "num_warps": num_warps,
         "num_stages": num_stages,
         "launch_pdl": True,
         "enable_fp_fusion": False,
+        "maxnreg": maxnreg,
     }
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = str(made.asm["ptx"])
@@ -76,7 +80,7 @@ def in_gluon(rows: int, outs: int, k_size: int, has_blocks: bool, *tile: int) ->
         "num_rows": "i32",
     }
     source = source_of(GluonASTSource, kernel, kinds, launch.constants)
-    return described(source, launch.num_warps)
+    return described(source, launch.num_warps, maxnreg=launch.max_registers)
 
 
 def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool) -> dict[str, Any]:

@@ -1,0 +1,259 @@
+"""Matmul of many FP8 rows and an FP8 weight for Hopper, by specialised warps.
+
+One warp keeps the stages of shared memory filled; each warpgroup multiplies 64 of the rows, by
+itself, and gives the stages back. While the matrix unit works for one, the other multiplies what it
+got by its scales and adds it up. Rows of x are on the left of the unit, so that a thread has two of
+them, and with them two scales. The bits are those of :mod:`.matmul_fp8`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from .matmul_fp8_sm90_few import product_of_group, stage_of
+
+
+@gluon.jit
+def _load(
+    smem, full, empty, x_desc, w_desc, begin_m, begin,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, X_PIECES: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """Keeps the stages filled, a group in each."""
+    slot = 0
+    phase = 1
+    for group in range(GROUPS):
+        mbarrier.wait(empty.index(slot), phase)
+        bar = full.index(slot)
+        mbarrier.expect(bar, PIECES * 1024)
+        target = stage_of(smem, slot, 0, PIECES, x_desc)
+        tma.async_copy_global_to_shared(x_desc, [begin_m, group * 128], bar, target)
+        target = stage_of(smem, slot, X_PIECES, PIECES, w_desc)
+        tma.async_copy_global_to_shared(w_desc, [begin, group * 128], bar, target)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _added(total, part, factors):
+    """total + part * factors, ``factors`` for each row, with one rounding."""
+    return gl.fma(part, factors[:, None] + gl.zeros_like(part), total)
+
+
+@gluon.jit
+def _store(
+    total, w_scales, out, first, begin, num_rows,
+    N: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """The sums of 64 rows from ``first`` on, multiplied by scales that outputs have for all inputs,
+    and rounded."""
+    WIDE: gl.constexpr = total.shape[1]
+    SUM: gl.constexpr = total.type.layout
+    if W_GROUPS == 1:
+        n = begin + gl.arange(0, WIDE, gl.SliceLayout(0, SUM))
+        total = total * gl.load(w_scales + n // SHARED)[None, :]
+    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [4, 1], [1, 0])
+    result = gl.convert_layout(total.to(gl.bfloat16), LINE)
+    m = first + gl.arange(0, 64, gl.SliceLayout(1, LINE))
+    n_out = begin + gl.arange(0, WIDE, gl.SliceLayout(0, LINE))
+    target = out + m.to(gl.int64)[:, None] * N + n_out[None, :]
+    gl.store(target, result, mask=(m < num_rows)[:, None] & (n_out < N)[None, :])
+
+
+@gluon.jit
+def _multiply_narrow(
+    smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+    HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
+    STAGES: gl.constexpr, X_PIECES: gl.constexpr, PIECES: gl.constexpr,
+    W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """64 rows by PART outputs, two groups at a time."""
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    first = begin_m + HALF * 64
+    m = first + gl.arange(0, 64, gl.SliceLayout(1, SUM))
+    mask = m < num_rows
+    x_at = x_scales + m
+    w_at = w_scales + begin // SHARED * W_GROUPS
+    total = gl.zeros([64, PART], gl.float32, SUM)
+    slot = 0
+    phase = 0
+    for group in range(0, K // 128, 2):
+        of_a = gl.load(x_at + group * num_rows, mask=mask, other=0.0)
+        of_b = gl.load(x_at + (group + 1) * num_rows, mask=mask, other=0.0)
+        if W_GROUPS > 1:
+            of_a = of_a * gl.load(w_at + group)
+            of_b = of_b * gl.load(w_at + group + 1)
+        at = slot * PIECES
+        mbarrier.wait(full.index(slot), phase)
+        a = product_of_group(smem, at + HALF * 8, at + X_PIECES, SUM, 64, PART)
+        at += PIECES
+        mbarrier.wait(full.index(slot + 1), phase)
+        b = product_of_group(smem, at + HALF * 8, at + X_PIECES, SUM, 64, PART)
+        a = warpgroup_mma_wait(1, deps=(a,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        total = _added(total, a, of_a)
+        b = warpgroup_mma_wait(0, deps=(b,))
+        mbarrier.arrive(empty.index(slot + 1), count=1)
+        total = _added(total, b, of_b)
+        slot += 2
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    _store(total, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
+
+
+@gluon.jit
+def _multiply_wide(
+    smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+    HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    STAGES: gl.constexpr, X_PIECES: gl.constexpr, PIECES: gl.constexpr,
+    W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """64 rows by 256 outputs, 128 of them after the others: all registers are taken."""
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    first = begin_m + HALF * 64
+    m = first + gl.arange(0, 64, gl.SliceLayout(1, SUM))
+    mask = m < num_rows
+    x_at = x_scales + m
+    w_at = w_scales + begin // SHARED * W_GROUPS
+    left = gl.zeros([64, 128], gl.float32, SUM)
+    right = gl.zeros([64, 128], gl.float32, SUM)
+    slot = 0
+    phase = 0
+    for group in range(K // 128):
+        factors = gl.load(x_at + group * num_rows, mask=mask, other=0.0)
+        of_left = factors
+        of_right = factors
+        if W_GROUPS > 1:
+            of_left = factors * gl.load(w_at + group)
+            of_right = factors * gl.load(w_at + 128 // SHARED * W_GROUPS + group)
+        at = slot * PIECES
+        mbarrier.wait(full.index(slot), phase)
+        part = product_of_group(smem, at + HALF * 8, at + X_PIECES, SUM, 64, 128)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        left = _added(left, part, of_left)
+        more = product_of_group(smem, at + HALF * 8, at + X_PIECES + 16, SUM, 64, 128)
+        more = warpgroup_mma_wait(0, deps=(more,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        right = _added(right, more, of_right)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    _store(left, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
+    _store(right, w_scales, out, first, begin + 128, num_rows, N, W_GROUPS, SHARED)
+
+
+@gluon.jit
+def _multiply(
+    smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+    HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
+    STAGES: gl.constexpr, X_PIECES: gl.constexpr, PIECES: gl.constexpr,
+    W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    if PART == 256:
+        _multiply_wide(
+            smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+            HALF, N, K, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
+        )  # fmt: skip
+    else:
+        _multiply_narrow(
+            smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+            HALF, N, K, PART, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def many_rows_kernel(
+    x_desc,  # [M, K], boxes [X_ROWS, 128]
+    w_desc,  # [N, K], boxes [PART, 128]
+    x_scales,  # float32 [K / 128, M]
+    w_scales,  # float32 [N / 128, K / 128], or [ceil(N / SHARED), 1]
+    out,  # bfloat16 [M, N], contiguous
+    num_rows,
+    N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
+    X_ROWS: gl.constexpr,  # 128, or 64 for one warpgroup
+    STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    TILES_M: gl.constexpr,  # tiles of rows that lie beside each other in the grid
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """``out = x @ weight.T``. Grid: ``(N / PART * ceil(M / X_ROWS),)``; K has an even number of
+    groups, and there is an even number of stages."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    X_PIECES: gl.constexpr = X_ROWS // 8
+    PIECES: gl.constexpr = X_PIECES + PART // 8
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    # In bands of TILES_M tiles of rows, so that what runs at a time shares both operands.
+    num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
+    num_a_band = TILES_M * (N // PART)
+    top = gl.program_id(0) // num_a_band * TILES_M
+    height = gl.minimum(num_row_tiles - top, TILES_M)
+    begin_m = (top + gl.program_id(0) % num_a_band % height) * X_ROWS
+    begin = gl.program_id(0) % num_a_band // height * PART
+    smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PIECES, 8, 128], OPERAND)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=X_ROWS // 64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if X_ROWS == 64:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+                        0, N, K, PART, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        smem, full, empty, x_desc, w_desc, begin_m, begin,
+                        K // 128, STAGES, X_PIECES, PIECES,
+                    ),
+                ),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+                        0, N, K, PART, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+                        1, N, K, PART, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        smem, full, empty, x_desc, w_desc, begin_m, begin,
+                        K // 128, STAGES, X_PIECES, PIECES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
