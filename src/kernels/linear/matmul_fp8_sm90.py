@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device import Gpu
 from ..fused.quantize_rows import QuantizedRows
 from .matmul_fp8_sm90_few import few_rows_kernel
 from .matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
@@ -44,7 +45,10 @@ def matmul(
     out = torch.empty(num_rows, num_outs, dtype=torch.bfloat16, device=weight.device)
     if num_rows == 0:
         return out
-    launch = plan_launch(num_rows, num_outs, k_size, scales.shape[1], shared, tile, overlap)
+    num_sms = Gpu.of(weight.device).num_sms
+    launch = plan_launch(
+        num_rows, num_outs, k_size, scales.shape[1], shared, tile, overlap, num_sms
+    )
     kernel = few_rows_kernel if isinstance(tile, FewTile) else many_rows_kernel
     kernel[(launch.num_programs,)](
         launch.describe_x(x.values), launch.describe_weight(weight), x.scales, scales, out,

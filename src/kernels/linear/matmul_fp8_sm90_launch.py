@@ -12,7 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..device import _LARGE_SHARED_BYTES, triggers_dependents_late
 
 _AHEAD_BYTES = 6 << 20
-_TILES_M = 16
 GROUP = 128
 
 
@@ -61,10 +60,18 @@ class ManyTile:
 
     def fits(self, num_outs: int, k_size: int) -> bool:
         """Whether shape and tile suit each other, and shared memory suffices."""
-        through = 2 * self.x_rows * (min(self.part, 128) + 8)
-        used = self.stages * (self.x_rows + self.part) * GROUP + through + 1024
+        used = self._shared_bytes
         is_even = self.stages % 2 == 0 and k_size % (2 * GROUP) == 0
         return is_even and num_outs % self.part == 0 and used <= _LARGE_SHARED_BYTES
+
+    @property
+    def shares_sm(self) -> bool:
+        """Whether two programs fit a multiprocessor."""
+        return self.x_rows == 64 and 2 * self._shared_bytes <= _LARGE_SHARED_BYTES
+
+    @property
+    def _shared_bytes(self) -> int:
+        return self.stages * (self.x_rows + self.part) * GROUP + GROUP * self.x_rows + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,7 @@ def plan_launch(
     shared: int,
     tile: FewTile | ManyTile,
     overlap: bool,
+    num_sms: int,
 ) -> Launch:
     """Raises ValueError if the tile does not fit the shape."""
     if not tile.fits(num_outs, k_size):
@@ -116,14 +124,15 @@ def plan_launch(
         "PDL": overlap,
     }
     if isinstance(tile, ManyTile):
+        at_once = num_sms * (2 if tile.shares_sm else 1)
         return Launch(
             [tile.x_rows, GROUP],
             [tile.part, GROUP],
             gl.NVMMASharedLayout(128, 8, 2),
-            num_outs // tile.part * -(-num_rows // tile.x_rows),
+            min(num_outs // tile.part * -(-num_rows // tile.x_rows), at_once),
             4,  # of the first warpgroup; the others are its workers
             128 if tile.x_rows == 64 else None,  # so that two programs share a multiprocessor
-            constants | {"X_ROWS": tile.x_rows, "TILES_M": _TILES_M},
+            constants | {"X_ROWS": tile.x_rows},
         )
     x_rows = 8 if num_rows <= 8 else tile.x_rows
     return Launch(

@@ -1,9 +1,10 @@
 """Matmul of many FP8 rows and an FP8 weight for Hopper, by specialised warps.
 
-One warp keeps the stages of shared memory filled; each warpgroup multiplies 64 of the rows, by
-itself, and gives the stages back. While the matrix unit works for one, the other multiplies what it
-got by its scales and adds it up. Rows of x are on the left of the unit, so that a thread has two of
-them, and with them two scales. The bits are those of :mod:`.matmul_fp8`.
+A program computes tile after tile. One warp keeps the stages of shared memory filled, the next
+tile's too; each warpgroup multiplies 64 of the rows, by itself, and gives the stages back. While
+the matrix unit works for one, the other multiplies what it got by its scales and adds it up, or
+stores. Rows of x are on the left of the unit, so that a thread has two of them, and with them two
+scales. The bits are those of :mod:`.matmul_fp8`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,25 +23,42 @@ from .matmul_fp8_sm90_few import product_of_group, stage_of
 
 
 @gluon.jit
+def _place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr):
+    """(first row of x, first output) of a tile. They go in bands of 16 tiles of rows, so that what
+    runs at a time shares both operands."""
+    BAND: gl.constexpr = 16
+    num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
+    num_a_band = BAND * (N // PART)
+    top = tile // num_a_band * BAND
+    height = gl.minimum(num_row_tiles - top, BAND)
+    return (top + tile % num_a_band % height) * X_ROWS, tile % num_a_band // height * PART
+
+
+@gluon.jit
 def _load(
-    smem, full, empty, x_desc, w_desc, begin_m, begin,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, X_PIECES: gl.constexpr, PIECES: gl.constexpr,
+    smem, full, empty, x_desc, w_desc, num_rows, num_tiles,
+    N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Keeps the stages filled, a group in each."""
+    X_PIECES: gl.constexpr = X_ROWS // 8
+    PIECES: gl.constexpr = X_PIECES + PART // 8
     slot = 0
     phase = 1
-    for group in range(GROUPS):
-        mbarrier.wait(empty.index(slot), phase)
-        bar = full.index(slot)
-        mbarrier.expect(bar, PIECES * 1024)
-        target = stage_of(smem, slot, 0, PIECES, x_desc)
-        tma.async_copy_global_to_shared(x_desc, [begin_m, group * 128], bar, target)
-        target = stage_of(smem, slot, X_PIECES, PIECES, w_desc)
-        tma.async_copy_global_to_shared(w_desc, [begin, group * 128], bar, target)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        begin_m, begin = _place(tile, num_rows, N, PART, X_ROWS)
+        for group in range(K // 128):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            mbarrier.expect(bar, PIECES * 1024)
+            target = stage_of(smem, slot, 0, PIECES, x_desc)
+            tma.async_copy_global_to_shared(x_desc, [begin_m, group * 128], bar, target)
+            target = stage_of(smem, slot, X_PIECES, PIECES, w_desc)
+            tma.async_copy_global_to_shared(w_desc, [begin, group * 128], bar, target)
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
 
 
 @gluon.jit
@@ -70,22 +88,20 @@ def _store(
 
 
 @gluon.jit
-def _multiply_narrow(
-    smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
-    HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
-    STAGES: gl.constexpr, X_PIECES: gl.constexpr, PIECES: gl.constexpr,
-    W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+def _sums(
+    smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
+    HALF: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """64 rows by PART outputs, two groups at a time."""
+    """64 rows by PART outputs, two groups at a time; and the next slot and phase."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
-    first = begin_m + HALF * 64
+    X_PIECES: gl.constexpr = X_ROWS // 8
+    PIECES: gl.constexpr = X_PIECES + PART // 8
     m = first + gl.arange(0, 64, gl.SliceLayout(1, SUM))
     mask = m < num_rows
     x_at = x_scales + m
     w_at = w_scales + begin // SHARED * W_GROUPS
     total = gl.zeros([64, PART], gl.float32, SUM)
-    slot = 0
-    phase = 0
     for group in range(0, K // 128, 2):
         of_a = gl.load(x_at + group * num_rows, mask=mask, other=0.0)
         of_b = gl.load(x_at + (group + 1) * num_rows, mask=mask, other=0.0)
@@ -108,27 +124,25 @@ def _multiply_narrow(
         if slot == STAGES:
             slot = 0
             phase ^= 1
-    _store(total, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
+    return total, slot, phase
 
 
 @gluon.jit
-def _multiply_wide(
-    smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
-    HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-    STAGES: gl.constexpr, X_PIECES: gl.constexpr, PIECES: gl.constexpr,
-    W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+def _wide_sums(
+    smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
+    HALF: gl.constexpr, K: gl.constexpr, X_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """64 rows by 256 outputs, 128 of them after the others: all registers are taken."""
+    """64 rows by 256 outputs in two halves, one of them at a time: all registers are taken."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    first = begin_m + HALF * 64
+    X_PIECES: gl.constexpr = X_ROWS // 8
+    PIECES: gl.constexpr = X_PIECES + 32
     m = first + gl.arange(0, 64, gl.SliceLayout(1, SUM))
     mask = m < num_rows
     x_at = x_scales + m
     w_at = w_scales + begin // SHARED * W_GROUPS
     left = gl.zeros([64, 128], gl.float32, SUM)
     right = gl.zeros([64, 128], gl.float32, SUM)
-    slot = 0
-    phase = 0
     for group in range(K // 128):
         factors = gl.load(x_at + group * num_rows, mask=mask, other=0.0)
         of_left = factors
@@ -149,27 +163,34 @@ def _multiply_wide(
         if slot == STAGES:
             slot = 0
             phase ^= 1
-    _store(left, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
-    _store(right, w_scales, out, first, begin + 128, num_rows, N, W_GROUPS, SHARED)
+    return left, right, slot, phase
 
 
 @gluon.jit
 def _multiply(
-    smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
+    smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
     HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
-    STAGES: gl.constexpr, X_PIECES: gl.constexpr, PIECES: gl.constexpr,
-    W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    X_ROWS: gl.constexpr, STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    if PART == 256:
-        _multiply_wide(
-            smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
-            HALF, N, K, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
-        )  # fmt: skip
-    else:
-        _multiply_narrow(
-            smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
-            HALF, N, K, PART, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
-        )  # fmt: skip
+    """64 rows of each tile."""
+    slot = 0
+    phase = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        begin_m, begin = _place(tile, num_rows, N, PART, X_ROWS)
+        first = begin_m + HALF * 64
+        if PART == 256:
+            left, right, slot, phase = _wide_sums(
+                smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
+                HALF, K, X_ROWS, STAGES, W_GROUPS, SHARED,
+            )  # fmt: skip
+            _store(left, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
+            _store(right, w_scales, out, first, begin + 128, num_rows, N, W_GROUPS, SHARED)
+        else:
+            total, slot, phase = _sums(
+                smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
+                HALF, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
+            )  # fmt: skip
+            _store(total, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -182,24 +203,15 @@ def many_rows_kernel(
     num_rows,
     N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
     X_ROWS: gl.constexpr,  # 128, or 64 for one warpgroup
-    STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    TILES_M: gl.constexpr,  # tiles of rows that lie beside each other in the grid
-    PDL: gl.constexpr,
+    STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """``out = x @ weight.T``. Grid: ``(N / PART * ceil(M / X_ROWS),)``; K has an even number of
-    groups, and there is an even number of stages."""
+    """``out = x @ weight.T``. Grid: as many programs as fit the GPU; they share N / PART * ceil(M /
+    X_ROWS) tiles. K has an even number of groups, and there is an even number of stages."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    X_PIECES: gl.constexpr = X_ROWS // 8
-    PIECES: gl.constexpr = X_PIECES + PART // 8
+    PIECES: gl.constexpr = (X_ROWS + PART) // 8
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    # In bands of TILES_M tiles of rows, so that what runs at a time shares both operands.
-    num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
-    num_a_band = TILES_M * (N // PART)
-    top = gl.program_id(0) // num_a_band * TILES_M
-    height = gl.minimum(num_row_tiles - top, TILES_M)
-    begin_m = (top + gl.program_id(0) % num_a_band % height) * X_ROWS
-    begin = gl.program_id(0) % num_a_band // height * PART
+    num_tiles = (num_rows + X_ROWS - 1) // X_ROWS * (N // PART)
     smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PIECES, 8, 128], OPERAND)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -214,15 +226,15 @@ def many_rows_kernel(
                 (
                     _multiply,
                     (
-                        smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
-                        0, N, K, PART, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
+                        smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
+                        0, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
                     ),
                 ),
                 (
                     _load,
                     (
-                        smem, full, empty, x_desc, w_desc, begin_m, begin,
-                        K // 128, STAGES, X_PIECES, PIECES,
+                        smem, full, empty, x_desc, w_desc, num_rows, num_tiles,
+                        N, K, PART, X_ROWS, STAGES,
                     ),
                 ),
             ],
@@ -235,22 +247,22 @@ def many_rows_kernel(
                 (
                     _multiply,
                     (
-                        smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
-                        0, N, K, PART, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
+                        smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
+                        0, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        smem, full, empty, x_scales, w_scales, out, num_rows, begin_m, begin,
-                        1, N, K, PART, STAGES, X_PIECES, PIECES, W_GROUPS, SHARED,
+                        smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
+                        1, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
                     ),
                 ),
                 (
                     _load,
                     (
-                        smem, full, empty, x_desc, w_desc, begin_m, begin,
-                        K // 128, STAGES, X_PIECES, PIECES,
+                        smem, full, empty, x_desc, w_desc, num_rows, num_tiles,
+                        N, K, PART, X_ROWS, STAGES,
                     ),
                 ),
             ],

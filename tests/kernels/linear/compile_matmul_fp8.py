@@ -69,7 +69,7 @@ def source_of(make: Any, kernel: Any, kinds: dict[str, str], constants: dict[str
 def in_gluon(rows: int, outs: int, k_size: int, has_blocks: bool, *tile: int) -> dict[str, Any]:
     shape = FewTile(*tile) if len(tile) == 4 else ManyTile(*tile)
     num_groups, shared = (k_size // 128, 128) if has_blocks else (1, 1)
-    launch = plan_launch(rows, outs, k_size, num_groups, shared, shape, overlap=True)
+    launch = plan_launch(rows, outs, k_size, num_groups, shared, shape, overlap=True, num_sms=132)
     kernel = few_rows_kernel if len(tile) == 4 else many_rows_kernel
     kinds = {
         "x_desc": f"tensordesc<fp8e4nv{launch.x_box},{launch.layout!r}>",

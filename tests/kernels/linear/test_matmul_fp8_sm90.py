@@ -43,7 +43,9 @@ def test_chosen_tiles_fit() -> None:
             tile = choose_sm90_tile(rows, *shape, card)
             assert tile is not None
             assert isinstance(tile, FewTile) == (rows <= 64)
-            launch = plan_launch(rows, *shape, shape[1] // 128, 128, tile, overlap=True)
+            launch = plan_launch(
+                rows, *shape, shape[1] // 128, 128, tile, overlap=True, num_sms=132
+            )
             assert launch.num_programs >= 32
         assert choose_sm90_tile(1, *shape, Gpu(132, 227 << 10)) is None
     assert choose_sm90_tile(1, 640, 160, card) is None
@@ -51,7 +53,7 @@ def test_chosen_tiles_fit() -> None:
     assert choose_sm90_tile(1, 645, 640, card) is None
     for tile in (FewTile(32, 4, 3), FewTile(32, 3, 1), FewTile(128, 4, 4), ManyTile(128, 128, 5)):
         with pytest.raises(ValueError, match="does not fit"):
-            plan_launch(1, 1024, 1024, 8, 128, tile, overlap=True)
+            plan_launch(1, 1024, 1024, 8, 128, tile, overlap=True, num_sms=132)
 
 
 @pytest.mark.usefixtures("_gluon")
