@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import Gpu
+from ..device import Gpu, as_rows
 from ..fused import quantize_rows as rows_of
 from ..fused.quantize_rows import QuantizedRows
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
-from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile
+from .tiles_fp8 import choose_fp8_tile, choose_rounding_tile, choose_sm90_tile
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -36,10 +36,9 @@ def multiply(
 ) -> Tensor:
     """``[..., N]`` with the leading dims and the dtype of ``like``."""
     num_rows, (num_outs, k_size) = len(rows.values), values.shape
-    shared = 1 if len(scales) == num_outs else BLOCK
-    has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
+    shared = _num_sharing(values, scales)
     tile = None
-    if bias is None and like.dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
+    if _suits_sm90(like, values, scales, bias):
         tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
     if tile is not None:
         # Gluon is not in every Triton; the card says whether it is.
@@ -52,12 +51,34 @@ def multiply(
     return out.view(*like.shape[:-1], num_outs)
 
 
+def _num_sharing(values: Tensor, scales: Tensor) -> int:
+    """Outputs that share a row of ``scales``."""
+    return 1 if len(scales) == len(values) else BLOCK
+
+
+def _suits_sm90(like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
+    """Whether :mod:`.matmul_fp8_sm90` may have a tile for it."""
+    has_whole_blocks = _num_sharing(values, scales) == BLOCK and len(values) % BLOCK == 0
+    has_form = has_whole_blocks or scales.shape[1] == 1
+    return bias is None and like.dtype == torch.bfloat16 and has_form
+
+
 def linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` of ``x [..., K]``, quantised, with a weight that :func:`pack` returned.
 
     Returns:
         ``[..., N]`` in the dtype of x.
     """
+    if _suits_sm90(x, values, scales, bias):
+        num_outs, k_size = values.shape
+        num_rows = x.numel() // k_size
+        tile = choose_rounding_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
+        if tile is not None:
+            from . import matmul_fp8_sm90
+
+            shared = _num_sharing(values, scales)
+            out = matmul_fp8_sm90.round_matmul(as_rows(x), values, scales, shared=shared, tile=tile)
+            return out.view(*x.shape[:-1], num_outs)
     return multiply(rows_of.quantize_rows(x), x, values, scales, bias)
 
 

@@ -32,7 +32,7 @@ def stage_of(smem, slot, FROM: gl.constexpr, PIECES: gl.constexpr, desc):
 
 
 @gluon.jit
-def _request_weights(
+def request_weights(
     smem, bars, w_desc, begin,
     PIECES: gl.constexpr, BYTES: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr,
 ):  # fmt: skip
@@ -69,14 +69,12 @@ def _added(total, part, factors):
 
 
 @gluon.jit
-def _add_stage(
-    smem, scales, slot, group, total,
-    ATOMS: gl.constexpr, W_PIECES: gl.constexpr, X_PIECES: gl.constexpr, X_FROM: gl.constexpr,
-    SUM: gl.constexpr, LEFT: gl.constexpr, X_ROWS: gl.constexpr,
+def add_stage(
+    smem, scales, w, x, group, total,
+    ATOMS: gl.constexpr, W_PIECES: gl.constexpr, X_PIECES: gl.constexpr, SUM: gl.constexpr,
+    LEFT: gl.constexpr, X_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """total and the groups of a stage, up to four, in order."""
-    w = slot * ATOMS * W_PIECES
-    x = X_FROM + slot * ATOMS * X_PIECES
+    """total and the groups of a stage, up to four, in order, from places ``w`` and ``x`` on."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, SUM)
     a = product_of_group(smem, w, x, SUM, LEFT, X_ROWS)
     if ATOMS >= 2:
@@ -139,7 +137,7 @@ def few_rows_kernel(
     scales = gl.allocate_shared_memory(
         gl.float32, [GROUPS, X_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
-    _request_weights(smem, bars, w_desc, begin, ATOMS * W_PIECES, BYTES, 0, PREFETCH_STAGES)
+    request_weights(smem, bars, w_desc, begin, ATOMS * W_PIECES, BYTES, 0, PREFETCH_STAGES)
     g = gl.arange(0, GROUPS, gl.SliceLayout(1, LINES))
     of_outputs = gl.full([GROUPS], 1.0, gl.float32, gl.SliceLayout(1, LINES))
     if W_GROUPS > 1:
@@ -149,7 +147,7 @@ def few_rows_kernel(
         tl.extra.cuda.gdc_wait()
         if LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
-    _request_weights(smem, bars, w_desc, begin, ATOMS * W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
+    request_weights(smem, bars, w_desc, begin, ATOMS * W_PIECES, BYTES, PREFETCH_STAGES, STAGES)
     for slot in gl.static_range(STAGES):
         target = stage_of(smem, slot, X_FROM, ATOMS * X_PIECES, x_desc)
         tma.async_copy_global_to_shared(
@@ -164,9 +162,9 @@ def few_rows_kernel(
     if STEPS == STAGES:  # nothing is loaded twice into a place
         for step in range(STEPS):
             mbarrier.wait(bars.index(step), 0)
-            total = _add_stage(
-                smem, scales, step, step * ATOMS, total,
-                ATOMS, W_PIECES, X_PIECES, X_FROM, SUM, LEFT, X_ROWS,
+            total = add_stage(
+                smem, scales, step * ATOMS * W_PIECES, X_FROM + step * ATOMS * X_PIECES,
+                step * ATOMS, total, ATOMS, W_PIECES, X_PIECES, SUM, LEFT, X_ROWS,
             )  # fmt: skip
     else:
         slot = 0
@@ -174,9 +172,9 @@ def few_rows_kernel(
         for step in range(STEPS):
             bar = bars.index(slot)
             mbarrier.wait(bar, phase)
-            total = _add_stage(
-                smem, scales, slot, step * ATOMS, total,
-                ATOMS, W_PIECES, X_PIECES, X_FROM, SUM, LEFT, X_ROWS,
+            total = add_stage(
+                smem, scales, slot * ATOMS * W_PIECES, X_FROM + slot * ATOMS * X_PIECES,
+                step * ATOMS, total, ATOMS, W_PIECES, X_PIECES, SUM, LEFT, X_ROWS,
             )  # fmt: skip
             then = step + STAGES
             go = then < STEPS

@@ -46,6 +46,28 @@ class FewTile:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundingTile:
+    """How a matmul of up to four rows that it rounds itself is cut; attributes as of
+    :class:`FewTile`."""
+
+    part: int
+    atoms: int
+    stages: int
+
+    def fits(self, num_outs: int, k_size: int) -> bool:
+        """Whether shape and tile suit each other, and shared memory suffices."""
+        num_steps, rest = divmod(k_size, GROUP * self.atoms)
+        if rest or num_outs % self.part or num_steps < self.stages:
+            return False
+        left = 64 if self.part <= 64 else 128
+        # Rows, or what the last operand reads beyond; scales; and what stores go through.
+        behind = max(8 * k_size, (left - self.part) * GROUP)
+        scales = 32 * triton.next_power_of_2(k_size // GROUP)
+        used = self.stages * self.atoms * self.part * GROUP + behind + scales + 32 * left + 2048
+        return used <= _LARGE_SHARED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
 class ManyTile:
     """How a matmul of many FP8 rows is cut.
 
@@ -107,7 +129,7 @@ def plan_launch(
     k_size: int,
     num_w_groups: int,
     shared: int,
-    tile: FewTile | ManyTile,
+    tile: FewTile | ManyTile | RoundingTile,
     overlap: bool,
     num_sms: int,
 ) -> Launch:
@@ -134,26 +156,40 @@ def plan_launch(
             128 if tile.x_rows == 64 else None,  # so that two programs share a multiprocessor
             constants | {"X_ROWS": tile.x_rows},
         )
+    constants |= {
+        "ATOMS": tile.atoms,
+        "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs, k_size, tile),
+        "GROUPS": triton.next_power_of_2(k_size // GROUP),
+        "LATE_TRIGGER": triggers_dependents_late(num_rows),
+    }
+    num_warps = 4 if tile.part <= 64 else 8
+    layout = gl.NVMMASharedLayout(128, 8, 3)
+    if isinstance(tile, RoundingTile):
+        rows = triton.next_power_of_2(num_rows)
+        # The largest power of two in K that leaves a thread its registers.
+        chunk = min(k_size & -k_size, 1024 * num_warps // rows)
+        return Launch(
+            [],
+            [tile.atoms, tile.part, GROUP],
+            layout,
+            num_outs // tile.part,
+            num_warps,
+            None,
+            constants | {"ROWS": rows, "CHUNK": chunk},
+        )
     x_rows = 8 if num_rows <= 8 else tile.x_rows
     return Launch(
         [tile.atoms, x_rows, GROUP],
         [tile.atoms, tile.part, GROUP],
-        gl.NVMMASharedLayout(128, 8, 3),
+        layout,
         num_outs // tile.part * -(-num_rows // x_rows),
-        4 if tile.part <= 64 else 8,
+        num_warps,
         None,
-        constants
-        | {
-            "X_ROWS": x_rows,
-            "ATOMS": tile.atoms,
-            "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs, k_size, tile),
-            "GROUPS": triton.next_power_of_2(k_size // GROUP),
-            "LATE_TRIGGER": triggers_dependents_late(num_rows),
-        },
+        constants | {"X_ROWS": x_rows},
     )
 
 
-def _stages_ahead(num_rows: int, num_outs: int, k_size: int, tile: FewTile) -> int:
+def _stages_ahead(num_rows: int, num_outs: int, k_size: int, tile: FewTile | RoundingTile) -> int:
     """Stages of weights loaded before the wait; as of :mod:`.matmul_sm90_launch`."""
     if not triggers_dependents_late(num_rows) or tile.stages * tile.atoms * GROUP < k_size:
         return tile.stages

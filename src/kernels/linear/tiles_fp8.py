@@ -12,9 +12,11 @@ from .fp8 import BLOCK
 from .matmul import Tile
 
 if TYPE_CHECKING:
-    from .matmul_fp8_sm90_launch import FewTile, ManyTile
+    from .matmul_fp8_sm90_launch import FewTile, ManyTile, RoundingTile
 
 _MAX_FEW_ROWS = 64
+MAX_ROUNDED_ROWS = 2
+"""Up to which a matmul rounds its rows itself."""
 _STAGED_BYTES = 192 << 10
 _SHARED_STAGED_BYTES = 96 << 10  # where two programs are to have a multiprocessor
 
@@ -57,4 +59,25 @@ def choose_sm90_tile(
         many = ManyTile(rows, part, stages)
         if many.fits(num_outs, k_size) and (tiles >= card.num_sms * 3 // 4 or part == 64):
             return many
+    return None
+
+
+def choose_rounding_tile(
+    num_rows: int, num_outs: int, k_size: int, card: Gpu
+) -> RoundingTile | None:
+    """The tile of a matmul that rounds its rows itself; None where there is none, or two launches
+    are quicker."""
+    if not card.has_prefetch or k_size % BLOCK or not 0 < num_rows <= MAX_ROUNDED_ROWS:
+        return None
+    from .matmul_fp8_sm90_launch import RoundingTile
+
+    atoms = next(a for a in (4, 2, 1) if k_size % (a * BLOCK) == 0)
+    for part in (64, 32, 16):
+        if num_outs // part < 96 and part > 16:
+            continue
+        a_stage = atoms * BLOCK * part
+        room = _STAGED_BYTES - 8 * k_size
+        tile = RoundingTile(part, atoms, min(room // a_stage, k_size // (atoms * BLOCK)))
+        if tile.stages > 0 and tile.fits(num_outs, k_size):
+            return tile
     return None

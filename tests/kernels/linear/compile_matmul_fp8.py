@@ -20,10 +20,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.linear.matmul_fp8 import fp8_kernel
 from pagespec.kernels.linear.matmul_fp8_sm90_few import few_rows_kernel
-from pagespec.kernels.linear.matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
+from pagespec.kernels.linear.matmul_fp8_sm90_launch import (
+    FewTile,
+    ManyTile,
+    RoundingTile,
+    plan_launch,
+)
 from pagespec.kernels.linear.matmul_fp8_sm90_many import many_rows_kernel
+from pagespec.kernels.linear.matmul_fp8_sm90_rounding import rounding_kernel
 
-_POINTERS = ("x_scales", "w_scales", "out", "x", "weight")
+_POINTERS = ("x_scales", "w_scales", "out", "x", "weight", "x_stride")
 
 
 def described(
@@ -66,18 +72,30 @@ def source_of(make: Any, kernel: Any, kinds: dict[str, str], constants: dict[str
     )
 
 
-def in_gluon(rows: int, outs: int, k_size: int, has_blocks: bool, *tile: int) -> dict[str, Any]:
-    shape = FewTile(*tile) if len(tile) == 4 else ManyTile(*tile)
+TILES = {
+    "FewTile": (FewTile, few_rows_kernel),
+    "ManyTile": (ManyTile, many_rows_kernel),
+    "RoundingTile": (RoundingTile, rounding_kernel),
+}
+
+
+def in_gluon(
+    rows: int, outs: int, k_size: int, has_blocks: bool, name: str, *tile: int
+) -> dict[str, Any]:
+    kind, kernel = TILES[name]
     num_groups, shared = (k_size // 128, 128) if has_blocks else (1, 1)
-    launch = plan_launch(rows, outs, k_size, num_groups, shared, shape, overlap=True, num_sms=132)
-    kernel = few_rows_kernel if len(tile) == 4 else many_rows_kernel
+    launch = plan_launch(
+        rows, outs, k_size, num_groups, shared, kind(*tile), overlap=True, num_sms=132
+    )
     kinds = {
+        "x": "*bf16",
         "x_desc": f"tensordesc<fp8e4nv{launch.x_box},{launch.layout!r}>",
         "w_desc": f"tensordesc<fp8e4nv{launch.weight_box},{launch.layout!r}>",
         "x_scales": "*fp32",
         "w_scales": "*fp32",
         "out": "*bf16",
         "num_rows": "i32",
+        "x_stride": "i32",
     }
     source = source_of(GluonASTSource, kernel, kinds, launch.constants)
     return described(source, launch.num_warps, maxnreg=launch.max_registers)

@@ -23,6 +23,7 @@ TILES = [
 ]
 # part, atoms, stages, x_rows
 FEW = [(32, 4, 1), (64, 2, 2), (16, 1, 3), (128, 1, 4, 32), (64, 2, 2, 64)]
+ROUNDING = [(32, 4, 1), (64, 2, 2), (128, 1, 2)]
 MANY = [(128, 128, 6), (64, 64, 4), (64, 128, 2)]
 
 
@@ -58,7 +59,7 @@ def by_every_tile(x: Tensor, weight: Fp8Weight) -> dict[str, Tensor]:
     from pagespec.kernels.fused.quantize_rows import quantize_rows
     from pagespec.kernels.linear import dispatch_fp8, matmul_fp8, matmul_fp8_sm90
     from pagespec.kernels.linear.matmul import Tile
-    from pagespec.kernels.linear.matmul_fp8_sm90_launch import FewTile, ManyTile
+    from pagespec.kernels.linear.matmul_fp8_sm90_launch import FewTile, ManyTile, RoundingTile
 
     values, scales = dispatch_fp8.pack(weight)
     (num_outs, width), rows = values.shape, quantize_rows(x)
@@ -76,6 +77,11 @@ def by_every_tile(x: Tensor, weight: Fp8Weight) -> dict[str, Tensor]:
             if tile_90.fits(num_outs, width):
                 found[str(tile_90)] = matmul_fp8_sm90.matmul(
                     rows, values, scales, shared=shared, tile=tile_90
+                )
+        for tile_rounding in (RoundingTile(*t) for t in ROUNDING):
+            if tile_rounding.fits(num_outs, width) and len(x) <= 4:
+                found[str(tile_rounding)] = matmul_fp8_sm90.round_matmul(
+                    x, values, scales, shared=shared, tile=tile_rounding
                 )
     return found
 
@@ -138,7 +144,7 @@ def test_every_tile_matches_float64_and_has_the_same_bits(
     first = by_every_tile(x, weight)["dispatch"]
     rounding = exact.abs() * 2.0**-8 + size * UNIT_ERROR
     assert ((first - exact).abs() <= rounding).all(), ((first - exact).abs() / size).max()
-    for rows in (150, 1, 8, 9, 17, 70):
+    for rows in (150, 1, 3, 4, 8, 9, 17, 70):
         for name, out in by_every_tile(x[:rows], weight).items():
             assert torch.equal(out, first[:rows]), (name, rows)
 

@@ -60,16 +60,24 @@ def test_chosen_tiles_fit() -> None:
 def test_they_compile_for_hopper() -> None:
     """To the instruction of a warpgroup, whose bits are compared on a GPU; without spills."""
     from pagespec.kernels.device import Gpu
-    from pagespec.kernels.linear.tiles_fp8 import choose_fp8_tile, choose_sm90_tile
+    from pagespec.kernels.linear.tiles_fp8 import (
+        choose_fp8_tile,
+        choose_rounding_tile,
+        choose_sm90_tile,
+    )
 
     card = Gpu(132, 227 << 10, has_prefetch=True)
-    cases: list[tuple[int | bool, ...]] = []
+    cases: list[tuple[int | bool | str, ...]] = []
     for has_blocks in (True, False):
         for shape in ((4096, 4096), (24576, 4096), (4096, 12288))[: 3 if has_blocks else 1]:
             for rows in (1, 64, 256, 8192):
                 tile = choose_sm90_tile(rows, *shape, card)
                 assert tile is not None
-                cases.append((rows, *shape, has_blocks, *astuple(tile)))
+                cases.append((rows, *shape, has_blocks, type(tile).__name__, *astuple(tile)))
+            for rows in (1, 2):
+                rounding = choose_rounding_tile(rows, *shape, card)
+                assert rounding is not None
+                cases.append((rows, *shape, has_blocks, "RoundingTile", *astuple(rounding)))
     plain = []
     for rows in (1, 32, 64, 128, 8192):
         tile = choose_fp8_tile(rows, 6144)
@@ -84,4 +92,4 @@ def test_they_compile_for_hopper() -> None:
         assert not made["serialised"], case
         assert made["shared"] <= 227 << 10, case
     for case, made in zip(cases, in_gluon, strict=True):
-        assert (made["ahead"] > 0) == (case[0] <= 64), case
+        assert (made["ahead"] > 0) == (case[4] != "ManyTile"), case
