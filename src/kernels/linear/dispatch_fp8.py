@@ -16,7 +16,12 @@ from ..fused import quantize_rows as rows_of
 from ..fused.quantize_rows import QuantizedRows
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
-from .tiles_fp8 import choose_fp8_tile, choose_rounding_tile, choose_sm90_tile
+from .tiles_fp8 import (
+    choose_fp8_tile,
+    choose_gated_tile,
+    choose_rounding_tile,
+    choose_sm90_tile,
+)
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -116,3 +121,35 @@ def act_linear(
 ) -> Tensor:
     """:func:`linear` of :func:`.dispatch.act_mul`, whose arguments come first."""
     return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)
+
+
+def add_norm_mlp(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    form: str,
+    up_values: Tensor,
+    up_scales: Tensor,
+    up_bias: Tensor | None,
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`add_norm_linear` with a weight of gate and up, then :func:`act_linear` of its halves
+    with "silu" and a second weight; and the sum."""
+    rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
+    num_outs, tile = len(up_values) // 2, None
+    if _suits_sm90(x, up_values, up_scales, up_bias) and num_outs % BLOCK == 0:
+        card = Gpu.of(values.device)
+        tile = choose_gated_tile(len(rows.values), num_outs, up_values.shape[1], card)
+    if tile is None:
+        gate, up = multiply(rows, x, up_values, up_scales, up_bias).chunk(2, -1)
+        return act_linear(gate, up, "silu", values, scales, bias), hidden
+    from . import matmul_fp8_sm90
+
+    shared = _num_sharing(up_values, up_scales)
+    gated = matmul_fp8_sm90.matmul(
+        rows, up_values, up_scales, shared=shared, tile=tile, has_gate=True
+    )
+    return linear(gated.view(*x.shape[:-1], num_outs), values, scales, bias), hidden

@@ -24,16 +24,19 @@ def matmul(
     *,
     shared: int,
     tile: FewTile | ManyTile,
+    has_gate: bool = False,
     overlap: bool = True,
 ) -> Tensor:
     """``x @ weight.T``, rounded to bfloat16; one launch.
 
     Args:
         x: of ``[M, K]``, on a Hopper GPU.
-        weight: e4m3 ``[N, K]``, contiguous. Not written by the kernels before, as far as they have
-            not ended when the last one begins.
+        weight: e4m3 ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate; contiguous. Not
+            written by the kernels before, as far as they have not ended when the last one begins.
         scales: float32 ``[N / 128, K / 128]`` with ``shared`` 128, or ``[ceil(N / shared), 1]``.
-        tile: one that fits the shape. overlap: whether to start before the kernel before has ended.
+        tile: one that fits the shape.
+        has_gate: whether to return ``silu(gate) * up``, each operation rounded; of few rows.
+        overlap: whether to start before the kernel before has ended.
 
     Returns:
         ``[M, N]``, contiguous.
@@ -42,20 +45,19 @@ def matmul(
         ValueError: the tile does not fit.
     """
     num_rows, k_size = x.values.shape
-    num_outs = len(weight)
+    num_outs = len(weight) // (2 if has_gate else 1)
     out = torch.empty(num_rows, num_outs, dtype=torch.bfloat16, device=weight.device)
     if num_rows == 0:
         return out
     num_sms = Gpu.of(weight.device).num_sms
     launch = plan_launch(
-        num_rows, num_outs, k_size, scales.shape[1], shared, tile, overlap, num_sms
+        num_rows, num_outs, k_size, scales.shape[1], shared, tile, overlap, num_sms, has_gate
     )
     kernel = few_rows_kernel if isinstance(tile, FewTile) else many_rows_kernel
     kernel[(launch.num_programs,)](
         launch.describe_x(x.values), launch.describe_weight(weight), x.scales, scales, out,
         num_rows, **launch.constants,
         num_warps=launch.num_warps,
-        maxnreg=launch.max_registers,
         enable_fp_fusion=False,
         launch_pdl=overlap,
     )  # fmt: skip

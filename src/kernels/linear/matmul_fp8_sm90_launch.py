@@ -13,6 +13,8 @@ from ..device import _LARGE_SHARED_BYTES, triggers_dependents_late
 
 _AHEAD_BYTES = 6 << 20
 GROUP = 128
+MANY_ROWS = 128
+"""Of a tile of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,8 @@ class FewTile:
     """How a matmul of few FP8 rows is cut.
 
     Attributes:
-        part: rows of the weight a program; a power of two from 8 to 128. x_rows: rows of x; from 8
-            to 64. Up to 8 rows take 8.
+        part: rows of the weight (of each half, with a gate) a program; a power of two from 8 to
+            128. x_rows: rows of x; from 8 to 64. Up to 8 rows take 8.
         atoms: of 128 summands, in a stage: 1, 2 or 4. stages: in shared memory at once.
     """
 
@@ -30,18 +32,19 @@ class FewTile:
     stages: int
     x_rows: int = 16
 
-    def fits(self, num_outs: int, k_size: int) -> bool:
+    def fits(self, num_outs: int, k_size: int, has_gate: bool = False) -> bool:
         """Whether shape and tile suit each other, and shared memory suffices."""
         num_steps, rest = divmod(k_size, GROUP * self.atoms)
-        if rest or num_outs % self.part or num_steps < self.stages:
+        rows = self.part * (2 if has_gate else 1)
+        if rest or num_outs % self.part or num_steps < self.stages or rows > 128:
             return False
         num_staged = self.stages * self.atoms
-        left = 64 if self.part <= 64 else 128
+        left = 64 if rows <= 64 else 128
         # x, or what the last operand reads beyond; scales; and what stores go through.
-        behind = max(num_staged * self.x_rows, left - self.part) * GROUP
-        scales = 4 * self.x_rows * triton.next_power_of_2(k_size // GROUP)
+        behind = max(num_staged * self.x_rows, left - rows) * GROUP
+        scales = 4 * self.x_rows * triton.next_power_of_2(k_size // GROUP) * (1 + has_gate)
         through = 2 * left * (self.x_rows + 8)
-        used = num_staged * self.part * GROUP + behind + scales + through + 1024
+        used = num_staged * rows * GROUP + behind + scales + through + 1024
         return used <= _LARGE_SHARED_BYTES
 
 
@@ -69,31 +72,22 @@ class RoundingTile:
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """How a matmul of many FP8 rows is cut.
+    """How a matmul of many FP8 rows is cut, 128 of them a tile.
 
     Attributes:
-        x_rows: rows of x a program: 64 or 128. part: outputs: 64, 128 or 256.
+        part: outputs a tile: 64 or 128.
         stages: of 128 summands, in shared memory at once; an even number.
     """
 
-    x_rows: int
     part: int
     stages: int
 
     def fits(self, num_outs: int, k_size: int) -> bool:
         """Whether shape and tile suit each other, and shared memory suffices."""
-        used = self._shared_bytes
+        # Stages, and what stores go through.
+        used = self.stages * (MANY_ROWS + self.part) * GROUP + GROUP * MANY_ROWS + 1024
         is_even = self.stages % 2 == 0 and k_size % (2 * GROUP) == 0
         return is_even and num_outs % self.part == 0 and used <= _LARGE_SHARED_BYTES
-
-    @property
-    def shares_sm(self) -> bool:
-        """Whether two programs fit a multiprocessor."""
-        return self.x_rows == 64 and 2 * self._shared_bytes <= _LARGE_SHARED_BYTES
-
-    @property
-    def _shared_bytes(self) -> int:
-        return self.stages * (self.x_rows + self.part) * GROUP + GROUP * self.x_rows + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +96,8 @@ class Launch:
 
     x_box: list[int]
     weight_box: list[int]
-    layout: gl.NVMMASharedLayout
     num_programs: int
     num_warps: int
-    max_registers: int | None  # of a thread, at first
     constants: dict[str, object]
 
     def describe_x(self, x: Tensor) -> TensorDescriptor:
@@ -115,12 +107,17 @@ class Launch:
         return self._describe(weight, self.weight_box)
 
     def _describe(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
-        """``[R, K]``, or as ``[K / 128, R, 128]`` for a box of that many dimensions."""
+        """``[R, K]``; or as ``[K / 128, R, 128]``, or ``[K / 128, halves, R / halves, 128]``, for a
+        box of that many dimensions."""
         num_rows, k_size = matrix.shape
+        layout = gl.NVMMASharedLayout(128, 8, len(box))
         if len(box) == 2:
-            return TensorDescriptor(matrix, [num_rows, k_size], [k_size, 1], box, self.layout)
+            return TensorDescriptor(matrix, [num_rows, k_size], [k_size, 1], box, layout)
         shape, strides = [k_size // GROUP, num_rows, GROUP], [GROUP, k_size, 1]
-        return TensorDescriptor(matrix, shape, strides, box, self.layout)
+        if len(box) == 4:
+            num_outs = num_rows // box[1]
+            shape[1:2], strides[1:2] = [box[1], num_outs], [num_outs * k_size, k_size]
+        return TensorDescriptor(matrix, shape, strides, box, layout)
 
 
 def plan_launch(
@@ -132,9 +129,12 @@ def plan_launch(
     tile: FewTile | ManyTile | RoundingTile,
     overlap: bool,
     num_sms: int,
+    has_gate: bool = False,
 ) -> Launch:
     """Raises ValueError if the tile does not fit the shape."""
-    if not tile.fits(num_outs, k_size):
+    halves = 2 if has_gate else 1
+    fits = tile.fits(num_outs, k_size, *([has_gate] if isinstance(tile, FewTile) else []))
+    if not fits or (has_gate and not isinstance(tile, FewTile)):
         raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
     constants: dict[str, object] = {
         "N": num_outs,
@@ -146,46 +146,38 @@ def plan_launch(
         "PDL": overlap,
     }
     if isinstance(tile, ManyTile):
-        at_once = num_sms * (2 if tile.shares_sm else 1)
         return Launch(
-            [tile.x_rows, GROUP],
+            [MANY_ROWS, GROUP],
             [tile.part, GROUP],
-            gl.NVMMASharedLayout(128, 8, 2),
-            min(num_outs // tile.part * -(-num_rows // tile.x_rows), at_once),
+            min(num_outs // tile.part * -(-num_rows // MANY_ROWS), num_sms),
             4,  # of the first warpgroup; the others are its workers
-            128 if tile.x_rows == 64 else None,  # so that two programs share a multiprocessor
-            constants | {"X_ROWS": tile.x_rows},
+            constants | {"X_ROWS": MANY_ROWS},
         )
     constants |= {
         "ATOMS": tile.atoms,
-        "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs, k_size, tile),
+        "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs * halves, k_size, tile),
         "GROUPS": triton.next_power_of_2(k_size // GROUP),
         "LATE_TRIGGER": triggers_dependents_late(num_rows),
     }
-    num_warps = 4 if tile.part <= 64 else 8
-    layout = gl.NVMMASharedLayout(128, 8, 3)
+    num_warps = 4 if tile.part * halves <= 64 else 8
     if isinstance(tile, RoundingTile):
         rows = triton.next_power_of_2(num_rows)
         # The largest power of two in K that leaves a thread its registers.
         chunk = min(k_size & -k_size, 1024 * num_warps // rows)
         return Launch(
             [],
-            [tile.atoms, tile.part, GROUP],
-            layout,
+            [tile.atoms, 1, tile.part, GROUP],
             num_outs // tile.part,
             num_warps,
-            None,
             constants | {"ROWS": rows, "CHUNK": chunk},
         )
     x_rows = 8 if num_rows <= 8 else tile.x_rows
     return Launch(
         [tile.atoms, x_rows, GROUP],
-        [tile.atoms, tile.part, GROUP],
-        layout,
+        [tile.atoms, halves, tile.part, GROUP],
         num_outs // tile.part * -(-num_rows // x_rows),
         num_warps,
-        None,
-        constants | {"X_ROWS": x_rows},
+        constants | {"X_ROWS": x_rows, "HALVES": halves},
     )
 
 

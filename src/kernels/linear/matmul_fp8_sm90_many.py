@@ -128,45 +128,6 @@ def _sums(
 
 
 @gluon.jit
-def _wide_sums(
-    smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
-    HALF: gl.constexpr, K: gl.constexpr, X_ROWS: gl.constexpr,
-    STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
-):  # fmt: skip
-    """64 rows by 256 outputs in two halves, one of them at a time: all registers are taken."""
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    X_PIECES: gl.constexpr = X_ROWS // 8
-    PIECES: gl.constexpr = X_PIECES + 32
-    m = first + gl.arange(0, 64, gl.SliceLayout(1, SUM))
-    mask = m < num_rows
-    x_at = x_scales + m
-    w_at = w_scales + begin // SHARED * W_GROUPS
-    left = gl.zeros([64, 128], gl.float32, SUM)
-    right = gl.zeros([64, 128], gl.float32, SUM)
-    for group in range(K // 128):
-        factors = gl.load(x_at + group * num_rows, mask=mask, other=0.0)
-        of_left = factors
-        of_right = factors
-        if W_GROUPS > 1:
-            of_left = factors * gl.load(w_at + group)
-            of_right = factors * gl.load(w_at + 128 // SHARED * W_GROUPS + group)
-        at = slot * PIECES
-        mbarrier.wait(full.index(slot), phase)
-        part = product_of_group(smem, at + HALF * 8, at + X_PIECES, SUM, 64, 128)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        left = _added(left, part, of_left)
-        more = product_of_group(smem, at + HALF * 8, at + X_PIECES + 16, SUM, 64, 128)
-        more = warpgroup_mma_wait(0, deps=(more,))
-        mbarrier.arrive(empty.index(slot), count=1)
-        right = _added(right, more, of_right)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-    return left, right, slot, phase
-
-
-@gluon.jit
 def _multiply(
     smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
     HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
@@ -178,19 +139,11 @@ def _multiply(
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         begin_m, begin = _place(tile, num_rows, N, PART, X_ROWS)
         first = begin_m + HALF * 64
-        if PART == 256:
-            left, right, slot, phase = _wide_sums(
-                smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
-                HALF, K, X_ROWS, STAGES, W_GROUPS, SHARED,
-            )  # fmt: skip
-            _store(left, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
-            _store(right, w_scales, out, first, begin + 128, num_rows, N, W_GROUPS, SHARED)
-        else:
-            total, slot, phase = _sums(
-                smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
-                HALF, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
-            )  # fmt: skip
-            _store(total, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
+        total, slot, phase = _sums(
+            smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
+            HALF, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
+        )  # fmt: skip
+        _store(total, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -202,11 +155,11 @@ def many_rows_kernel(
     out,  # bfloat16 [M, N], contiguous
     num_rows,
     N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
-    X_ROWS: gl.constexpr,  # 128, or 64 for one warpgroup
+    X_ROWS: gl.constexpr,  # 128: 64 for each of two warpgroups
     STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """``out = x @ weight.T``. Grid: as many programs as fit the GPU; they share N / PART * ceil(M /
-    X_ROWS) tiles. K has an even number of groups, and there is an even number of stages."""
+    """``out = x @ weight.T``. Grid: a program for each multiprocessor at most; they share
+    N / PART * ceil(M / X_ROWS) tiles. Numbers of groups and of stages are even."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     PIECES: gl.constexpr = (X_ROWS + PART) // 8
@@ -217,55 +170,33 @@ def many_rows_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=X_ROWS // 64)
+        mbarrier.init(empty.index(slot), count=2)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if X_ROWS == 64:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
                 (
-                    _multiply,
-                    (
-                        smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
-                        0, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
-                    ),
+                    smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
+                    0, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
                 ),
+            ),
+            (
+                _multiply,
                 (
-                    _load,
-                    (
-                        smem, full, empty, x_desc, w_desc, num_rows, num_tiles,
-                        N, K, PART, X_ROWS, STAGES,
-                    ),
+                    smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
+                    1, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
                 ),
-            ],
-            [1],
-            [40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
+            ),
+            (
+                _load,
                 (
-                    _multiply,
-                    (
-                        smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
-                        0, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
-                    ),
+                    smem, full, empty, x_desc, w_desc, num_rows, num_tiles,
+                    N, K, PART, X_ROWS, STAGES,
                 ),
-                (
-                    _multiply,
-                    (
-                        smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
-                        1, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        smem, full, empty, x_desc, w_desc, num_rows, num_tiles,
-                        N, K, PART, X_ROWS, STAGES,
-                    ),
-                ),
-            ],
-            [4, 1],
-            [232, 40],
-        )  # fmt: skip
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

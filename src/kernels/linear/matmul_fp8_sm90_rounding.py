@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..fused.quantize_rows import SMALLEST_SCALE
-from .matmul_fp8_sm90_few import add_stage, request_weights, stage_of
+from .matmul_fp8_sm90_few import add_stage, request_weights, scales_of_rows, stage_of
 from .matmul_sm90 import store_outputs
 
 MAX_ROWS = 4
@@ -62,7 +62,7 @@ def _round_rows(
 @gluon.jit(do_not_specialize=["num_rows"])
 def rounding_kernel(
     x,  # bfloat16 [M, K]
-    w_desc,  # [K / 128, N, 128], boxes [ATOMS, PART, 128]
+    w_desc,  # [K / 128, 1, N, 128], boxes [ATOMS, 1, PART, 128]
     w_scales,  # float32 [N / 128, K / 128], or [ceil(N / SHARED), 1]
     out,  # bfloat16 [M, N], contiguous
     num_rows,
@@ -117,20 +117,20 @@ def rounding_kernel(
         mbarrier.wait(bar, phase)
         total = add_stage(
             smem, scales, slot * ATOMS * W_PIECES, X_FROM + step * ATOMS, step * ATOMS, total,
-            ATOMS, W_PIECES, 1, SUM, LEFT, 8,
+            ATOMS, W_PIECES, 1, SUM, LEFT, 8, GROUPS, 1, PART,
         )  # fmt: skip
         if STEPS > STAGES:
             then = step + STAGES
             go = then < STEPS
             mbarrier.expect(bar, BYTES, pred=go)
             target = stage_of(smem, slot, 0, ATOMS * W_PIECES, w_desc)
-            tma.async_copy_global_to_shared(w_desc, [then * ATOMS, begin, 0], bar, target, pred=go)
+            tma.async_copy_global_to_shared(
+                w_desc, [then * ATOMS, 0, begin, 0], bar, target, pred=go
+            )
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
     if W_GROUPS == 1:
-        n = begin + gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
-        of_output = gl.load(w_scales + n // SHARED, mask=n < N, other=0.0)
-        total = total * of_output[:, None]
+        total = total * scales_of_rows(w_scales, begin, N, 1, PART, SHARED, SUM)[:, None]
     store_outputs(total, out, begin, 0, num_rows, N, 1, PART, 8)

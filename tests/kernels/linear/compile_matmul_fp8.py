@@ -16,6 +16,7 @@ from typing import Any
 import triton.backends.nvidia as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.linear.matmul_fp8 import fp8_kernel
@@ -32,15 +33,12 @@ from pagespec.kernels.linear.matmul_fp8_sm90_rounding import rounding_kernel
 _POINTERS = ("x_scales", "w_scales", "out", "x", "weight", "x_stride")
 
 
-def described(
-    source: ASTSource, num_warps: int, num_stages: int = 3, maxnreg: int | None = None
-) -> dict[str, Any]:
+def described(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, Any]:
     options = {
         "num_warps": num_warps,
         "num_stages": num_stages,
         "launch_pdl": True,
         "enable_fp_fusion": False,
-        "maxnreg": maxnreg,
     }
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = str(made.asm["ptx"])
@@ -80,17 +78,21 @@ TILES = {
 
 
 def in_gluon(
-    rows: int, outs: int, k_size: int, has_blocks: bool, name: str, *tile: int
+    rows: int, outs: int, k_size: int, has_blocks: bool, has_gate: bool, name: str, *tile: int
 ) -> dict[str, Any]:
     kind, kernel = TILES[name]
     num_groups, shared = (k_size // 128, 128) if has_blocks else (1, 1)
     launch = plan_launch(
-        rows, outs, k_size, num_groups, shared, kind(*tile), overlap=True, num_sms=132
+        rows, outs, k_size, num_groups, shared, kind(*tile), True, 132, has_gate=has_gate
     )
+    layouts = [
+        f"tensordesc<fp8e4nv{box},{gl.NVMMASharedLayout(128, 8, len(box))!r}>"
+        for box in (launch.x_box, launch.weight_box)
+    ]
     kinds = {
         "x": "*bf16",
-        "x_desc": f"tensordesc<fp8e4nv{launch.x_box},{launch.layout!r}>",
-        "w_desc": f"tensordesc<fp8e4nv{launch.weight_box},{launch.layout!r}>",
+        "x_desc": layouts[0],
+        "w_desc": layouts[1],
         "x_scales": "*fp32",
         "w_scales": "*fp32",
         "out": "*bf16",
@@ -98,7 +100,7 @@ def in_gluon(
         "x_stride": "i32",
     }
     source = source_of(GluonASTSource, kernel, kinds, launch.constants)
-    return described(source, launch.num_warps, maxnreg=launch.max_registers)
+    return described(source, launch.num_warps)
 
 
 def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool) -> dict[str, Any]:

@@ -42,16 +42,16 @@ def test_chosen_tiles_fit() -> None:
         for rows in ROWS:
             tile = choose_sm90_tile(rows, *shape, card)
             assert tile is not None
-            assert isinstance(tile, FewTile) == (rows <= 64)
+            assert isinstance(tile, FewTile) == (rows <= (128 if shape[0] <= 4096 else 64))
             launch = plan_launch(
                 rows, *shape, shape[1] // 128, 128, tile, overlap=True, num_sms=132
             )
             assert launch.num_programs >= 32
         assert choose_sm90_tile(1, *shape, Gpu(132, 227 << 10)) is None
     assert choose_sm90_tile(1, 640, 160, card) is None
-    assert choose_sm90_tile(65, 640, 640, card) is None  # an odd number of groups
+    assert choose_sm90_tile(129, 640, 640, card) is None  # an odd number of groups
     assert choose_sm90_tile(1, 645, 640, card) is None
-    for tile in (FewTile(32, 4, 3), FewTile(32, 3, 1), FewTile(128, 4, 4), ManyTile(128, 128, 5)):
+    for tile in (FewTile(32, 4, 3), FewTile(32, 3, 1), FewTile(128, 4, 4), ManyTile(128, 5)):
         with pytest.raises(ValueError, match="does not fit"):
             plan_launch(1, 1024, 1024, 8, 128, tile, overlap=True, num_sms=132)
 
@@ -62,6 +62,7 @@ def test_they_compile_for_hopper() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.tiles_fp8 import (
         choose_fp8_tile,
+        choose_gated_tile,
         choose_rounding_tile,
         choose_sm90_tile,
     )
@@ -73,11 +74,14 @@ def test_they_compile_for_hopper() -> None:
             for rows in (1, 64, 256, 8192):
                 tile = choose_sm90_tile(rows, *shape, card)
                 assert tile is not None
-                cases.append((rows, *shape, has_blocks, type(tile).__name__, *astuple(tile)))
+                cases.append((rows, *shape, has_blocks, False, type(tile).__name__, *astuple(tile)))
             for rows in (1, 2):
                 rounding = choose_rounding_tile(rows, *shape, card)
                 assert rounding is not None
-                cases.append((rows, *shape, has_blocks, "RoundingTile", *astuple(rounding)))
+                cases.append((rows, *shape, has_blocks, False, "RoundingTile", *astuple(rounding)))
+        gated = choose_gated_tile(1, 12288, 4096, card)
+        assert gated is not None
+        cases.append((1, 12288, 4096, has_blocks, True, "FewTile", *astuple(gated)))
     plain = []
     for rows in (1, 32, 64, 128, 8192):
         tile = choose_fp8_tile(rows, 6144)
@@ -92,4 +96,4 @@ def test_they_compile_for_hopper() -> None:
         assert not made["serialised"], case
         assert made["shared"] <= 227 << 10, case
     for case, made in zip(cases, in_gluon, strict=True):
-        assert (made["ahead"] > 0) == (case[4] != "ManyTile"), case
+        assert (made["ahead"] > 0) == (case[5] != "ManyTile"), case
