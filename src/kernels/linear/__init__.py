@@ -5,7 +5,9 @@ Read in this order: ``dispatch`` (a GPU's entry: our kernels for few rows, cuBLA
 ``grouped_mm`` and ``sort_by_expert`` (mixture of experts); ``tiles`` and ``tuned_tiles``; ``plan``
 and ``plan_cache`` (up to how many rows our kernels serve); ``cublas`` (its settings);
 ``cpu_invariant``, ``recipe_cache``, ``cpu_few_rows`` (a CPU's); ``quantized_weight``, ``fp8``,
-``cpu_quantized`` and ``cpu_expanded`` (weights that stay quantised there).
+``cpu_quantized`` and ``cpu_expanded`` (weights that stay quantised there); ``dispatch_fp8``,
+``matmul_fp8``, ``matmul_fp8_sm90`` with its ``_few``, ``_many`` and ``_launch``, and ``tiles_fp8``
+(FP8 on a GPU).
 
 May be imported by ``compile`` and ``runner``.
 """
