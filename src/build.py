@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +142,10 @@ def build(
             before_trace = stack.enter_context(compilers()).start
         with clock("capture"), gc_paused(), communicator_scope(alone):
             graph_cache = _graph_cache(model, before_trace) if restored is None else None
+            # Before weights that are held quantised are given back.
+            described = None
+            if record is not None and graph_cache is not None:
+                described = record.describe(loaded, specs)
             captured = capture_model(
                 loaded,
                 specs,
@@ -156,8 +159,8 @@ def build(
                 communicator=communicator,
                 is_native=config.quantization == "gguf" and config.kv_cache_dtype == "auto",
             )
-            if record is not None and graph_cache is not None and loaded.quantization is None:
-                record.write(loaded, specs, graph_cache.key)
+            if record is not None and graph_cache is not None:
+                record.write(described, graph_cache.key)
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s
         stats.num_captures = captured.num_captures
@@ -265,14 +268,15 @@ def _start_record(
         return None
     if device.type != "cpu":
         return None
-    if config.load_format != "auto" or config.compile == "eager" or config.quantization:
+    if config.load_format != "auto" or config.compile == "eager":
         return None
     root = cache_root()
     return StartRecord(
         root / "starts",
         root / "graphs",
-        Path(source.files),
+        source,
         dtype=config.dtype,
+        quantization=config.quantization,
         device=device,
         is_compiled=config.compile == "inductor",
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InvalidInputError, UnsupportedModelError
+from ...errors import UnsupportedModelError
 from ...kernels import e4m3
 from ...kernels.linear.cpu_quantized import GROUP
 from ...kernels.linear.fp8 import BLOCK, Fp8Weight, quantize_fp8, rows_of_blocks
@@ -268,18 +268,3 @@ def _listed(entries: Sequence[str] | None) -> Callable[[str], bool]:
     """Whether a name is, is within, or ends with one of ``entries``, at dots."""
     dotted = [f".{entry}." for entry in entries or ()]
     return lambda name: any(entry in f".{name}." for entry in dotted)
-
-
-def read_layer(scheme: Scheme, layer: str, parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
-    """The weight of a layer.
-
-    Raises:
-        InvalidInputError: its tensors are not those of the scheme.
-    """
-    missing = [p for p in scheme.parts if not p.endswith("?") and p not in parts]
-    if missing:
-        raise InvalidInputError("model", layer, f"has no {', '.join(missing)}: {scheme.name}")
-    try:
-        return scheme.read(parts, shape)
-    except ValueError as error:
-        raise InvalidInputError("model", layer, f"{error}: {scheme.name}") from None

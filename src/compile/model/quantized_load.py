@@ -29,7 +29,8 @@ from ...kernels.linear.quantized_weight import QuantizedWeight, expanded
 from ..fx.stand_in import is_stand_in, stand_in
 from .checkpoint import Checkpoint
 from .loaded import LoadedModel, Shard
-from .quantization_schemes import Scheme, fp8_at_load, read_layer, scheme_of
+from .quantization_schemes import Scheme, fp8_at_load, scheme_of
+from .quantized_layers import read_layers
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # where its kernels for GPUs are not installed
@@ -106,7 +107,7 @@ def load_quantized(
         folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
     checkpoint = Checkpoint(folder)
     layers = _layers(checkpoint, scheme, linears, name, is_made=found is None)
-    state, parts = _sorted_tensors(checkpoint, scheme, layers, name)
+    state = _plain_tensors(checkpoint, scheme, layers, name)
     shapes = {layer: (linears[layer].out_features, linears[layer].in_features) for layer in layers}
     for layer in layers:
         bias = state.get(f"{layer}.bias")
@@ -116,14 +117,11 @@ def load_quantized(
     module = build(type(skeleton), plain, state)
     if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
-    weights: dict[str, QuantizedWeight] = {}
-    for layer, shape in shapes.items():
+    for layer in layers:
         parameter = module.get_submodule(layer).weight
         if not isinstance(parameter, Tensor) or not is_stand_in(parameter):
             raise UnsupportedModelError(f"{name}: transformers changes {layer} as it loads it")
-        tensors = {part: checkpoint.get(f"{layer}.{part}") for part in parts[layer]}
-        weights[f"{layer}.weight"] = read_layer(scheme, layer, tensors, shape)
-    return module, weights, scheme.name
+    return module, dict(read_layers(checkpoint, scheme, shapes.items())), scheme.name
 
 
 def _layers(
@@ -153,26 +151,25 @@ def _layers(
     return marked
 
 
-def _sorted_tensors(
+def _plain_tensors(
     checkpoint: Checkpoint, scheme: Scheme, layers: list[str], name: str
-) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """What the module is built from, and which parts each layer has."""
+) -> dict[str, Tensor]:
+    """What the module is built from, beside its quantised layers' weights."""
     known = {part.removesuffix("?") for part in scheme.parts}
-    parts: dict[str, list[str]] = {layer: [] for layer in layers}
+    quantized = set(layers)
     state: dict[str, Tensor] = {}
     for key in checkpoint.names:
         layer, _, part = key.rpartition(".")
-        if layer in parts and part in known:
-            parts[layer].append(part)
+        if layer in quantized and part in known:
             continue
         tensor = checkpoint.get(key)
-        if layer in parts and part != "bias":
+        if layer in quantized and part != "bias":
             raise UnsupportedModelError(f"{name}: {key} is not known: {scheme.name}")
         if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
             limit = f"is {tensor.dtype}, and no layer of {scheme.name}"
             raise InvalidInputError("model", key, limit)
         state[key] = tensor
-    return state, parts
+    return state
 
 
 class _ExpandedLinears(TorchFunctionMode):
