@@ -147,7 +147,7 @@ def test_bits_do_not_depend_on_the_schedule(
         ({"tensor_parallel_size": 2}, "is for one process"),
         ({"dtype": "bfloat16"}, "needs dtype float32"),
         ({"compile": "eager"}, "needs a captured graph"),
-        ({"load_format": "dummy"}, "needs weights that are read"),
+        ({"load_format": "dummy"}, "needs weights to read"),
         ({"device": "cpu"}, "needs a .gguf file"),
     ],
 )

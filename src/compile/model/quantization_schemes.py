@@ -32,6 +32,7 @@ class Scheme:
 
     Attributes:
         name: for people.
+        format: of its weights, as :meth:`.context.PassContext.weight_format` names them.
         marker: a tensor that quantised layers have, and others do not.
         parts: the tensors of a quantised layer, "bias" apart; those with "?" may be missing.
         read: the weight from its parts and its shape ``(N, K)``. A ValueError says what is wrong.
@@ -39,6 +40,7 @@ class Scheme:
     """
 
     name: str
+    format: str
     marker: str
     parts: tuple[str, ...]
     read: Callable[[Parts, tuple[int, int]], QuantizedWeight]
@@ -49,6 +51,7 @@ def fp8_at_load(excluded: str) -> Scheme:
     """For a checkpoint that is not quantised: all linear layers but the one of this name."""
     return Scheme(
         f"fp8 e4m3 in blocks of {BLOCK} x {BLOCK}, made at load",
+        "fp8",
         "weight",
         ("weight",),
         _make_fp8,
@@ -107,6 +110,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 
     return Scheme(
         f"fp8 e4m3 in blocks of {BLOCK} x {BLOCK}",
+        "fp8",
         "weight_scale_inv",
         ("weight", "weight_scale_inv"),
         read,
@@ -140,6 +144,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
             _expect(activations, where, strategy=("token",))
         return Scheme(
             f"fp8 e4m3 with a scale for each {weights['strategy']}",
+            "fp8",
             "weight_scale",
             ("weight", "weight_scale"),
             _read_fp8_rows,
@@ -161,6 +166,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
     return Scheme(
         f"compressed-tensors int4 with a scale for each {weights['strategy']}",
+        "int4",
         "weight_packed",
         ("weight_packed", "weight_scale", "weight_shape?", "weight_zero_point?"),
         read,
@@ -177,7 +183,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 
     name = f"AWQ int4 in groups of {config.get('group_size')}"
     excluded = _listed(config.get("modules_to_not_convert"))
-    return Scheme(name, "qweight", ("qweight", "qzeros", "scales"), read, excluded)
+    return Scheme(name, "int4", "qweight", ("qweight", "qzeros", "scales"), read, excluded)
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
@@ -197,7 +203,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 
     name = f"GPTQ int4 in groups of {config.get('group_size')}"
     parts = ("qweight", "qzeros", "scales", "g_idx?")
-    return Scheme(name, "qweight", parts, read)
+    return Scheme(name, "int4", "qweight", parts, read)
 
 
 def _make_fp8(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:

@@ -18,9 +18,9 @@ Layer = tuple[str, tuple[int, int]]
 
 
 def read_layers(
-    checkpoint: Checkpoint, scheme: Scheme, layers: Iterable[Layer]
+    checkpoint: Checkpoint, scheme: Scheme, layers: Iterable[Layer], device: torch.device
 ) -> Iterator[tuple[str, QuantizedWeight]]:
-    """The weights of ``layers`` by parameter name, one after the other.
+    """The weights of ``layers`` by parameter name, one after the other, made on ``device``.
 
     Raises:
         InvalidInputError: the tensors of a layer are not those of the scheme.
@@ -28,11 +28,11 @@ def read_layers(
     known = [part.removesuffix("?") for part in scheme.parts]
     for layer, shape in layers:
         parts = {
-            part: checkpoint.get(f"{layer}.{part}")
+            part: checkpoint.get(f"{layer}.{part}").to(device)
             for part in known
             if f"{layer}.{part}" in checkpoint
         }
-        yield f"{layer}.weight", _read_layer(scheme, layer, parts, shape)
+        yield f"{layer}.weight", read_layer(scheme, layer, parts, shape)
 
 
 def saved_layers(folder: Path, layers: Iterable[Layer]) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -47,7 +47,7 @@ def saved_layers(folder: Path, layers: Iterable[Layer]) -> Iterator[tuple[str, Q
         return iter(())
     found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
     scheme = fp8_at_load("") if found is None else scheme_of(str(folder), found)
-    return read_layers(Checkpoint(folder), scheme, layers)
+    return read_layers(Checkpoint(folder), scheme, layers, torch.device("cpu"))
 
 
 def is_same_weight(one: QuantizedWeight | None, other: QuantizedWeight | None) -> bool:
@@ -57,9 +57,12 @@ def is_same_weight(one: QuantizedWeight | None, other: QuantizedWeight | None) -
     return type(one) is type(other) and all(map(torch.equal, one, other))
 
 
-def _read_layer(
-    scheme: Scheme, layer: str, parts: Parts, shape: tuple[int, int]
-) -> QuantizedWeight:
+def read_layer(scheme: Scheme, layer: str, parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
+    """The weight of a layer.
+
+    Raises:
+        InvalidInputError: its tensors are not those of the scheme.
+    """
     missing = [p for p in scheme.parts if not p.endswith("?") and p not in parts]
     if missing:
         raise InvalidInputError("model", layer, f"has no {', '.join(missing)}: {scheme.name}")

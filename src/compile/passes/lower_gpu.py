@@ -4,6 +4,8 @@
   at start-up;
 - ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
   kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
+- ``linear`` with a weight that stays quantised becomes a call of the kernel for its format
+  (:mod:`.gpu_quantized`), a gated activation behind it included where that has one;
 - a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`.
 """
 
@@ -20,6 +22,8 @@ from ...kernels.linear import grouped_mm
 from ...kernels.linear.plan_cache import LinearPlans
 from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
 from .context import PassContext
+from .gpu_quantized import GPU_KERNELS
+from .quantize_linear import QuantizedCalls
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,6 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
+    quantized = QuantizedCalls(graph, context, GPU_KERNELS)
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
     matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
     plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
@@ -61,9 +66,19 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
             call.meta["example_value"] = example(replaced)
             replaced.replace_all_uses_with(call)
             _erase_chain(graph, replaced, node)
+        elif (made := quantized(node)) is not None:
+            gated = _only_gate(node)
+            made_gated = None if gated is None else quantized(node, has_gate=True)
+            with graph.inserting_before(node):
+                call = graph.call_function(*(made_gated or made))
+            replaced = node if gated is None or made_gated is None else gated
+            call.meta["example_value"] = example(replaced)
+            replaced.replace_all_uses_with(call)
+            _erase_chain(graph, replaced, node)
         else:
             continue
         count += 1
+    quantized.release_weights()
     return count
 
 

@@ -158,7 +158,8 @@ def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]
     tensors = [context.constants[part.name] for part in parts]
     if is_stand_in(tensors[0]):
         num_outputs = sum(tensor.shape[0] for tensor in tensors)
-        whole = stand_in((num_outputs, tensors[0].shape[1]), tensors[0].dtype)
+        shape = (num_outputs, tensors[0].shape[1])
+        whole = stand_in(shape, tensors[0].dtype, tensors[0].device)
     else:
         whole = merge_storage(tensors)
     if context.weight_format(tensors[0]) is not None:
