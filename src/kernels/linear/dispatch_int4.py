@@ -1,0 +1,139 @@
+"""Linear layers with weights in 4 or 8 bits on a GPU: unpacked in the matmul, or before it.
+
+Few rows take the time of reading the weight, and :mod:`.matmul_int4` reads it quantised. For many
+rows it is dequantised into memory once per call and multiplied as any weight (:mod:`.dispatch`).
+Both compute with the same weights in the same order, so the bits are equal, and equal to those of a
+model that holds the weight dequantised in the dtype of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .cpu_quantized import GROUP, Int4Weight, Int8Weight
+from .matmul import Tile
+from .matmul_int4 import CHUNK, PackedWeight, dequantize, matmul, pack_words
+from .quantized_weight import QuantizedWeight
+
+MAX_FUSED_ROWS = 64
+"""Up to here, unpacking in the matmul is the faster way, as far as was measured."""
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def pack(weight: QuantizedWeight) -> PackedWeight:
+    """The weight with its own numbers: in the narrowest dtype, and the widest groups, that change
+    none of them."""
+    scales = weight.scales
+    if isinstance(weight, Int8Weight):
+        values, num_bits = weight.values.view(torch.uint8) ^ 128, 8
+        numbers, has_minima = [scales], False
+    else:
+        assert isinstance(weight, Int4Weight)
+        values, num_bits = weight.unpacked(), 4
+        zeros = _zero_points(weight)
+        has_minima = zeros is None
+        numbers = [scales, weight.minima if zeros is None else zeros]
+        if zeros is not None and bool((zeros == 8).all()):
+            numbers = [scales]
+    group = GROUP
+    while group < CHUNK and all(_is_paired(part) for part in numbers):
+        numbers = [part[:, ::2] for part in numbers]
+        group *= 2
+    dtype = next((d for d in _HALVES if all(_is_exact(part, d) for part in numbers)), torch.float32)
+    num_groups = -(-values.shape[1] // CHUNK) * CHUNK // group
+    missing = (0, num_groups - numbers[0].shape[1])
+    held = [
+        torch.nn.functional.pad(part, missing).t().to(dtype).contiguous()
+        for part in numbers
+    ]
+    offsets = held[1] if len(held) > 1 else held[0].new_empty(0)
+    return PackedWeight(pack_words(values, num_bits), held[0], offsets, num_bits, group, has_minima)
+
+
+def _zero_points(weight: Int4Weight) -> Tensor | None:
+    """Whole numbers z with ``minima = -z * scale`` to the bit, if there are any."""
+    scales, minima = weight.scales, weight.minima
+    zeros = (-minima / torch.where(scales == 0, 1.0, scales)).round()
+    is_small = bool(((zeros >= 0) & (zeros <= 16)).all())
+    return zeros if is_small and torch.equal(-zeros * scales, minima) else None
+
+
+def _is_paired(numbers: Tensor) -> bool:
+    is_even = numbers.shape[1] % 2 == 0
+    return is_even and torch.equal(numbers[:, ::2], numbers[:, 1::2])
+
+
+def _is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(numbers.to(dtype).float(), numbers)
+
+
+def choose_tile(num_rows: int, num_outs: int, has_gate: bool) -> Tile:
+    """Sizes by the number of rows and outputs; without influence on the bits."""
+    block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    block_n = 64 if num_outs >= 64 * 264 and not has_gate else 32
+    stages = 4 if block_m == 16 else 3
+    return Tile(block_m=block_m, block_n=block_n, block_k=256, num_stages=stages, num_warps=4)
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    num_bits: int,
+    group: int,
+    has_minima: bool,
+    max_fused_rows: int = MAX_FUSED_ROWS,
+    max_custom_rows: int = dispatch.ALL_ROWS,
+) -> Tensor:
+    """``F.linear(x, weight, bias)``, x ``[..., K]``, the weight by the fields of its
+    :class:`.PackedWeight`.
+
+    Args:
+        max_fused_rows: up to how many rows it is unpacked in the matmul.
+        max_custom_rows: as of :func:`.dispatch.linear`, above that.
+    """
+    weight = PackedWeight(words, scales, offsets, num_bits, group, has_minima)
+    return _linear(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=False)
+
+
+def linear_silu_mul(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    num_bits: int,
+    group: int,
+    has_minima: bool,
+    max_fused_rows: int = MAX_FUSED_ROWS,
+    max_custom_rows: int = dispatch.ALL_ROWS,
+) -> Tensor:
+    """``silu(gate) * up`` of the halves of :func:`linear`."""
+    weight = PackedWeight(words, scales, offsets, num_bits, group, has_minima)
+    return _linear(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=True)
+
+
+def _linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    max_fused_rows: int,
+    max_custom_rows: int,
+    *,
+    has_gate: bool,
+) -> Tensor:
+    width = x.shape[-1]
+    if x.dtype != torch.float32 and 0 < x.numel() <= max_fused_rows * width:
+        rows = x.reshape(-1, width)
+        num_outs = len(weight.words) // (2 if has_gate else 1)
+        tile = choose_tile(len(rows), num_outs, has_gate)
+        out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
+        return out.view(*x.shape[:-1], num_outs)
+    plain: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
+    return plain(x, dequantize(weight, width, x.dtype), bias, max_custom_rows)
