@@ -54,16 +54,18 @@ def nearest_e4m3(x):  # type: ignore[no-untyped-def]
         normal = (bits >> 20) - (120 << 3)
         tiny = (size * 512.0).to(tl.int32)
         found = tl.where(size < 0.015625, tiny, normal)
-        return (found | tl.where(x < 0, 128, 0)).to(tl.uint8)
+        sign = (x.to(tl.uint32, bitcast=True) >> 24).to(tl.int32) & 128
+        return (found | sign).to(tl.uint8)
     return x.to(tl.float8e4nv)
 
 
 @triton.jit
 def quantized(x):  # type: ignore[no-untyped-def]
     """(values, scales) of float32 ``x [groups, 128]``."""
-    scales = tl.div_rn(tl.max(tl.abs(x), 1), _LARGEST + tl.zeros([x.shape[0]], tl.float32))
+    largest = tl.max(tl.abs(x), 1)
+    scales = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
     scales = tl.maximum(scales, _SMALLEST_SCALE)
-    return nearest_e4m3(tl.div_rn(x, tl.expand_dims(scales, 1) + tl.zeros_like(x))), scales
+    return nearest_e4m3(tl.div_rn(x, tl.broadcast_to(tl.expand_dims(scales, 1), x.shape))), scales
 
 
 @triton.jit

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device import Gpu
 from ..fused import quantize_rows as rows_of
 from ..fused.quantize_rows import QuantizedRows
 from .fp8 import BLOCK, Fp8Weight
-from .matmul import Tile
 from .matmul_fp8 import matmul
+from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -30,31 +31,24 @@ def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def choose_tile(num_rows: int, num_outs: int) -> Tile:
-    """Sizes by the number of rows; without influence on the bits."""
-    if num_rows <= 16:
-        return _tile(16, 64, 5, 4, True)
-    if num_rows <= 64:
-        return _tile(32 if num_rows <= 32 else 64, 64, 5, 4, True)
-    if num_outs * -(-num_rows // 128) <= 128 * 132:
-        return _tile(128, 64, 5, 4, False) if num_rows > 64 else _tile(64, 64, 5, 4, True)
-    return _tile(128, 128, 4, 8, False)
-
-
-def _tile(m: int, n: int, stages: int, warps: int, swap: bool) -> Tile:
-    return Tile(
-        block_m=m, block_n=n, block_k=BLOCK, num_stages=stages, num_warps=warps, swap_ab=swap
-    )
-
-
 def _multiply(
     rows: QuantizedRows, like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
     """``[..., N]`` with the leading dims and the dtype of ``like``."""
-    num_outs = len(values)
+    num_rows, (num_outs, k_size) = len(rows.values), values.shape
     shared = 1 if len(scales) == num_outs else BLOCK
-    tile = choose_tile(len(rows.values), num_outs)
-    out = matmul(rows, values, scales, bias, like.dtype, shared=shared, tile=tile)
+    has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
+    tile = None
+    if bias is None and like.dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
+        tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
+    if tile is not None:
+        # Gluon is not in every Triton; the card says whether it is.
+        from . import matmul_fp8_sm90
+
+        out = matmul_fp8_sm90.matmul(rows, values, scales, shared=shared, tile=tile)
+    else:
+        of_any = choose_fp8_tile(num_rows, num_outs)
+        out = matmul(rows, values, scales, bias, like.dtype, shared=shared, tile=of_any)
     return out.view(*like.shape[:-1], num_outs)
 
 

@@ -4,10 +4,11 @@
 x_scale[m, g] * w_scale[n, g] * (sum over k in g of x[m, k] * weight[n, k])``
 
 A group is one ``tl.dot``, which begins from zero; its result, times the product of both scales, is
-added to a float32 accumulator, group after group. No tile splits K, and a group is a group for any
-number of rows, so few rows and many have one order of summation. What is left to the hardware is
-the order within a group: every tile is multiplied by the instruction of a warpgroup (wgmma), which
-has 64 rows on its left at least. With ``swap_ab`` those are outputs.
+added to a float32 accumulator, group after group, with one rounding. Where a weight has one scale
+for all inputs, the whole sum is multiplied by it instead. No tile splits K, and a group is a group
+for any number of rows, so few rows and many have one order of summation. What is left to the
+hardware is the order within a group: every tile is multiplied by the instruction of a warpgroup
+(wgmma), which has 64 rows on its left at least. With ``swap_ab`` those are outputs.
 
 The form is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3), where float32 sums over groups of
 128 make up for the fewer bits that the matrix unit sums FP8 with.
@@ -71,7 +72,7 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
     if IS_ONE:
         w_scales_at = w_scales + begin_n // SHARED * W_GROUPS
     else:
-        w_scales_at = w_scales + n // SHARED * W_GROUPS
+        w_scales_at = w_scales + tl.minimum(n, N - 1) // SHARED * W_GROUPS
     side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
     ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     COLUMNS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
@@ -82,21 +83,25 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
             weights = weight_tiles.load([begin_n, begin])
         else:
             in_k = (begin + k < K)[None, :]
-            rows = tl.load(x_at + begin, mask=is_row[:, None] & in_k, other=0)
-            weights = tl.load(w_at + begin, mask=is_output[:, None] & in_k, other=0)
+            rows = tl.load(x_at + begin, mask=is_row[:, None] & in_k, other=0.0)
+            weights = tl.load(w_at + begin, mask=is_output[:, None] & in_k, other=0.0)
         if SWAP:
             part = tl.dot(_numbers(weights), tl.trans(_numbers(rows)), out_dtype=tl.float32)
         else:
             part = tl.dot(_numbers(rows), tl.trans(_numbers(weights)), out_dtype=tl.float32)
         group = begin // _GROUP
         scales = tl.load(x_scales + group * num_rows + m, mask=is_row, other=0.0)
-        w_group = group if W_GROUPS > 1 else 0
-        if IS_ONE:
-            scales = tl.expand_dims(scales * tl.load(w_scales_at + w_group), 1 - side)
+        if W_GROUPS == 1:
+            scales = tl.expand_dims(scales, 1 - side)
+        elif IS_ONE:
+            scales = tl.expand_dims(scales * tl.load(w_scales_at + group), 1 - side)
         else:
-            of_outputs = tl.load(w_scales_at + w_group, mask=is_output, other=0.0)
+            of_outputs = tl.load(w_scales_at + group)
             scales = tl.expand_dims(scales, 1 - side) * tl.expand_dims(of_outputs, side)
         total = tl.fma(part, tl.broadcast_to(scales, (ROWS, COLUMNS)), total)
+    if W_GROUPS == 1:
+        of_outputs = tl.load(w_scales + tl.minimum(n, N - 1) // SHARED)
+        total *= tl.expand_dims(of_outputs, side)
     if bias is not None:
         addend = tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)
         total += tl.expand_dims(addend, side)
@@ -151,6 +156,7 @@ def matmul(
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=False,  # the sums above say where one rounding is meant
         launch_pdl=pdl,
     )  # fmt: skip
     return out
