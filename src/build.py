@@ -157,7 +157,7 @@ def build(
                 graph_cache=graph_cache,
                 traced=None if restored is None else restored.traced,
                 communicator=communicator,
-                is_native=config.quantization == "gguf" and config.kv_cache_dtype == "auto",
+                is_native=_is_native(config, device),
             )
             if record is not None and graph_cache is not None:
                 record.write(described, graph_cache.key)
@@ -296,6 +296,11 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
     from .compile.capture.graph_cache import GraphCache
 
     return GraphCache(cache_root() / "graphs", before_trace)
+
+
+def _is_native(config: EngineConfig, device: torch.device) -> bool:
+    is_gguf = config.quantization == "gguf" and device.type == "cpu"
+    return is_gguf and config.kv_cache_dtype == "auto"
 
 
 def _quantization_text(captured: CapturedModel, scheme: str | None) -> str:

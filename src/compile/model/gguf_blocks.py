@@ -51,7 +51,9 @@ def check_gguf(model: object, device: torch.device) -> None:
     if name is None or not name.endswith(".gguf"):
         limit = "needs a .gguf file: it keeps what is quantised there, and quantises nothing"
         raise InvalidInputError("quantization", quantization, limit)
-    reason = f"is for a CPU, not for {device}" if device.type != "cpu" else reason_against()
+    if device.type != "cpu":
+        return
+    reason = reason_against()
     if reason is not None:
         raise InvalidInputError("quantization", quantization, reason)
     begin_build()  # beside the reading

@@ -33,7 +33,7 @@ from .quantization_schemes import Scheme, fp8_at_load, scheme_of
 from .quantized_layers import read_layer, read_layers
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-GPU_FORMATS: dict[str, tuple[int, ...]] = {"fp8": (9,)}
+GPU_FORMATS: dict[str, tuple[int, ...]] = {"fp8": (9,), "int4": (9,), "int8": (9,)}
 """The formats of weights that are served on a GPU, with the compute capabilities (major)."""
 _EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # where its kernels for GPUs are not installed
 Build = Callable[[type[PreTrainedModel], PreTrainedConfig, dict[str, Tensor]], PreTrainedModel]
@@ -81,19 +81,16 @@ def check_quantized(
             raise InvalidInputError(field, value, f"weights quantised by {scheme!r} {limit}")
 
 
-def _check_device(scheme: Scheme, device: torch.device) -> None:
-    """Raises InvalidInputError where weights of the scheme's format are not served."""
+def check_capability(format: str, device: torch.device) -> None:
+    """Raises InvalidInputError where weights of the format are not served."""
     if device.type != "cuda":
         return
-    majors = GPU_FORMATS.get(scheme.format)
-    if majors is None:
-        limit = f"weights in {scheme.format} ({scheme.name}) are served on a CPU only"
-        raise InvalidInputError("device", str(device), limit)
     found = torch.cuda.get_device_capability(device)
+    majors = GPU_FORMATS[format]
     if found[0] not in majors:
         known = " or ".join(f"{major}.x" for major in majors)
         limit = (
-            f"weights in {scheme.format} need a GPU of compute capability {known}; "
+            f"weights in {format} need a GPU of compute capability {known}; "
             f"this one has {found[0]}.{found[1]}"
         )
         raise InvalidInputError("device", str(device), limit)
@@ -129,7 +126,7 @@ def load_quantized(
     linears = _linears(skeleton)
     if found is None:
         scheme = fp8_at_load(_head_of(skeleton))
-    _check_device(scheme, device)
+    check_capability(scheme.format, device)
     folder = Path(source)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -166,7 +163,7 @@ def quantize_module(
         InvalidInputError: the module is on a GPU without it.
     """
     scheme = fp8_at_load(_head_of(module))
-    _check_device(scheme, module.device)
+    check_capability(scheme.format, module.device)
     weights: dict[str, QuantizedWeight] = {}
     for layer, linear in _linears(module).items():
         if scheme.is_excluded(layer):

@@ -62,7 +62,8 @@ class PassContext:
         weight = self.quantized[id(tensor)]
         if isinstance(weight, Fp8Weight):
             return "fp8"
+        has_kernels = self.is_native or tensor.is_cuda
         if isinstance(weight, Int4Weight):
-            fits = self.is_native or is_stand_in(tensor) or fits_int4(weight)
+            fits = has_kernels or is_stand_in(tensor) or fits_int4(weight)
             return "int4" if fits else "float16"
-        return "int8" if weight is not None and self.is_native else "float16"
+        return "int8" if weight is not None and has_kernels else "float16"

@@ -46,10 +46,7 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
     dtype = next((d for d in _HALVES if all(_is_exact(part, d) for part in numbers)), torch.float32)
     num_groups = -(-values.shape[1] // CHUNK) * CHUNK // group
     missing = (0, num_groups - numbers[0].shape[1])
-    held = [
-        torch.nn.functional.pad(part, missing).t().to(dtype).contiguous()
-        for part in numbers
-    ]
+    held = [torch.nn.functional.pad(part, missing).t().to(dtype).contiguous() for part in numbers]
     offsets = held[1] if len(held) > 1 else held[0].new_empty(0)
     return PackedWeight(pack_words(values, num_bits), held[0], offsets, num_bits, group, has_minima)
 
@@ -135,5 +132,7 @@ def _linear(
         tile = choose_tile(len(rows), num_outs, has_gate)
         out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
         return out.view(*x.shape[:-1], num_outs)
+    if bias is not None:
+        max_custom_rows = dispatch.ALL_ROWS  # the plan is of a matmul without
     plain: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
     return plain(x, dequantize(weight, width, x.dtype), bias, max_custom_rows)

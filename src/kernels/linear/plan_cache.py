@@ -31,14 +31,14 @@ class LinearPlans:
     """
 
     def __init__(self, transparent: bool, folder: Path | None = None) -> None:
-        self._transparent = transparent
+        self.transparent = transparent
         self._folder = folder
         self._few_rows: dict[str, int] = {}
         self._file: Path | None = None
 
     def max_custom_rows(self, weight: Tensor, bias: Tensor | None) -> int:
         """For the matmul with ``weight [N, K]`` and ``bias [N]`` or None."""
-        if not self._transparent:
+        if not self.transparent:
             return fastest_custom_rows(weight.shape[0], weight.shape[1], Gpu.of(weight.device))
         key = _key(weight, bias)
         if key not in self._kept(weight.device):
@@ -49,7 +49,7 @@ class LinearPlans:
 
     def prepare(self, matmuls: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Compile side by side what the sweeps of these weights and biases will launch."""
-        if not self._transparent:
+        if not self.transparent:
             return
         new: dict[str, tuple[Tensor, Tensor | None]] = {}
         for weight, bias in matmuls:
