@@ -99,7 +99,7 @@ def copies(size: int) -> range:
     return range(max(4, -(-_POOL_BYTES // size)))
 
 
-def tiles_of(x: Tensor, weight: PackedWeight, has_gate: bool) -> dict[str, Callable[..., object]]:
+def tiles_of(x: Tensor, has_gate: bool) -> dict[str, Callable[..., object]]:
     """All that fit the number of rows."""
     found: dict[str, Callable[..., object]] = {}
     for m, n, k, stages, warps in TILES:
@@ -135,7 +135,7 @@ def measure(name: str, num_rows: int, kind: tuple[str, int, int], *, tiles: bool
     first = random_weight(num_outs, num_inputs, *kind[1:])
     size = num_bytes(first)
     weights = [first._replace(words=first.words.clone()) for _ in copies(size)]
-    ways = tiles_of(x, first, has_gate) if tiles else chosen_ways(x, SHAPES[name])
+    ways = tiles_of(x, has_gate) if tiles else chosen_ways(x, SHAPES[name])
     with parallel_build(_DEVICE):
         for way in ways.values():
             way(first)
