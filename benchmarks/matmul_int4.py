@@ -25,7 +25,7 @@ from pagespec.kernels.jit.parallel_build import parallel_build
 from pagespec.kernels.linear import dispatch, dispatch_int4
 from pagespec.kernels.linear.cublas import without_split_k
 from pagespec.kernels.linear.matmul import Tile
-from pagespec.kernels.linear.matmul_int4 import PackedWeight, matmul
+from pagespec.kernels.linear.matmul_int4 import PackedWeight, matmul, pack_numbers
 from pagespec.kernels.linear.plan_cache import LinearPlans
 
 READ_BANDWIDTH = 4.5e12  # bytes/s
@@ -76,18 +76,18 @@ def median_us(calls: list[Callable[[], object]], repeats: int = 11) -> float:
 
 
 def random_weight(num_outs: int, num_inputs: int, num_bits: int, group: int) -> PackedWeight:
-    """4 bits with zero points, or 8."""
+    """With zero points."""
     words = (num_outs, num_inputs * num_bits // 32)
-    low, high = -(2**31), 2**31 - 1
-    numbers = (num_inputs // group, num_outs)
-    scales = torch.rand(numbers, device=_DEVICE).half() / 64
-    zeros = torch.randint(0, 17, numbers, device=_DEVICE).half() if num_bits == 4 else scales[:0, 0]
-    made = torch.randint(low, high, words, dtype=torch.int32, device=_DEVICE)
-    return PackedWeight(made, scales, zeros, num_bits, group, has_minima=False)
+    shape = (num_inputs // group, num_outs)
+    scales = torch.rand(shape, device=_DEVICE) / 64
+    zeros = torch.randint(0, 2**num_bits, shape, device=_DEVICE)
+    made = torch.randint(-(2**31), 2**31 - 1, words, dtype=torch.int32, device=_DEVICE)
+    numbers = pack_numbers(scales, zeros, torch.float16)
+    return PackedWeight(made, numbers, num_bits, group, "float16", has_minima=False)
 
 
 def num_bytes(weight: PackedWeight) -> int:
-    return sum(part.nbytes for part in weight[:3])
+    return sum(part.nbytes for part in weight[:2])
 
 
 def floor_us(num_read: int, num_rows: int, num_outs: int, num_inputs: int) -> float:
@@ -126,7 +126,7 @@ def chosen_ways(x: Tensor, shape: tuple[int, int, bool]) -> dict[str, Callable[.
 def _call(
     call: Callable[..., object], x: Tensor, fused: int, custom: int, weight: PackedWeight
 ) -> object:
-    return call(x, *weight[:3], None, *weight[3:], fused, custom)
+    return call(x, *weight[:2], None, *weight[2:], fused, custom)
 
 
 def measure(name: str, num_rows: int, kind: tuple[str, int, int], *, tiles: bool) -> None:

@@ -26,8 +26,8 @@ def _fp8(weight: QuantizedWeight) -> Kernel:
 def _integers(limits: RowLimits, weight: QuantizedWeight) -> Kernel:
     packed = dispatch_int4.pack(weight)
     chosen = limits.choose(packed, weight.scales.shape[1] * GROUP)
-    data = (packed.num_bits, packed.group, packed.has_minima, *chosen)
-    return Kernel(dispatch_int4.linear, packed[:3], data, dispatch_int4.linear_silu_mul)
+    data = (*packed[2:], *chosen)
+    return Kernel(dispatch_int4.linear, packed[:2], data, dispatch_int4.linear_silu_mul)
 
 
 def gpu_kernels(dtype: torch.dtype, plans: LinearPlans) -> KernelTable:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import dispatch
 from .cpu_quantized import GROUP, Int4Weight, Int8Weight
 from .matmul import Tile
-from .matmul_int4 import CHUNK, PackedWeight, dequantize, matmul, pack_words
+from .matmul_int4 import PADDING, PackedWeight, dequantize, matmul, pack_numbers, pack_words
 from .quantized_weight import QuantizedWeight
 
 MAX_FUSED_ROWS = 64
@@ -30,25 +30,29 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
     scales = weight.scales
     if isinstance(weight, Int8Weight):
         values, num_bits = weight.values.view(torch.uint8) ^ 128, 8
-        numbers, has_minima = [scales], False
+        numbers, has_minima = [scales, torch.full_like(scales, 128.0)], False
     else:
         assert isinstance(weight, Int4Weight)
         values, num_bits = weight.unpacked(), 4
         zeros = _zero_points(weight)
         has_minima = zeros is None
         numbers = [scales, weight.minima if zeros is None else zeros]
-        if zeros is not None and bool((zeros == 8).all()):
-            numbers = [scales]
     group = GROUP
-    while group < CHUNK and all(_is_paired(part) for part in numbers):
+    while group < PADDING and all(_is_paired(part) for part in numbers):
         numbers = [part[:, ::2] for part in numbers]
         group *= 2
     dtype = next((d for d in _HALVES if all(_is_exact(part, d) for part in numbers)), torch.float32)
-    num_groups = -(-values.shape[1] // CHUNK) * CHUNK // group
+    num_groups = -(-values.shape[1] // PADDING) * PADDING // group
     missing = (0, num_groups - numbers[0].shape[1])
-    held = [torch.nn.functional.pad(part, missing).t().to(dtype).contiguous() for part in numbers]
-    offsets = held[1] if len(held) > 1 else held[0].new_empty(0)
-    return PackedWeight(pack_words(values, num_bits), held[0], offsets, num_bits, group, has_minima)
+    held = [torch.nn.functional.pad(part, missing).t() for part in numbers]
+    return PackedWeight(
+        pack_words(values, num_bits),
+        pack_numbers(held[0], held[1], dtype),
+        num_bits,
+        group,
+        str(dtype).removeprefix("torch."),
+        has_minima,
+    )
 
 
 def _zero_points(weight: Int4Weight) -> Tensor | None:
@@ -79,11 +83,11 @@ def choose_tile(num_rows: int, num_outs: int, has_gate: bool) -> Tile:
 def linear(
     x: Tensor,
     words: Tensor,
-    scales: Tensor,
-    offsets: Tensor,
+    numbers: Tensor,
     bias: Tensor | None,
     num_bits: int,
     group: int,
+    dtype: str,
     has_minima: bool,
     max_fused_rows: int = MAX_FUSED_ROWS,
     max_custom_rows: int = dispatch.ALL_ROWS,
@@ -95,24 +99,24 @@ def linear(
         max_fused_rows: up to how many rows it is unpacked in the matmul.
         max_custom_rows: as of :func:`.dispatch.linear`, above that.
     """
-    weight = PackedWeight(words, scales, offsets, num_bits, group, has_minima)
+    weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
     return _linear(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=False)
 
 
 def linear_silu_mul(
     x: Tensor,
     words: Tensor,
-    scales: Tensor,
-    offsets: Tensor,
+    numbers: Tensor,
     bias: Tensor | None,
     num_bits: int,
     group: int,
+    dtype: str,
     has_minima: bool,
     max_fused_rows: int = MAX_FUSED_ROWS,
     max_custom_rows: int = dispatch.ALL_ROWS,
 ) -> Tensor:
     """``silu(gate) * up`` of the halves of :func:`linear`."""
-    weight = PackedWeight(words, scales, offsets, num_bits, group, has_minima)
+    weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
     return _linear(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=True)
 
 

@@ -10,8 +10,9 @@ Values lie in the order in which the matrix unit wants its right operand in regi
 a thread loads in 16 bytes is what it multiplies with (the layout of Marlin, Frantar et al. 2024, is
 made so)::
 
-    int32 word [n, chunk of 128 inputs, t, b]     t < 4 lanes, b < 4 (4 bits) or 8 (8 bits)
-    field lo * H + h of a word is input           b * 8 H + h * 8 + 2 t + lo,  H = 4 or 2, lo < 2
+    int32 word [n, chunk of 16 words, t, b]       t < 4 lanes, b < 4
+    field lo * H + h of it is the chunk's input   b * 8 H + h * 8 + 2 t + lo
+                                                  H = 4 (4 bits) or 2 (8 bits), h < H, lo < 2
 """
 
 from __future__ import annotations
@@ -27,37 +28,45 @@ from ..device import has_dependent_launch
 from ..fused.rounding import EMULATE, rounded
 from .matmul import Tile, _add_bias, _silu_mul
 
-CHUNK = 128
-"""Inputs are padded to a multiple of this."""
-_LANES = 4
+PADDING = 128
+"""K is padded to a multiple of this."""
 
 
 class PackedWeight(NamedTuple):
-    """A weight ``[N, K]`` as the kernels here read it; K padded to C chunks of 128 inputs.
+    """A weight ``[N, K]`` as the kernels here read it, padded to ``[N, P]``.
 
     Attributes:
-        words: int32 ``[N, C * 16]`` of 4 bits, ``[N, C * 32]`` of 8.
-        scales: float16, bfloat16 or float32 ``[C * 128 / group, N]``.
-        offsets: zero points or minima, as scales; empty if all zero points are in the middle.
+        words: int32 ``[N, P * num_bits / 32]``.
+        numbers: int32 ``[P / group, N]``, a scale's bits below those of a zero point or minimum,
+            both float16 or bfloat16; or float32 ``[2, P / group, N]``, scales first.
         num_bits: 4 or 8. group: 32, 64 or 128 inputs, which share a scale.
-        has_minima: whether ``offsets`` are minima.
+        dtype: of the numbers, "float16", "bfloat16" or "float32".
+        has_minima: whether they are minima, not zero points.
     """
 
     words: Tensor
-    scales: Tensor
-    offsets: Tensor
+    numbers: Tensor
     num_bits: int
     group: int
+    dtype: str
     has_minima: bool
+
+
+def pack_numbers(scales: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of scales and offsets ``[G, N]``."""
+    if dtype == torch.float32:
+        return torch.stack((scales, offsets)).float().contiguous()
+    pair = torch.stack((scales, offsets), -1).to(dtype)
+    return pair.contiguous().view(torch.int32).squeeze(-1)
 
 
 def pack_words(values: Tensor, num_bits: int) -> Tensor:
     """The words of values ``[N, K]``, uint8."""
     num_outs, num_inputs = values.shape
-    values = torch.nn.functional.pad(values, (0, -num_inputs % CHUNK))
+    values = torch.nn.functional.pad(values, (0, -num_inputs % PADDING))
     high = 16 // num_bits  # H
     # n, chunk, b, h, t, lo
-    fields = values.view(num_outs, -1, CHUNK // (8 * high), high, _LANES, 2)
+    fields = values.view(num_outs, -1, 4, high, 4, 2)
     fields = fields.permute(0, 1, 4, 2, 5, 3).flatten(-2)
     words = torch.zeros(fields.shape[:-1], dtype=torch.int64, device=values.device)
     for place in range(2 * high):
@@ -67,89 +76,92 @@ def pack_words(values: Tensor, num_bits: int) -> Tensor:
 
 
 @triton.jit
-def _weights(  # type: ignore[no-untyped-def]
-    words,  # int32 [OUTS, BLOCK_K / fields of a word]
-    scales,  # [GROUPS, OUTS]
-    offsets,  # the same, or None
-    OUTS: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
-    HAS_MINIMA: tl.constexpr, DTYPE: tl.constexpr,
+def _half(bits, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 of the lower half of int32 ``bits``."""
+    if NUMBERS == "bfloat16":
+        return (bits << 16).to(tl.float32, bitcast=True)
+    return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _unpacked(  # type: ignore[no-untyped-def]
+    words,  # int32 [OUTS, 16]
+    scales,  # float32 [GROUPS, OUTS]
+    offsets,  # the same
+    OUTS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, HAS_MINIMA: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The weights ``[OUTS, BLOCK_K]`` of a tile."""
+    """The weights ``[inputs, OUTS]`` of a chunk."""
     FIELDS: tl.constexpr = 32 // BITS
     HIGH: tl.constexpr = FIELDS // 2
-    CHUNKS: tl.constexpr = BLOCK_K // 128
-    words = tl.reshape(words, (OUTS, CHUNKS, 4, 16 // HIGH, 1))
-    shifts = tl.reshape(tl.arange(0, FIELDS) * BITS, (1, 1, 1, 1, FIELDS))
+    words = tl.reshape(words, (OUTS, 4, 4, 1))
+    shifts = tl.reshape(tl.arange(0, FIELDS) * BITS, (1, 1, 1, FIELDS))
     values = (words >> shifts) & ((1 << BITS) - 1)
-    values = tl.reshape(values, (OUTS, CHUNKS, 4, 16 // HIGH, 2, HIGH))
-    values = tl.permute(values, (0, 1, 3, 5, 2, 4))
-    values = tl.reshape(values, (OUTS, GROUPS, BLOCK_K // GROUPS)).to(tl.float32)
-    scales = tl.expand_dims(tl.trans(scales.to(tl.float32)), 2)
-    if offsets is None:
-        values = (values - (1 << (BITS - 1))) * scales
+    values = tl.reshape(values, (OUTS, 4, 4, 2, HIGH))
+    values = tl.permute(values, (2, 4, 1, 3, 0))
+    values = tl.reshape(values, (GROUPS, 16 * FIELDS // GROUPS, OUTS)).to(tl.float32)
+    scales = tl.broadcast_to(tl.expand_dims(scales, 1), values.shape)
+    offsets = tl.broadcast_to(tl.expand_dims(offsets, 1), values.shape)
+    if HAS_MINIMA:
+        values = tl.fma(values, scales, offsets)
     else:
-        offsets = tl.expand_dims(tl.trans(offsets.to(tl.float32)), 2)
-        if HAS_MINIMA:
-            values = tl.fma(
-                values,
-                tl.broadcast_to(scales, values.shape),
-                tl.broadcast_to(offsets, values.shape),
-            )
-        else:
-            values = (values - offsets) * scales
-    values = tl.reshape(values, (OUTS, BLOCK_K))
+        values = (values - offsets) * scales
+    values = tl.reshape(values, (16 * FIELDS, OUTS))
     # NumPy knows no bfloat16.
     return rounded(values, DTYPE) if EMULATE else values.to(DTYPE)
 
 
 @triton.jit
-def _load_tile(  # type: ignore[no-untyped-def]
-    words, scales, offsets, begin_n, begin,
+def _load_chunk(  # type: ignore[no-untyped-def]
+    words, numbers, begin_n, begin,
     N: tl.constexpr, ALL: tl.constexpr, K_WORDS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, HAS_MINIMA: tl.constexpr,
-    DTYPE: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, NUMBERS: tl.constexpr,
+    HAS_MINIMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The weights ``[BLOCK_N, BLOCK_K]`` of the outputs from ``begin_n`` on, of ``ALL``, and of the
-    inputs from ``begin`` on; zeros beyond the last one."""
-    WORDS: tl.constexpr = BLOCK_K * BITS // 32
-    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    """The weights ``[inputs of a chunk, BLOCK_N]`` of the outputs from ``begin_n`` on, of ``ALL``,
+    and of the inputs from ``begin`` on; zeros beyond the last one. BLOCK_K: inputs that may lie
+    beyond."""
+    INPUTS: tl.constexpr = 16 * 32 // BITS
+    GROUPS: tl.constexpr = INPUTS // GROUP if INPUTS > GROUP else 1
+    ALL_INPUTS: tl.constexpr = K_WORDS * 32 // BITS
     n = begin_n + tl.arange(0, BLOCK_N)
     if N % BLOCK_N:
         # What is computed beyond the end is not stored.
         n = tl.minimum(n, ALL - 1)
-    w = begin * BITS // 32 + tl.arange(0, WORDS)
+    w = begin * BITS // 32 + tl.arange(0, 16)
     g = begin // GROUP + tl.arange(0, GROUPS)
     words_at = words + n.to(tl.int64)[:, None] * K_WORDS + w[None, :]
-    numbers_at = g[:, None] * ALL + n[None, :]
-    ALL_GROUPS: tl.constexpr = K_WORDS * 32 // BITS // GROUP
-    if K_WORDS % WORDS:
-        loaded = tl.load(words_at, mask=(w < K_WORDS)[None, :], other=0)
-        mask = (g < ALL_GROUPS)[:, None]
-        own_scales = tl.load(scales + numbers_at, mask=mask, other=0.0)
+    numbers_at = numbers + g[:, None] * ALL + n[None, :]
+    # One load for both halves, of the four bytes that an asynchronous copy needs at least.
+    if ALL_INPUTS % BLOCK_K:
+        is_in = begin < ALL_INPUTS
+        loaded = tl.load(words_at, mask=is_in, other=0)
+        first = tl.load(numbers_at, mask=is_in, other=0)
     else:
         loaded = tl.load(words_at)
-        own_scales = tl.load(scales + numbers_at)
-    own_offsets = None
-    if offsets is not None:
-        if K_WORDS % WORDS:
-            own_offsets = tl.load(offsets + numbers_at, mask=mask, other=0.0)
+        first = tl.load(numbers_at)
+    if NUMBERS == "float32":
+        scales = first
+        if ALL_INPUTS % BLOCK_K:
+            offsets = tl.load(numbers_at + ALL_INPUTS // GROUP * ALL, mask=is_in, other=0)
         else:
-            own_offsets = tl.load(offsets + numbers_at)
-    return _weights(loaded, own_scales, own_offsets, BLOCK_N, BLOCK_K, GROUPS, BITS, HAS_MINIMA,
-                    DTYPE)  # fmt: skip
+            offsets = tl.load(numbers_at + ALL_INPUTS // GROUP * ALL)
+    else:
+        scales, offsets = _half(first, NUMBERS), _half(first >> 16, NUMBERS)
+    return _unpacked(loaded, scales, offsets, BLOCK_N, GROUPS, BITS, HAS_MINIMA, DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def int4_kernel(  # type: ignore[no-untyped-def]
     x,  # [num_rows, K]
-    words, scales, offsets,  # of a PackedWeight; offsets or None
+    words, numbers,  # of a PackedWeight
     bias,  # [N] or [2 N], or None
     out,  # [num_rows, N], contiguous
     num_rows,
     x_stride,
     N: tl.constexpr, K: tl.constexpr, K_WORDS: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, HAS_MINIMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, HAS_MINIMA: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, with a gate ``silu(gate) * up`` of its two halves.
 
@@ -165,24 +177,31 @@ def int4_kernel(  # type: ignore[no-untyped-def]
     begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
     m = begin_m + tl.arange(0, BLOCK_M)
     is_row = m[:, None] < num_rows
-    k = tl.arange(0, BLOCK_K)
+    CHUNK: tl.constexpr = 16 * 32 // BITS
+    k = tl.arange(0, CHUNK)
     x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up_total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        if K % BLOCK_K:
-            rows = tl.load(x_at + begin, mask=is_row & (begin + k < K)[None, :], other=0.0)
-        else:
-            rows = tl.load(x_at + begin, mask=is_row, other=0.0)
-        if EMULATE:
-            rows = rows.to(tl.float32)
-        weights = _load_tile(words, scales, offsets, begin_n, begin, N, ALL, K_WORDS, BLOCK_N,
-                             BLOCK_K, GROUP, BITS, HAS_MINIMA, DTYPE)  # fmt: skip
-        total = tl.dot(rows, tl.trans(weights), total)
-        if HAS_GATE:
-            ups = _load_tile(words, scales, offsets, begin_n + N, begin, N, ALL, K_WORDS,
-                             BLOCK_N, BLOCK_K, GROUP, BITS, HAS_MINIMA, DTYPE)  # fmt: skip
-            up_total = tl.dot(rows, tl.trans(ups), up_total)
+    for first in range(0, K, BLOCK_K):
+        for chunk in tl.static_range(BLOCK_K // CHUNK):
+            begin = first + chunk * CHUNK
+            if K % BLOCK_K:
+                rows = tl.load(x_at + begin, mask=is_row & (begin + k < K)[None, :], other=0.0)
+            else:
+                rows = tl.load(x_at + begin, mask=is_row, other=0.0)
+            if EMULATE:
+                rows = rows.to(tl.float32)
+            weights = _load_chunk(
+                words, numbers, begin_n, begin, N, ALL, K_WORDS, BLOCK_N, BLOCK_K, GROUP, BITS,
+                NUMBERS, HAS_MINIMA, DTYPE,
+            )  # fmt: skip
+            total = tl.dot(rows, weights, total)
+            if HAS_GATE:
+                ups = _load_chunk(
+                    words, numbers, begin_n + N, begin, N, ALL, K_WORDS, BLOCK_N, BLOCK_K, GROUP,
+                    BITS, NUMBERS, HAS_MINIMA, DTYPE,
+                )  # fmt: skip
+                up_total = tl.dot(rows, ups, up_total)
     n = begin_n + tl.arange(0, BLOCK_N)
     n_read = tl.minimum(n, N - 1)
     if bias is not None:
@@ -198,24 +217,25 @@ def int4_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def dequantize_kernel(  # type: ignore[no-untyped-def]
-    words, scales, offsets,
+    words, numbers,  # of a PackedWeight
     out,  # [N, K], contiguous
     N: tl.constexpr, K: tl.constexpr, K_WORDS: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, HAS_MINIMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, HAS_MINIMA: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of BLOCK_N outputs by BLOCK_K inputs."""
+    """Grid: tiles of BLOCK_N outputs by a chunk of inputs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    begin = tl.program_id(0) % tl.cdiv(K, BLOCK_K) * BLOCK_K
-    begin_n = tl.program_id(0) // tl.cdiv(K, BLOCK_K) * BLOCK_N
-    weights = _load_tile(words, scales, offsets, begin_n, begin, N, N, K_WORDS, BLOCK_N,
-                         BLOCK_K, GROUP, BITS, HAS_MINIMA, out.dtype.element_ty)  # fmt: skip
+    CHUNK: tl.constexpr = 16 * 32 // BITS
+    begin = tl.program_id(0) % tl.cdiv(K, CHUNK) * CHUNK
+    begin_n = tl.program_id(0) // tl.cdiv(K, CHUNK) * BLOCK_N
+    weights = _load_chunk(words, numbers, begin_n, begin, N, N, K_WORDS, BLOCK_N, CHUNK,
+                          GROUP, BITS, NUMBERS, HAS_MINIMA, out.dtype.element_ty)  # fmt: skip
     n = begin_n + tl.arange(0, BLOCK_N)
-    k = begin + tl.arange(0, BLOCK_K)
+    k = begin + tl.arange(0, CHUNK)
     mask = (n < N)[:, None] & (k < K)[None, :]
-    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], weights, mask=mask)
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], tl.trans(weights), mask=mask)
 
 
 def _constants(weight: PackedWeight, num_outs: int, num_inputs: int) -> dict[str, object]:
@@ -225,6 +245,7 @@ def _constants(weight: PackedWeight, num_outs: int, num_inputs: int) -> dict[str
         "K_WORDS": weight.words.shape[1],
         "GROUP": weight.group,
         "BITS": weight.num_bits,
+        "NUMBERS": weight.dtype,
         "HAS_MINIMA": weight.has_minima,
     }
 
@@ -243,7 +264,8 @@ def matmul(
         x: ``[M, K]``, bfloat16 or float16. Rows may be strided.
         weight: of ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate.
         bias: ``[N]`` (``[2 N]``), or None; added before rounding.
-        tile: sizes, without influence on the result; ``block_k`` is a multiple of 128.
+        tile: sizes, without influence on the result; ``block_k`` is a multiple of 128, of which as
+            much is under way at once.
         has_gate: whether to return ``silu(gate) * up`` of the two halves, as :func:`.matmul.matmul`
             does.
 
@@ -259,7 +281,7 @@ def matmul(
     pdl = has_dependent_launch(x.device)
     grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(num_outs, tile.block_n),)
     int4_kernel[grid](
-        x, weight.words, weight.scales, weight.offsets if weight.offsets.numel() else None,
+        x, weight.words, weight.numbers,
         bias, out, num_rows, x.stride(0),
         **_constants(weight, num_outs, width),
         BLOCK_M=tile.block_m,
@@ -279,13 +301,12 @@ def dequantize(weight: PackedWeight, num_inputs: int, dtype: torch.dtype) -> Ten
     num_outs = len(weight.words)
     out = torch.empty(num_outs, num_inputs, dtype=dtype, device=weight.words.device)
     pdl = has_dependent_launch(out.device)
-    block_n, block_k = 32, 256
-    grid = (triton.cdiv(num_outs, block_n) * triton.cdiv(num_inputs, block_k),)
+    block_n, chunk = 64, 16 * 32 // weight.num_bits
+    grid = (triton.cdiv(num_outs, block_n) * triton.cdiv(num_inputs, chunk),)
     dequantize_kernel[grid](
-        weight.words, weight.scales, weight.offsets if weight.offsets.numel() else None, out,
+        weight.words, weight.numbers, out,
         **_constants(weight, num_outs, num_inputs),
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -34,8 +34,7 @@ class RowLimits:
         Raises:
             UnsupportedModelError: as of :func:`.plan.choose_plan`.
         """
-        kinds = weight.scales.dtype, weight.offsets.numel() > 0
-        key = (*weight.words.shape, num_inputs, *weight[3:], *kinds)
+        key = (*weight.words.shape, num_inputs, *weight[2:])
         if key not in self._known:
             with torch.inference_mode():
                 self._known[key] = self._find(weight, num_inputs)
@@ -52,7 +51,7 @@ class RowLimits:
         counts = [count for count in SWEEP_ROWS if count <= MAX_FUSED_ROWS]
 
         def multiply(x: Tensor) -> Tensor:
-            return dispatch_int4.linear(x, *weight[:3], None, *weight[3:])
+            return dispatch_int4.linear(x, *weight[:2], None, *weight[2:])
 
         x = _rows_to_try(plain, REFERENCE_ROWS)
         with parallel_build(plain.device):

@@ -89,7 +89,7 @@ def test_has_the_bits_of_the_dequantised_weight(
                 # Unpacked in the matmul, and before it.
                 for max_fused_rows in (512, 0):
                     x = rows_of(count, shape[1])
-                    found = ours(x, *packed[:3], added, *packed[3:], max_fused_rows)
+                    found = ours(x, *packed[:2], added, *packed[2:], max_fused_rows)
                     if not torch.equal(bits(found), expected[:count]):
                         differing.append((added is not None, count, max_fused_rows))
             for sizes in TILES:
