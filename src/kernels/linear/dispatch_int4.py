@@ -74,7 +74,7 @@ def _is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
 
 def choose_tile(num_rows: int, num_outs: int, has_gate: bool) -> Tile:
     """Sizes by the number of rows and outputs; without influence on the bits."""
-    block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    block_m = 16 if num_rows <= 16 else 64
     block_n = 64 if num_outs >= 64 * 264 and not has_gate else 32
     stages = 4 if block_m == 16 else 3
     return Tile(block_m=block_m, block_n=block_n, block_k=256, num_stages=stages, num_warps=4)
