@@ -310,10 +310,10 @@ def test_settings_that_do_not_suit(
 
 
 def test_refused_on_a_gpu_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 bits anywhere, FP8 where the matrix units have none."""
+    """Where the kernels were not tried."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     for layout, named in (
-        ("gptq", "weights in int4 .GPTQ int4.* are served on a CPU only"),
+        ("gptq", "weights in int4 need a GPU of compute capability 9.x; this one has 8.0"),
         ("fp8 blocks", "weights in fp8 need a GPU of compute capability 9.x; this one has 8.0"),
     ):
         write_quantized(tmp_path, layout)

@@ -82,11 +82,11 @@ def load_model(
     if load_format not in _LOAD_FORMATS:
         raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
     if quantization == "gguf":
-        check_gguf(model.name if isinstance(model, ModelSource) else model, device)
-        check_capability("int4", device)
         if device.type == "cpu" and torch_dtype not in (None, torch.float32):
             limit = f"needs dtype float32, or auto, on a CPU; dtype is {dtype!r}"
             raise InvalidInputError("quantization", quantization, limit)
+        check_gguf(model.name if isinstance(model, ModelSource) else model, device)
+        check_capability("int4", device)
     if isinstance(model, PreTrainedModel):
         if quantization is not None:
             limit = "needs a model in files: a module in memory has its weights already"
