@@ -14,16 +14,16 @@ from ...kernels.linear.cpu_quantized import GROUP
 from ...kernels.linear.fp8 import Fp8Weight
 from ...kernels.linear.plan_cache import LinearPlans
 from ...kernels.linear.plan_int4 import RowLimits
-from ...kernels.linear.quantized_weight import QuantizedWeight
-from .quantize_linear import Kernel, KernelTable
+from .quantize_linear import Kernel, KernelTable, WeightInOrder
 
 
-def _fp8(weight: QuantizedWeight) -> Kernel:
+def _fp8(weight: WeightInOrder) -> Kernel:
     assert isinstance(weight, Fp8Weight)
     return Kernel(dispatch_fp8.linear, dispatch_fp8.pack(weight))
 
 
-def _integers(limits: RowLimits, weight: QuantizedWeight) -> Kernel:
+def _integers(limits: RowLimits, weight: WeightInOrder) -> Kernel:
+    assert not isinstance(weight, Fp8Weight)
     packed = dispatch_int4.pack(weight)
     chosen = limits.choose(packed, weight.scales.shape[1] * GROUP)
     data = (*packed[2:], *chosen)

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .cpu_quantized import GROUP, Int4Weight, Int8Weight
+from .cpu_quantized import GROUP, Blocks, Int4Weight, Int8Weight
 from .matmul import Tile
 from .matmul_int4 import PADDING, PackedWeight, dequantize, matmul, pack_numbers, pack_words
-from .quantized_weight import QuantizedWeight
 
 MAX_FUSED_ROWS = 64
 """Up to here, unpacking in the matmul is the faster way, as far as was measured."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def pack(weight: QuantizedWeight) -> PackedWeight:
+def pack(weight: Blocks) -> PackedWeight:
     """The weight with its own numbers: in the narrowest dtype, and the widest groups, that change
     none of them."""
     scales = weight.scales
@@ -32,7 +31,6 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
         values, num_bits = weight.values.view(torch.uint8) ^ 128, 8
         numbers, has_minima = [scales, torch.full_like(scales, 128.0)], False
     else:
-        assert isinstance(weight, Int4Weight)
         values, num_bits = weight.unpacked(), 4
         zeros = _zero_points(weight)
         has_minima = zeros is None
@@ -100,7 +98,7 @@ def linear(
         max_custom_rows: as of :func:`.dispatch.linear`, above that.
     """
     weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
-    return _linear(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=False)
+    return multiply(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=False)
 
 
 def linear_silu_mul(
@@ -117,18 +115,19 @@ def linear_silu_mul(
 ) -> Tensor:
     """``silu(gate) * up`` of the halves of :func:`linear`."""
     weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
-    return _linear(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=True)
+    return multiply(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=True)
 
 
-def _linear(
+def multiply(
     x: Tensor,
     weight: PackedWeight,
     bias: Tensor | None,
     max_fused_rows: int,
     max_custom_rows: int,
     *,
-    has_gate: bool,
+    has_gate: bool = False,
 ) -> Tensor:
+    """:func:`linear` or :func:`linear_silu_mul` with a weight in one piece."""
     width = x.shape[-1]
     if x.dtype != torch.float32 and 0 < x.numel() <= max_fused_rows * width:
         rows = x.reshape(-1, width)

@@ -51,7 +51,7 @@ class RowLimits:
         counts = [count for count in SWEEP_ROWS if count <= MAX_FUSED_ROWS]
 
         def multiply(x: Tensor) -> Tensor:
-            return dispatch_int4.linear(x, *weight[:2], None, *weight[2:])
+            return dispatch_int4.multiply(x, weight, None, MAX_FUSED_ROWS, max_custom_rows)
 
         x = _rows_to_try(plain, REFERENCE_ROWS)
         with parallel_build(plain.device):
