@@ -93,10 +93,8 @@ def test_beside_the_cpu(layout: str) -> None:
 def test_answers_do_not_depend_on_the_schedule(layout: str) -> None:
     def make_llm(**arguments: Any) -> LLM:
         path, _ = subject(layout)
-        return LLM(
-            path, device="cuda", dtype="bfloat16", check_invariants=True, max_model_len=512,
-            **arguments,
-        )  # fmt: skip
+        settings = {"check_invariants": True, "max_model_len": 512, **arguments}
+        return LLM(path, device="cuda", dtype="bfloat16", **settings)
 
     report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=16, size=QUANTIZED_GATE_SIZE)
     assert [f.first_difference for f in report.groups if f.num_different] == []

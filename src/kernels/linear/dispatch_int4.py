@@ -13,9 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import dispatch
+from ..device import Gpu
+from . import dispatch, tiles
 from .cpu_quantized import GROUP, Blocks, Int4Weight, Int8Weight
 from .matmul import Tile
+from .matmul import matmul as plain_matmul
 from .matmul_int4 import PADDING, PackedWeight, dequantize, matmul, pack_numbers, pack_words
 
 MAX_FUSED_ROWS = 64
@@ -135,7 +137,15 @@ def multiply(
         tile = choose_tile(len(rows), num_outs, has_gate)
         out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
         return out.view(*x.shape[:-1], num_outs)
-    if bias is not None:
-        max_custom_rows = dispatch.ALL_ROWS  # the plan is of a matmul without
-    plain: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
-    return plain(x, dequantize(weight, width, x.dtype), bias, max_custom_rows)
+    plain = dequantize(weight, width, x.dtype)
+    # The plan is of a matmul without a bias.
+    if x.numel() == 0 or (bias is None and x.numel() > max_custom_rows * width):
+        many: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
+        return many(x, plain, bias, 0)
+    # Not by the kernel of :mod:`.matmul_sm90`, which reads weights before the kernel that has just
+    # written them ends.
+    rows = x.reshape(-1, width)
+    num_outs = len(plain) // (2 if has_gate else 1)
+    tile = tiles.choose_tile(len(rows), num_outs, width, x.itemsize, has_gate, Gpu.of(x.device))
+    out = plain_matmul(rows, plain, bias, tile=tile, has_gate=has_gate)
+    return out.view(*x.shape[:-1], num_outs)

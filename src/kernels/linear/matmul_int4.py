@@ -346,7 +346,7 @@ def matmul(
         weight: of ``[N, K]``, or ``[2 N, K]`` (gate, then up) with a gate.
         bias: ``[N]`` (``[2 N]``), or None; added before rounding.
         tile: sizes, without influence on the result; ``block_k`` is a multiple of 128, of which as
-            much is under way at once.
+            much is under way at once, or all of K.
         has_gate: whether to return ``silu(gate) * up`` of the two halves, as :func:`.matmul.matmul`
             does.
 
@@ -354,6 +354,7 @@ def matmul(
         ``[M, N]``, contiguous.
     """
     num_rows, width = x.shape
+    padded = weight.words.shape[1] * 32 // weight.num_bits
     num_outs = len(weight.words) // (2 if has_gate else 1)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty(num_rows, num_outs)
@@ -367,7 +368,7 @@ def matmul(
         **_constants(weight, num_outs, width),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
+        BLOCK_K=min(tile.block_k, padded),
         HAS_GATE=has_gate,
         PDL=pdl,
         num_warps=tile.num_warps,

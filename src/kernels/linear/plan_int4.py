@@ -16,6 +16,8 @@ from .matmul_int4 import PackedWeight, dequantize
 from .plan import REFERENCE_ROWS, SWEEP_ROWS, _differing, _rows_to_try
 from .plan_cache import LinearPlans
 
+_LEAST_INPUTS = 512
+
 
 class RowLimits:
     """Row limits of the matmuls with packed weights, one pair for each shape.
@@ -44,8 +46,8 @@ class RowLimits:
         plain = dequantize(weight, num_inputs, self._dtype)
         self._plans.prepare([(plain, None)])
         max_custom_rows = self._plans.max_custom_rows(plain, None)
-        if self._dtype == torch.float32:
-            return 0, max_custom_rows  # no matrix unit
+        if self._dtype == torch.float32 or num_inputs < _LEAST_INPUTS:
+            return 0, max_custom_rows  # no matrix unit, or too little to gain
         if not self._plans.transparent:
             return MAX_FUSED_ROWS, max_custom_rows
         counts = [count for count in SWEEP_ROWS if count <= MAX_FUSED_ROWS]

@@ -20,10 +20,12 @@ WEIGHTS = [
     ("zeros", (200, 4096, 128)),
     ("minima", (96, 576, 32)),
     ("int8", (200, 2048, 32)),
+    ("symmetric", (96, 64, 32)),
+    ("int8", (128, 96, 32)),
 ]
 COUNTS = (1, 2, 16, 17, 33, 64, 65, 200)
 # block_m, block_n, block_k, num_stages, num_warps
-TILES = [(16, 64, 512, 2, 4), (64, 64, 128, 3, 4)]
+TILES = [(16, 32, 512, 3, 4), (64, 64, 128, 4, 4)]
 
 
 def made(kind: str, num_outs: int, num_inputs: int, group: int) -> QuantizedWeight:
