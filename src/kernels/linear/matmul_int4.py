@@ -10,11 +10,9 @@ Values lie in the order in which the matrix unit wants its right operand in regi
 a thread loads in 16 bytes is what it multiplies with (the layout of Marlin, Frantar et al. 2024, is
 made so)::
 
-    int32 word [n, chunk of 16 words, t, b]      t < 4 lanes, b < 4
-    field f of it is the chunk's input           b * 32 + (f >> 2) * 16 + 4 t + (f & 3), of 4 bits
-                                                 b * 16 + 4 t + f, of 8 bits
-    places of fields 0, 1, ..., from the         0 4 1 5 2 6 3 7, and 0 2 1 3
-    lowest bits of the word on
+    int32 word [n, chunk of 16 words, t, b]       t < 4 lanes, b < 4
+    field lo * H + h of it is the chunk's input   b * 8 H + h * 8 + 2 t + lo
+                                                  H = 4 (4 bits) or 2 (8 bits), h < H, lo < 2
 """
 
 from __future__ import annotations
@@ -66,12 +64,12 @@ def pack_words(values: Tensor, num_bits: int) -> Tensor:
     """The words of values ``[N, K]``, uint8."""
     num_outs, num_inputs = values.shape
     values = torch.nn.functional.pad(values, (0, -num_inputs % PADDING))
-    halves = 8 // num_bits
-    # n, chunk, b, f >> 2, t, f >> 1 & 1, f & 1
-    fields = values.view(num_outs, -1, 4, halves, 4, 2, 2)
-    fields = fields.permute(0, 1, 4, 2, 6, 3, 5).flatten(-3)
+    high = 16 // num_bits  # H
+    # n, chunk, b, h, t, lo
+    fields = values.view(num_outs, -1, 4, high, 4, 2)
+    fields = fields.permute(0, 1, 4, 2, 5, 3).flatten(-2)
     words = torch.zeros(fields.shape[:-1], dtype=torch.int64, device=values.device)
-    for place in range(4 * halves):
+    for place in range(2 * high):
         words |= fields[..., place].long() << num_bits * place
     # As the same bits, signed.
     return ((words + 2**31) % 2**32 - 2**31).int().flatten(1)
@@ -83,21 +81,6 @@ def _half(bits, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
     if NUMBERS == "bfloat16":
         return (bits << 16).to(tl.float32, bitcast=True)
     return (bits & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _field(  # type: ignore[no-untyped-def]
-    words, scales, offsets,
-    PLACE: tl.constexpr, BITS: tl.constexpr, HAS_MINIMA: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The weights in one field of words; scales and offsets are float32 and of their shape."""
-    values = ((words >> PLACE * BITS) & ((1 << BITS) - 1)).to(tl.float32)
-    if HAS_MINIMA:
-        values = tl.fma(values, scales, offsets)
-    else:
-        values = (values - offsets) * scales
-    # NumPy knows no bfloat16.
-    return rounded(values, DTYPE) if EMULATE else values.to(DTYPE)
 
 
 @triton.jit
@@ -113,74 +96,73 @@ def _unpacked(  # type: ignore[no-untyped-def]
     scales,  # float32 [GROUPS, OUTS]
     offsets,  # the same
     OUTS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, HAS_MINIMA: tl.constexpr,
-    IN_PAIRS: tl.constexpr, DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The weights ``[inputs, OUTS]`` of a chunk.
+    """The weights ``[inputs, OUTS]`` of a chunk."""
+    FIELDS: tl.constexpr = 32 // BITS
+    words = tl.reshape(words, (OUTS, 4, 4, 1))
+    shifts = tl.reshape(tl.arange(0, FIELDS) * BITS, (1, 1, 1, FIELDS))
+    values = (words >> shifts) & ((1 << BITS) - 1)
+    values = tl.reshape(values, (OUTS, 4, 4, 2, FIELDS // 2))
+    values = tl.permute(values, (2, 4, 1, 3, 0))
+    values = tl.reshape(values, (GROUPS, 16 * FIELDS // GROUPS, OUTS)).to(tl.float32)
+    scales = tl.broadcast_to(tl.expand_dims(scales, 1), values.shape)
+    offsets = tl.broadcast_to(tl.expand_dims(offsets, 1), values.shape)
+    if HAS_MINIMA:
+        values = tl.fma(values, scales, offsets)
+    else:
+        values = (values - offsets) * scales
+    values = tl.reshape(values, (16 * FIELDS, OUTS))
+    # NumPy knows no bfloat16.
+    return rounded(values, DTYPE) if EMULATE else values.to(DTYPE)
 
-    IN_PAIRS, of 4 bits into bfloat16 without minima, for scales of 16 bits: two weights per
-    instruction. 128 + q is a bfloat16 number with q in its last bits, and what is left of the zero
-    point, d, has 4 bits. A scale is the sum of its nearest bfloat16 number and a rest of 3 bits at
-    most. So d * rest is exact, and d * scale is rounded once, in the last operation.
+
+@triton.jit
+def _unpacked_in_pairs(  # type: ignore[no-untyped-def]
+    words,  # int32 [OUTS, 16], of 4 bits
+    scales,  # float32 [GROUPS, OUTS], of numbers that float16 or bfloat16 has
+    zeros,  # the same
+    OUTS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The same in bfloat16, two weights per instruction.
+
+    128 + q is a bfloat16 number with q in its last bits, and what is left of the zero point, d, has
+    4 bits. A scale is the sum of its nearest bfloat16 number and a rest of 3 bits at most. So
+    d * rest is exact, and d * scale is rounded once, in the last operation.
     """
-    shape: tl.constexpr = (OUTS, 1, GROUPS, 1)
-    full: tl.constexpr = (OUTS, 4, GROUPS, 4 // GROUPS)
-    words = tl.reshape(words, full)
-    if IN_PAIRS:
-        upper = scales.to(tl.bfloat16)
-        rest = (scales - upper.to(tl.float32)).to(tl.bfloat16)
-        f0, f1, f2, f3, f4, f5, f6, f7 = tl.inline_asm_elementwise(
-            _PAIRS_ASM,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r",
-            [
-                words,
-                tl.reshape(tl.trans(_twice((offsets + 128.0).to(tl.bfloat16))), shape),
-                tl.reshape(tl.trans(_twice(upper)), shape),
-                tl.reshape(tl.trans(_twice(rest)), shape),
-            ],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        scales = tl.broadcast_to(tl.reshape(tl.trans(scales), shape), full)
-        offsets = tl.broadcast_to(tl.reshape(tl.trans(offsets), shape), full)
-        f0 = _field(words, scales, offsets, 0, BITS, HAS_MINIMA, DTYPE)
-        f2 = _field(words, scales, offsets, 1, BITS, HAS_MINIMA, DTYPE)
-        if BITS == 4:
-            f4 = _field(words, scales, offsets, 2, BITS, HAS_MINIMA, DTYPE)
-            f6 = _field(words, scales, offsets, 3, BITS, HAS_MINIMA, DTYPE)
-        f1 = _field(words, scales, offsets, 16 // BITS, BITS, HAS_MINIMA, DTYPE)
-        f3 = _field(words, scales, offsets, 16 // BITS + 1, BITS, HAS_MINIMA, DTYPE)
-        if BITS == 4:
-            f5 = _field(words, scales, offsets, 6, BITS, HAS_MINIMA, DTYPE)
-            f7 = _field(words, scales, offsets, 7, BITS, HAS_MINIMA, DTYPE)
-    values = tl.join(tl.join(f0, f1), tl.join(f2, f3))
-    if BITS == 4:
-        values = tl.join(values, tl.join(tl.join(f4, f5), tl.join(f6, f7)))
-        # OUTS, t, b in two parts, f & 1, f >> 1 & 1, f >> 2
-        values = tl.permute(values, (2, 3, 6, 1, 5, 4, 0))
-    else:
-        values = tl.permute(values, (2, 3, 1, 5, 4, 0))
-    values = tl.reshape(values, (16 * 32 // BITS, OUTS))
-    return values.to(DTYPE, bitcast=True) if IN_PAIRS else values
-
-
-_PAIRS_ASM = tl.constexpr(
-    "".join(
-        f"""
-    {{
-    .reg .b32 w, d, e;
-    shr.u32 w, $8, {4 * pair};
-    lop3.b32 d, w, 0x000F000F, 0x43004300, 0xEA;
-    sub.rn.bf16x2 d, d, $9;
-    mul.rn.bf16x2 e, d, $11;
-    fma.rn.bf16x2 d, d, $10, e;
-    mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, d;
-    }}
-"""
-        for pair in range(4)
+    upper = scales.to(tl.bfloat16)
+    rest = (scales - upper.to(tl.float32)).to(tl.bfloat16)
+    shape: tl.constexpr = (OUTS, 1, GROUPS, 1, 1)
+    words = tl.reshape(words, (OUTS, 4, GROUPS, 4 // GROUPS, 1))
+    shifts = tl.reshape(tl.arange(0, 4) * 4, (1, 1, 1, 1, 4))
+    pairs = tl.inline_asm_elementwise(
+        ASM,
+        "=r,r,r,r,r",
+        [
+            words >> shifts,
+            tl.reshape(tl.trans(_twice((zeros + 128.0).to(tl.bfloat16))), shape),
+            tl.reshape(tl.trans(_twice(upper)), shape),
+            tl.reshape(tl.trans(_twice(rest)), shape),
+        ],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
     )
-)
+    halves = tl.reshape(tl.arange(0, 2) * 16, (1, 1, 1, 1, 2))
+    values = (tl.reshape(pairs, (OUTS, 4, 4, 4, 1)) >> halves).to(tl.int16)
+    values = tl.permute(values, (2, 3, 1, 4, 0)).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(values, (128, OUTS))
+
+
+_PAIR_ASM = tl.constexpr("""
+    {
+    .reg .b32 d, e;
+    lop3.b32 d, $1, 0x000F000F, 0x43004300, 0xEA;  // (a & b) | c
+    sub.rn.bf16x2 d, d, $2;
+    mul.rn.bf16x2 e, d, $4;
+    fma.rn.bf16x2 $0, d, $3, e;
+    }
+""")
 
 
 @triton.jit
@@ -220,16 +202,9 @@ def _load_chunk(  # type: ignore[no-untyped-def]
             offsets = tl.load(numbers_at + ALL_INPUTS // GROUP * ALL)
     else:
         scales, offsets = _half(first, NUMBERS), _half(first >> 16, NUMBERS)
-    IN_PAIRS: tl.constexpr = (
-        BITS == 4
-        and NUMBERS != "float32"
-        and not HAS_MINIMA
-        and tl.bfloat16 == DTYPE
-        and not EMULATE
-    )
-    return _unpacked(
-        loaded, scales, offsets, BLOCK_N, GROUPS, BITS, HAS_MINIMA, IN_PAIRS, DTYPE
-    )  # fmt: skip
+        if BITS == 4 and tl.bfloat16 == DTYPE and not HAS_MINIMA and not EMULATE:
+            return _unpacked_in_pairs(loaded, scales, offsets, BLOCK_N, GROUPS, _PAIR_ASM)
+    return _unpacked(loaded, scales, offsets, BLOCK_N, GROUPS, BITS, HAS_MINIMA, DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
