@@ -304,8 +304,8 @@ def _is_native(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _quantization_text(captured: CapturedModel, scheme: str | None) -> str:
-    """What is held in which format, and which matrices stay float32."""
+    """What is held in which format, and which matrices are not quantised."""
     formats = captured.weight_formats
     counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats.items())
     left = ", ".join(captured.float32_matrices) or "vectors only"
-    return f"{scheme}: {counts}; float32 are {left}"
+    return f"{scheme}: {counts}; not quantised are {left}"

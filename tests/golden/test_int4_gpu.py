@@ -18,13 +18,20 @@ from tests.golden.harness import mixed_prompts
 from tests.golden.subjects import QUANTIZED_GATE_SIZE
 from tests.support.gguf_files import gguf_model
 from tests.support.models import VOCAB_SIZE
-from tests.support.quantized_files import INT4_LAYOUTS, write_quantized
+from tests.support.quantized_files import write_quantized
 
 pytestmark = pytest.mark.gpu
 
 # Beside float32 on a CPU; a model in bfloat16 has it too.
 BFLOAT16_ERROR = 0.05
-SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 64, "max_model_len": 256}
+# Steps of up to 160 rows, of which some are multiplied by weights that are dequantised before.
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "num_blocks": 64,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 160,
+}
 
 
 @functools.cache
@@ -72,12 +79,12 @@ def check_equal(quantised: str, plain: str, **own: Any) -> None:
     assert differences == [0.0] * len(differences)
 
 
-@pytest.mark.parametrize("layout", [name for name in INT4_LAYOUTS if "sorted" not in name])
+@pytest.mark.parametrize("layout", ["awq", "gptq asymmetric", "packed int4"])
 def test_equals_the_dequantised_model_in_bfloat16(layout: str) -> None:
     check_equal(*subject(layout))
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq", "gptq sorted", "packed int4 sorted"])
+@pytest.mark.parametrize("layout", ["gptq", "gptq sorted", "packed int4 sorted"])
 def test_beside_the_cpu(layout: str) -> None:
     """Sums of sorted inputs have an order of their own."""
     quantised, _ = subject(layout)
@@ -89,10 +96,9 @@ def test_beside_the_cpu(layout: str) -> None:
         assert (found[0] - exact[0]).abs().max() < BFLOAT16_ERROR * exact[0].abs().max()
 
 
-@pytest.mark.parametrize("layout", ["awq", "packed int4"])
-def test_answers_do_not_depend_on_the_schedule(layout: str) -> None:
+def test_answers_do_not_depend_on_the_schedule() -> None:
     def make_llm(**arguments: Any) -> LLM:
-        path, _ = subject(layout)
+        path, _ = subject("packed int4")
         settings = {"check_invariants": True, "max_model_len": 512, **arguments}
         return LLM(path, device="cuda", dtype="bfloat16", **settings)
 
@@ -102,7 +108,7 @@ def test_answers_do_not_depend_on_the_schedule(layout: str) -> None:
     assert report.has_power
 
 
-@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("form", ["Q4_1", "Q8_0"])
 def test_gguf_equals_its_conversion_in_bfloat16(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,8 @@ class PassContext:
         is_native: whether to call :mod:`.kernels.native`, which they and the operations between
             them then go to.
         weight_formats: where there are such weights, how many numbers are held in which format.
-        float32_matrices: names of the parameters that then stay float32, but for vectors.
+        float32_matrices: names of the parameters that then stay float32, on a GPU in the model's
+            dtype, but for vectors.
     """
 
     module: nn.Module

@@ -11,12 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import Gpu
+from ..device import Gpu, as_rows
 from ..fused import quantize_rows as rows_of
 from ..fused.quantize_rows import QuantizedRows
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
-from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile
+from .tiles_fp8 import (
+    choose_fp8_tile,
+    choose_gated_tile,
+    choose_rounding_tile,
+    choose_sm90_tile,
+)
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -31,15 +36,14 @@ def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def _multiply(
+def multiply(
     rows: QuantizedRows, like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
     """``[..., N]`` with the leading dims and the dtype of ``like``."""
     num_rows, (num_outs, k_size) = len(rows.values), values.shape
-    shared = 1 if len(scales) == num_outs else BLOCK
-    has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
+    shared = _num_sharing(values, scales)
     tile = None
-    if bias is None and like.dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
+    if _suits_sm90(like, values, scales, bias):
         tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
     if tile is not None:
         # Gluon is not in every Triton; the card says whether it is.
@@ -52,13 +56,35 @@ def _multiply(
     return out.view(*like.shape[:-1], num_outs)
 
 
+def _num_sharing(values: Tensor, scales: Tensor) -> int:
+    """Outputs that share a row of ``scales``."""
+    return 1 if len(scales) == len(values) else BLOCK
+
+
+def _suits_sm90(like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
+    """Whether :mod:`.matmul_fp8_sm90` may have a tile for it."""
+    has_whole_blocks = _num_sharing(values, scales) == BLOCK and len(values) % BLOCK == 0
+    has_form = has_whole_blocks or scales.shape[1] == 1
+    return bias is None and like.dtype == torch.bfloat16 and has_form
+
+
 def linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` of ``x [..., K]``, quantised, with a weight that :func:`pack` returned.
 
     Returns:
         ``[..., N]`` in the dtype of x.
     """
-    return _multiply(rows_of.quantize_rows(x), x, values, scales, bias)
+    if _suits_sm90(x, values, scales, bias):
+        num_outs, k_size = values.shape
+        num_rows = x.numel() // k_size
+        tile = choose_rounding_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
+        if tile is not None:
+            from . import matmul_fp8_sm90
+
+            shared = _num_sharing(values, scales)
+            out = matmul_fp8_sm90.round_matmul(as_rows(x), values, scales, shared=shared, tile=tile)
+            return out.view(*x.shape[:-1], num_outs)
+    return multiply(rows_of.quantize_rows(x), x, values, scales, bias)
 
 
 def norm_linear(
@@ -72,7 +98,7 @@ def norm_linear(
 ) -> Tensor:
     """:func:`linear` of :func:`.dispatch.rms_norm`, whose arguments come first."""
     rows, _ = rows_of.rms_norm_quantize(x, None, weight, eps, form)
-    return _multiply(rows, x, values, scales, bias)
+    return multiply(rows, x, values, scales, bias)
 
 
 def add_norm_linear(
@@ -87,11 +113,43 @@ def add_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """(:func:`linear` of the first result of :func:`.dispatch.add_rms_norm`, its second)."""
     rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
-    return _multiply(rows, x, values, scales, bias), hidden
+    return multiply(rows, x, values, scales, bias), hidden
 
 
 def act_linear(
     gate: Tensor, up: Tensor, kind: str, values: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
     """:func:`linear` of :func:`.dispatch.act_mul`, whose arguments come first."""
-    return _multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)
+    return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)
+
+
+def add_norm_mlp(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    form: str,
+    up_values: Tensor,
+    up_scales: Tensor,
+    up_bias: Tensor | None,
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`add_norm_linear` with a weight of gate and up, then :func:`act_linear` of its halves
+    with "silu" and a second weight; and the sum."""
+    rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
+    num_outs, tile = len(up_values) // 2, None
+    if _suits_sm90(x, up_values, up_scales, up_bias) and num_outs % BLOCK == 0:
+        card = Gpu.of(values.device)
+        tile = choose_gated_tile(len(rows.values), num_outs, up_values.shape[1], card)
+    if tile is None:
+        gate, up = multiply(rows, x, up_values, up_scales, up_bias).chunk(2, -1)
+        return act_linear(gate, up, "silu", values, scales, bias), hidden
+    from . import matmul_fp8_sm90
+
+    shared = _num_sharing(up_values, up_scales)
+    gated = matmul_fp8_sm90.matmul(
+        rows, up_values, up_scales, shared=shared, tile=tile, has_gate=True
+    )
+    return linear(gated.view(*x.shape[:-1], num_outs), values, scales, bias), hidden

@@ -72,12 +72,19 @@ def _is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(numbers.to(dtype).float(), numbers)
 
 
-def choose_tile(num_rows: int, num_outs: int, has_gate: bool) -> Tile:
-    """Sizes by the number of rows and outputs; without influence on the bits."""
-    block_m = 16 if num_rows <= 16 else 64
-    block_n = 64 if num_outs >= 64 * 264 and not has_gate else 32
-    stages = 4 if block_m == 16 else 3
-    return Tile(block_m=block_m, block_n=block_n, block_k=256, num_stages=stages, num_warps=4)
+def choose_tile(num_rows: int, num_outs: int, num_inputs: int, has_gate: bool) -> Tile:
+    """What was the quickest of those tried on an H200 (docs/notes/int4.md); without influence on the
+    bits."""
+    if num_rows <= 16:
+        # What is under way of a long row is enough in smaller steps.
+        return _tile(16, 32, 256 if num_inputs > 8192 else 512, 4, 4)
+    if has_gate and num_outs >= 8192:
+        return _tile(64, 128, 128, 4, 8)
+    return _tile(64, 32, 256, 3, 4)
+
+
+def _tile(m: int, n: int, k: int, stages: int, warps: int) -> Tile:
+    return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=warps)
 
 
 def linear(
@@ -134,7 +141,7 @@ def multiply(
     if x.dtype != torch.float32 and 0 < x.numel() <= max_fused_rows * width:
         rows = x.reshape(-1, width)
         num_outs = len(weight.words) // (2 if has_gate else 1)
-        tile = choose_tile(len(rows), num_outs, has_gate)
+        tile = choose_tile(len(rows), num_outs, width, has_gate)
         out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
         return out.view(*x.shape[:-1], num_outs)
     plain = dequantize(weight, width, x.dtype)

@@ -12,8 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..device import _LARGE_SHARED_BYTES, triggers_dependents_late
 
 _AHEAD_BYTES = 6 << 20
-_TILES_M = 16
 GROUP = 128
+MANY_ROWS = 128
+"""Of a tile of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,8 @@ class FewTile:
     """How a matmul of few FP8 rows is cut.
 
     Attributes:
-        part: rows of the weight a program; a power of two from 8 to 128. x_rows: rows of x; from 8
-            to 64. Up to 8 rows take 8.
+        part: rows of the weight (of each half, with a gate) a program; a power of two from 8 to
+            128. x_rows: rows of x; from 8 to 64. Up to 8 rows take 8.
         atoms: of 128 summands, in a stage: 1, 2 or 4. stages: in shared memory at once.
     """
 
@@ -31,34 +32,62 @@ class FewTile:
     stages: int
     x_rows: int = 16
 
+    def fits(self, num_outs: int, k_size: int, has_gate: bool = False) -> bool:
+        """Whether shape and tile suit each other, and shared memory suffices."""
+        num_steps, rest = divmod(k_size, GROUP * self.atoms)
+        rows = self.part * (2 if has_gate else 1)
+        if rest or num_outs % self.part or num_steps < self.stages or rows > 128:
+            return False
+        num_staged = self.stages * self.atoms
+        left = 64 if rows <= 64 else 128
+        # x, or what the last operand reads beyond; scales; and what stores go through.
+        behind = max(num_staged * self.x_rows, left - rows) * GROUP
+        scales = 4 * self.x_rows * triton.next_power_of_2(k_size // GROUP) * (1 + has_gate)
+        through = 2 * left * (self.x_rows + 8)
+        used = num_staged * rows * GROUP + behind + scales + through + 1024
+        return used <= _LARGE_SHARED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingTile:
+    """How a matmul of up to four rows that it rounds itself is cut; attributes as of
+    :class:`FewTile`."""
+
+    part: int
+    atoms: int
+    stages: int
+
     def fits(self, num_outs: int, k_size: int) -> bool:
         """Whether shape and tile suit each other, and shared memory suffices."""
         num_steps, rest = divmod(k_size, GROUP * self.atoms)
         if rest or num_outs % self.part or num_steps < self.stages:
             return False
-        num_staged = self.stages * self.atoms
         left = 64 if self.part <= 64 else 128
-        # x, or what the last operand reads beyond; scales; and what stores go through.
-        behind = max(num_staged * self.x_rows, left - self.part) * GROUP
-        scales = 4 * self.x_rows * triton.next_power_of_2(k_size // GROUP)
-        through = 2 * left * (self.x_rows + 8)
-        used = num_staged * self.part * GROUP + behind + scales + through + 1024
+        # Rows, or what the last operand reads beyond; scales; and what stores go through.
+        behind = max(8 * k_size, (left - self.part) * GROUP)
+        scales = 32 * triton.next_power_of_2(k_size // GROUP)
+        used = self.stages * self.atoms * self.part * GROUP + behind + scales + 32 * left + 2048
         return used <= _LARGE_SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """How a matmul of many FP8 rows is cut: ``x_rows`` of x by ``part`` outputs a program, in
-    an even number of ``stages`` of 128 summands."""
+    """How a matmul of many FP8 rows is cut, 128 of them a tile.
 
-    x_rows: int
+    Attributes:
+        part: outputs a tile: 64 or 128.
+        stages: of 128 summands, in shared memory at once; an even number.
+    """
+
     part: int
     stages: int
 
     def fits(self, num_outs: int, k_size: int) -> bool:
-        used = self.stages * (self.x_rows + self.part) * GROUP + 2 * self.x_rows * (self.part + 8)
+        """Whether shape and tile suit each other, and shared memory suffices."""
+        # Stages, and what stores go through.
+        used = self.stages * (MANY_ROWS + self.part) * GROUP + GROUP * MANY_ROWS + 1024
         is_even = self.stages % 2 == 0 and k_size % (2 * GROUP) == 0
-        return is_even and num_outs % self.part == 0 and used + 1024 <= _LARGE_SHARED_BYTES
+        return is_even and num_outs % self.part == 0 and used <= _LARGE_SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +96,6 @@ class Launch:
 
     x_box: list[int]
     weight_box: list[int]
-    layout: gl.NVMMASharedLayout
     num_programs: int
     num_warps: int
     constants: dict[str, object]
@@ -79,83 +107,81 @@ class Launch:
         return self._describe(weight, self.weight_box)
 
     def _describe(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
-        """``[R, K]``, or as ``[K / 128, R, 128]`` for a box of that many dimensions."""
+        """``[R, K]``; or as ``[K / 128, R, 128]``, or ``[K / 128, halves, R / halves, 128]``, for a
+        box of that many dimensions."""
         num_rows, k_size = matrix.shape
+        layout = gl.NVMMASharedLayout(128, 8, len(box))
         if len(box) == 2:
-            return TensorDescriptor(matrix, [num_rows, k_size], [k_size, 1], box, self.layout)
+            return TensorDescriptor(matrix, [num_rows, k_size], [k_size, 1], box, layout)
         shape, strides = [k_size // GROUP, num_rows, GROUP], [GROUP, k_size, 1]
-        return TensorDescriptor(matrix, shape, strides, box, self.layout)
+        if len(box) == 4:
+            num_outs = num_rows // box[1]
+            shape[1:2], strides[1:2] = [box[1], num_outs], [num_outs * k_size, k_size]
+        return TensorDescriptor(matrix, shape, strides, box, layout)
 
 
-def plan_few(
+def plan_launch(
     num_rows: int,
     num_outs: int,
     k_size: int,
     num_w_groups: int,
     shared: int,
-    tile: FewTile,
+    tile: FewTile | ManyTile | RoundingTile,
     overlap: bool,
+    num_sms: int,
+    has_gate: bool = False,
 ) -> Launch:
     """Raises ValueError if the tile does not fit the shape."""
-    if not tile.fits(num_outs, k_size):
+    halves = 2 if has_gate else 1
+    fits = tile.fits(num_outs, k_size, *([has_gate] if isinstance(tile, FewTile) else []))
+    if not fits or (has_gate and not isinstance(tile, FewTile)):
         raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
+    constants: dict[str, object] = {
+        "N": num_outs,
+        "K": k_size,
+        "PART": tile.part,
+        "STAGES": tile.stages,
+        "W_GROUPS": num_w_groups,
+        "SHARED": shared,
+        "PDL": overlap,
+    }
+    if isinstance(tile, ManyTile):
+        return Launch(
+            [MANY_ROWS, GROUP],
+            [tile.part, GROUP],
+            min(num_outs // tile.part * -(-num_rows // MANY_ROWS), num_sms),
+            4,  # of the first warpgroup; the others are its workers
+            constants | {"X_ROWS": MANY_ROWS},
+        )
+    constants |= {
+        "ATOMS": tile.atoms,
+        "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs * halves, k_size, tile),
+        "GROUPS": triton.next_power_of_2(k_size // GROUP),
+        "LATE_TRIGGER": triggers_dependents_late(num_rows),
+    }
+    num_warps = 4 if tile.part * halves <= 64 else 8
+    if isinstance(tile, RoundingTile):
+        rows = triton.next_power_of_2(num_rows)
+        # The largest power of two in K that leaves a thread its registers.
+        chunk = min(k_size & -k_size, 1024 * num_warps // rows)
+        return Launch(
+            [],
+            [tile.atoms, 1, tile.part, GROUP],
+            num_outs // tile.part,
+            num_warps,
+            constants | {"ROWS": rows, "CHUNK": chunk},
+        )
     x_rows = 8 if num_rows <= 8 else tile.x_rows
     return Launch(
         [tile.atoms, x_rows, GROUP],
-        [tile.atoms, tile.part, GROUP],
-        gl.NVMMASharedLayout(128, 8, 3),
+        [tile.atoms, halves, tile.part, GROUP],
         num_outs // tile.part * -(-num_rows // x_rows),
-        4 if tile.part <= 64 else 8,
-        {
-            "N": num_outs,
-            "K": k_size,
-            "PART": tile.part,
-            "X_ROWS": x_rows,
-            "ATOMS": tile.atoms,
-            "STAGES": tile.stages,
-            "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs, k_size, tile),
-            "GROUPS": triton.next_power_of_2(k_size // GROUP),
-            "W_GROUPS": num_w_groups,
-            "SHARED": shared,
-            "LATE_TRIGGER": triggers_dependents_late(num_rows),
-            "PDL": overlap,
-        },
+        num_warps,
+        constants | {"X_ROWS": x_rows, "HALVES": halves},
     )
 
 
-def plan_many(
-    num_rows: int,
-    num_outs: int,
-    k_size: int,
-    num_w_groups: int,
-    shared: int,
-    tile: ManyTile,
-    overlap: bool,
-) -> Launch:
-    """Raises ValueError if the tile does not fit the shape."""
-    if not tile.fits(num_outs, k_size):
-        raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
-    return Launch(
-        [tile.x_rows, GROUP],
-        [tile.part, GROUP],
-        gl.NVMMASharedLayout(128, 8, 2),
-        num_outs // tile.part * -(-num_rows // tile.x_rows),
-        tile.x_rows // 16,
-        {
-            "N": num_outs,
-            "K": k_size,
-            "PART": tile.part,
-            "X_ROWS": tile.x_rows,
-            "STAGES": tile.stages,
-            "W_GROUPS": num_w_groups,
-            "SHARED": shared,
-            "TILES_M": _TILES_M,
-            "PDL": overlap,
-        },
-    )
-
-
-def _stages_ahead(num_rows: int, num_outs: int, k_size: int, tile: FewTile) -> int:
+def _stages_ahead(num_rows: int, num_outs: int, k_size: int, tile: FewTile | RoundingTile) -> int:
     """Stages of weights loaded before the wait; as of :mod:`.matmul_sm90_launch`."""
     if not triggers_dependents_late(num_rows) or tile.stages * tile.atoms * GROUP < k_size:
         return tile.stages

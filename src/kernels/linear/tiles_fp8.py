@@ -12,9 +12,12 @@ from .fp8 import BLOCK
 from .matmul import Tile
 
 if TYPE_CHECKING:
-    from .matmul_fp8_sm90_launch import FewTile, ManyTile
+    from .matmul_fp8_sm90_launch import FewTile, ManyTile, RoundingTile
 
 _MAX_FEW_ROWS = 64
+MAX_ROUNDED_ROWS = 2
+"""Up to which a matmul rounds its rows itself."""
+_MANY_PROGRAMS = 96
 _STAGED_BYTES = 192 << 10
 _SHARED_STAGED_BYTES = 96 << 10  # where two programs are to have a multiprocessor
 
@@ -34,29 +37,85 @@ def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
 def choose_sm90_tile(
     num_rows: int, num_outs: int, k_size: int, card: Gpu
 ) -> FewTile | ManyTile | None:
-    """The :class:`.matmul_fp8_sm90_launch.FewTile` or ``ManyTile`` for a weight ``[N, K]``; None
-    where that kernel has none."""
+    """The tile for a weight ``[N, K]``; None where that kernel has none.
+
+    By what was the quickest for the weights of Qwen3-8B on an H200 (docs/notes/fp8.md).
+    """
     if not card.has_prefetch or k_size % BLOCK:
         return None
-    from .matmul_fp8_sm90_launch import FewTile, ManyTile
+    is_narrow = num_outs <= 64 * card.num_sms // 2
+    if num_rows <= _MAX_FEW_ROWS or (is_narrow and num_rows <= 2 * _MAX_FEW_ROWS):
+        tile = _few_tile(num_rows, num_outs, k_size, card)
+        if tile is not None or num_rows <= _MAX_FEW_ROWS:
+            return tile
+    from .matmul_fp8_sm90_launch import ManyTile
 
-    if num_rows <= _MAX_FEW_ROWS:
-        x_rows = next(rows for rows in (16, 32, 64) if num_rows <= rows)
-        atoms = next(a for a in (4, 2, 1) if k_size % (a * BLOCK) == 0 and a * x_rows <= 128)
-        for part in (64, 32, 16):
-            if num_outs // part < 96 and part > 16:
-                continue
-            room = _STAGED_BYTES if num_outs // part <= card.num_sms else _SHARED_STAGED_BYTES
-            a_stage = atoms * BLOCK * (part + x_rows)
-            tile = FewTile(part, atoms, min(room // a_stage, k_size // (atoms * BLOCK)), x_rows)
-            if tile.stages and tile.fits(num_outs, k_size):
+    # Time of a tile, beside that of the widest: narrow ones share the work more evenly.
+    best: tuple[float, ManyTile] | None = None
+    for many, time in ((ManyTile(128, 6), 1.5), (ManyTile(64, 6), 1.0)):
+        num_tiles = num_outs // many.part * -(-num_rows // 128)
+        total = -(-num_tiles // card.num_sms) * time
+        if many.fits(num_outs, k_size) and (best is None or total < best[0]):
+            best = total, many
+    return None if best is None else best[1]
+
+
+def _few_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile | None:
+    from .matmul_fp8_sm90_launch import FewTile
+
+    x_rows = next(rows for rows in (16, 32, 64) if num_rows <= rows or rows == 64)
+    if 32 < num_rows <= 64 and num_outs // 64 < _MANY_PROGRAMS:
+        x_rows = 32  # more programs
+    atoms = next(a for a in (4, 2, 1) if k_size % (a * BLOCK) == 0 and a * x_rows <= 128)
+    num_row_tiles = -(-num_rows // x_rows)
+    for part in (64, 32, 16):
+        num_programs = num_outs // part * num_row_tiles
+        if num_programs < (64 if k_size <= 4096 else _MANY_PROGRAMS) and part > 16:
+            continue
+        room = _STAGED_BYTES if num_programs <= card.num_sms else _SHARED_STAGED_BYTES
+        most = min(room // (atoms * BLOCK * (part + x_rows)), k_size // (atoms * BLOCK))
+        for stages in range(most, max(0, most - 2), -1):  # scales may take the room of one
+            tile = FewTile(part, atoms, stages, x_rows)
+            if tile.fits(num_outs, k_size):
                 return tile
+    return None
+
+
+def choose_rounding_tile(
+    num_rows: int, num_outs: int, k_size: int, card: Gpu
+) -> RoundingTile | None:
+    """The tile of a matmul that rounds its rows itself; None where there is none, or two launches
+    are quicker."""
+    if not card.has_prefetch or k_size % BLOCK or not 0 < num_rows <= MAX_ROUNDED_ROWS:
         return None
-    for rows, part in ((128, 128), (128, 64), (64, 64)):
-        tiles = num_outs // part * -(-num_rows // rows)
-        many = ManyTile(rows, part, 4)
-        if (tiles >= card.num_sms * 3 // 4 or (rows, part) == (64, 64)) and many.fits(
-            num_outs, k_size
-        ):
-            return many
+    from .matmul_fp8_sm90_launch import RoundingTile
+
+    atoms = next(a for a in (4, 2, 1) if k_size % (a * BLOCK) == 0)
+    for part in (64, 32, 16):
+        if num_outs // part < (64 if k_size <= 4096 else _MANY_PROGRAMS) and part > 16:
+            continue
+        a_stage = atoms * BLOCK * part
+        room = _STAGED_BYTES - 8 * k_size
+        tile = RoundingTile(part, atoms, min(room // a_stage, k_size // (atoms * BLOCK)))
+        if tile.stages > 0 and tile.fits(num_outs, k_size):
+            return tile
+    return None
+
+
+def choose_gated_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile | None:
+    """The tile of a matmul with gate and up, 2 N rows of weight, that applies the gate; None where
+    there is none, or an activation that rounds its result for the next matmul is quicker."""
+    if not card.has_prefetch or k_size % BLOCK or not 0 < num_rows <= MAX_ROUNDED_ROWS:
+        return None
+    from .matmul_fp8_sm90_launch import FewTile
+
+    atoms = next(a for a in (4, 2, 1) if k_size % (a * BLOCK) == 0)
+    for part in (32, 16, 8):
+        if num_outs // part < _MANY_PROGRAMS and part > 8:
+            continue
+        room = _STAGED_BYTES if num_outs // part <= card.num_sms else _SHARED_STAGED_BYTES
+        stages = room // (atoms * BLOCK * (2 * part + 16))
+        tile = FewTile(part, atoms, min(stages, k_size // (atoms * BLOCK)))
+        if tile.stages > 0 and tile.fits(num_outs, k_size, has_gate=True):
+            return tile
     return None

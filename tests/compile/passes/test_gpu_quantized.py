@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.errors import UnsupportedModelError
+from pagespec.kernels import e4m3
 from pagespec.kernels.fused import dispatch as fused
+from pagespec.kernels.linear import cpu_expanded
 from tests.support.captures import generate, graph_cache
 from tests.support.quantized_files import write_quantized
 
@@ -24,6 +27,15 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs Triton's interpreter",
 )
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """As a GPU's kernels round them."""
+    made = []
+    for part in x.split(128, -1):
+        scale = e4m3.scale_for(part.abs().amax(-1, keepdim=True))
+        made.append(e4m3.decode(e4m3.encode(part / scale)) * (scale * e4m3.DECODED_UNIT))
+    return torch.cat(made, -1)
 
 
 def captured_from(folder: Path, **settings: Any) -> CapturedModel:
@@ -37,6 +49,12 @@ def test_lowered_for_a_gpu(tmp_path: Path, layout: str, monkeypatch: pytest.Monk
     from pagespec.kernels.linear import dispatch_fp8
 
     write_quantized(tmp_path, layout)
+    linear = cpu_expanded.linear_fp8
+
+    def rounding_rows(x: Tensor, *rest: Any) -> Tensor:
+        return linear(rounded_rows(x), *rest)
+
+    monkeypatch.setattr(cpu_expanded, "linear_fp8", rounding_rows)
     on_cpu = captured_from(tmp_path)
     monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
     captured = captured_from(tmp_path)
@@ -47,15 +65,16 @@ def test_lowered_for_a_gpu(tmp_path: Path, layout: str, monkeypatch: pytest.Monk
     called = Counter(n.target for n in captured.graph.graph.nodes if n.op == "call_function")
     # Queries, keys and values behind the first norm, then gate and up twice and the others again.
     assert called[dispatch_fp8.norm_linear] == 1
-    assert called[dispatch_fp8.add_norm_linear] == 3
-    assert called[dispatch_fp8.act_linear] == 1
+    assert called[dispatch_fp8.add_norm_mlp] == 1
+    assert called[dispatch_fp8.add_norm_linear] == 2
+    assert called[dispatch_fp8.act_linear] == 0
     assert called[dispatch_fp8.linear] == 2  # the outputs of attention
     assert captured.rewrites["fuse_quantize"] == 5
     assert called[fused.act_mul] == 1
     expected, found = generate(on_cpu, on_cpu.graph), generate(captured, captured.graph)
     for a, b in zip(expected, found, strict=True):
-        # Rows are rounded to 3 bits behind the first.
-        assert (a - b).norm() <= 0.1 * a.norm()
+        # Where sums have another order, some rows are rounded the other way.
+        assert (a - b).norm() <= 1e-2 * a.norm()
 
 
 def test_a_stand_in_that_something_else_reads_is_refused(

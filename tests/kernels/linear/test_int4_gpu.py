@@ -23,9 +23,9 @@ WEIGHTS = [
     ("symmetric", (96, 64, 32)),
     ("int8", (128, 96, 32)),
 ]
-COUNTS = (1, 2, 16, 17, 33, 64, 65, 200)
+COUNTS = (1, 16, 17, 64, 65)
 # block_m, block_n, block_k, num_stages, num_warps
-TILES = [(16, 32, 512, 3, 4), (64, 64, 128, 4, 4)]
+TILES = [(16, 32, 512, 4, 4), (64, 128, 128, 4, 8)]
 
 
 def made(kind: str, num_outs: int, num_inputs: int, group: int) -> QuantizedWeight:
@@ -85,7 +85,7 @@ def test_has_the_bits_of_the_dequantised_weight(
     bias = rows_of(1, shape[0])[0]
     differing = []
     with without_split_k():
-        for added in (None,) if has_gate else (None, bias):
+        for added in (None, bias) if shape[1] == 4096 else (None,):
             expected = bits(reference(rows_of(512, shape[1]), plain, added, dispatch.ALL_ROWS))
             for count in COUNTS:
                 # Unpacked in the matmul, and before it.
