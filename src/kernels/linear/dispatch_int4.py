@@ -73,8 +73,7 @@ def _is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
 
 
 def choose_tile(num_rows: int, num_outs: int, num_inputs: int, has_gate: bool) -> Tile:
-    """What was the quickest of those tried on an H200 (docs/notes/int4.md); without influence on the
-    bits."""
+    """The quickest of those tried on an H200 (docs/notes/int4.md). No bits depend on it."""
     if num_rows <= 16:
         # What is under way of a long row is enough in smaller steps.
         return _tile(16, 32, 256 if num_inputs > 8192 else 512, 4, 4)
