@@ -169,12 +169,10 @@ class EngineConfig:
     def _check_quantization(self) -> None:
         _check_choice("quantization", self.quantization, QUANTIZATIONS)
         is_gguf = self.quantization == "gguf"
-        is_on_gpu = self.device.startswith("cuda")
         has_dtype = self.dtype in ("auto", "float32")
         # Which device "auto" is, is known later.
-        may_have_dtype = has_dtype or (self.device != "cpu" and not is_gguf)
+        may_have_dtype = has_dtype or self.device != "cpu"
         for name, suits, limit in (
-            ("device", not (is_gguf and is_on_gpu), "is for a CPU"),
             ("tensor_parallel_size", self.tensor_parallel_size == 1, "is for one process"),
             ("dtype", may_have_dtype, "needs dtype float32, or auto"),
             ("compile", self.compile != "eager", "needs a captured graph, not compile eager"),

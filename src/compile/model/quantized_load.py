@@ -29,10 +29,11 @@ from ...kernels.linear.quantized_weight import QuantizedWeight, expanded
 from ..fx.stand_in import is_stand_in, stand_in
 from .checkpoint import Checkpoint
 from .loaded import LoadedModel, Shard
-from .quantization_schemes import Scheme, fp8_at_load, read_layer, scheme_of
+from .quantization_schemes import Scheme, fp8_at_load, scheme_of
+from .quantized_layers import read_layer, read_layers
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-GPU_FORMATS: dict[str, tuple[int, ...]] = {"fp8": (9,)}
+GPU_FORMATS: dict[str, tuple[int, ...]] = {"fp8": (9,), "int4": (9,), "int8": (9,)}
 """The formats of weights that are served on a GPU, with the compute capabilities (major)."""
 _EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # where its kernels for GPUs are not installed
 Build = Callable[[type[PreTrainedModel], PreTrainedConfig, dict[str, Tensor]], PreTrainedModel]
@@ -80,19 +81,16 @@ def check_quantized(
             raise InvalidInputError(field, value, f"weights quantised by {scheme!r} {limit}")
 
 
-def _check_device(scheme: Scheme, device: torch.device) -> None:
-    """Raises InvalidInputError where weights of the scheme's format are not served."""
+def check_capability(format: str, device: torch.device) -> None:
+    """Raises InvalidInputError where weights of the format are not served."""
     if device.type != "cuda":
         return
-    majors = GPU_FORMATS.get(scheme.format)
-    if majors is None:
-        limit = f"weights in {scheme.format} ({scheme.name}) are served on a CPU only"
-        raise InvalidInputError("device", str(device), limit)
     found = torch.cuda.get_device_capability(device)
+    majors = GPU_FORMATS[format]
     if found[0] not in majors:
         known = " or ".join(f"{major}.x" for major in majors)
         limit = (
-            f"weights in {scheme.format} need a GPU of compute capability {known}; "
+            f"weights in {format} need a GPU of compute capability {known}; "
             f"this one has {found[0]}.{found[1]}"
         )
         raise InvalidInputError("device", str(device), limit)
@@ -128,7 +126,7 @@ def load_quantized(
     linears = _linears(skeleton)
     if found is None:
         scheme = fp8_at_load(_head_of(skeleton))
-    _check_device(scheme, device)
+    check_capability(scheme.format, device)
     folder = Path(source)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -136,7 +134,7 @@ def load_quantized(
         folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
     checkpoint = Checkpoint(folder)
     layers = _layers(checkpoint, scheme, linears, name, is_made=found is None)
-    state, parts = _sorted_tensors(checkpoint, scheme, layers, name)
+    state = _plain_tensors(checkpoint, scheme, layers, name)
     shapes = {layer: (linears[layer].out_features, linears[layer].in_features) for layer in layers}
     for layer in layers:
         bias = state.get(f"{layer}.bias")
@@ -146,13 +144,11 @@ def load_quantized(
     module = build(type(skeleton), plain, state)
     if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
-    weights: dict[str, QuantizedWeight] = {}
-    for layer, shape in shapes.items():
+    for layer in layers:
         parameter = module.get_submodule(layer).weight
         if not isinstance(parameter, Tensor) or not is_stand_in(parameter):
             raise UnsupportedModelError(f"{name}: transformers changes {layer} as it loads it")
-        tensors = {part: checkpoint.get(f"{layer}.{part}").to(device) for part in parts[layer]}
-        weights[f"{layer}.weight"] = read_layer(scheme, layer, tensors, shape)
+    weights = dict(read_layers(checkpoint, scheme, shapes.items(), device))
     _move(module, device)
     return module, weights, scheme.name
 
@@ -167,7 +163,7 @@ def quantize_module(
         InvalidInputError: the module is on a GPU without it.
     """
     scheme = fp8_at_load(_head_of(module))
-    _check_device(scheme, module.device)
+    check_capability(scheme.format, module.device)
     weights: dict[str, QuantizedWeight] = {}
     for layer, linear in _linears(module).items():
         if scheme.is_excluded(layer):
@@ -226,26 +222,25 @@ def _layers(
     return marked
 
 
-def _sorted_tensors(
+def _plain_tensors(
     checkpoint: Checkpoint, scheme: Scheme, layers: list[str], name: str
-) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """What the module is built from, and which parts each layer has."""
+) -> dict[str, Tensor]:
+    """What the module is built from, beside its quantised layers' weights."""
     known = {part.removesuffix("?") for part in scheme.parts}
-    parts: dict[str, list[str]] = {layer: [] for layer in layers}
+    quantized = set(layers)
     state: dict[str, Tensor] = {}
     for key in checkpoint.names:
         layer, _, part = key.rpartition(".")
-        if layer in parts and part in known:
-            parts[layer].append(part)
+        if layer in quantized and part in known:
             continue
         tensor = checkpoint.get(key)
-        if layer in parts and part != "bias":
+        if layer in quantized and part != "bias":
             raise UnsupportedModelError(f"{name}: {key} is not known: {scheme.name}")
         if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
             limit = f"is {tensor.dtype}, and no layer of {scheme.name}"
             raise InvalidInputError("model", key, limit)
         state[key] = tensor
-    return state, parts
+    return state
 
 
 class _ExpandedLinears(TorchFunctionMode):

@@ -32,7 +32,7 @@ from ..fx.nodes import (
     tensor_of,
 )
 from .context import PassContext
-from .gpu_quantized import GPU_KERNELS
+from .gpu_quantized import gpu_kernels
 from .quantize_linear import QuantizedCalls
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,8 +41,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
-    quantized = QuantizedCalls(graph, context, GPU_KERNELS)
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
+    dtype = next((p.dtype for p in context.module.parameters()), torch.float32)
+    quantized = QuantizedCalls(graph, context, gpu_kernels(dtype, plans))
     matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
     plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
     for node in list(graph.nodes):
@@ -98,6 +99,8 @@ def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bo
     tensor = context.constant(weight)
     bias_tensor = context.constant(bias) if bias is not None else None
     if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
+        return None
+    if context.weight_format(tensor) is not None:
         return None
     if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
         return None

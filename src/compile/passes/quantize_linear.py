@@ -8,7 +8,7 @@ stand-ins from the beginning. Whatever reads such a parameter of the model reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,8 @@ from torch.fx import Graph, Node
 from ...errors import UnsupportedModelError
 from ...kernels import e4m3
 from ...kernels.linear import cpu_expanded, cpu_quantized
-from ...kernels.linear.cpu_quantized import Int4Weight
+from ...kernels.linear.cpu_quantized import Int4Weight, Int8Weight, PermutedInt4Weight
 from ...kernels.linear.fp8 import Fp8Weight
-from ...kernels.linear.quantized_weight import QuantizedWeight
 from ...kernels.native import calls as native
 from ..fx.fake_tensors import fake_of
 from ..fx.nodes import calls_op, example, is_linear, linear_operands, shape_of
@@ -44,7 +43,8 @@ class Kernel(NamedTuple):
     gated: Callable[..., Tensor] | None = None
 
 
-KernelTable = Mapping[str, Callable[[QuantizedWeight], Kernel]]
+WeightInOrder = Int4Weight | Int8Weight | Fp8Weight
+KernelTable = Mapping[str, Callable[[WeightInOrder], Kernel]]
 """By the format of a weight, what multiplies with it."""
 
 
@@ -55,6 +55,7 @@ class _Packed(NamedTuple):
     parts: tuple[Node, ...]
     data: tuple[Any, ...]
     gated: Callable[..., Tensor] | None
+    order: Node | None  # of inputs, where it is not their own
 
 
 class QuantizedCalls:
@@ -75,6 +76,8 @@ class QuantizedCalls:
         self._kernels = kernels
         self._tokens = _tokens_of_step(graph) if context.is_native else None
         self._packed: dict[Node, _Packed | None] = {}  # None: stays as it is
+        self._orders: dict[str, Node] = {}
+        self._ordered: dict[tuple[Node, Node], Node] = {}  # by rows and order
         self._is_trusted: dict[tuple[object, ...], bool] = {}
         self._recipes: dict[tuple[int, ...], cpu_expanded.ExpandedRecipe] = {}
 
@@ -93,11 +96,26 @@ class QuantizedCalls:
         packed = self._packed[matrix]
         if packed is None:
             return None
+        function = packed.gated if has_gate else packed.function
+        if function is None:
+            return None
         data = packed.data
+        if packed.order is not None:
+            x = self._in_order(x, packed.order, node)
         if packed.function is native.linear:
             data = (*data, self._query_starts(x))
-        function = packed.gated if has_gate else packed.function
-        return None if function is None else (function, (x, *packed.parts, bias, *data), {})
+        return function, (x, *packed.parts, bias, *data), {}
+
+    def _in_order(self, x: Node, order: Node, node: Node) -> Node:
+        """The rows of ``node`` with their elements in this order, for all that reads them so."""
+        if (x, order) not in self._ordered:
+            with node.graph.inserting_before(node):
+                gathered = node.graph.call_function(torch.index_select, (x, -1, order))
+            like = example(x)
+            assert isinstance(like, Tensor)  # they are rows
+            gathered.meta["example_value"] = like.new_empty(like.shape)
+            self._ordered[x, order] = gathered
+        return self._ordered[x, order]
 
     def _query_starts(self, x: object) -> Node | None:
         """What says how many of the rows are real, if they are the tokens of a step."""
@@ -108,15 +126,26 @@ class QuantizedCalls:
     def _pack(self, matrix: Node, weight: Tensor, format: str) -> _Packed | None:
         """What to call, with placeholders for what it reads in place of ``matrix``."""
         held = self._context.quantized[id(weight)]
+        order = None
+        if isinstance(held, PermutedInt4Weight):
+            name = self._context.input_order(weight) or ""
+            if name not in self._orders:
+                [self._orders[name]] = self._placeholders("order", matrix, [held.order])
+            order, held = self._orders[name], held.in_order
         kernel = self._kernel(weight, held, format)
         if kernel is None:
             return None
         count = self._context.weight_formats
         count[format] = count.get(format, 0) + weight.numel()
+        nodes = self._placeholders(format, matrix, kernel.parts)
+        return _Packed(kernel.function, tuple(nodes), kernel.data, kernel.gated, order)
+
+    def _placeholders(self, kind: str, matrix: Node, parts: Iterable[Tensor]) -> list[Node]:
+        """What stands for ``parts`` beside ``matrix``."""
         nodes = []
-        for i, part in enumerate(kernel.parts):
+        for i, part in enumerate(parts):
             with matrix.graph.inserting_before(matrix):
-                node = matrix.graph.placeholder(f"{format}_{i}_{matrix.name}")
+                node = matrix.graph.placeholder(f"{kind}_{i}_{matrix.name}")
             recorded = example(matrix)
             assert isinstance(recorded, Tensor)  # it stands for a weight
             # Of FBGEMM's objects there is no record but the weight's.
@@ -125,9 +154,9 @@ class QuantizedCalls:
             )
             self._context.constants[node.name] = part
             nodes.append(node)
-        return _Packed(kernel.function, tuple(nodes), kernel.data, kernel.gated)
+        return nodes
 
-    def _kernel(self, weight: Tensor, held: QuantizedWeight | None, format: str) -> Kernel | None:
+    def _kernel(self, weight: Tensor, held: WeightInOrder | None, format: str) -> Kernel | None:
         num_outputs, num_inputs = weight.shape
         if self._kernels is not None:
             assert held is not None  # all other formats are refused at the door

@@ -106,3 +106,23 @@ def test_random_weights_are_made_fp8(tmp_path: Path) -> None:
     for name, parameter in loaded.module.named_parameters():
         if name not in loaded.quantized:
             assert torch.equal(parameter, weights[name])
+
+
+def test_integers_are_lowered_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where nothing is rounded."""
+    from pagespec.kernels.linear import dispatch_int4
+
+    write_quantized(tmp_path, "gptq asymmetric", num_hidden_layers=1)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    on_cpu = captured_from(tmp_path)
+    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
+    captured = captured_from(tmp_path)
+    assert captured.graph is not None
+    assert on_cpu.graph is not None
+    assert captured.weight_formats == on_cpu.weight_formats
+    called = Counter(n.target for n in captured.graph.graph.nodes if n.op == "call_function")
+    assert called[dispatch_int4.linear_silu_mul] == 1
+    # Queries, keys and values in one; outputs of attention; down projection.
+    assert called[dispatch_int4.linear] == 3
+    expected, found = generate(on_cpu, on_cpu.graph), generate(captured, captured.graph)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
