@@ -155,6 +155,7 @@ def build(
                 traced=None if restored is None else restored.traced,
                 communicator=communicator,
                 is_native=config.quantization == "gguf" and config.kv_cache_dtype == "auto",
+                mla_latent_cache=config.mla_latent_cache,
             )
             if record is not None and graph_cache is not None and loaded.quantization is None:
                 record.write(loaded, specs, graph_cache.key)

@@ -1,7 +1,7 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``quantize_linear`` and, for native
+``cache_latents``, ``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``quantize_linear`` and, for native
 kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU
 ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
 ``split_head``.
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from torch.fx import GraphModule
 
 from .bind_collectives import bind_collectives
+from .cache_latents import cache_latents
 from .cleanup import cleanup
 from .context import PassContext
 from .lower_cpu import lower_cpu
@@ -26,6 +27,7 @@ GraphPass = Callable[[GraphModule, PassContext], int]
 # Valid for every way to run the graph.
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
+    "cache_latents": cache_latents,
     "merge_linear": merge_linear,
     "bind_collectives": bind_collectives,
 }

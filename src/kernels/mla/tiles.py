@@ -1,0 +1,130 @@
+"""Attention over latent vectors tile by tile: device functions that decode and prefill share.
+
+The online softmax of :mod:`..attention.online_softmax`, with its rules for equal bits, turned on its
+side: *lines* (a query and a head each) are columns, so that the keys of a tile, and then the values'
+dimensions, are the long side of the matrix instructions, 16 lines suffice, and a tile is read from
+memory once: its first R elements are keys and values both.
+
+State of a split or a total, all float32: ``row_max [M]``; ``row_sum [W, M]``, the sum of the
+weights, the same in all W rows; ``acc [R, M]``; M lines.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..attention.online_softmax import block_ids, load_rows
+
+
+class Vectors(NamedTuple):
+    """Where the cached vectors of a row lie: pointers."""
+
+    cache: Any
+    table: Any
+
+
+class VectorShape(NamedTuple):
+    """Sizes of a tile of cached vectors: constants."""
+
+    R: Any  # elements of a latent, which are the values
+    P: Any  # rotated elements behind them
+    R_PAD: Any
+    P_PAD: Any
+    PAGE: Any
+    BLOCK_N: Any
+    ONES: Any  # rows of the matrix of ones that sums the weights
+    PRECISION: Any  # of tl.dot
+
+
+@triton.jit
+def fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor):  # type: ignore[no-untyped-def]
+    """:func:`..attention.online_softmax.fold`, on its side."""
+    new_row_max = tl.maximum(total_row_max, row_max)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    a = tl.exp2((total_row_max - base) * factor)[None, :]
+    b = tl.exp2((row_max - base) * factor)[None, :]
+    total_row_sum = tl.fma(row_sum, b, total_row_sum * a)
+    total_acc = tl.fma(acc, b, total_acc * a)
+    return new_row_max, total_row_sum, total_acc
+
+
+@triton.jit
+def attend_vectors(  # type: ignore[no-untyped-def]
+    q_latent, q_rope, vectors, begin, end, last, positions, factor, splits, shape,
+    FOLD: tl.constexpr,
+):  # fmt: skip
+    """The total of the splits from ``begin`` to ``end``.
+
+    Args:
+        q_latent, q_rope: ``[M, R_PAD]`` and ``[M, P_PAD]``.
+        begin: first position, where a split begins. end: one behind the last.
+        last: last position any of the lines sees. positions: of the lines, ``[M]``.
+        factor: turns scores into logarithms to base 2.
+        FOLD: False if all tiles are of one split: the total is that split then.
+    """
+    LINES: tl.constexpr = q_latent.shape[0]
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    DTYPE: tl.constexpr = vectors.cache.dtype.element_ty
+    WIDTH: tl.constexpr = shape.R + shape.P
+    offsets = tl.arange(0, BLOCK_N)
+    ones = tl.full((shape.ONES, BLOCK_N), 1.0, DTYPE)
+    total_row_max = tl.full((LINES,), float("-inf"), tl.float32)
+    total_row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
+    total_acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
+    row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
+    blocks = block_ids(vectors.table, begin, last, shape.PAGE, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N):
+        # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
+        latents = load_rows(
+            vectors.cache, blocks, start, last,
+            shape.R, shape.R_PAD, WIDTH, shape.PAGE, BLOCK_N, True,
+        )  # fmt: skip
+        ropes = load_rows(
+            vectors.cache + shape.R, blocks, start, last,
+            shape.P, shape.P_PAD, WIDTH, shape.PAGE, BLOCK_N, True,
+        )  # fmt: skip
+        # One tile ahead: an address must not wait for the load of its block id.
+        blocks = block_ids(vectors.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
+        scores = tl.dot(latents, tl.trans(q_latent), input_precision=shape.PRECISION)
+        scores = tl.dot(ropes, tl.trans(q_rope), scores, input_precision=shape.PRECISION)
+        visible = (start + offsets)[:, None] <= positions[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+        new_row_max = tl.maximum(row_max, tl.max(scores, 0))
+        # Lines that have seen nothing yet: without this, -inf - -inf.
+        base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+        weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[None, :])).to(DTYPE)
+        rescale = tl.exp2((row_max - base) * factor)[None, :]
+        row_max = new_row_max
+        row_sum = tl.dot(ones, weights, row_sum * rescale, input_precision=shape.PRECISION)
+        acc = tl.dot(tl.trans(latents), weights, acc * rescale, input_precision=shape.PRECISION)
+        if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
+            behind = start + BLOCK_N
+            size = tl.where(behind <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
+            if (behind & (size - 1)) == 0:
+                total_row_max, total_row_sum, total_acc = fold_lines(
+                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+                )
+                row_max = tl.full((LINES,), float("-inf"), tl.float32)
+                row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
+                acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
+    if FOLD:
+        row_max, row_sum, acc = fold_lines(
+            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+        )
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def load_lines(  # type: ignore[no-untyped-def]
+    query, tokens, heads, is_line, token_stride, head_stride, shape
+):
+    """``[M, R_PAD]`` and ``[M, P_PAD]`` of the lines' queries, zeros where there is no line."""
+    rows = query + (tokens * token_stride + heads.to(tl.int64) * head_stride)[:, None]
+    r = tl.arange(0, shape.R_PAD)[None, :]
+    p = tl.arange(0, shape.P_PAD)[None, :]
+    q_latent = tl.load(rows + r, mask=is_line[:, None] & (r < shape.R), other=0.0)
+    q_rope = tl.load(rows + shape.R + p, mask=is_line[:, None] & (p < shape.P), other=0.0)
+    return q_latent, q_rope
