@@ -110,6 +110,11 @@ class CapturedModel:
         return logits if sizes is None else self.communicator.all_gather(logits, sizes)
 
 
+def _has_latent_attention(device: torch.device, attention: AttentionBackend | None) -> bool:
+    """Whether the backend has attention over latent vectors: on a GPU Triton has."""
+    return device.type == "cpu" or (attention is not None and attention.name == "triton")
+
+
 def capture_model(
     loaded: LoadedModel,
     specs: Sequence[AttentionSpec],
@@ -191,7 +196,7 @@ def capture_model(
         is_native=is_native and bool(loaded.quantized) and library() is not None,
         specs=list(specs),
         calls={name: s[1] for name, s in traced.sources.items() if s[::2] == ("cache", 0)},
-        caches_latents=mla_latent_cache and (attention is None or attention.name != "flash"),
+        caches_latents=mla_latent_cache and _has_latent_attention(loaded.device, attention),
     )
     with torch.inference_mode():
         is_on_cpu = loaded.device.type == "cpu"

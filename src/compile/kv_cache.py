@@ -21,8 +21,8 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[tuple[Tensor, ...]]:
-    """One (K, V) pair of ``[num_blocks + 1, block_size, Hkv, D]`` an attention call, or K alone where
-    the spec says that values lie within keys.
+    """Keys and values, each ``[num_blocks + 1, block_size, Hkv, D]``, an attention call; keys
+    alone of one that is latent.
 
     Zeroed, and with the null block as the last one. Of uint8, they hold rows of
     :mod:`.kernels.e4m3`: ``D + 4`` bytes each.
@@ -39,10 +39,7 @@ def allocate_kv_caches(
         pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(pages).view(dtype).view(shape)
 
-    return [
-        tuple(zeros(spec.num_kv_heads, dim) for dim in _dims(spec))
-        for spec in specs
-    ]
+    return [tuple(zeros(spec.num_kv_heads, dim) for dim in _dims(spec)) for spec in specs]
 
 
 def _dims(spec: AttentionSpec) -> tuple[int, ...]:

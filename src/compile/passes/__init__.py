@@ -1,10 +1,10 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``cache_latents``, ``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``quantize_linear`` and, for native
-kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU
-``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
-``split_head``.
+``latent_pattern`` and ``cache_latents``, ``merge_linear``, ``bind_collectives``; on a CPU
+``lower_cpu``, ``quantize_linear`` and, for native kernels, some of the ``fuse_*`` passes and
+``replay_native``; on a GPU ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and
+``lower_gpu``; after all passes ``split_head``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """

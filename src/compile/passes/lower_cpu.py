@@ -126,14 +126,16 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
 
 
 def _attention_call(node: Node) -> tuple[Any, ...] | None:
-    """(query, keys, values or None, batch, :class:`.AttentionParams`, size of the values that lie
+    """(query, keys, values or None, batch, :class:`.AttentionParams`, size of values that lie
     within keys) of a call of attention."""
     if node.target is mla.attention:
-        query, kv, scale, rank = node.args
-        return query, kv[0], None, kv[1:], AttentionParams(scale), rank  # type: ignore[index]
+        args: Any = node.args
+        query, kv, scale, rank = args
+        return query, kv[0], None, kv[1:], AttentionParams(scale), rank
     if not calls_op(node, "paged_attention"):
         return None
-    return *node.args[:3], node.args[3:6], AttentionParams(*node.args[6:]), None
+    params: Any = node.args[6:]
+    return *node.args[:3], node.args[3:6], AttentionParams(*params), 0
 
 
 _NATIVE: dict[object, Callable[..., Any]] = {
@@ -203,7 +205,11 @@ class _InvariantCalls:
             rows, weight = node.args
             value: Any = example(weight)  # type: ignore[arg-type]
             is_transposed = value.stride(1) == 1
-            return node.target, (rows, weight, choose_recipe(*value.shape, value.dtype, is_transposed)), {}
+            return (
+                node.target,
+                (rows, weight, choose_recipe(*value.shape, value.dtype, is_transposed)),
+                {},
+            )
         if node.target in (torch.addmm, "addmm") and not node.kwargs:
             bias, rows, weight = node.args
             if isinstance(weight, Node):

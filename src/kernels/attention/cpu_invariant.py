@@ -164,7 +164,7 @@ def attend(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
-    v_dim: int | None = None,
+    v_dim: int = 0,
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]``; returns ``[T, Hq, Dv]``, computed in float32.
 

@@ -193,7 +193,7 @@ def attend(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
-    v_dim: int | None = None,
+    v_dim: int = 0,
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]`` over the slots of ``layout``; returns ``[T, Hq, Dv]``.
 
@@ -217,7 +217,9 @@ def attend(
         # V is copied or expanded.
         q = query[group.tokens].reshape(rows, num_kv_heads, group_size, k_dim)
         keys = _gathered(k_cache, group.slots, query.dtype)
-        values = keys[..., :v_dim] if v_cache is None else _gathered(v_cache, group.slots, query.dtype)
+        values = (
+            keys[..., :v_dim] if v_cache is None else _gathered(v_cache, group.slots, query.dtype)
+        )
         k = keys.view(rows, -1, num_kv_heads, k_dim).transpose(1, 2)
         v = values.unflatten(0, (rows, -1)).transpose(1, 2)
         if plain:
@@ -232,7 +234,9 @@ def attend(
     for tile in layout.tiles:
         q = query[tile.begin : tile.end].transpose(0, 1).unsqueeze(0)
         keys = _gathered(k_cache, tile.slots, query.dtype)
-        values = keys[..., :v_dim] if v_cache is None else _gathered(v_cache, tile.slots, query.dtype)
+        values = (
+            keys[..., :v_dim] if v_cache is None else _gathered(v_cache, tile.slots, query.dtype)
+        )
         k, v = (x.unsqueeze(0).transpose(1, 2) for x in (keys, values))
         causal = tile.mask is None
         if plain:

@@ -20,7 +20,19 @@ from torch import Tensor
 from .. import e4m3
 from ..arguments import LatentKV
 from ..attention import reference
+from ..device import Gpu
 from .head_matmul import HeadMatmulRecipe, head_matmul
+
+_LARGEST_RANK, _LARGEST_ROPE = 512, 64
+_FEWEST_SHARED_BYTES = 160 << 10  # two tiles of vectors, and the queries
+
+
+def is_served(rank: int, rope_dim: int, device: torch.device) -> bool:
+    """Whether attention over vectors of such sizes runs on ``device``: on a CPU all do."""
+    if device.type == "cpu":
+        return True
+    is_small = rank <= _LARGEST_RANK and rope_dim <= _LARGEST_ROPE
+    return is_small and Gpu.of(device).num_shared_bytes >= _FEWEST_SHARED_BYTES
 
 
 def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:

@@ -74,7 +74,7 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     last = start + tl.minimum((first + LINES - 1) // H, num_queries - 1)
     positions = tl.minimum(start + queries, last)
     q_latent, q_rope = load_lines(query, tokens, heads, is_line, H * (R + P), R + P, SHAPE)
-    row_max, row_sum, acc = attend_vectors(
+    _, row_sum, acc = attend_vectors(
         q_latent, q_rope, Vectors(cache, tables + row.to(tl.int64) * table_stride),
         0, last + 1, last, positions, factor, SPLITS, SHAPE, True,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Attention over latent vectors tile by tile: device functions that decode and prefill share.
 
-The online softmax of :mod:`..attention.online_softmax`, with its rules for equal bits, turned on its
-side: *lines* (a query and a head each) are columns, so that the keys of a tile, and then the values'
-dimensions, are the long side of the matrix instructions, 16 lines suffice, and a tile is read from
-memory once: its first R elements are keys and values both.
+The online softmax of :mod:`..attention.online_softmax`, with its rules for equal bits, turned on
+its side: *lines* (a query and a head each) are columns, so that the keys of a tile, and then the
+dimensions of values, are the long side of the matrix instructions, 16 lines suffice, and a tile is
+read from memory once: its first R elements are keys and values both.
 
 State of a split or a total, all float32: ``row_max [M]``; ``row_sum [W, M]``, the sum of the
 weights, the same in all W rows; ``acc [R, M]``; M lines.
@@ -100,7 +100,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
         row_max = new_row_max
         row_sum = tl.dot(ones, weights, row_sum * rescale, input_precision=shape.PRECISION)
         acc = tl.dot(tl.trans(latents), weights, acc * rescale, input_precision=shape.PRECISION)
-        if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if FOLD:
             behind = start + BLOCK_N
             size = tl.where(behind <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
             if (behind & (size - 1)) == 0:
