@@ -1,6 +1,6 @@
 """Latent attention on a GPU: GB/s of its cache in decode, TFLOP/s in prefill, and whole steps.
 
-    python -m benchmarks.mla [--kernels] [--engine] [--layers 6]
+    python -m benchmarks.mla [--kernels] [--engine] [--layers 6] [--caches latent expanded]
 
 The shape is DeepSeek-V2-Lite's (16 heads, latents of 512 and 64), with ``--v3`` DeepSeek-V3's
 attention (128 heads). Kernels are timed in CUDA graphs of several calls over caches that together
@@ -199,17 +199,17 @@ def model_folder(num_layers: int) -> Iterator[str]:
         yield folder
 
 
-def engine(num_layers: int, batches: Sequence[int], context: int) -> None:
+def engine(num_layers: int, caches: Sequence[str], batches: Sequence[int], context: int) -> None:
     num_out = 48
     with model_folder(num_layers) as folder:
-        for latent in (True, False):
+        for name in caches:
             llm = LLM(
                 folder,
                 dtype="bfloat16",
                 load_format="dummy",
                 max_model_len=8192,
                 max_num_seqs=256,
-                mla_latent_cache=latent,
+                mla_latent_cache=name == "latent",
                 memory_utilization=0.5,
                 block_size=PAGE,
                 graph_batch_sizes=list(batches),
@@ -218,8 +218,8 @@ def engine(num_layers: int, batches: Sequence[int], context: int) -> None:
             num_tokens = llm.num_blocks * PAGE
             cache, start = stats.memory_bytes["kv_cache"], sum(stats.startup_s.values())
             print(
-                f"{'latent' if latent else 'expanded'}: start {start:.1f} s, {num_tokens} tokens in "
-                f"{cache / 2**30:.2f} GiB, {cache / (num_tokens + PAGE):.0f} bytes a token",
+                f"{name}: start {start:.1f} s, {num_tokens:,} tokens in {cache / 2**30:.2f} GiB, "
+                f"{cache / (num_tokens + PAGE):.0f} bytes a token",
                 flush=True,
             )
             for batch in batches:
@@ -248,12 +248,13 @@ def main() -> None:
     parser.add_argument("--engine", action="store_true")
     parser.add_argument("--v3", action="store_true")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--caches", nargs="+", default=["latent", "expanded"])
     given = parser.parse_args()
     if given.kernels:
         decode = [(1, 1024), (1, 8192), (64, 2048), (256, 2048)]
         kernels([128] if given.v3 else [16], decode)
     if given.engine:
-        engine(given.layers, (1, 64, 256), 1024)
+        engine(given.layers, given.caches, (1, 64, 256), 1024)
 
 
 if __name__ == "__main__":

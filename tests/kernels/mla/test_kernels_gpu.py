@@ -27,8 +27,8 @@ ROWS: dict[str, Rows] = {
     "empty rows": [(5, 1), (0, 0), (0, 4), (0, 0), (0, 0), (0, 0), (0, 0), (600, 2)],
 }
 SHAPES = [
-    latent_shape(16, 512, 64, dtype=BF16),  # DeepSeek-V2-Lite
-    latent_shape(128, 512, 64, block_size=64, dtype=BF16),  # DeepSeek-V3
+    latent_shape(16, 512, 64, block_size=64, dtype=BF16),  # DeepSeek-V2-Lite
+    latent_shape(128, 512, 64, dtype=BF16),  # DeepSeek-V3
     latent_shape(40, 256, 32, dtype=FP16),  # MiniCPM3
     latent_shape(4, 16, 8),
 ]
