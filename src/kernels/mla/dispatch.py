@@ -94,10 +94,13 @@ def attention(query: Tensor, kv: LatentKV, scale: float, rank: int) -> Tensor:
 
 
 def head_values(out: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None = None) -> Tensor:
-    """``[T, H, V]`` of ``out [T, H, R]``, by W_v ``[H, R, V]`` of any strides; ``recipe`` as of
-    :func:`latent_query`."""
+    """``[T, H, V]``, contiguous, of ``out [T, H, R]``, by W_v ``[H, R, V]`` of any strides.
+
+    Args:
+        recipe: as of :func:`latent_query`.
+    """
     if out.is_cuda:
         from .head_matmul_kernel import head_matmul as by_kernel
 
         return by_kernel(out, weight)
-    return head_matmul(out, weight, recipe)
+    return head_matmul(out, weight, recipe).contiguous()
