@@ -55,7 +55,7 @@ CONFIG: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "topk_method": "greedy",
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 64,  # dense layers: attention and the cache are what is measured
     "max_position_embeddings": 163840,
     "torch_dtype": "bfloat16",
     "bos_token_id": 100000,

@@ -64,11 +64,11 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     if IS_SPLIT and worker >= num_splits:
         return
     tokens = tl.zeros((LINES,), tl.int64) + token
-    q_latent, q_rope = load_lines(query, tokens, heads, is_line, H * (R + P), R + P, SHAPE)
+    lines = load_lines(query, tokens, heads, is_line, H * (R + P), R + P, SHAPE)
     if IS_SPLIT:
         for split in range(worker, num_splits, num_workers):
             row_max, row_sum, acc = attend_vectors(
-                q_latent, q_rope, vectors, split_begin(split, SPLITS),
+                lines, vectors, split_begin(split, SPLITS),
                 tl.minimum(split_begin(split + 1, SPLITS), position + 1), position, positions,
                 factor, SPLITS, SHAPE, False,
             )  # fmt: skip
@@ -78,8 +78,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(stats + index * 2 + 1, tl.max(row_sum, 0), mask=is_line)
     else:
         row_max, row_sum, acc = attend_vectors(
-            q_latent, q_rope, vectors, 0, position + 1, position, positions, factor, SPLITS, SHAPE,
-            True,
+            lines, vectors, 0, position + 1, position, positions, factor, SPLITS, SHAPE, True,
         )  # fmt: skip
         result = acc * (1.0 / tl.max(row_sum, 0))[None, :]
         tl.store(target, result.to(DTYPE), mask=mask)

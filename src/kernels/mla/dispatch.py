@@ -28,8 +28,8 @@ _FEWEST_SHARED_BYTES = 160 << 10  # two tiles of vectors, and the queries
 
 
 def is_served(rank: int, rope_dim: int, device: torch.device) -> bool:
-    """Whether attention over vectors of such sizes runs on ``device``: on a CPU all do."""
-    if device.type == "cpu":
+    """Whether attention over vectors of such sizes runs on ``device``: but for GPUs on all."""
+    if device.type != "cuda":  # "meta" in the graph of a model that was restored
         return True
     is_small = rank <= _LARGEST_RANK and rope_dim <= _LARGEST_ROPE
     return is_small and Gpu.of(device).num_shared_bytes >= _FEWEST_SHARED_BYTES

@@ -21,6 +21,7 @@ from .decode import combine_kernel, latent_decode_kernel
 from .prefill import latent_prefill_kernel
 
 _COMBINE_CHUNK = 16
+_MAX_PARTIAL_BYTES = 1 << 30  # of states of splits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class LatentTiling:
         ones: rows of the matrix of ones that sums the weights.
         decode_lines, prefill_lines: heads, or queries and heads, that a program serves.
         decode_warps, prefill_warps, num_stages: of the kernels.
+        prefill_halves: 2 if a launch of prefill has the sums of one half of the values' dimensions,
+            so that those of more lines fit the registers; both compute all scores.
         unsplit_from: decode programs from which each reads its whole context.
         num_programs: with fewer units, about so many programs share their contexts.
     """
@@ -44,9 +47,10 @@ class LatentTiling:
     prefill_lines: int
     prefill_warps: int
     num_stages: int
+    prefill_halves: int = 1
     near_split: int = 128
     far_split: int = 512
-    split_change: int = 512
+    split_change: int = 4096
     unsplit_from: int = 128
     num_programs: int = 264
 
@@ -57,8 +61,10 @@ class LatentTiling:
 
 
 @cache
-def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> LatentTiling:
-    """The tiling for vectors of ``dtype`` and queries of ``num_heads``."""
+def choose_tiling(
+    dtype: torch.dtype, num_heads: int, rank: int, device: torch.device
+) -> LatentTiling:
+    """The tiling for latents of ``dtype`` and ``rank``, and queries of ``num_heads``."""
     if dtype == torch.float32:
         return LatentTiling(
             block_n=16,
@@ -76,16 +82,17 @@ def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> L
         ones=64 if is_large else 16,
         decode_lines=32 if is_many else 16,
         decode_warps=8 if is_many else 4,
-        prefill_lines=32,
-        prefill_warps=8,
+        prefill_lines=64 if is_large else 16,
+        prefill_warps=8 if is_large else 4,
         num_stages=2,
+        prefill_halves=2 if is_large and rank == 512 else 1,
     )
 
 
 def attention(
     query: Tensor, kv: LatentKV, scale: float, rank: int, tiling: LatentTiling | None = None
 ) -> Tensor:
-    """As :func:`.dispatch.attention`; any block size that is a power of two of 16 or more.
+    """As :func:`.dispatch.attention`; any block size that is a power of two.
 
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
@@ -96,13 +103,13 @@ def attention(
     num_tokens, num_heads, width = query.shape
     page = kv.cache.shape[1]
     num_rows, table_width = kv.block_tables.shape
-    if page & (page - 1) or page < 16:
-        raise ValueError(f"block size {page}: the Triton kernels need a power of two, 16 or more")
+    if page & (page - 1):
+        raise ValueError(f"block size {page}: the Triton kernels need a power of two")
     query = query.contiguous()
     out = query.new_empty(num_tokens, num_heads, rank)
     if num_tokens == 0 or num_rows == 0:
         return out.zero_()
-    t = tiling or choose_tiling(query.dtype, num_heads, query.device)
+    t = tiling or choose_tiling(query.dtype, num_heads, rank, query.device)
     factor = scale * LOG2E.value
     shared = {
         "H": num_heads,
@@ -117,6 +124,7 @@ def attention(
     num_groups = triton.cdiv(num_heads, t.decode_lines)
     max_splits = t.num_splits(table_width * page)
     is_split = max_splits > 1 and num_units * num_groups < t.unsplit_from
+    is_split &= num_units * num_heads * max_splits * rank * 4 <= _MAX_PARTIAL_BYTES
     num_workers = 1
     if is_split:
         num_workers = min(max_splits, triton.cdiv(t.num_programs, num_units * num_groups))
@@ -143,7 +151,7 @@ def attention(
             BY_TOKEN=by_token,
             num_warps=4,
         )  # fmt: skip
-    if not by_token:
+    for half in () if by_token else range(t.prefill_halves):
         latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
             query, kv.cache, out, *kv[1:], factor,
             kv.block_tables.stride(0), num_tokens, num_rows,
@@ -151,6 +159,8 @@ def attention(
             **tiles,
             LINES=t.prefill_lines,
             ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
+            HALVES=t.prefill_halves,
+            IS_SECOND=half == 1,
             num_warps=t.prefill_warps,
             num_stages=t.num_stages,
         )  # fmt: skip

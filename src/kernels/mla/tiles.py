@@ -37,6 +37,20 @@ class VectorShape(NamedTuple):
     BLOCK_N: Any
     ONES: Any  # rows of the matrix of ones that sums the weights
     PRECISION: Any  # of tl.dot
+    HALVES: Any = 1  # 2: a program has the sums of one half of the values' dimensions
+    IS_SECOND: Any = False
+
+
+class Lines(NamedTuple):
+    """Queries of the lines.
+
+    Attributes:
+        first, second: in the latent space, ``[M, R_PAD]``, or its halves. rope: ``[M, P_PAD]``.
+    """
+
+    first: Any
+    second: Any
+    rope: Any
 
 
 @triton.jit
@@ -53,19 +67,20 @@ def fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, f
 
 @triton.jit
 def attend_vectors(  # type: ignore[no-untyped-def]
-    q_latent, q_rope, vectors, begin, end, last, positions, factor, splits, shape,
-    FOLD: tl.constexpr,
+    lines, vectors, begin, end, last, positions, factor, splits, shape, FOLD: tl.constexpr
 ):  # fmt: skip
     """The total of the splits from ``begin`` to ``end``.
 
     Args:
-        q_latent, q_rope: ``[M, R_PAD]`` and ``[M, P_PAD]``.
+        lines: :class:`Lines`.
         begin: first position, where a split begins. end: one behind the last.
         last: last position any of the lines sees. positions: of the lines, ``[M]``.
         factor: turns scores into logarithms to base 2.
         FOLD: False if all tiles are of one split: the total is that split then.
     """
-    LINES: tl.constexpr = q_latent.shape[0]
+    LINES: tl.constexpr = lines.rope.shape[0]
+    HALF: tl.constexpr = shape.R_PAD // shape.HALVES
+    USED: tl.constexpr = shape.R // shape.HALVES
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     DTYPE: tl.constexpr = vectors.cache.dtype.element_ty
     WIDTH: tl.constexpr = shape.R + shape.P
@@ -73,23 +88,30 @@ def attend_vectors(  # type: ignore[no-untyped-def]
     ones = tl.full((shape.ONES, BLOCK_N), 1.0, DTYPE)
     total_row_max = tl.full((LINES,), float("-inf"), tl.float32)
     total_row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
-    total_acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
+    total_acc = tl.zeros((HALF, LINES), tl.float32)
     row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
     blocks = block_ids(vectors.table, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
         latents = load_rows(
-            vectors.cache, blocks, start, last,
-            shape.R, shape.R_PAD, WIDTH, shape.PAGE, BLOCK_N, True,
-        )  # fmt: skip
+            vectors.cache, blocks, start, last, USED, HALF, WIDTH, shape.PAGE, BLOCK_N, True
+        )
+        scores = tl.dot(latents, tl.trans(lines.first), input_precision=shape.PRECISION)
+        if shape.HALVES == 2:
+            second = load_rows(
+                vectors.cache + USED, blocks, start, last,
+                USED, HALF, WIDTH, shape.PAGE, BLOCK_N, True,
+            )  # fmt: skip
+            scores = tl.dot(second, tl.trans(lines.second), scores, input_precision=shape.PRECISION)
+            if shape.IS_SECOND:
+                latents = second
         ropes = load_rows(
             vectors.cache + shape.R, blocks, start, last,
             shape.P, shape.P_PAD, WIDTH, shape.PAGE, BLOCK_N, True,
         )  # fmt: skip
         # One tile ahead: an address must not wait for the load of its block id.
         blocks = block_ids(vectors.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        scores = tl.dot(latents, tl.trans(q_latent), input_precision=shape.PRECISION)
-        scores = tl.dot(ropes, tl.trans(q_rope), scores, input_precision=shape.PRECISION)
+        scores = tl.dot(ropes, tl.trans(lines.rope), scores, input_precision=shape.PRECISION)
         visible = (start + offsets)[:, None] <= positions[None, :]
         scores = tl.where(visible, scores, float("-inf"))
         new_row_max = tl.maximum(row_max, tl.max(scores, 0))
@@ -109,7 +131,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
                 )
                 row_max = tl.full((LINES,), float("-inf"), tl.float32)
                 row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
-                acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
+                acc = tl.zeros((HALF, LINES), tl.float32)
     if FOLD:
         row_max, row_sum, acc = fold_lines(
             total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
@@ -121,10 +143,15 @@ def attend_vectors(  # type: ignore[no-untyped-def]
 def load_lines(  # type: ignore[no-untyped-def]
     query, tokens, heads, is_line, token_stride, head_stride, shape
 ):
-    """``[M, R_PAD]`` and ``[M, P_PAD]`` of the lines' queries, zeros where there is no line."""
+    """The :class:`Lines`, zeros where there is no line."""
+    USED: tl.constexpr = shape.R // shape.HALVES
     rows = query + (tokens * token_stride + heads.to(tl.int64) * head_stride)[:, None]
-    r = tl.arange(0, shape.R_PAD)[None, :]
+    r = tl.arange(0, shape.R_PAD // shape.HALVES)[None, :]
     p = tl.arange(0, shape.P_PAD)[None, :]
-    q_latent = tl.load(rows + r, mask=is_line[:, None] & (r < shape.R), other=0.0)
-    q_rope = tl.load(rows + shape.R + p, mask=is_line[:, None] & (p < shape.P), other=0.0)
-    return q_latent, q_rope
+    mask = is_line[:, None] & (r < USED)
+    rope = tl.load(rows + shape.R + p, mask=is_line[:, None] & (p < shape.P), other=0.0)
+    first = tl.load(rows + r, mask=mask, other=0.0)
+    second = first  # not read if there are no halves
+    if shape.HALVES == 2:
+        second = tl.load(rows + USED + r, mask=mask, other=0.0)
+    return Lines(first, second, rope)

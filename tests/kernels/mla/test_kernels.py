@@ -57,9 +57,12 @@ def _poisoned() -> Iterator[None]:
 
 
 def _dot(_: object, a: Any, b: Any, d: Any, *__: object) -> TensorHandle:
-    """``a @ b + d``, each element one sum in order along K, as the kernels take it of a GPU."""
-    products = a.data.astype(np.float32)[:, :, None] * b.data.astype(np.float32)[None]
-    return TensorHandle(products.sum(axis=1) + d.data, d.dtype.scalar)
+    """``d + a @ b``, each element one chain in order along K, as the kernels take it of a GPU."""
+    left, right = (x.data.astype(np.float32) for x in (a, b))
+    total = np.array(d.data)
+    for k in range(left.shape[1]):
+        total += left[:, k, None] * right[k]
+    return TensorHandle(total, d.dtype.scalar)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +78,8 @@ def attend(batch: tuple, shape: Shape, tiling: LatentTiling = SMALL, **changes: 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_float64(shape: Shape, rows: Rows) -> None:
     batch = latent_batch(rows, shape)
-    for changes in ({}, {"block_n": 32, "near_split": 32, "prefill_lines": 16}):
+    wide = {"block_n": 32, "near_split": 32, "prefill_lines": 16, "prefill_halves": 2}
+    for changes in ({}, wide):
         out = attend(batch.attend, shape, **changes)
         error = (out[: batch.num_tokens].double() - expected(batch, rows, shape)).abs()
         assert error.max().item() <= TOLERANCE[shape.dtype]  # false for NaN
@@ -99,6 +103,9 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
     whole = attend(batch.attend, shape)
     chunks = [(0, 1), (1, 8), (8, 40), (40, 41), (41, length)]
     assert torch.equal(attend(rescheduled(batch, chunks), shape), whole)
+    for lines, halves in ((16, 1), (32, 2)):
+        changes = {"prefill_lines": lines, "prefill_halves": halves}
+        assert torch.equal(attend(batch.attend, shape, **changes), whole)
     decodes = [(p, p + 1) for p in (0, 15, 16, 63, 64, 74)]
     tokens = [begin for begin, _ in decodes]
     for spread in SPREADS.values():

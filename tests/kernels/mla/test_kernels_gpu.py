@@ -43,7 +43,7 @@ def _poisoned() -> Iterator[None]:
 
 def attend(batch: tuple, shape: Shape, **changes: Any) -> Tensor:
     given = arguments(batch, shape.dv)
-    tiling = launch.choose_tiling(shape.dtype, shape.hq, given[0].device)
+    tiling = launch.choose_tiling(shape.dtype, shape.hq, shape.dv, given[0].device)
     return launch.attention(*given, tiling=replace(tiling, **changes))
 
 
