@@ -6,7 +6,7 @@ The shape is DeepSeek-V2-Lite's (16 heads, latents of 512 and 64), with ``--v3``
 attention (128 heads). Kernels are timed in CUDA graphs of several calls over caches that together
 are larger than the L2 cache; the floor of decode is each cached byte once at the copy bandwidth of
 the run. "expanded" is the same attention with every head's keys and values cached. An engine's step
-is that of a model of few layers with random weights.
+is that of a model of few dense layers with random weights, of DeepSeek-V3's code.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _POOL_BYTES = 300 << 20
 BF16 = torch.bfloat16
 PAGE = 64
 CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
     "vocab_size": 102400,
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -54,7 +54,6 @@ CONFIG: dict[str, Any] = {
     "num_experts_per_tok": 6,
     "n_group": 1,
     "topk_group": 1,
-    "topk_method": "greedy",
     "first_k_dense_replace": 64,  # dense layers: attention and the cache are what is measured
     "max_position_embeddings": 163840,
     "torch_dtype": "bfloat16",
@@ -210,7 +209,7 @@ def engine(num_layers: int, caches: Sequence[str], batches: Sequence[int], conte
                 max_model_len=8192,
                 max_num_seqs=256,
                 mla_latent_cache=name == "latent",
-                memory_utilization=0.5,
+                memory_utilization=0.3,
                 block_size=PAGE,
                 graph_batch_sizes=list(batches),
             )
