@@ -98,13 +98,15 @@ def attention(
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
 
     Raises:
-        ValueError: the block size is another.
+        ValueError: the block size is another, or the cache of another dtype than the query.
     """
     num_tokens, num_heads, width = query.shape
     page = kv.cache.shape[1]
     num_rows, table_width = kv.block_tables.shape
     if page & (page - 1):
         raise ValueError(f"block size {page}: the Triton kernels need a power of two")
+    if kv.cache.dtype != query.dtype:
+        raise ValueError(f"a cache of {kv.cache.dtype} for queries of {query.dtype}")
     query = query.contiguous()
     out = query.new_empty(num_tokens, num_heads, rank)
     if num_tokens == 0 or num_rows == 0:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.online_softmax import block_ids, load_rows
+from ..attention.online_softmax import block_ids
 
 
 class Vectors(NamedTuple):
@@ -54,6 +54,25 @@ class Lines(NamedTuple):
 
 
 @triton.jit
+def _load_part(  # type: ignore[no-untyped-def]
+    cache, blocks, start, last, D: tl.constexpr, D_PAD: tl.constexpr, shape
+):
+    """``[BLOCK_N, D_PAD]``: D elements of each vector of the tile at ``start``, from ``cache`` on;
+    zeros beyond D and ``last``."""
+    WIDTH: tl.constexpr = shape.R + shape.P
+    dims = tl.arange(0, D_PAD)
+    offsets = tl.arange(0, shape.BLOCK_N)
+    base = cache + blocks.to(tl.int64) * (shape.PAGE * WIDTH)
+    if shape.PAGE >= shape.BLOCK_N:
+        rows = base + (start & (shape.PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
+    else:  # the tile begins where a block begins
+        rows = base[:, None] + ((offsets & (shape.PAGE - 1)) * WIDTH)[:, None]
+    exists = (offsets <= last - start)[:, None]
+    mask = exists if D == D_PAD else exists & (dims < D)[None, :]
+    return tl.load(rows + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor):  # type: ignore[no-untyped-def]
     """:func:`..attention.online_softmax.fold`, on its side."""
     new_row_max = tl.maximum(total_row_max, row_max)
@@ -83,7 +102,6 @@ def attend_vectors(  # type: ignore[no-untyped-def]
     USED: tl.constexpr = shape.R // shape.HALVES
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     DTYPE: tl.constexpr = vectors.cache.dtype.element_ty
-    WIDTH: tl.constexpr = shape.R + shape.P
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((shape.ONES, BLOCK_N), 1.0, DTYPE)
     total_row_max = tl.full((LINES,), float("-inf"), tl.float32)
@@ -93,22 +111,16 @@ def attend_vectors(  # type: ignore[no-untyped-def]
     blocks = block_ids(vectors.table, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
-        latents = load_rows(
-            vectors.cache, blocks, start, last, USED, HALF, WIDTH, shape.PAGE, BLOCK_N, True
-        )
+        latents = _load_part(vectors.cache, blocks, start, last, USED, HALF, shape)
         scores = tl.dot(latents, tl.trans(lines.first), input_precision=shape.PRECISION)
         if shape.HALVES == 2:
-            second = load_rows(
-                vectors.cache + USED, blocks, start, last,
-                USED, HALF, WIDTH, shape.PAGE, BLOCK_N, True,
-            )  # fmt: skip
+            second = _load_part(vectors.cache + USED, blocks, start, last, USED, HALF, shape)
             scores = tl.dot(second, tl.trans(lines.second), scores, input_precision=shape.PRECISION)
             if shape.IS_SECOND:
                 latents = second
-        ropes = load_rows(
-            vectors.cache + shape.R, blocks, start, last,
-            shape.P, shape.P_PAD, WIDTH, shape.PAGE, BLOCK_N, True,
-        )  # fmt: skip
+        ropes = _load_part(
+            vectors.cache + shape.R, blocks, start, last, shape.P, shape.P_PAD, shape
+        )
         # One tile ahead: an address must not wait for the load of its block id.
         blocks = block_ids(vectors.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         scores = tl.dot(ropes, tl.trans(lines.rope), scores, input_precision=shape.PRECISION)
