@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--caches", nargs="+", default=["latent", "expanded"])
     given = parser.parse_args()
     if given.kernels:
-        decode = [(1, 1024), (1, 8192), (64, 2048), (256, 2048)]
+        decode = [(1, 1024), (1, 8192), (16, 4096), (64, 2048), (256, 2048)]
         kernels([128] if given.v3 else [16], decode)
     if given.engine:
         engine(given.layers, given.caches, (1, 64, 256), 1024)

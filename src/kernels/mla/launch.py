@@ -147,7 +147,7 @@ def attention(
     )  # fmt: skip
     if is_split:
         combine_kernel[(num_heads, num_units)](
-            partial, stats, out, *kv[1:3], factor, num_rows, max_splits,
+            partial, stats, out, *kv[1:3], factor, num_rows, num_workers, max_splits,
             **shared,
             CHUNK=_COMBINE_CHUNK,
             BY_TOKEN=by_token,

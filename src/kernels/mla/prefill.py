@@ -81,7 +81,7 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     loaded = load_lines(query, tokens, heads, is_line, H * (R + P), R + P, SHAPE)
     _, row_sum, acc = attend_vectors(
         loaded, Vectors(cache, tables + row.to(tl.int64) * table_stride),
-        0, last + 1, last, positions, factor, SPLITS, SHAPE, True,
+        0, last + 1, last, positions, factor, SPLITS, SHAPE,
     )  # fmt: skip
     result = acc * (1.0 / tl.max(row_sum, 0))[None, :]
     tl.store(target, result.to(DTYPE), mask=mask)

@@ -86,8 +86,8 @@ def fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, f
 
 @triton.jit
 def attend_vectors(  # type: ignore[no-untyped-def]
-    lines, vectors, begin, end, last, positions, factor, splits, shape, FOLD: tl.constexpr
-):  # fmt: skip
+    lines, vectors, begin, end, last, positions, factor, splits, shape
+):
     """The total of the splits from ``begin`` to ``end``.
 
     Args:
@@ -95,7 +95,6 @@ def attend_vectors(  # type: ignore[no-untyped-def]
         begin: first position, where a split begins. end: one behind the last.
         last: last position any of the lines sees. positions: of the lines, ``[M]``.
         factor: turns scores into logarithms to base 2.
-        FOLD: False if all tiles are of one split: the total is that split then.
     """
     LINES: tl.constexpr = lines.rope.shape[0]
     HALF: tl.constexpr = shape.R_PAD // shape.HALVES
@@ -134,21 +133,17 @@ def attend_vectors(  # type: ignore[no-untyped-def]
         row_max = new_row_max
         row_sum = tl.dot(ones, weights, row_sum * rescale, input_precision=shape.PRECISION)
         acc = tl.dot(tl.trans(latents), weights, acc * rescale, input_precision=shape.PRECISION)
-        if FOLD:
-            behind = start + BLOCK_N
-            size = tl.where(behind <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
-            if (behind & (size - 1)) == 0:
-                total_row_max, total_row_sum, total_acc = fold_lines(
-                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
-                )
-                row_max = tl.full((LINES,), float("-inf"), tl.float32)
-                row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
-                acc = tl.zeros((HALF, LINES), tl.float32)
-    if FOLD:
-        row_max, row_sum, acc = fold_lines(
-            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
-        )
-    return row_max, row_sum, acc
+        behind = start + BLOCK_N
+        size = tl.where(behind <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
+        if (behind & (size - 1)) == 0:
+            total_row_max, total_row_sum, total_acc = fold_lines(
+                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+            )
+            row_max = tl.full((LINES,), float("-inf"), tl.float32)
+            row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
+            acc = tl.zeros((HALF, LINES), tl.float32)
+    # The last split, if its end was not reached; else empty, which changes nothing.
+    return fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor)
 
 
 @triton.jit
