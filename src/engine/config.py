@@ -100,6 +100,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    mla_latent_cache: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -138,6 +139,7 @@ class EngineConfig:
             limit = "must be a number above 0 and at most 1"
             raise InvalidInputError("memory_utilization", share, limit)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        _check_bool("mla_latent_cache", self.mla_latent_cache)
         self._check_states()
         _check_bool("transparent", self.transparent)
         if self.overlap is not None and not isinstance(self.overlap, bool):

@@ -63,7 +63,7 @@ def _nth_longest(contexts, num_rows, n, ROWS: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """(row, token, position) of a unit; position -1 if there is nothing to do.
 
     A unit is a token if BY_TOKEN (then at most B units), else a row, served if it has one query.
@@ -152,7 +152,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             unit = _nth_longest(contexts, num_rows, unit, SORTED_ROWS)
     # The batch's own tensors are written by the first kernel of a step, which lets none start
     # before it has ended, and weights never. So both are read already.
-    row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
     num_first = splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)
     low, first_segment, last_segment = segments_of(seen, window, num_first, SPLITS)
