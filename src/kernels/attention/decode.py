@@ -24,8 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..fused.e4m3_store import block_width, is_e4m3, slot_width
 from ..fused.norm_rope_store import HeadNorm, norm_and_rotate, partners_of
-from .bundles import HeadPages, Scoring, Splits, TileShape
+from .bundles import Scoring, Splits, TileShape
 from .combine import combine, is_last_arrival
 from .decode_prologue import (
     KEYS,
@@ -37,6 +38,7 @@ from .decode_prologue import (
     prefetch_tile,
     store_new,
 )
+from .e4m3_tiles import scaled_queries
 from .online_softmax import (
     attend_tiles,
     block_ids,
@@ -45,6 +47,7 @@ from .online_softmax import (
     dot_size,
     finish,
     fold,
+    head_pages,
     segment_begin,
     segments_of,
     split_begin,
@@ -125,7 +128,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     DK_PAD: tl.constexpr = dot_size(DK)
     DV_PAD: tl.constexpr = dot_size(DV)
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
-    SHAPE: tl.constexpr = TileShape(DK, DV, DK_PAD, DV_PAD, HKV * DK, HKV * DV, PAGE, BLOCK_N)
+    CACHE: tl.constexpr = k_cache.dtype.element_ty
+    SHAPE: tl.constexpr = TileShape(
+        DK, DV, DK_PAD, DV_PAD, slot_width(CACHE, HKV, DK), slot_width(CACHE, HKV, DV),
+        block_width(CACHE, PAGE, HKV, DK), block_width(CACHE, PAGE, HKV, DV), PAGE, BLOCK_N,
+    )  # fmt: skip
     G: tl.constexpr = HQ // HKV
     GROUP: tl.constexpr = triton.next_power_of_2(G)
     BLOCK_M: tl.constexpr = dot_size(G)
@@ -146,6 +153,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         return  # before it waits: its place is free for the next kernel. Worker 0 goes on and waits
     some_row = tl.minimum(row, num_rows - 1)
     table = tables + some_row.to(tl.int64) * table_stride
+    pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)
     begin = segment_begin(last_segment - worker, low, num_first, SPLITS, BLOCK_N)
     blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
     k_dims = tl.arange(0, DK_PAD)
@@ -161,8 +169,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             for i in tl.static_range(PREFETCH):
                 start = begin + i * BLOCK_N
                 ids = blocks if i == 0 else block_ids(table, start, seen, PAGE, BLOCK_N)
-                prefetch_tile(k_cache + head * DK, ids, start, HKV * DK, DK, PAGE, BLOCK_N)
-                prefetch_tile(v_cache + head * DV, ids, start, HKV * DV, DV, PAGE, BLOCK_N)
+                prefetch_tile(
+                    pages.k_cache, ids, start, SHAPE.K_WIDTH, SHAPE.K_BLOCK, DK, PAGE, BLOCK_N
+                )
+                prefetch_tile(
+                    pages.v_cache, ids, start, SHAPE.V_WIDTH, SHAPE.V_BLOCK, DV, PAGE, BLOCK_N
+                )
         tl.extra.cuda.gdc_wait()
         if TRIGGER == "early":
             # Not sooner: programs of the next kernel would take places where this one has none yet,
@@ -222,6 +234,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if TRIGGER == "late":
         tl.extra.cuda.gdc_launch_dependents()
 
+    q_unit = None
+    score_factor = factor
+    if is_e4m3(CACHE):
+        q, q_unit = scaled_queries(q)
+        score_factor = q_unit * factor if cap_in is None else tl.zeros_like(q_unit) + factor
+        factor = 1.0
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
     for behind in range(worker, last_segment - first_segment + 1, num_workers):
         segment = last_segment - behind
@@ -230,10 +248,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
         end = split_begin(segment + num_first, SPLITS)
         total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
-            q, HeadPages(k_cache + head * DK, v_cache + head * DV, table), blocks, begin,
+            q, pages, blocks, begin,
             tl.minimum(end, position + 1), position, positions,
-            Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)), SPLITS,
-            SHAPE, FOLD, IDS_AHEAD,
+            Scoring(
+                window, score_factor, q_unit, factor, cap_in, cap_out,
+                dot_precision(query.dtype.element_ty),
+            ),
+            SPLITS, SHAPE, FOLD, IDS_AHEAD,
         )  # fmt: skip
         begin = next_begin
         blocks = next_blocks

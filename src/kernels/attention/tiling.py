@@ -87,8 +87,14 @@ class Tiling:
 
 
 @cache
-def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
-    """The tiling for ``dtype`` and head sizes, by what fits shared memory and registers."""
+def choose_tiling(
+    dtype: torch.dtype, k_dim: int, v_dim: int, cache_dtype: torch.dtype | None = None
+) -> Tiling:
+    """The tiling for queries of ``dtype`` and head sizes, by what fits shared memory and registers.
+
+    Args:
+        cache_dtype: None if that of the queries.
+    """
     widest = triton.next_power_of_2(max(k_dim, v_dim))
     if dtype == torch.float32:
         return Tiling(
@@ -112,7 +118,7 @@ def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
     return Tiling(
         block_n=64,
         decode_warps=4,
-        decode_stages=3,
+        decode_stages=5 if cache_dtype == torch.float8_e4m3fn else 3,
         block_m=128,
         prefill_warps=8,
         prefill_stages=3,
