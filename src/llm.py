@@ -111,8 +111,9 @@ class LLM:
             are then near those of the float32 model, not equal to them. None does what the
             checkpoint says: layers that it holds in FP8, or in 4 bits by AWQ, GPTQ or
             compressed-tensors, stay so (docs/quantization.md), and a GGUF file is expanded.
-        kv_cache_dtype: "auto" is the model's; "fp8", on a CPU, holds keys and values in e4m3 with a
-            scale for each token and head, in a quarter of float32's memory.
+        kv_cache_dtype: "auto" is the model's; "fp8" holds keys and values in e4m3 with a scale for
+            each token and head, in a quarter of float32's memory, half of bfloat16's. A GPU needs
+            compute capability 8.9.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.

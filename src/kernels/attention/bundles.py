@@ -22,12 +22,11 @@ class Scoring(NamedTuple):
     """How scores are masked, scaled and capped."""
 
     window: Any  # or None
-    factor: Any  # turns scores into logarithms to base 2; of e4m3 keys, one a query
-    unit: Any  # of e4m3 keys, what products with them are in units of, one a query; else None
-    fold_factor: Any  # turns what row_max is in into logarithms to base 2
+    factor: Any  # turns scores into logarithms to base 2; of e4m3 keys, one a line
     cap_in: Any  # of a softcap, or None
     cap_out: Any
     PRECISION: Any  # of tl.dot
+    unit: Any = None  # of e4m3 keys, what products with them are in units of, one a line
 
 
 class TileShape(NamedTuple):

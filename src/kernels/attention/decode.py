@@ -38,7 +38,7 @@ from .decode_prologue import (
     prefetch_tile,
     store_new,
 )
-from .e4m3_tiles import scaled_queries
+from .e4m3_tiles import attend_e4m3_tiles, line_factors, scaled_queries
 from .online_softmax import (
     attend_tiles,
     block_ids,
@@ -47,12 +47,13 @@ from .online_softmax import (
     dot_size,
     finish,
     fold,
-    head_pages,
+    head_size,
     segment_begin,
     segments_of,
     split_begin,
     splits_in_first,
 )
+from .pages import head_pages
 
 
 @triton.jit
@@ -125,14 +126,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     # Whether rows of cos and sin can be read 8 elements at once.
     ANGLES: tl.constexpr = 8 if cos_step is None else 1
     PDL: tl.constexpr = TRIGGER != ""
-    DK_PAD: tl.constexpr = dot_size(DK)
-    DV_PAD: tl.constexpr = dot_size(DV)
+    IS_E4M3: tl.constexpr = is_e4m3(k_cache.dtype.element_ty)
+    DK_PAD: tl.constexpr = head_size(DK, IS_E4M3)
+    DV_PAD: tl.constexpr = head_size(DV, IS_E4M3)
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
-    CACHE: tl.constexpr = k_cache.dtype.element_ty
     SHAPE: tl.constexpr = TileShape(
-        DK, DV, DK_PAD, DV_PAD, slot_width(CACHE, HKV, DK), slot_width(CACHE, HKV, DV),
-        block_width(CACHE, PAGE, HKV, DK), block_width(CACHE, PAGE, HKV, DV), PAGE, BLOCK_N,
+        DK, DV, DK_PAD, DV_PAD, slot_width(IS_E4M3, HKV, DK), slot_width(IS_E4M3, HKV, DV),
+        block_width(IS_E4M3, PAGE, HKV, DK), block_width(IS_E4M3, PAGE, HKV, DV), PAGE, BLOCK_N,
     )  # fmt: skip
+    PRECISION: tl.constexpr = dot_precision(query.dtype.element_ty)
     G: tl.constexpr = HQ // HKV
     GROUP: tl.constexpr = triton.next_power_of_2(G)
     BLOCK_M: tl.constexpr = dot_size(G)
@@ -234,12 +236,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if TRIGGER == "late":
         tl.extra.cuda.gdc_launch_dependents()
 
-    q_unit = None
-    score_factor = factor
-    if is_e4m3(CACHE):
-        q, q_unit = scaled_queries(q)
-        score_factor = q_unit * factor if cap_in is None else tl.zeros_like(q_unit) + factor
-        factor = 1.0
+    if IS_E4M3:
+        q_even, q_odd, q_unit = scaled_queries(q)
+        q_factors = line_factors(q_unit, factor, cap_in)
+        factor = 1.0  # row_max is a logarithm
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
     for behind in range(worker, last_segment - first_segment + 1, num_workers):
         segment = last_segment - behind
@@ -247,15 +247,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         next_begin = segment_begin(next_segment, low, num_first, SPLITS, BLOCK_N)
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
         end = split_begin(segment + num_first, SPLITS)
-        total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
-            q, pages, blocks, begin,
-            tl.minimum(end, position + 1), position, positions,
-            Scoring(
-                window, score_factor, q_unit, factor, cap_in, cap_out,
-                dot_precision(query.dtype.element_ty),
-            ),
-            SPLITS, SHAPE, FOLD, IDS_AHEAD,
-        )  # fmt: skip
+        end = tl.minimum(end, position + 1)
+        if IS_E4M3:
+            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_e4m3_tiles(
+                q_even, q_odd, pages, blocks, begin, end, position, positions,
+                Scoring(window, q_factors, cap_in, cap_out, PRECISION, q_unit), SPLITS, SHAPE,
+                FOLD, IDS_AHEAD,
+            )  # fmt: skip
+        else:
+            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
+                q, pages, blocks, begin, end, position, positions,
+                Scoring(window, factor, cap_in, cap_out, PRECISION), SPLITS, SHAPE,
+                FOLD, IDS_AHEAD,
+            )  # fmt: skip
         begin = next_begin
         blocks = next_blocks
         # The last split of the segment, if its end was not reached; else empty, which is harmless.

@@ -20,9 +20,7 @@ State of a split or a total: ``row_max [M]``, the largest score so far; ``row_su
 of the weights exp(score - row_max), the same in all W columns; ``acc [M, DV]``, the sum of weighted
 values. All float32. ``factor`` turns scores into logarithms to base 2.
 
-Of e4m3 caches operands are float16 (:mod:`.e4m3_tiles`), which holds every e4m3 number. A key's
-scale multiplies its scores, a value's the weights. ``row_max`` is then the largest of score and
-exponent of the value's scale together, as a logarithm: so no weight leaves float16's range.
+Of caches of e4m3 numbers :mod:`.e4m3_tiles` takes the same steps.
 """
 
 from __future__ import annotations
@@ -30,9 +28,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fused.e4m3_store import SCALE_BYTES, is_e4m3
-from .bundles import HeadPages
-from .e4m3_tiles import add_scaled_tile, load_scales, weights_dtype
 from .tiling import ALL_SPLITS
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,6 +39,12 @@ ONES = tl.constexpr(MIN_DOT)  # columns of the matrix of ones that sums the weig
 def dot_size(size):  # type: ignore[no-untyped-def]
     """``size``, padded to what ``tl.arange`` and a matrix instruction take."""
     return max(MIN_DOT, triton.next_power_of_2(size))
+
+
+@triton.constexpr_function
+def head_size(size, IS_E4M3):  # type: ignore[no-untyped-def]
+    """:func:`dot_size` of a head, of whose e4m3 numbers each half is an operand."""
+    return 2 * dot_size((size + 1) // 2) if IS_E4M3 else dot_size(size)
 
 
 @triton.constexpr_function
@@ -125,35 +126,26 @@ def capped(scores, cap_in, cap_out):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def score(q, k, k_scales, scoring):  # type: ignore[no-untyped-def]
-    """``[M, N]``: queries ``q [M, DK]`` with the keys of a tile, ``k [N, DK]``, times their scales
-    ``[N]`` if those are not None."""
+def score(q, k, scoring):  # type: ignore[no-untyped-def]
+    """``[M, N]``: queries ``q [M, DK]`` with the keys of a tile, ``k [N, DK]``."""
     scores = tl.dot(q, tl.trans(k), input_precision=scoring.PRECISION)
-    if k_scales is not None:
-        scores *= k_scales[None, :]
-        if scoring.cap_in is not None:
-            scores *= scoring.unit[:, None]
     if scoring.cap_in is not None:
         scores = capped(scores, scoring.cap_in, scoring.cap_out)
     return scores
 
 
 @triton.jit
-def add_tile(scores, v, v_scales, ones, row_max, row_sum, acc, factor, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The state with one more tile: ``scores [M, N]``, -inf where unseen, and ``v [N, DV]``, with
-    scales ``[N]`` if those are not None."""
-    if v_scales is not None:
-        return add_scaled_tile(scores, v, v_scales, ones, row_max, row_sum, acc, factor, PRECISION)
-    else:
-        new_row_max = tl.maximum(row_max, tl.max(scores, 1))
-        # Rows that have seen nothing yet: without this, -inf - -inf.
-        base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-        weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[:, None]))
-        rescale = tl.exp2((row_max - base) * factor)
-        weights = weights.to(v.dtype)
-        row_sum = tl.dot(weights, ones, row_sum * rescale[:, None], input_precision=PRECISION)
-        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision=PRECISION)
-        return new_row_max, row_sum, acc
+def add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The state with one more tile: ``scores [M, N]``, -inf where unseen, and ``v [N, DV]``."""
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1))
+    # Rows that have seen nothing yet: without this, -inf - -inf.
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[:, None]))
+    rescale = tl.exp2((row_max - base) * factor)
+    weights = weights.to(v.dtype)
+    row_sum = tl.dot(weights, ones, row_sum * rescale[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision=PRECISION)
+    return new_row_max, row_sum, acc
 
 
 @triton.jit
@@ -223,9 +215,8 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_tile(pages, blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys ``[BLOCK_N, DK_PAD]`` and values ``[BLOCK_N, DV_PAD]`` of the tile at ``start``, those of
-    e4m3 caches as DTYPE."""
+def load_tile(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def]
+    """Keys ``[BLOCK_N, DK_PAD]`` and values ``[BLOCK_N, DV_PAD]`` of the tile at ``start``."""
     # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
     k = load_rows(
         pages.k_cache, blocks, start, last,
@@ -235,28 +226,7 @@ def load_tile(pages, blocks, start, last, shape, DTYPE: tl.constexpr):  # type: 
         pages.v_cache, blocks, start, last,
         shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK, shape.PAGE, shape.BLOCK_N, True,
     )  # fmt: skip
-    if is_e4m3(pages.k_cache.dtype.element_ty):
-        k = k.to(DTYPE)
-        v = v.to(DTYPE)
     return k, v
-
-
-@triton.jit
-def head_pages(  # type: ignore[no-untyped-def]
-    k_cache, v_cache, table, head, part,
-    HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """:class:`.bundles.HeadPages` of a KV head, its values from element ``part`` on."""
-    if is_e4m3(k_cache.dtype.element_ty):
-        return HeadPages(
-            k_cache + head * (PAGE * DK),
-            v_cache + head * (PAGE * DV) + part,
-            table,
-            HKV * PAGE * DK - head * (PAGE * DK) + head * (PAGE * SCALE_BYTES),
-            HKV * PAGE * DV - head * (PAGE * DV) + head * (PAGE * SCALE_BYTES) - part,
-        )
-    else:
-        return HeadPages(k_cache + head * DK, v_cache + head * DV + part, table, 0, 0)
 
 
 @triton.jit
@@ -280,7 +250,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, weights_dtype(pages.v_cache.dtype.element_ty, q.dtype))
+    ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
     total_row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total_row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
     total_acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
@@ -289,20 +259,16 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     for start in tl.range(begin, end, BLOCK_N):
         if IDS_AHEAD == 0:
             blocks = block_ids(pages.table, start, last, shape.PAGE, BLOCK_N)
-        k, v = load_tile(pages, blocks, start, last, shape, q.dtype)
-        k_scales = None
-        v_scales = None
-        if scoring.unit is not None:
-            k_scales, v_scales = load_scales(pages, blocks, start, last, shape)
+        k, v = load_tile(pages, blocks, start, last, shape)
         if IDS_AHEAD == 1:
             blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         visible = (start + offsets)[None, :] <= positions[:, None]
         if scoring.window is not None:
             visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window
-        scores = score(q, k, k_scales, scoring)
+        scores = score(q, k, scoring)
         scores = tl.where(visible, scores, float("-inf"))
         row_max, row_sum, acc = add_tile(
-            scores, v, v_scales, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
+            scores, v, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
         )
         end_of_tile = start + BLOCK_N
         if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
@@ -317,9 +283,8 @@ def attend_tiles(  # type: ignore[no-untyped-def]
                 == 0
             ):
                 total_row_max, total_row_sum, total_acc = fold(
-                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc,
-                    scoring.fold_factor,
-                )  # fmt: skip
+                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
+                )
                 row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
                 row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
                 acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)

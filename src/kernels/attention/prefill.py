@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ..fused.e4m3_store import block_width, is_e4m3, slot_width
 from .bundles import Scoring, Splits, TileShape
-from .e4m3_tiles import load_scales, scaled_queries, weights_dtype
+from .e4m3_tiles import attend_e4m3_tiles_fold_late, line_factors, scaled_queries
 from .online_softmax import (
     ONES,
     add_tile,
@@ -33,10 +33,11 @@ from .online_softmax import (
     dot_size,
     finish,
     fold,
-    head_pages,
+    head_size,
     load_tile,
     score,
 )
+from .pages import head_pages
 
 
 @triton.jit
@@ -58,27 +59,23 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
     inf = float("inf")
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, weights_dtype(pages.v_cache.dtype.element_ty, q.dtype))
+    ones = tl.full((BLOCK_N, ONES), 1.0, pages.v_cache.dtype.element_ty)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
     acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
     total_row_max, total_row_sum, total_acc = row_max, row_sum, acc
     blocks = block_ids(pages.table, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, last + 1, BLOCK_N):
-        k, v = load_tile(pages, blocks, start, last, shape, q.dtype)
-        k_scales = None
-        v_scales = None
-        if scoring.unit is not None:
-            k_scales, v_scales = load_scales(pages, blocks, start, last, shape)
+        k, v = load_tile(pages, blocks, start, last, shape)
         # One tile ahead: an address must not wait for the load of its block id.
         blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        scores = score(q, k, k_scales, scoring)
+        scores = score(q, k, scoring)
         if (
             start & (tl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT) - 1)
             == 0
         ):  # the first tile of a split
             total_row_max, total_row_sum, total_acc = fold(
-                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.fold_factor
+                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor
             )
             row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
@@ -94,11 +91,9 @@ def attend_tiles_fold_late(  # type: ignore[no-untyped-def]
                 visible &= offsets[None, :] > (positions - start - scoring.window)[:, None]
             scores = tl.where(visible, scores, -inf)
         row_max, row_sum, acc = add_tile(
-            scores, v, v_scales, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
+            scores, v, ones, row_max, row_sum, acc, scoring.factor, scoring.PRECISION
         )
-    return fold(
-        total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.fold_factor
-    )
+    return fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, scoring.factor)
 
 
 @triton.jit
@@ -137,11 +132,11 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V``, causal, for rows of several queries.
 
     Grid: ``(tiles * HKV * PARTS,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query
-    ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]`` or planes of
-    :mod:`..e4m3`, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
+    ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
     """
-    CACHE: tl.constexpr = k_cache.dtype.element_ty
-    DK_PAD: tl.constexpr = dot_size(DK)
+    IS_E4M3: tl.constexpr = is_e4m3(k_cache.dtype.element_ty)
+    DK_PAD: tl.constexpr = head_size(DK, IS_E4M3)
     PART: tl.constexpr = dot_size(DV) // PARTS
     PART_USED: tl.constexpr = DV // PARTS
     G: tl.constexpr = HQ // HKV
@@ -189,31 +184,28 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         mask=is_line[:, None] & (k_dims < DK)[None, :],
         other=0.0,
     )
-    q_unit = None
-    score_factor = factor
-    if is_e4m3(CACHE):
-        q, q_unit = scaled_queries(q)
-        score_factor = q_unit * factor if cap_in is None else tl.zeros_like(q_unit) + factor
-        factor = 1.0
-    total_row_max, total_row_sum, total_acc = attend_tiles_fold_late(
-        q,
-        head_pages(
-            k_cache, v_cache, tables + row.to(tl.int64) * table_stride, head, part,
-            HKV, DK, DV, PAGE,
-        ),
-        low // BLOCK_N * BLOCK_N,
-        start + first,
-        last,
-        positions,
-        Scoring(
-            window, score_factor, q_unit, factor, cap_in, cap_out,
-            dot_precision(query.dtype.element_ty),
-        ),
-        Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE),
-        TileShape(
-            DK, PART_USED, DK_PAD, PART, slot_width(CACHE, HKV, DK), slot_width(CACHE, HKV, DV),
-            block_width(CACHE, PAGE, HKV, DK), block_width(CACHE, PAGE, HKV, DV), PAGE, BLOCK_N,
-        ),
+    table = tables + row.to(tl.int64) * table_stride
+    pages = head_pages(k_cache, v_cache, table, head, part, HKV, DK, DV, PAGE)
+    begin_tile = low // BLOCK_N * BLOCK_N
+    PRECISION: tl.constexpr = dot_precision(query.dtype.element_ty)
+    SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    SHAPE: tl.constexpr = TileShape(
+        DK, PART_USED, DK_PAD, PART,
+        slot_width(IS_E4M3, HKV, DK), slot_width(IS_E4M3, HKV, DV),
+        block_width(IS_E4M3, PAGE, HKV, DK), block_width(IS_E4M3, PAGE, HKV, DV), PAGE, BLOCK_N,
     )  # fmt: skip
+    if IS_E4M3:
+        q_even, q_odd, unit = scaled_queries(q)
+        total_row_max, total_row_sum, total_acc = attend_e4m3_tiles_fold_late(
+            q_even, q_odd, pages, begin_tile, start + first, last, positions,
+            Scoring(window, line_factors(unit, factor, cap_in), cap_in, cap_out, PRECISION, unit),
+            SPLITS, SHAPE,
+        )  # fmt: skip
+        factor = 1.0  # row_max is a logarithm
+    else:
+        total_row_max, total_row_sum, total_acc = attend_tiles_fold_late(
+            q, pages, begin_tile, start + first, last, positions,
+            Scoring(window, factor, cap_in, cap_out, PRECISION), SPLITS, SHAPE,
+        )  # fmt: skip
     result = finish(total_row_max, total_row_sum, total_acc, sinks, heads, is_line, factor)
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

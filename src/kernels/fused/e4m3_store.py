@@ -21,16 +21,15 @@ def is_e4m3(dtype):  # type: ignore[no-untyped-def]
 
 
 @triton.constexpr_function
-def block_width(DTYPE, PAGE, HKV, D):  # type: ignore[no-untyped-def]
-    """Elements of a block of PAGE slots in a cache of DTYPE: vectors of D of HKV heads, and, if it
-    holds planes, their scales."""
-    return PAGE * HKV * (D + (SCALE_BYTES if is_e4m3(DTYPE) else 0))
+def block_width(IS_E4M3, PAGE, HKV, D):  # type: ignore[no-untyped-def]
+    """Elements of a block of PAGE slots: vectors of D of HKV heads, and of planes the scales."""
+    return PAGE * HKV * (D + (SCALE_BYTES if IS_E4M3 else 0))
 
 
 @triton.constexpr_function
-def slot_width(DTYPE, HKV, D):  # type: ignore[no-untyped-def]
+def slot_width(IS_E4M3, HKV, D):  # type: ignore[no-untyped-def]
     """Elements from a head's vector in a slot to that in the next slot of the block."""
-    return D if is_e4m3(DTYPE) else HKV * D
+    return D if IS_E4M3 else HKV * D
 
 
 @triton.jit
@@ -61,7 +60,7 @@ def store_vectors(  # type: ignore[no-untyped-def]
             ``[D_PAD]``.
     """
     numbers, scales = quantized(x)
-    first = cache + slots // PAGE * block_width(tl.float8e4nv, PAGE, HKV, D)
+    first = cache + slots // PAGE * block_width(True, PAGE, HKV, D)
     at = heads * PAGE + slots % PAGE
     tl.store(
         (first + at * D)[:, None] + dims[None, :], numbers, mask=mask[:, None] & (dims < D)[None, :]
