@@ -2,9 +2,10 @@
 
     python -m benchmarks.attention [--block-sizes 16 64 256] [--repeats 10]
 
-Every implementation that can serve a case is timed: the Triton kernels, FlashAttention where it is
-installed, and for prefill the reference in plain torch. Decode counts every byte of K and V once,
-beside the copy bandwidth of the same run; prefill counts the products of visible (query, key)
+Every implementation that can serve a case is timed: the Triton kernels, on caches of bfloat16 and
+of e4m3 ("fp8"), FlashAttention where it is installed, and for prefill the reference in plain torch.
+Decode counts every byte of K and V once, scales among them, beside the copy bandwidth of the same
+run; prefill counts the products of visible (query, key)
 pairs. Blocks of a row lie scattered. Each CUDA graph holds several calls, which share lengths and
 block tables as the layers of a model do, over caches that together are larger than the L2 cache;
 figures are medians of replays. The reference waits for the device and cannot be captured: its calls
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pagespec.errors import InvalidInputError
+from pagespec.kernels import e4m3
 from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import flash
 from pagespec.kernels.attention.backend import AttentionBackend, select_backend
@@ -70,9 +72,9 @@ class Case:
         factors = 1 + self.spread * (2 * torch.rand(self.num_rows, generator=generator) - 1)
         return [round(self.context * f) for f in factors.tolist()]
 
-    def kv_bytes(self) -> int:
-        width = self.num_kv_heads * self.head_dim * 2 * DTYPE.itemsize
-        return sum(self.lengths()) * width
+    def kv_bytes(self, is_fp8: bool = False) -> int:
+        size = self.head_dim + e4m3.SCALE_BYTES if is_fp8 else self.head_dim * DTYPE.itemsize
+        return sum(self.lengths()) * self.num_kv_heads * 2 * size
 
     def flops(self) -> int:
         """Of a causal prefill: two products of ``2 * head_dim`` operations a visible pair."""
@@ -89,11 +91,17 @@ CASES = [
 
 
 def inputs(
-    case: Case, block_size: int, *, device: str = "cuda", num_layers: int | None = None
+    case: Case,
+    block_size: int,
+    *,
+    device: str = "cuda",
+    num_layers: int | None = None,
+    is_fp8: bool = False,
 ) -> list[tuple]:
     """Arguments of ``paged_attention`` for each layer of a step.
 
     Args:
+        is_fp8: whether the caches hold planes of e4m3 numbers.
         num_layers: None for as many as make the caches larger than the L2 cache.
     """
     generator = torch.Generator().manual_seed(0)
@@ -115,14 +123,24 @@ def inputs(
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, dtype=DTYPE, device=device)
 
-    heads = (case.num_kv_heads, case.head_dim)
+    def cache() -> Tensor:
+        heads = (num_blocks + 1, block_size, case.num_kv_heads)
+        if not is_fp8:
+            return normal(*heads, case.head_dim)
+        sizes = (*heads, case.head_dim + e4m3.SCALE_BYTES)
+        planes = torch.zeros(sizes, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        vectors, scales = e4m3.planes_of(planes)
+        vectors.random_(0, 120)
+        scales.fill_(1e-2)
+        return planes
+
     return [
         (
             normal(int(new.sum()), case.num_q_heads, case.head_dim),
-            PagedKV(*(normal(num_blocks + 1, block_size, *heads) for _ in "kv"), *metadata),
+            PagedKV(*(cache() for _ in "kv"), *metadata),
             AttentionParams(case.head_dim**-0.5, case.window, case.softcap),
         )
-        for _ in range(num_layers or max(2, math.ceil(_POOL_BYTES / case.kv_bytes())))
+        for _ in range(num_layers or max(2, math.ceil(_POOL_BYTES / case.kv_bytes(is_fp8))))
     ]
 
 
@@ -216,7 +234,7 @@ def main() -> None:
     print(environment())
     print(f"copy: {copy:,.0f} GB/s\n")
     print(
-        f"{'case':<21} {'by':<9} {'block':>5} {'us':>9} {'GB/s':>7} {'of copy':>7} {'target':>7} "
+        f"{'case':<21} {'by':<10} {'block':>5} {'us':>9} {'GB/s':>7} {'of copy':>7} {'target':>7} "
         f"{'TFLOP/s':>8}"
     )
     notes: dict[str, None] = {}
@@ -224,14 +242,20 @@ def main() -> None:
         for block_size in options.block_sizes:
             found, missing = implementations(case, block_size)
             notes.update(dict.fromkeys(missing))
-            layers = inputs(case, block_size) if found else []
+            if "triton" in found:
+                found["triton fp8"] = found["triton"]
+            layers: list[tuple] = []
             for name, choice in found.items():
+                is_fp8 = name.endswith("fp8")
+                if not layers or is_fp8:
+                    del layers
+                    layers = inputs(case, block_size, is_fp8=is_fp8)
                 seconds = attention_seconds(choice, layers, options.repeats)
-                row = f"{case.name:<21} {name:<9} {block_size:>5} {seconds * 1e6:>9.1f} "
+                row = f"{case.name:<21} {name:<10} {block_size:>5} {seconds * 1e6:>9.1f} "
                 if case.is_prefill:
                     row += f"{'':>23} {case.flops() / seconds / 1e12:>8.0f}"
                 else:
-                    rate = case.kv_bytes() / seconds / 1e9
+                    rate = case.kv_bytes(is_fp8) / seconds / 1e9
                     row += f"{rate:>7,.0f} {rate / copy:>7.2f} {case.target:>7,}"
                 print(row, flush=True)
             del layers

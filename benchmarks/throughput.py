@@ -40,6 +40,7 @@ def main(
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     memory_utilization: options.MemoryUtilization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     peer: options.Peer = None,
     peer_repeat: options.PeerRepeat = None,
     profile: options.Profile = None,
@@ -57,6 +58,7 @@ def main(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         memory_utilization=memory_utilization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     result = run_job(
         Job(

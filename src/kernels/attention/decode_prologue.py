@@ -208,8 +208,11 @@ def store_new(  # type: ignore[no-untyped-def]
             tl.store(v_slots + v_dims[None, :], new_value, mask=v_mask)
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor, has_norm: bool) -> bool:
-    """Whether one launch gives the bits of two: by shapes, strides and dtypes alone.
+def fits(
+    query: Tensor, key: Tensor, value: Tensor, has_norm: bool, are_planes: bool = False
+) -> bool:
+    """Whether one launch gives the bits of two, into caches of numbers or of planes: by shapes,
+    strides and dtypes alone.
 
     - float32 matmuls are compiled to other instructions where contraction is off, as it is here.
     - A norm adds up its squares in an order that follows from how Triton spreads a tile over the
@@ -220,7 +223,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, has_norm: bool) -> bool:
     """
     _, num_heads, dim = query.shape
     padded = triton.next_power_of_2(dim)
-    if query.dtype == torch.float32 or padded < _KEYS:
+    if query.dtype == torch.float32 or padded < _KEYS * (1 + are_planes):
         return False
     if not has_norm:
         return True

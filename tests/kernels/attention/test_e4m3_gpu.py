@@ -172,7 +172,7 @@ def test_one_launch_is_two(has_norm: bool, dim: int) -> None:
             query, key, value, angles.cos().to(BF16), angles.sin().to(BF16), dim, *weights, 1e-6,
             "rounded",
         )  # fmt: skip
-        assert fits(query, key, value, has_norm)
+        assert fits(query, key, value, has_norm, True)
         ours, theirs = ([cache.clone() for cache in (k_cache, v_cache)] for _ in range(2))
         rotated = norm_rope_store.norm_rope_store(inputs, *theirs, slots)
         expected = ops.paged_attention(rotated, *theirs, *rest)
