@@ -64,7 +64,9 @@ def test_logits_are_those_of_the_reference() -> None:
     for name, settings in kinds.items():
         seen = found[name] = []
         llm = make_llm(
-            num_blocks=64, on_logits=lambda _, x, seen=seen: seen.append(x.float().cpu()), **settings
+            num_blocks=64,
+            on_logits=lambda _, x, seen=seen: seen.append(x.float().cpu()),
+            **settings,
         )
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1))
     triton, other, plain = (torch.cat(found[name]) for name in kinds)

@@ -160,7 +160,7 @@ def select_backend(
         device: of the model. dtype: of queries and caches.
         specs: the attention calls, none of a model without attention. block_size: slots a block.
         transparent: whether outputs must not depend on how requests are scheduled.
-        kv_cache_dtype: "fp8" for caches of e4m3 numbers, which no FlashAttention library here reads.
+        kv_cache_dtype: "fp8" for caches of e4m3 numbers, which FlashAttention does not read.
 
     Raises:
         InvalidInputError: field "kv_cache_dtype": this GPU, these head sizes or this block size

@@ -195,12 +195,8 @@ def store_new(  # type: ignore[no-untyped-def]
         new_value = tl.load(v_rows + v_dims[None, :], mask=v_mask, other=0.0)
         new_key = norm_and_rotate(x, y, norm, c, s, dims, shape.DK, angles.R, DTYPE)
         if is_e4m3(k_cache.dtype.element_ty):
-            store_vectors(
-                k_cache, slots, head, new_key, dims, mine, HKV, shape.DK, shape.PAGE
-            )
-            store_vectors(
-                v_cache, slots, head, new_value, v_dims, mine, HKV, shape.DV, shape.PAGE
-            )
+            store_vectors(k_cache, slots, head, new_key, dims, mine, HKV, shape.DK, shape.PAGE)
+            store_vectors(v_cache, slots, head, new_value, v_dims, mine, HKV, shape.DV, shape.PAGE)
         else:
             k_slots = k_cache + (slots * HKV + head)[:, None] * shape.DK
             v_slots = v_cache + (slots * HKV + head)[:, None] * shape.DV

@@ -1,6 +1,6 @@
 """From pairs of e4m3 numbers to float16, in the registers of a matrix instruction's operands.
 
-A module of its own so that tests, whose interpreter knows no assembly, can put another in its place.
+A module of its own: tests put another in its place, since Triton's interpreter has no assembly.
 """
 
 from __future__ import annotations

@@ -35,15 +35,14 @@ def scaled_queries(q):  # type: ignore[no-untyped-def]
     even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
     if q.dtype == tl.float32:
         return even, odd, tl.full((q.shape[0],), 1.0, tl.float32)
-    else:
-        even = even.to(tl.float32)
-        odd = odd.to(tl.float32)
-        largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1).to(tl.int32, bitcast=True)
-        # Bits of the power of two below the largest magnitude, that held between 2^-100 and 2^100.
-        exponent = tl.minimum(tl.maximum(largest, 27 << 23), 227 << 23) & (255 << 23)
-        unit = (exponent - (HEADROOM << 23)).to(tl.float32, bitcast=True)
-        inverse = ((254 << 23) - exponent + (HEADROOM << 23)).to(tl.float32, bitcast=True)[:, None]
-        return (even * inverse).to(tl.float16), (odd * inverse).to(tl.float16), unit
+    even = even.to(tl.float32)
+    odd = odd.to(tl.float32)
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1).to(tl.int32, bitcast=True)
+    # Bits of the power of two below the largest magnitude, that held between 2^-100 and 2^100.
+    exponent = tl.minimum(tl.maximum(largest, 27 << 23), 227 << 23) & (255 << 23)
+    unit = (exponent - (HEADROOM << 23)).to(tl.float32, bitcast=True)
+    inverse = ((254 << 23) - exponent + (HEADROOM << 23)).to(tl.float32, bitcast=True)[:, None]
+    return (even * inverse).to(tl.float16), (odd * inverse).to(tl.float16), unit
 
 
 @triton.jit
@@ -51,8 +50,7 @@ def line_factors(unit, factor, cap_in):  # type: ignore[no-untyped-def]
     """``Scoring.factor`` of each line, for queries in units of ``unit [M]``."""
     if cap_in is None:
         return unit * factor
-    else:
-        return tl.zeros_like(unit) + factor
+    return tl.zeros_like(unit) + factor
 
 
 @triton.jit

@@ -23,5 +23,4 @@ def head_pages(  # type: ignore[no-untyped-def]
             HKV * PAGE * DK + head * (PAGE * (SCALE_BYTES - DK)),
             HKV * PAGE * DV + head * (PAGE * (SCALE_BYTES - DV)) - part,
         )
-    else:
-        return HeadPages(k_cache + head * DK, v_cache + head * DV + part, table, 0, 0)
+    return HeadPages(k_cache + head * DK, v_cache + head * DV + part, table, 0, 0)

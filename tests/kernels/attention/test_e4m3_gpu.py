@@ -1,4 +1,4 @@
-"""Attention over e4m3 caches on a GPU: bytes, bounds, and bit against bit; see test_decode_gpu.py."""
+"""Attention over e4m3 caches on a GPU: bytes, bounds, bit against bit; see test_decode_gpu.py."""
 
 from __future__ import annotations
 

@@ -105,7 +105,9 @@ def test_numbers_of_any_size(size: float) -> None:
     rows = [(40, 1), (0, 30)]
     batch = make_batch(rows, shape, num_padding=0)
     key, value, k_cache, v_cache, slots = batch.store
-    sizes = torch.ones(len(key), 1, 1) if size == 1 else torch.logspace(0, -5, len(key))[:, None, None]
+    sizes = (
+        torch.ones(len(key), 1, 1) if size == 1 else torch.logspace(0, -5, len(key))[:, None, None]
+    )
     value = (value * sizes * size).to(value.dtype)
     k_cache.view(torch.uint8)[:] = 0
     v_cache.view(torch.uint8)[:] = 0
