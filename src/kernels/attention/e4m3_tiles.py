@@ -26,6 +26,7 @@ HEADROOM = tl.constexpr(_HEADROOM)
 """Logarithm of the largest magnitude that operands are brought to; float16 reaches 2^15.99."""
 # Of scales, beyond which weights are no longer brought into range.
 LARGEST_EXPONENT = tl.constexpr(80)
+LARGEST = tl.constexpr(3.0e38)
 
 
 @triton.jit
@@ -70,21 +71,32 @@ def _load_halves(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_scales(  # type: ignore[no-untyped-def]
-    scales, blocks, start, last, BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The scales ``[BLOCK_N]`` of a tile, 1 beyond ``last``."""
-    offsets = tl.arange(0, BLOCK_N)
-    base = scales.to(tl.pointer_type(tl.float32)) + blocks.to(tl.int64) * (BLOCK // SCALE_BYTES)
+def _scale_blocks(table, blocks, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Block ids of a tile's scales: each once, which ``blocks`` repeats for each slot."""
     if PAGE >= BLOCK_N:
-        pointers = base + (start & (PAGE - 1)) + offsets
+        return blocks
     else:
-        pointers = base + (offsets & (PAGE - 1))
-    return tl.load(pointers, mask=offsets <= last - start, other=1.0)
+        positions = tl.minimum(start + tl.arange(0, BLOCK_N // PAGE) * PAGE, last)
+        return tl.load(table + positions.to(tl.uint32) // PAGE)
 
 
 @triton.jit
-def _load_keys(pages, blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_scales(  # type: ignore[no-untyped-def]
+    scales, blocks, start, BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The scales ``[BLOCK_N]`` of a tile, of unused slots any number; ``blocks``: those of
+    :func:`_scale_blocks`."""
+    base = scales.to(tl.pointer_type(tl.float32)) + blocks.to(tl.int64) * (BLOCK // SCALE_BYTES)
+    if PAGE >= BLOCK_N:
+        pointers = base + (start & (PAGE - 1)) + tl.arange(0, BLOCK_N)
+    else:
+        pointers = tl.reshape(base[:, None] + tl.arange(0, PAGE)[None, :], (BLOCK_N,))
+    # Of NaN and a number the least is the number: weights of 0 stay 0.
+    return tl.minimum(tl.abs(tl.load(pointers)), LARGEST)
+
+
+@triton.jit
+def _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The halves of a tile's keys, and their scales."""
     # Of unused slots, NaN perhaps: masked as scores.
     even, odd = _load_halves(
@@ -92,21 +104,21 @@ def _load_keys(pages, blocks, start, last, shape, DTYPE: tl.constexpr):  # type:
         shape.PAGE, shape.BLOCK_N, False, DTYPE,
     )  # fmt: skip
     scales = _load_scales(
-        pages.k_cache + pages.k_scales, blocks, start, last,
+        pages.k_cache + pages.k_scales, scale_blocks, start,
         shape.K_BLOCK, shape.PAGE, shape.BLOCK_N,
     )  # fmt: skip
     return even, odd, scales
 
 
 @triton.jit
-def _load_values(pages, blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The halves of a tile's values, zeros beyond ``last``, and their scales."""
     even, odd = _load_halves(
         pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
         shape.PAGE, shape.BLOCK_N, True, DTYPE,
     )  # fmt: skip
     scales = _load_scales(
-        pages.v_cache + pages.v_scales, blocks, start, last,
+        pages.v_cache + pages.v_scales, scale_blocks, start,
         shape.V_BLOCK, shape.PAGE, shape.BLOCK_N,
     )  # fmt: skip
     return even, odd, scales
@@ -194,13 +206,20 @@ def attend_e4m3_tiles(  # type: ignore[no-untyped-def]
     ones = tl.full((BLOCK_N, ONES), 1.0, _sum_dtype(DTYPE))
     total_row_max, total_row_sum, total_even, total_odd = _empty(BLOCK_M, HALF)
     row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
+    scale_blocks = _scale_blocks(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         if IDS_AHEAD == 0:
             blocks = block_ids(pages.table, start, last, shape.PAGE, BLOCK_N)
-        k_even, k_odd, k_scales = _load_keys(pages, blocks, start, last, shape, DTYPE)
-        v_even, v_odd, v_scales = _load_values(pages, blocks, start, last, shape, DTYPE)
+            scale_blocks = _scale_blocks(pages.table, blocks, start, last, shape.PAGE, BLOCK_N)
+        k_even, k_odd, k_scales = _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
+        v_even, v_odd, v_scales = _load_values(
+            pages, blocks, scale_blocks, start, last, shape, DTYPE
+        )
         if IDS_AHEAD == 1:
             blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
+            scale_blocks = _scale_blocks(
+                pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
+            )
         visible = (start + offsets)[None, :] <= positions[:, None]
         if scoring.window is not None:
             visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window
@@ -245,10 +264,16 @@ def attend_e4m3_tiles_fold_late(  # type: ignore[no-untyped-def]
     total_row_max, total_row_sum, total_even, total_odd = _empty(BLOCK_M, HALF)
     row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
     blocks = block_ids(pages.table, begin, last, shape.PAGE, BLOCK_N)
+    scale_blocks = _scale_blocks(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, last + 1, BLOCK_N):
-        k_even, k_odd, k_scales = _load_keys(pages, blocks, start, last, shape, DTYPE)
-        v_even, v_odd, v_scales = _load_values(pages, blocks, start, last, shape, DTYPE)
+        k_even, k_odd, k_scales = _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
+        v_even, v_odd, v_scales = _load_values(
+            pages, blocks, scale_blocks, start, last, shape, DTYPE
+        )
         blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
+        scale_blocks = _scale_blocks(
+            pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
+        )
         scores = _score(q_even, q_odd, k_even, k_odd, k_scales, scoring)
         if (
             start & (tl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT) - 1)

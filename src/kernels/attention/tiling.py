@@ -96,6 +96,7 @@ def choose_tiling(
         cache_dtype: None if that of the queries.
     """
     widest = triton.next_power_of_2(max(k_dim, v_dim))
+    is_e4m3 = cache_dtype == torch.float8_e4m3fn
     if dtype == torch.float32:
         return Tiling(
             block_n=16,
@@ -118,7 +119,8 @@ def choose_tiling(
     return Tiling(
         block_n=64,
         decode_warps=4,
-        decode_stages=5 if cache_dtype == torch.float8_e4m3fn else 3,
+        decode_stages=5 if is_e4m3 else 3,
+        decode_registers=168 if is_e4m3 else None,
         block_m=128,
         prefill_warps=8,
         prefill_stages=3,
