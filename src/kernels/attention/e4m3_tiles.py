@@ -75,9 +75,8 @@ def _scale_blocks(table, blocks, start, last, PAGE: tl.constexpr, BLOCK_N: tl.co
     """Block ids of a tile's scales: each once, which ``blocks`` repeats for each slot."""
     if PAGE >= BLOCK_N:
         return blocks
-    else:
-        positions = tl.minimum(start + tl.arange(0, BLOCK_N // PAGE) * PAGE, last)
-        return tl.load(table + positions.to(tl.uint32) // PAGE)
+    positions = tl.minimum(start + tl.arange(0, BLOCK_N // PAGE) * PAGE, last)
+    return tl.load(table + positions.to(tl.uint32) // PAGE)
 
 
 @triton.jit
