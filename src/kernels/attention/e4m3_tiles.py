@@ -73,10 +73,10 @@ def _load_halves(  # type: ignore[no-untyped-def]
 @triton.jit
 def _scale_blocks(table, blocks, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Block ids of a tile's scales: each once, which ``blocks`` repeats for each slot."""
-    if PAGE >= BLOCK_N:
-        return blocks
-    positions = tl.minimum(start + tl.arange(0, BLOCK_N // PAGE) * PAGE, last)
-    return tl.load(table + positions.to(tl.uint32) // PAGE)
+    if PAGE < BLOCK_N:
+        positions = tl.minimum(start + tl.arange(0, BLOCK_N // PAGE) * PAGE, last)
+        blocks = tl.load(table + positions.to(tl.uint32) // PAGE)
+    return blocks
 
 
 @triton.jit
