@@ -155,7 +155,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         return  # before it waits: its place is free for the next kernel. Worker 0 goes on and waits
     some_row = tl.minimum(row, num_rows - 1)
     table = tables + some_row.to(tl.int64) * table_stride
-    pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)
     begin = segment_begin(last_segment - worker, low, num_first, SPLITS, BLOCK_N)
     blocks = block_ids(table, begin, seen, PAGE, BLOCK_N)
     k_dims = tl.arange(0, DK_PAD)
@@ -171,6 +170,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             for i in tl.static_range(PREFETCH):
                 start = begin + i * BLOCK_N
                 ids = blocks if i == 0 else block_ids(table, start, seen, PAGE, BLOCK_N)
+                pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)
                 prefetch_tile(
                     pages.k_cache, ids, start, SHAPE.K_WIDTH, SHAPE.K_BLOCK, DK, PAGE, BLOCK_N
                 )
@@ -248,6 +248,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
         end = split_begin(segment + num_first, SPLITS)
         end = tl.minimum(end, position + 1)
+        pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)
         if IS_E4M3:
             total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_e4m3_tiles(
                 q_even, q_odd, pages, blocks, begin, end, position, positions,
