@@ -3,8 +3,7 @@
 The steps are those of :mod:`.online_softmax` with scales: a key's multiplies its scores, a value's
 the weights. What else is of its own:
 
-- Operands are float16, which holds every e4m3 number; two are converted by one instruction. What
-  they are multiplied with is brought into float16's range by powers of two, which cost no bits:
+- Operands are float16, which holds every e4m3 number / 256. What they are multiplied with is brought into float16's range by powers of two, which cost no bits:
   queries by one of their own, weights by that in :func:`_add_tile`. Of float32 queries all
   operands are float32.
 - Tiles are loaded as pairs of numbers, of 16 bits, since matrix instructions' operands are made of
@@ -18,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..fused.e4m3_store import SCALE_BYTES
-from .e4m3_operands import halves_of_pairs
+from .e4m3_operands import OPERAND_UNIT, halves_of_pairs
 from .online_softmax import ONES, block_ids, capped, fold, load_rows
 
 _HEADROOM = 14
@@ -26,7 +25,6 @@ HEADROOM = tl.constexpr(_HEADROOM)
 """Logarithm of the largest magnitude that operands are brought to; float16 reaches 2^15.99."""
 # Of scales, beyond which weights are no longer brought into range.
 LARGEST_EXPONENT = tl.constexpr(80)
-LARGEST = tl.constexpr(3.0e38)
 
 
 @triton.jit
@@ -34,24 +32,26 @@ def scaled_queries(q):  # type: ignore[no-untyped-def]
     """The halves of ``q [M, DK]`` for e4m3 keys, and the power of two, float32 ``[M]``, that they
     are in units of."""
     even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
-    if q.dtype == tl.float32:
-        return even, odd, tl.full((q.shape[0],), 1.0, tl.float32)
-    even = even.to(tl.float32)
-    odd = odd.to(tl.float32)
-    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1).to(tl.int32, bitcast=True)
-    # Bits of the power of two below the largest magnitude, that held between 2^-100 and 2^100.
-    exponent = tl.minimum(tl.maximum(largest, 27 << 23), 227 << 23) & (255 << 23)
-    unit = (exponent - (HEADROOM << 23)).to(tl.float32, bitcast=True)
-    inverse = ((254 << 23) - exponent + (HEADROOM << 23)).to(tl.float32, bitcast=True)[:, None]
-    return (even * inverse).to(tl.float16), (odd * inverse).to(tl.float16), unit
+    unit = tl.full((q.shape[0],), OPERAND_UNIT, tl.float32)
+    if q.dtype != tl.float32:
+        even = even.to(tl.float32)
+        odd = odd.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1).to(tl.int32, bitcast=True)
+        # Bits of the power of two below the largest magnitude, that held between 2^-100 and 2^100.
+        exponent = tl.minimum(tl.maximum(largest, 27 << 23), 227 << 23) & (255 << 23)
+        inverse = ((254 << 23) - exponent + (HEADROOM << 23)).to(tl.float32, bitcast=True)[:, None]
+        even = (even * inverse).to(tl.float16)
+        odd = (odd * inverse).to(tl.float16)
+        unit *= (exponent - (HEADROOM << 23)).to(tl.float32, bitcast=True)
+    return even, odd, unit
 
 
 @triton.jit
 def line_factors(unit, factor, cap_in):  # type: ignore[no-untyped-def]
     """``Scoring.factor`` of each line, for queries in units of ``unit [M]``."""
-    if cap_in is None:
-        return unit * factor
-    return tl.zeros_like(unit) + factor
+    if cap_in is not None:
+        unit = tl.full(unit.shape, 1.0, tl.float32)
+    return unit * factor
 
 
 @triton.jit
@@ -90,8 +90,7 @@ def _load_scales(  # type: ignore[no-untyped-def]
         pointers = base + (start & (PAGE - 1)) + tl.arange(0, BLOCK_N)
     else:
         pointers = tl.reshape(base[:, None] + tl.arange(0, PAGE)[None, :], (BLOCK_N,))
-    # Of NaN and a number the least is the number: weights of 0 stay 0.
-    return tl.minimum(tl.abs(tl.load(pointers)), LARGEST)
+    return tl.load(pointers)
 
 
 @triton.jit
@@ -111,7 +110,7 @@ def _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.conste
 
 @triton.jit
 def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of a tile's values, zeros beyond ``last``, and their scales."""
+    """The halves of a tile's values, zeros beyond ``last``, and what they are multiplied by."""
     even, odd = _load_halves(
         pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
         shape.PAGE, shape.BLOCK_N, True, DTYPE,
@@ -120,7 +119,9 @@ def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.cons
         pages.v_cache + pages.v_scales, scale_blocks, start,
         shape.V_BLOCK, shape.PAGE, shape.BLOCK_N,
     )  # fmt: skip
-    return even, odd, scales
+    # As the values, those have to be numbers.
+    exists = tl.arange(0, shape.BLOCK_N) <= last - start
+    return even, odd, tl.where(exists, scales, 0.0) * OPERAND_UNIT
 
 
 @triton.jit

@@ -15,12 +15,13 @@ def head_pages(  # type: ignore[no-untyped-def]
     HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """:class:`.bundles.HeadPages` of a KV head, its values from element ``part`` on."""
+    pages = HeadPages(k_cache + head * DK, v_cache + head * DV + part, table, 0, 0)
     if is_e4m3(k_cache.dtype.element_ty):
-        return HeadPages(
+        pages = HeadPages(
             k_cache + head * (PAGE * DK),
             v_cache + (head * (PAGE * DV) + part),
             table,
             HKV * PAGE * DK + head * (PAGE * (SCALE_BYTES - DK)),
             HKV * PAGE * DV + head * (PAGE * (SCALE_BYTES - DV)) - part,
         )
-    return HeadPages(k_cache + head * DK, v_cache + head * DV + part, table, 0, 0)
+    return pages

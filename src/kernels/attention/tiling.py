@@ -119,8 +119,8 @@ def choose_tiling(
     return Tiling(
         block_n=64,
         decode_warps=4,
-        decode_stages=5 if is_e4m3 else 3,
-        decode_registers=168 if is_e4m3 else None,
+        decode_stages=3,
+        decode_registers=128 if is_e4m3 else None,
         block_m=128,
         prefill_warps=8,
         prefill_stages=3,

@@ -41,10 +41,12 @@ def scales_behind(cache, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr)
 @triton.jit
 def quantized(x):  # type: ignore[no-untyped-def]
     """e4m3 ``[M, D_PAD]`` of ``x``, zeros beyond a vector's end, and the scales, float32 ``[M]``:
-    the largest magnitude of each vector / 448, and no zero."""
+    the largest magnitude of each vector / 448, and no zero; of a vector with NaN all NaN."""
     wide = x.to(tl.float32)
-    largest = tl.max(tl.abs(wide), 1)
-    scales = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), 2.0**-126)
+    # As integers, in whose order NaN is the largest.
+    largest = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    scales = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    scales = tl.maximum(scales, 2.0**-126, propagate_nan=tl.PropagateNan.ALL)
     spread = tl.broadcast_to(scales[:, None], wide.shape)
     return tl.div_rn(wide, spread).to(tl.float8e4nv), scales
 

@@ -49,7 +49,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 def _halves(pairs):  # type: ignore[no-untyped-def]
     even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     odd = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    return even.to(tl.float16), odd.to(tl.float16)
+    return even.to(tl.float16) / 256, odd.to(tl.float16) / 256
 
 
 @pytest.fixture(autouse=True)
