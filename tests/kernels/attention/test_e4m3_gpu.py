@@ -18,7 +18,6 @@ from pagespec.runner.block_copies import BlockCopier
 from tests.kernels.attention.test_decode_gpu import (  # noqa: F401 (a fixture)
     BF16,
     ROWS,
-    TOLERANCE,
     _poisoned,
     attend,
     restricted,
@@ -45,6 +44,10 @@ SHAPES = [
           is_e4m3=True),
     Shape(hq=8, hkv=2, dk=64, dv=64, is_e4m3=True),
 ]  # fmt: skip
+
+
+# Weights are summed in bfloat16; see test_decode_gpu.py.
+TOLERANCE = {torch.float32: 2e-5, BF16: 2.4e-2, torch.float16: 8e-3}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
