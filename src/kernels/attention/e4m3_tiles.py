@@ -3,9 +3,9 @@
 The steps are those of :mod:`.online_softmax` with scales: a key's multiplies its scores, a value's
 the weights. What else is of its own:
 
-- Operands are float16, which holds every e4m3 number / 256. What they are multiplied with is brought into float16's range by powers of two, which cost no bits:
-  queries by one of their own, weights by that in :func:`_add_tile`. Of float32 queries all
-  operands are float32.
+- Operands are float16, which holds every e4m3 number / 256. What they are multiplied with is brought
+  into float16's range by powers of two, which cost no bits: queries by one of their own, weights by
+  that in :func:`_add_tile`. Of float32 queries all operands are float32.
 - Tiles are loaded as pairs of numbers, of 16 bits, since matrix instructions' operands are made of
   those. A pair is taken apart in registers: elements 0, 2, 4, ... are one operand and 1, 3, 5, ...
   another, the *halves* of a vector. Scores are the sum over the even ones, then the odd ones.
@@ -23,8 +23,10 @@ from .online_softmax import ONES, block_ids, capped, fold, load_rows
 _HEADROOM = 14
 HEADROOM = tl.constexpr(_HEADROOM)
 """Logarithm of the largest magnitude that operands are brought to; float16 reaches 2^15.99."""
-# Of scales, beyond which weights are no longer brought into range.
-LARGEST_EXPONENT = tl.constexpr(80)
+# Of scales, beyond which weights are no longer brought into range: what is rescaled from one to the
+# other has to be a float32.
+SMALLEST_EXPONENT = tl.constexpr(-50)
+LARGEST_EXPONENT = tl.constexpr(70)
 
 
 @triton.jit
@@ -147,7 +149,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
     """
     factor = scoring.factor[:, None]
     exponents = (v_scales.to(tl.int32, bitcast=True) >> 23) - 126
-    exponents = tl.minimum(tl.maximum(exponents, -LARGEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
+    exponents = tl.minimum(tl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
     logs = tl.fma(scores, factor, exponents.to(tl.float32)[None, :])
     new_row_max = tl.maximum(row_max, tl.max(logs, 1))
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
