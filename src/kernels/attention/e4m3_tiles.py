@@ -3,9 +3,9 @@
 The steps are those of :mod:`.online_softmax` with scales: a key's multiplies its scores, a value's
 the weights. What else is of its own:
 
-- Operands are float16, which holds every e4m3 number / 256. What they are multiplied with is brought
-  into float16's range by powers of two, which cost no bits: queries by one of their own, weights by
-  that in :func:`_add_tile`. Of float32 queries all operands are float32.
+- Operands are float16, which holds every e4m3 number / 256. What they are multiplied with is
+  brought into float16's range by powers of two, which cost no bits: queries by one of their own,
+  weights by that in :func:`_add_tile`. Of float32 queries all operands are float32.
 - Tiles are loaded as pairs of numbers, of 16 bits, since matrix instructions' operands are made of
   those. A pair is taken apart in registers: elements 0, 2, 4, ... are one operand and 1, 3, 5, ...
   another, the *halves* of a vector. Scores are the sum over the even ones, then the odd ones.
