@@ -85,7 +85,8 @@ def build(
         UnsupportedModelError: the probe refuses the model.
     """
     device = resolve_device(config.device)
-    matmul_plan_dir = reading = None
+    matmul_plan_dir: Path | None = cache_root() / "linear"
+    reading = None
     if device.type == "cuda":
         # Triton, which it needs, is only there on machines with a GPU.
         from .kernels.jit.cache_keys import read_triton_early
@@ -94,7 +95,8 @@ def build(
         config = config.for_gpu()
         # In a process that has used the GPU, products may have been computed already, and the
         # library keeps the settings it had then: what other processes found need not hold.
-        matmul_plan_dir = None if torch.cuda.is_initialized() else cache_root() / "linear"
+        if torch.cuda.is_initialized():
+            matmul_plan_dir = None
     stats = EngineStats()
     clock = Clock(stats.startup_s)
     with clock("load"):

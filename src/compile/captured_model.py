@@ -134,7 +134,8 @@ def capture_model(
         attention: the implementation to call; None leaves it to the ops.
         packing_bytes: memory that copies of weights may take, in a layout that few rows are
             multiplied with at half the cost. Later changes of the weights do not reach them.
-        matmul_plan_dir: where sweeps of matmuls on a GPU are kept; None keeps none.
+        matmul_plan_dir: where sweeps of matmuls on a GPU, and trials on a CPU, are kept; None keeps
+            none.
         graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
             hold, which may have been changed in ways that no key covers.
         traced: the graph, of a model that was restored.

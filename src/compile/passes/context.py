@@ -26,7 +26,8 @@ class PassContext:
             placeholder for a constant enters it here.
         transparent: whether a row's bits must not depend on the rest of the batch.
         packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
-        matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`).
+        matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`), on a CPU recipes
+            (:mod:`.recipe_cache`).
         attention: the implementation to call in place of the ops; None keeps the ops.
         communicator: the same for collectives.
         quantized: weights to keep quantised, by the ``id`` of the constant that they are the values

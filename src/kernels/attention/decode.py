@@ -57,6 +57,16 @@ from .pages import head_pages
 
 
 @triton.jit
+def _nth_longest(contexts, num_rows, n, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row that n of up to ROWS rows come before: longer ones, and as long ones in front."""
+    i = tl.arange(0, ROWS)
+    # No two alike. Behind the last row there are none as long as 0.
+    keys = tl.load(contexts + i, mask=i < num_rows, other=-1) * ROWS - i
+    num_before = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    return tl.sum(tl.where(num_before == n, i, 0))
+
+
+@triton.jit
 def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """(row, token, position) of a unit; position -1 if there is nothing to do.
 
@@ -112,8 +122,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     TABLE: tl.constexpr,
     FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    SORTED_ROWS: tl.constexpr,  # where the longest rows start first: no fewer than there are; or 0
     TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
-    IDS_AHEAD: tl.constexpr, PREFETCH: tl.constexpr,  # of Tiling
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
 
@@ -143,6 +153,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits
     unit = tl.program_id(1)
+    if SORTED_ROWS > 0:
+        unit = _nth_longest(contexts, num_rows, unit, SORTED_ROWS)
     head = tl.program_id(0) % HKV
     worker = tl.program_id(0) // HKV
     # The batch's own tensors are written by the first kernel of a step, which lets none start
@@ -165,18 +177,16 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q_own, q_others = load_weights(q_weight, k_dims, partners, DK, BLOCK_M, DTYPE, FORM)
         k_size = tl.where(stores, DK, 0)
         k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, KEYS, DTYPE, FORM)
-    if PDL:
-        if position >= 0:
-            for i in tl.static_range(PREFETCH):
-                start = begin + i * BLOCK_N
-                ids = blocks if i == 0 else block_ids(table, start, seen, PAGE, BLOCK_N)
+        if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
+            if position >= 0:
                 pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)
                 prefetch_tile(
-                    pages.k_cache, ids, start, SHAPE.K_WIDTH, SHAPE.K_BLOCK, DK, PAGE, BLOCK_N
+                    pages.k_cache, blocks, begin, SHAPE.K_WIDTH, SHAPE.K_BLOCK, DK, PAGE, BLOCK_N
                 )
                 prefetch_tile(
-                    pages.v_cache, ids, start, SHAPE.V_WIDTH, SHAPE.V_BLOCK, DV, PAGE, BLOCK_N
+                    pages.v_cache, blocks, begin, SHAPE.V_WIDTH, SHAPE.V_BLOCK, DV, PAGE, BLOCK_N
                 )
+    if PDL:
         tl.extra.cuda.gdc_wait()
         if TRIGGER == "early":
             # Not sooner: programs of the next kernel would take places where this one has none yet,
@@ -253,13 +263,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_e4m3_tiles(
                 q_even, q_odd, pages, blocks, begin, end, position, positions,
                 Scoring(window, q_factors, cap_in, cap_out, PRECISION, q_unit), SPLITS, SHAPE,
-                FOLD, IDS_AHEAD,
+                FOLD,
             )  # fmt: skip
         else:
             total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
                 q, pages, blocks, begin, end, position, positions,
                 Scoring(window, factor, cap_in, cap_out, PRECISION), SPLITS, SHAPE,
-                FOLD, IDS_AHEAD,
+                FOLD,
             )  # fmt: skip
         begin = next_begin
         blocks = next_blocks

@@ -197,7 +197,7 @@ def _sum_dtype(dtype):  # type: ignore[no-untyped-def]
 @triton.jit
 def attend_e4m3_tiles(  # type: ignore[no-untyped-def]
     q_even, q_odd, pages, blocks, begin, end, last, positions, scoring, splits, shape,
-    FOLD: tl.constexpr, IDS_AHEAD: tl.constexpr,
+    FOLD: tl.constexpr,
 ):  # fmt: skip
     """As :func:`.online_softmax.attend_tiles`, of the halves of queries and caches of planes."""
     BLOCK_M: tl.constexpr = q_even.shape[0]
@@ -210,18 +210,14 @@ def attend_e4m3_tiles(  # type: ignore[no-untyped-def]
     row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
     scale_blocks = _scale_blocks(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
-        if IDS_AHEAD == 0:
-            blocks = block_ids(pages.table, start, last, shape.PAGE, BLOCK_N)
-            scale_blocks = _scale_blocks(pages.table, blocks, start, last, shape.PAGE, BLOCK_N)
         k_even, k_odd, k_scales = _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
         v_even, v_odd, v_scales = _load_values(
             pages, blocks, scale_blocks, start, last, shape, DTYPE
         )
-        if IDS_AHEAD == 1:
-            blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-            scale_blocks = _scale_blocks(
-                pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
-            )
+        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
+        scale_blocks = _scale_blocks(
+            pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
+        )
         visible = (start + offsets)[None, :] <= positions[:, None]
         if scoring.window is not None:
             visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window

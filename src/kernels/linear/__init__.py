@@ -2,10 +2,10 @@
 
 Read in this order: ``dispatch`` (a GPU's entry: our kernels for few rows, cuBLAS for many),
 ``matmul`` (Triton), ``matmul_sm90``, its ``_launch`` and ``norm_matmul_sm90`` (Gluon, Hopper),
-``grouped_mm`` (mixture of experts); ``tiles`` and ``tuned_tiles``; ``plan`` and ``plan_cache`` (up
-to how many rows our kernels serve); ``cublas`` (its settings); ``cpu_invariant``,
-``cpu_few_rows`` (a CPU's); ``quantized_weight``, ``fp8``, ``cpu_quantized`` and ``cpu_expanded``
-(weights that stay quantised there).
+``grouped_mm`` and ``sort_by_expert`` (mixture of experts); ``tiles`` and ``tuned_tiles``; ``plan``
+and ``plan_cache`` (up to how many rows our kernels serve); ``cublas`` (its settings);
+``cpu_invariant``, ``recipe_cache``, ``cpu_few_rows`` (a CPU's); ``quantized_weight``, ``fp8``,
+``cpu_quantized`` and ``cpu_expanded`` (weights that stay quantised there).
 
 May be imported by ``compile`` and ``runner``.
 """

@@ -67,9 +67,8 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
         "FAR_SPLIT": t.far_split, "SPLIT_CHANGE": t.split_change, "FIRST_SPLITS": 1,
         "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.long_context,
         "PAGE": 16,
-        "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True,
+        "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True, "SORTED_ROWS": 0,
         "TRIGGER": "late" if turn else "early", "sinks": None,
-        "IDS_AHEAD": t.ids_ahead, "PREFETCH": t.rope_prefetch if turn else t.prefetch,
     }  # fmt: skip
     constants |= dict.fromkeys([] if case["window"] else ["window"])
     constants |= dict.fromkeys([] if case["softcap"] else ["cap_in", "cap_out"])

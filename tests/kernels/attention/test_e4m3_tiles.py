@@ -75,7 +75,6 @@ def test_spreading_segments_over_programs_changes_no_bit(shape: Shape) -> None:
     for rows in ([(10, 1), (90, 1)], [(3, 2), (64, 1)]):
         batch = stored(rows, shape)
         outputs = {name: attend(batch.attend, **spread) for name, spread in SPREADS.items()}
-        outputs["ids with the tile"] = attend(batch.attend, ids_ahead=0)
         with shuffled(0):
             outputs["another order"] = attend(batch.attend)
         first = outputs["one program a context"]
