@@ -3,9 +3,10 @@
 The steps are those of :mod:`.online_softmax` with scales: a key's multiplies its scores, a value's
 the weights. What else is of its own:
 
-- Operands are float16, which holds every e4m3 number / 256. What they are multiplied with is
-  brought into float16's range by powers of two, which cost no bits: queries by one of their own,
-  weights by that in :func:`_add_tile`. Of float32 queries all operands are float32.
+- Operands are float16, which holds every e4m3 number; two are converted by one instruction. What
+  they are multiplied with is brought into float16's range by powers of two, which cost no bits:
+  queries by one of their own, weights by that in :func:`_add_tile`. Of float32 queries all operands
+  are float32.
 - Tiles are loaded as pairs of numbers, of 16 bits, since matrix instructions' operands are made of
   those. A pair is taken apart in registers: elements 0, 2, 4, ... are one operand and 1, 3, 5, ...
   another, the *halves* of a vector. Scores are the sum over the even ones, then the odd ones.
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..fused.e4m3_store import SCALE_BYTES
-from .e4m3_operands import OPERAND_UNIT, halves_of_pairs
+from .e4m3_operands import halves_of_pairs
 from .online_softmax import ONES, block_ids, capped, fold, load_rows
 
 _HEADROOM = 14
@@ -34,7 +35,7 @@ def scaled_queries(q):  # type: ignore[no-untyped-def]
     """The halves of ``q [M, DK]`` for e4m3 keys, and the power of two, float32 ``[M]``, that they
     are in units of."""
     even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
-    unit = tl.full((q.shape[0],), OPERAND_UNIT, tl.float32)
+    unit = tl.full((q.shape[0],), 1.0, tl.float32)
     if q.dtype != tl.float32:
         even = even.to(tl.float32)
         odd = odd.to(tl.float32)
@@ -44,7 +45,7 @@ def scaled_queries(q):  # type: ignore[no-untyped-def]
         inverse = ((254 << 23) - exponent + (HEADROOM << 23)).to(tl.float32, bitcast=True)[:, None]
         even = (even * inverse).to(tl.float16)
         odd = (odd * inverse).to(tl.float16)
-        unit *= (exponent - (HEADROOM << 23)).to(tl.float32, bitcast=True)
+        unit = (exponent - (HEADROOM << 23)).to(tl.float32, bitcast=True)
     return even, odd, unit
 
 
@@ -112,7 +113,7 @@ def _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.conste
 
 @triton.jit
 def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of a tile's values, zeros beyond ``last``, and what they are multiplied by."""
+    """The halves of a tile's values, and their scales, zeros beyond ``last``."""
     even, odd = _load_halves(
         pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
         shape.PAGE, shape.BLOCK_N, True, DTYPE,
@@ -123,7 +124,7 @@ def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.cons
     )  # fmt: skip
     # As the values, those have to be numbers.
     exists = tl.arange(0, shape.BLOCK_N) <= last - start
-    return even, odd, tl.where(exists, scales, 0.0) * OPERAND_UNIT
+    return even, odd, tl.where(exists, scales, 0.0)
 
 
 @triton.jit

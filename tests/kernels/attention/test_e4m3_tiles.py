@@ -5,7 +5,9 @@ Beside float64 on the numbers that the caches hold, and bit against bit; see tes
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from tests.kernels.attention.test_decode import (  # noqa: F401 (fixtures)
     shuffled,
     stored,
 )
+from tests.support.apart import run_apart
 from tests.support.paged import Shape, bundled, float64_attention, make_batch, rescheduled
 
 SHAPES = [
@@ -49,7 +52,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 def _halves(pairs):  # type: ignore[no-untyped-def]
     even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     odd = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    return even.to(tl.float16) / 256, odd.to(tl.float16) / 256
+    return even.to(tl.float16), odd.to(tl.float16)
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +176,23 @@ def test_planes_are_views_of_the_blocks() -> None:
     assert np.count_nonzero(cache.view(torch.uint8).numpy()) == 3 * 16 * 2 * 16
     scales.copy_(torch.full_like(scales, 2.0))
     assert cache.view(torch.uint8).view(3, -1)[:, -4:].tolist() == [[0, 0, 0, 64]] * 3
+
+
+def test_compiled_for_hopper() -> None:
+    """Contraction changes no instruction, so decode that fuses RoPE, which is compiled without, has
+    the bits of the others; loads are asynchronous; and no byte of a value is loaded by itself."""
+    cases = [
+        {"hq": 16, "hkv": 8, "dim": 128, "page": 16, "window": False, "softcap": False},
+        {"hq": 32, "hkv": 8, "dim": 64, "page": 64, "window": True, "softcap": True},
+    ]
+    program = Path(__file__).with_name("compile_e4m3.py")
+    printed = run_apart(str(program), json.dumps(cases))
+    for case, built in zip(cases, json.loads(printed.splitlines()[-1]), strict=True):
+        for name in ("contracted", "contracted_prefill"):
+            with_contraction, without = built[name]
+            assert with_contraction == without > 0, (case, name)
+        assert not any(built["bytes_alone"]), case
+        assert all(built["copies"]), case
+        assert all(built["conversions"]), case
+        # Bytes a thread, outside of the loop over tiles.
+        assert max(built["spilled"]) <= 80, case
