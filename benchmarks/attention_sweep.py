@@ -41,6 +41,8 @@ DECODE = [
     Case("256 x ~0.8k, 16/8", 256, 800, 16, 8, spread=0.25),
     Case("64 x ~1.5k, 32/8", 64, 1500, 32, 8, spread=0.25),
     Case("1 x 8k, 32/8", 1, 8192, 32, 8),
+    Case("8 x ~3k, 32/8", 8, 3000, 32, 8, spread=0.25),
+    Case("32 x ~3k, 32/8", 32, 3000, 32, 8, spread=0.25),
     Case("128 x ~1k, 32/8", 128, 1000, 32, 8, spread=0.25),
     Case("512 x ~0.8k, 16/8", 512, 800, 16, 8, spread=0.25),
     Case("32 x 8k, 32/8", 32, 8192, 32, 8),
@@ -68,13 +70,9 @@ _MANY = 1 << 30
 # Changes of the tiling. The first kind changes no bits, the last does.
 _SAME_BITS: dict[str, dict[str, Any]] = {
     "rows in order": {"sorted_rows": 0},
-    "128 rows sorted": {"sorted_rows": 128},
-    "any registers": {"unsplit_registers": None},
-    "2,048 programs at most": {"max_programs": 2048},
+    "workers beside each other, rows in order": {"sorted_rows": 0, "workers_last": False},
+    "1,024 programs at most, rows in order": {"sorted_rows": 0, "max_programs": 1024},
     "1,024 programs at most": {"max_programs": 1024},
-    "unsplit from 512 programs": {"unsplit_from": 512},
-    "8 warps": {"decode_warps": 8},
-    "combine 8 at once": {"combine_chunk": 8},
 }
 _OTHER_BITS: dict[str, dict[str, Any]] = {
     "near 256": {"near_split": 256},

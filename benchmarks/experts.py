@@ -24,6 +24,8 @@ from torch import Tensor
 
 from benchmarks.card import CardRates, rates_of_this_process
 from benchmarks.plain_read import seconds_of
+from pagespec.kernels.device import Gpu
+from pagespec.kernels.fused.activation import act_mul
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
 from pagespec.kernels.linear.grouped_mm import choose_grouped_tile, grouped_mm
@@ -144,11 +146,13 @@ class Layer:
     def seconds(self, calls: list[Callable[[], object]]) -> float:
         return seconds_of(calls, self.repeats, self.device)
 
-    def tile_in_use(self, num_tokens: int) -> Tile:
+    def tile_in_use(self, num_tokens: int, has_gate: bool) -> Tile:
         return choose_grouped_tile(
             num_tokens * self.shape.top_k,
             self.shape.num_experts,
             self.shape.dtype.itemsize,
+            has_gate,
+            Gpu.of(self.device),
         )
 
     def compile(self, tokens: list[int], is_sweep: bool) -> None:
@@ -159,24 +163,35 @@ class Layer:
             for name, weight in self.weights.items():
                 x, has_gate = self.rows(num_tokens, name), name == _GATED
                 grouped_mm(x, weight, call.offs, has_gate=has_gate)
+                if has_gate:
+                    _apart(grouped_mm, x, weight, call.offs, has_gate)
                 tiles = tiles_to_try(num_tokens, self.shape, has_gate) if is_sweep else ()
                 for tile in tiles:
                     grouped_mm(x, weight, call.offs, has_gate=has_gate, tile=tile)
 
     def show(self, card: CardRates, num_tokens: int) -> None:
-        """The line of both matmuls, of torch's beside them, and of the sort."""
+        """The line of both matmuls, of the same with the activation apart, of torch's, which has it
+        apart, and of the sort."""
         calls = draw_calls(self.shape, num_tokens, self.device)
         for name, weight in self.weights.items():
             x, has_gate = self.rows(num_tokens, name), name == _GATED
-            ours = self.seconds(
-                [partial(grouped_mm, x, weight, c.offs, has_gate=has_gate) for c in calls]
-            )
-            theirs = self._torch_seconds(x, weight, calls)
-            print(f"{num_tokens:>6} {name:<9} {self.figures(card, calls, name, x, ours)} {theirs}")
+            run = partial(grouped_mm, has_gate=has_gate)
+            ours = self.seconds([partial(run, x, weight, c.offs) for c in calls])
+            libraries = [grouped_mm] if has_gate else []
+            if self.device.type == "cuda":
+                functional = torch.nn.functional
+                libraries.append(getattr(functional, "grouped_mm", None) or torch._grouped_mm)
+            apart = [
+                self.seconds([partial(_apart, f, x, weight, c.offs, has_gate) for c in calls])
+                for f in libraries
+            ]
+            others = "".join(f"{seconds * 1e6:>10.1f}" for seconds in apart)
+            others = others if has_gate else f"{'':>10}{others}"
+            print(f"{num_tokens:>6} {name:<9} {self.figures(card, calls, name, x, ours)}{others}")
         num_experts = self.shape.num_experts
         ours = self.seconds([partial(sort_by_expert, c.ids, num_experts) for c in calls])
         theirs = self.seconds([partial(library_sort, c.ids, num_experts) for c in calls])
-        print(f"{num_tokens:>6} {'sort':<9} {ours * 1e6:>9.1f} {'':>31} {theirs * 1e6:>9.1f}")
+        print(f"{num_tokens:>6} {'sort':<9} {ours * 1e6:>9.1f} {'':>41}{theirs * 1e6:>10.1f}")
 
     def figures(
         self, card: CardRates, calls: list[Call], name: str, x: Tensor, seconds: float
@@ -191,19 +206,12 @@ class Layer:
             f"{rate / seconds:>7,.0f} {unit:<7}"
         )
 
-    def _torch_seconds(self, x: Tensor, weight: Tensor, calls: list[Call]) -> str:
-        if self.device.type != "cuda":
-            return ""
-        library = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-        seconds = self.seconds([partial(library, x, weight, offs=c.offs) for c in calls])
-        return f"{seconds * 1e6:>9.1f}"
-
     def sweep(self, card: CardRates, num_tokens: int, deadline: float) -> None:
         """Each tile's line as it comes; those after ``deadline`` are left out and counted."""
         calls = draw_calls(self.shape, num_tokens, self.device)
         for name, weight in self.weights.items():
             x, has_gate = self.rows(num_tokens, name), name == _GATED
-            used = self.tile_in_use(num_tokens)
+            used = self.tile_in_use(num_tokens, has_gate)
             expected = grouped_mm(x, weight, calls[0].offs, has_gate=has_gate, tile=used)
             num_left = 0
             lines = []
@@ -241,6 +249,14 @@ def describe(tile: Tile) -> str:
     )
 
 
+def _apart(
+    multiply: Callable[..., Tensor], x: Tensor, weight: Tensor, offs: Tensor, has_gate: bool
+) -> Tensor:
+    """The matmul, and the activation behind it in a kernel of its own."""
+    out = multiply(x, weight, offs=offs)
+    return act_mul(*out.chunk(2, 1), "silu") if has_gate else out
+
+
 def library_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """What transformers does in place of :func:`sort_by_expert`."""
     found, order = torch.sort(ids)
@@ -273,7 +289,8 @@ def main() -> None:
             with parallel_build(layer.device) as report:
                 layer.compile(tokens, options.sweep)
         print(f"{report.num_compiled} kernels compiled in {time.monotonic() - begin:.1f} s")
-    print(f"\n{'tokens':>6} {'':<9} {'us':>9} {'floor':>8} {'of it':>6} {'':>15} {'torch, us':>9}")
+    heads = f"{'us':>9} {'floor':>8} {'of it':>6} {'':>15}{'apart':>10}{'torch':>10}"
+    print(f"\n{'tokens':>6} {'':<9} {heads}")
     for num_tokens in tokens:
         layer.show(card, num_tokens)
     for num_tokens in tokens if options.sweep else ():

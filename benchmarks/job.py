@@ -38,6 +38,9 @@ Overlap = Annotated[
 ]
 Compile = Annotated[str, typer.Option(help="auto, graph, inductor or eager.")]
 Attention = Annotated[str, typer.Option(help="auto, triton, flash or reference.")]
+Quantization = Annotated[
+    str | None, typer.Option(help='"fp8": linear layers are made FP8. Default: as they are.')
+]
 BlockSize = Annotated[int | None, typer.Option(help="Default: the engine's.")]
 MaxNumSeqs = Annotated[
     int | None, typer.Option(help="Default: the requests of the largest workload, 512 at most.")

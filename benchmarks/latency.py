@@ -33,6 +33,7 @@ def main(
     overlap: options.Overlap = None,
     compile: options.Compile = "auto",
     attention: options.Attention = "auto",
+    quantization: options.Quantization = None,
     block_size: options.BlockSize = None,
     memory_utilization: options.MemoryUtilization = None,
     peer: options.Peer = None,
@@ -47,6 +48,7 @@ def main(
         overlap=overlap,
         compile=compile,
         attention=attention,
+        quantization=quantization,
         block_size=block_size,
         memory_utilization=memory_utilization,
     )

@@ -187,6 +187,7 @@ def capture_model(
         loaded.quantized_by_id(),
         is_native=is_native and bool(loaded.quantized) and library() is not None,
     )
+    loaded.quantized.clear()  # the passes let go of what they have packed
     with torch.inference_mode():
         is_on_cpu = loaded.device.type == "cpu"
         device_passes = cpu_passes(context.is_native) if is_on_cpu else gpu_passes()
@@ -198,7 +199,6 @@ def capture_model(
             captured.compile_s = time.perf_counter() - begin
     captured.weight_formats = context.weight_formats
     captured.float32_matrices = context.float32_matrices
-    loaded.quantized.clear()  # packed by now
     captured.sources = traced.arguments()
     if has_head:
         captured.head = extract_head(gm, captured.sources)

@@ -4,7 +4,8 @@ Read in this order: this file (which passes run, and in which order), ``context`
 ``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``quantize_linear`` and, for native
 kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU
 ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
-``split_head``.
+``split_head``. Weights that stay quantised are ``quantize_linear``'s on both; a GPU's kernels for
+them are the table in ``gpu_quantized``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """
@@ -75,6 +76,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_expert_sort import fuse_expert_sort
     from .fuse_norm import fuse_norm
     from .fuse_norm_linear import fuse_norm_linear
+    from .fuse_quantize import fuse_quantize
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
@@ -90,6 +92,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
+        "fuse_quantize": fuse_quantize,
         "fuse_all_reduce_norm": fuse_all_reduce_norm,
         "fuse_row_parallel": fuse_row_parallel,
     }

@@ -113,6 +113,8 @@ def _drop_masks(graph: Graph, sort: _Sort) -> None:
                 if is_result or (is_read and not filled.users):
                     filled.replace_all_uses_with(source)
                     graph.erase_node(filled)
+            erase_unused(graph, (mask,))
+        erase_unused(graph, (beyond,))
 
 
 def _readers(node: Node) -> Iterator[Node]:
@@ -140,13 +142,19 @@ def _replace(graph: Graph, sort: _Sort) -> None:
     for new, old in [*pairs, (inverse, sort.order)]:
         new.meta["example_value"] = example(old)
     for assignment, empty in list(_inverses(sort.order)):
+        numbers: Any = assignment.args[2]
         graph.erase_node(assignment)
         empty.replace_all_uses_with(inverse)
         graph.erase_node(empty)
+        erase_unused(graph, (numbers,))
     for new, old in pairs:
         old.replace_all_uses_with(new)
     erase_unused(graph, (inverse, sort.offs, sort.counts, sort.converted))
     erase_unused(graph, (sort.sorted_ids, sort.order, sort.node))
+    # Ids without a reader but those that bound them.
+    if all(calls(user, "clamp_") and not user.users for user in sorted_ids.users):
+        erase_unused(graph, list(sorted_ids.users))
+        erase_unused(graph, (sorted_ids,))
 
 
 def _inverses(order: Node) -> Iterator[tuple[Node, Node]]:

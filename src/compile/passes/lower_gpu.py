@@ -4,6 +4,8 @@
   at start-up;
 - ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
   kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
+- ``linear`` with a weight that stays quantised becomes a call of the kernel for its format
+  (:mod:`.gpu_quantized`), a gated activation behind it included where that has one;
 - a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`, with the gated activation
   behind it likewise.
 """
@@ -30,6 +32,8 @@ from ..fx.nodes import (
     tensor_of,
 )
 from .context import PassContext
+from .gpu_quantized import gpu_kernels
+from .quantize_linear import QuantizedCalls
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,6 +42,8 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
+    dtype = next((p.dtype for p in context.module.parameters()), torch.float32)
+    quantized = QuantizedCalls(graph, context, gpu_kernels(dtype, plans))
     matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
     plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
     for node in list(graph.nodes):
@@ -73,9 +79,16 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
                         gpu_linear.linear, (source, weight, bias, max_custom_rows)
                     )
             _put(graph, call, gated or node, node)
+        elif (made := quantized(node)) is not None:
+            gated = _only_gate(node)
+            made_gated = None if gated is None else quantized(node, has_gate=True)
+            with graph.inserting_before(node):
+                call = graph.call_function(*(made_gated or made))
+            _put(graph, call, node if gated is None or made_gated is None else gated, node)
         else:
             continue
         count += 1
+    quantized.release_weights()
     return count
 
 
@@ -86,6 +99,8 @@ def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bo
     tensor = context.constant(weight)
     bias_tensor = context.constant(bias) if bias is not None else None
     if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
+        return None
+    if context.weight_format(tensor) is not None:
         return None
     if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
         return None

@@ -122,6 +122,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     TABLE: tl.constexpr,
     FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    WORKERS_LAST: tl.constexpr,  # of Tiling
     SORTED_ROWS: tl.constexpr,  # where the longest rows start first: no fewer than there are; or 0
     TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
 ):  # fmt: skip
@@ -153,10 +154,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits
     unit = tl.program_id(1)
-    if SORTED_ROWS > 0:
-        unit = _nth_longest(contexts, num_rows, unit, SORTED_ROWS)
     head = tl.program_id(0) % HKV
-    worker = tl.program_id(0) // HKV
+    worker = tl.program_id(2) if WORKERS_LAST else tl.program_id(0) // HKV
+    if SORTED_ROWS > 0:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if worker == 0:  # the others have nothing to do, mostly
+            unit = _nth_longest(contexts, num_rows, unit, SORTED_ROWS)
     # The batch's own tensors are written by the first kernel of a step, which lets none start
     # before it has ended, and weights never. So both are read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)

@@ -243,7 +243,10 @@ def _decode(
     is_whole = is_unsplit and shared["key"] is None
     registers = t.unsplit_registers if is_whole else t.decode_registers
     options = {"maxnreg": registers} if registers else {}
-    decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
+    grid = (num_kv_heads * spread.num_workers, num_units, 1)
+    if t.workers_last:
+        grid = (num_kv_heads, num_units, spread.num_workers)
+    decode_kernel[grid](
         query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
         *kv[2:],
         table_stride=kv.block_tables.stride(0),
@@ -253,6 +256,7 @@ def _decode(
         **shared,
         CHUNK=t.combine_chunk_of(group * dot_size(v_dim)),
         BY_TOKEN=by_token,
+        WORKERS_LAST=t.workers_last,
         SORTED_ROWS=t.sorted_rows if is_sorted else 0,
         FIRST_SPLITS=spread.first_splits,
         UNSPLIT_BELOW=spread.unsplit_below,

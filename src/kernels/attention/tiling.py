@@ -72,6 +72,7 @@ class Tiling:
     long_context: int = 4096
     workers: int = 16
     few_programs: int = 136
+    workers_last: bool = True
     sorted_rows: int = 64
     max_programs: int = 4096
 

@@ -86,12 +86,14 @@ def few_rows_norm_kernel(  # type: ignore[no-untyped-def]
         if IS_PUSHED or not LATE_TRIGGER:
             tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    number = tl.load(numbers + row)
+    # What is read without a wait for the kernels before, past a cache that may be older than they.
+    CACHE: tl.constexpr = ".cg" if IS_PUSHED else ""
+    number = tl.load(numbers + row, cache_modifier=CACHE)
     if not IS_PUSHED:
         part = tl.load(partial + row.to(tl.int64) * row_stride + i, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         place = residual + row.to(tl.int64) * residual_stride
-        more = tl.load(place + i, mask=mask, other=0.0)
+        more = tl.load(place + i, mask=mask, other=0.0, cache_modifier=CACHE)
     half = (number & 1) * NUM_RANKS
     BITS: tl.constexpr = tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32
     if not IS_PUSHED:

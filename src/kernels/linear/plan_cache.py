@@ -30,7 +30,7 @@ class LinearPlans:
     """
 
     def __init__(self, transparent: bool, folder: Path | None = None) -> None:
-        self._transparent = transparent
+        self.transparent = transparent
         self._folder = folder
         self._few_rows: dict[str, int] = {}
         self._file: Path | None = None
@@ -38,7 +38,7 @@ class LinearPlans:
     def max_custom_rows(self, weight: Tensor, bias: Tensor | None, has_gate: bool) -> int:
         """For the matmul with ``weight [N, K]`` and ``bias [N]`` or None; ``has_gate``: whether
         they are those of gate and up, joined by their activation."""
-        if not self._transparent:
+        if not self.transparent:
             return plan.rows_worth_it(weight, has_gate)
         key = _key(weight, bias, has_gate)
         if key not in self._kept(weight.device):
@@ -50,7 +50,7 @@ class LinearPlans:
     def prepare(self, matmuls: Iterable[tuple[Tensor, Tensor | None, bool]]) -> None:
         """Compile side by side what the sweeps will launch: of weights, biases, and whether they
         are of gate and up."""
-        if not self._transparent:
+        if not self.transparent:
             return
         new: dict[str, tuple[Tensor, Tensor | None, bool]] = {}
         for matmul in matmuls:

@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import has_dependent_launch
+from ..jit.parallel_build import may_skip_launches
 
-_FEW_ROWS, _BLOCK = 128, 2048  # rows at once; one kernel for few, one for more
+# Rows that a program looks at at once, up to how many rows there are, and its warps.
+_BLOCKS = ((128, 128, 4), (2048, 1 << 40, 8))
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
@@ -63,14 +65,17 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     ids = ids.contiguous()
     sorted_ids, order, inverse = (torch.empty_like(ids) for _ in range(3))
     offs = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    if may_skip_launches():  # other kernels read at what this one has not written
+        for indices in (sorted_ids, order, inverse, offs):
+            indices.zero_()
     pdl = has_dependent_launch(ids.device)
-    block = _FEW_ROWS if num_rows <= _FEW_ROWS else _BLOCK
+    block, _, num_warps = next(entry for entry in _BLOCKS if num_rows <= entry[1])
     _sort_kernel[(num_experts + 1,)](
         ids, sorted_ids, order, inverse, offs, num_rows,
         E=num_experts,
         BLOCK=block,
         PDL=pdl,
-        num_warps=4 if block == _FEW_ROWS else 8,
+        num_warps=num_warps,
         launch_pdl=pdl,
     )  # fmt: skip
     return sorted_ids, order, inverse, offs

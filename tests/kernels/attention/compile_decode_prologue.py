@@ -79,7 +79,8 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
         "FAR_SPLIT": t.far_split, "SPLIT_CHANGE": t.split_change, "FIRST_SPLITS": 1,
         "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.long_context,
         "PAGE": 16,
-        "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True, "SORTED_ROWS": 0,
+        "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True,
+        "SORTED_ROWS": 0, "WORKERS_LAST": True,
         "TRIGGER": "late" if turn else "early", "sinks": None,
     }  # fmt: skip
     constants |= dict.fromkeys([] if case["window"] else ["window"])

@@ -307,6 +307,8 @@ def test_the_benchmark_counts_bytes_and_operations_of_inputs_that_work() -> None
     assert case.kv_bytes() == sum(lengths) * 2 * (16 + 16) * 2  # two heads, two bytes
     visible = sum(position + 1 for n in lengths for position in range(n))
     assert case.flops() == visible * 4 * (2 * 16 + 2 * 16)  # query heads, two products
+    seen = sum(min(position + 1, 12) for n in lengths for position in range(n))
+    assert replace(case, window=12).flops() == seen * 4 * (2 * 16 + 2 * 16)
     decode = replace(case, is_prefill=False)
     for one, num_tokens in ((case, sum(lengths)), (decode, 3)):
         layers = benchmark.inputs(one, 16, device="cpu", num_layers=1)

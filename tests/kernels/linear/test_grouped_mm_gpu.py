@@ -92,7 +92,7 @@ def test_a_gate_changes_no_bit() -> None:
     offs = torch.tensor(counts, device="cuda").cumsum(0).int()
     gate, up = grouped_mm(x, weight, offs).chunk(2, 1)
     expected = act_mul(gate, up, "silu")
-    for tile in TILES[:-1]:
+    for tile in (*TILES[:-3], TILES[-2]):  # the others do not fit with two weights
         found = grouped_mm(x, weight, offs, has_gate=True, tile=tile_of(tile))
         assert torch.equal(found, expected), tile
 
