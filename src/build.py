@@ -123,6 +123,7 @@ def build(
         specs=specs,
         block_size=config.block_size,
         transparent=config.transparent,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     logger.info(attention.reason)
     stats.attention, stats.attention_reason = attention.name, attention.reason

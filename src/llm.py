@@ -112,8 +112,9 @@ class LLM:
             them. None does what the checkpoint says: layers that it holds in FP8, or in 4 bits by
             AWQ, GPTQ or compressed-tensors, stay so (docs/quantization.md), and a GGUF file is
             expanded.
-        kv_cache_dtype: "auto" is the model's; "fp8", on a CPU, holds keys and values in e4m3 with a
-            scale for each token and head, in a quarter of float32's memory.
+        kv_cache_dtype: "auto" is the model's; "fp8" holds keys and values in e4m3 with a scale for
+            each token and head, in a quarter of float32's memory, half of bfloat16's. A GPU needs
+            compute capability 8.9.
         mla_latent_cache: of models with multi-head latent attention, cache the latent vector of a
             token in place of the keys and values of every head (docs/attention.md).
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache

@@ -110,8 +110,6 @@ class EngineConfig:
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_device(self.device)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.device.startswith("cuda"):
-            self._check_gpu()
         if self.quantization is not None:
             self._check_quantization()
         _check_count("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
@@ -184,11 +182,6 @@ class EngineConfig:
                 given = f"{limit}; {name} is {getattr(self, name)!r}"
                 raise InvalidInputError("quantization", self.quantization, given)
 
-    def _check_gpu(self) -> None:
-        if self.kv_cache_dtype != "auto":
-            limit = "is for a CPU: no kernel of a GPU reads such a cache"
-            raise InvalidInputError("kv_cache_dtype", self.kv_cache_dtype, limit)
-
     @property
     def num_tokens_a_step(self) -> int:
         """The token budget: as given, or 2,048 (more if ``max_num_seqs`` is more)."""
@@ -201,11 +194,6 @@ class EngineConfig:
         return self.state_interval or blocks
 
     def for_gpu(self) -> EngineConfig:
-        """The same with the defaults of a GPU: it takes more tokens to keep one busy.
-
-        Raises:
-            InvalidInputError: a setting is for a CPU.
-        """
-        self._check_gpu()
+        """The same with the defaults of a GPU: it takes more tokens to keep one busy."""
         budget = self.max_num_batched_tokens or max(_GPU_BUDGET, self.max_num_seqs)
         return replace(self, max_num_batched_tokens=budget)

@@ -257,6 +257,8 @@ def attend(
 
 def _gathered(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """``[len(slots), Hkv, D]``."""
+    if e4m3.are_planes(cache):
+        return e4m3.load_planes(cache, slots).to(dtype)
     num_heads, dim = cache.shape[2:]
     found = cache.view(-1, num_heads * dim).index_select(0, slots).view(-1, num_heads, dim)
     return e4m3.decode_rows(found).to(dtype) if e4m3.are_rows(cache) else found
