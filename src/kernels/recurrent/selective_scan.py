@@ -1,0 +1,151 @@
+"""Mamba-1's recurrence as a Triton kernel; :mod:`.cpu_selective_scan` has the equations.
+
+A program walks the tokens of one row with the states of some channels in registers. As of
+:mod:`.linear_state`: one kernel for decoding and prompts, and no choice that follows the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..fused.rounding import rounded, silu
+from .cpu_selective_scan import result_type
+from .device_functions import exp, first_slot, step_size
+from .walk import StepRows
+
+# Channels of a program: with one warp, a thread has whole states of some of them.
+_BLOCK_I = 64
+
+
+@triton.jit
+def _load_token(  # type: ignore[no-untyped-def]
+    x, dt, B, C, z, token, mask_i, mask_n, x_stride, dt_stride, b_stride, c_stride, z_stride,
+):  # fmt: skip
+    """A token's x, dt, B, C and z (0 without), float32; zeros where masked."""
+    x_t = tl.load(x + token * x_stride, mask=mask_i, other=0.0).to(tl.float32)
+    dt_t = tl.load(dt + token * dt_stride, mask=mask_i, other=0.0).to(tl.float32)
+    b_t = tl.load(B + token * b_stride, mask=mask_n, other=0.0).to(tl.float32)
+    c_t = tl.load(C + token * c_stride, mask=mask_n, other=0.0).to(tl.float32)
+    z_t = x_t
+    if z is not None:
+        z_t = tl.load(z + token * z_stride, mask=mask_i, other=0.0).to(tl.float32)
+    return x_t, dt_t, b_t, c_t, z_t
+
+
+@triton.jit(
+    # As of linear_state: what follows the batch must not make new versions of the kernel.
+    do_not_specialize=[
+        "interval", "table_stride", "x_stride", "dt_stride", "b_stride", "c_stride", "z_stride",
+    ],
+    do_not_specialize_on_alignment=["x", "dt", "B", "C", "z", "starts", "contexts", "tables"],
+)  # fmt: skip
+def _selective_scan_kernel(  # type: ignore[no-untyped-def]
+    x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, interval, table_stride,
+    x_stride, dt_stride, b_stride, c_stride, z_stride,
+    INNER: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``(ceil(INNER / BLOCK_I), B)``.
+
+    Shapes, I being INNER: x, dt, z and out ``[T, I]``, A ``[I, N]``, B and C ``[T, N]``, D and
+    dt_bias ``[I]``, states ``[slots, N, I]``, starts ``[B + 1]``, contexts ``[B]``, tables
+    ``[B, M]``.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    N_PAD: tl.constexpr = triton.next_power_of_2(N)
+    row = tl.program_id(1)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    if begin == end:
+        return
+    position = tl.load(contexts + row) - (end - begin)
+    token = begin.to(tl.int64)
+    table = tables + row.to(tl.int64) * table_stride
+    n = tl.arange(0, N_PAD)
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask_n = n < N
+    mask_i = i < INNER
+    mask = mask_n[:, None] & mask_i[None, :]
+    offsets = n[:, None] * INNER + i[None, :]
+    state = tl.zeros((N_PAD, BLOCK_I), tl.float32)
+    if position > 0:
+        slot = first_slot(table, position, interval)
+        state = tl.load(states + slot * (N * INNER) + offsets, mask=mask, other=0.0)
+    rates = tl.load(A + i[None, :] * N + n[:, None], mask=mask, other=0.0).to(tl.float32)
+    bias = None
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + i, mask=mask_i, other=0.0)
+
+    x += i
+    dt += i
+    B += n
+    C += n
+    if z is not None:
+        z += i
+    next_x, next_dt, next_b, next_c, next_z = _load_token(
+        x, dt, B, C, z, token, mask_i, mask_n, x_stride, dt_stride, b_stride, c_stride, z_stride
+    )
+    for _ in range(begin, end):
+        x_t, dt_t, b_t, c_t, z_t = next_x, next_dt, next_b, next_c, next_z
+        following = tl.minimum(token + 1, end - 1)
+        next_x, next_dt, next_b, next_c, next_z = _load_token(
+            x, dt, B, C, z, following, mask_i, mask_n,
+            x_stride, dt_stride, b_stride, c_stride, z_stride,
+        )  # fmt: skip
+        dt_t = step_size(dt_t, bias, SOFTPLUS, dt.dtype.element_ty)
+        added = b_t[:, None] * (dt_t * x_t)[None, :]
+        state = exp(rates * dt_t[None, :]) * state + added
+        # Hugging Face's modules read a state that is rounded to the dtype of their inputs.
+        y = rounded(tl.sum(rounded(state, DTYPE) * c_t[:, None], 0), DTYPE)
+        if D is not None:
+            SUM: tl.constexpr = DTYPE if D.dtype.element_ty == DTYPE else tl.float32
+            skip = tl.load(D + i, mask=mask_i, other=0.0).to(tl.float32)
+            y = rounded(y + rounded(x_t * skip, SUM), SUM)
+        if z is not None:
+            y *= rounded(silu(z_t), z.dtype.element_ty)
+        OUT: tl.constexpr = out.dtype.element_ty
+        tl.store(out + token * INNER + i, rounded(y, OUT).to(OUT), mask=mask_i)
+        position += 1
+        token += 1
+        if (position % interval == 0) | (token == end):
+            slot = first_slot(table, position, interval)
+            tl.store(states + slot * (N * INNER) + offsets, state, mask=mask)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+    rows: StepRows,
+    dt_softplus: bool,
+) -> Tensor:
+    """As :func:`.ops.selective_scan`."""
+    out = torch.zeros(x.shape, dtype=result_type(x, D, z), device=x.device)
+    num_rows, (size, inner) = len(rows.context_lens), states.shape[1:]
+    if not num_rows or not len(x):
+        return out
+    # The kernel steps over tokens; what a token has must lie side by side.
+    tokens = [
+        one if one is None or one.stride(1) == 1 else one.contiguous() for one in (x, dt, B, C, z)
+    ]
+    x_rows, dt_rows, b_rows, c_rows, z_rows = tokens
+    _selective_scan_kernel[(triton.cdiv(inner, _BLOCK_I), num_rows)](
+        x_rows, dt_rows, A.contiguous(), b_rows, c_rows, D, z_rows, dt_bias, states, out,
+        rows.query_starts, rows.context_lens, rows.state_tables, rows.interval,
+        rows.state_tables.stride(0), *(0 if one is None else one.stride(0) for one in tokens),
+        INNER=inner,
+        N=size,
+        BLOCK_I=_BLOCK_I,
+        SOFTPLUS=dt_softplus,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
