@@ -37,3 +37,13 @@ def step_size(dt, bias, SOFTPLUS: tl.constexpr, DTYPE: tl.constexpr):  # type: i
 def first_slot(table, position, interval):  # type: ignore[no-untyped-def]
     """The slot of the state before ``position``, which must be above 0."""
     return tl.load(table + (position - 1) // interval).to(tl.int64)
+
+
+@triton.jit
+def zero_padding(out, first, num_tokens, mask, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros at ``out``, pointers to the elements of token 0, of the tokens from ``first`` on."""
+    zeros = tl.zeros(mask.shape, out.dtype.element_ty)
+    out += first.to(tl.int64) * STRIDE
+    for _ in range(first, num_tokens):
+        tl.store(out, zeros, mask=mask)
+        out += STRIDE

@@ -1,12 +1,13 @@
 """The gated delta rule and Mamba-2 as a Triton kernel; :mod:`.cpu_linear_state` has the equations.
 
-A program walks the tokens of one row with one head's state, or a tile of its values, in registers.
-The same kernel serves decoding, where a row has one token, and long prompts, so that both give the
-same bits: no choice follows the batch, and nothing that does specialises the kernel. Sums and
-products are not contracted.
+A program walks the tokens of one row with a tile of one head's state in registers: all keys, some
+values. The same kernel serves decoding, where a row has one token, and long prompts, so that both
+give the same bits: no choice follows the batch, nothing that does specialises the kernel, and one
+loop body computes every token.
 
 A program is one warp: what it sums over the keys stays in a warp's registers, and no token waits at
-a barrier. The next token is asked for before the present one is worked on.
+a barrier. Tiles are so narrow that one prompt of a large model occupies every scheduler of the GPU.
+The tokens to come are asked for two ahead.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fused.rounding import rounded
-from .device_functions import exp, first_slot, step_size
+from .device_functions import exp, first_slot, step_size, zero_padding
 from .walk import StepRows
 
-# Elements of a state that a program holds: 64 registers of a thread.
-_TILE_ELEMENTS = 2048
+# Elements of a state that a program holds: 32 registers of a thread.
+_TILE_ELEMENTS = 1024
 
 
 @triton.jit
@@ -31,17 +32,18 @@ def _load_token(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, token, mask_k, mask_v,
     q_stride, k_stride, v_stride, a_stride, b_stride, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """A token's query, key, value, decay and beta (0 without), float32; zeros where masked."""
-    q = tl.load(query + token * q_stride, mask=mask_k, other=0.0).to(tl.float32)
-    k = tl.load(key + token * k_stride, mask=mask_k, other=0.0).to(tl.float32)
-    v = tl.load(value + token * v_stride, mask=mask_v, other=0.0).to(tl.float32)
+    """A token's query, key, value, decay and beta (0 without) as they lie in memory; zeros where
+    masked."""
+    q = tl.load(query + token * q_stride, mask=mask_k, other=0.0)
+    k = tl.load(key + token * k_stride, mask=mask_k, other=0.0)
+    v = tl.load(value + token * v_stride, mask=mask_v, other=0.0)
     if CHANNELS:
-        a = tl.load(decay + token * a_stride, mask=mask_k, other=0.0).to(tl.float32)
+        a = tl.load(decay + token * a_stride, mask=mask_k, other=0.0)
     else:
-        a = tl.load(decay + token * a_stride).to(tl.float32)
+        a = tl.load(decay + token * a_stride)
     b = 0.0
     if beta is not None:
-        b = tl.load(beta + token * b_stride).to(tl.float32)
+        b = tl.load(beta + token * b_stride)
     return q, k, v, a, b
 
 
@@ -49,8 +51,9 @@ def _load_token(  # type: ignore[no-untyped-def]
     # What follows the batch must not make new versions of the kernel: another layout of the state
     # is another order of additions.
     do_not_specialize=[
-        "interval", "table_stride", "q_stride", "q_head_stride", "k_stride", "k_head_stride",
-        "v_stride", "v_head_stride", "a_stride", "a_head_stride", "b_stride", "b_head_stride",
+        "num_rows", "num_tokens", "interval", "table_stride", "q_stride", "q_head_stride",
+        "k_stride", "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride",
+        "b_stride", "b_head_stride",
     ],
     do_not_specialize_on_alignment=[
         "query", "key", "value", "decay", "beta", "starts", "contexts", "tables",
@@ -58,14 +61,14 @@ def _load_token(  # type: ignore[no-untyped-def]
 )  # fmt: skip
 def _linear_state_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, rates, dt_bias, skip, states, out,
-    starts, contexts, tables, interval, table_stride, scale, dt_min, dt_max,
+    starts, contexts, tables, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     a_stride, a_head_stride, b_stride, b_head_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     L2NORM: tl.constexpr, CHANNELS: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """The delta rule given ``beta``; else Mamba-2, of which ``decay`` is dt. Grid: ``(H * ceil(V /
-    BLOCK_V), B)``.
+    BLOCK_V), B + 1)``; the last row is that of padding.
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay ``[T, H]`` or, with
     CHANNELS, ``[T, H, K]``, beta ``[T, H]``, rates, dt_bias and skip ``[H]``, states
@@ -77,7 +80,12 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)
     head = tl.program_id(0) // TILES
+    j = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_v = j < V
     begin = tl.load(starts + row)
+    if row == num_rows:
+        zero_padding(out + head * V + j, begin, num_tokens, mask_v, H * V)
+        return
     end = tl.load(starts + row + 1)
     if begin == end:
         return
@@ -85,9 +93,7 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
     token = begin.to(tl.int64)
     table = tables + row.to(tl.int64) * table_stride
     i = tl.arange(0, K_PAD)
-    j = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k = i < K
-    mask_v = j < V
     mask = mask_k[:, None] & mask_v[None, :]
     offsets = head * (K * V) + i[:, None] * V + j[None, :]
     state = tl.zeros((K_PAD, BLOCK_V), tl.float32)
@@ -109,42 +115,52 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
         bias = None
         if dt_bias is not None:
             bias = tl.load(dt_bias + head)
+    if skip is not None:
+        skipped = tl.load(skip + head).to(tl.float32)
 
-    next_q, next_k, next_v, next_a, next_b = _load_token(
+    q_1, k_1, v_1, a_1, b_1 = _load_token(
         query, key, value, decay, beta, token, mask_k, mask_v,
         q_stride, k_stride, v_stride, a_stride, b_stride, CHANNELS,
     )  # fmt: skip
+    q_2, k_2, v_2, a_2, b_2 = _load_token(
+        query, key, value, decay, beta, tl.minimum(token + 1, end - 1), mask_k, mask_v,
+        q_stride, k_stride, v_stride, a_stride, b_stride, CHANNELS,
+    )  # fmt: skip
     for _ in range(begin, end):
-        q, k, v, a, b = next_q, next_k, next_v, next_a, next_b
-        following = tl.minimum(token + 1, end - 1)
-        next_q, next_k, next_v, next_a, next_b = _load_token(
-            query, key, value, decay, beta, following, mask_k, mask_v,
+        q, k, v, a = q_1.to(tl.float32), k_1.to(tl.float32), v_1.to(tl.float32), a_1.to(tl.float32)
+        b = b_1
+        q_1, k_1, v_1, a_1, b_1 = q_2, k_2, v_2, a_2, b_2
+        q_2, k_2, v_2, a_2, b_2 = _load_token(
+            query, key, value, decay, beta, tl.minimum(token + 2, end - 1), mask_k, mask_v,
             q_stride, k_stride, v_stride, a_stride, b_stride, CHANNELS,
         )  # fmt: skip
-        x = v
         if DELTA:
+            of_q = scale
+            of_k = 1.0
             if L2NORM:
-                q = tl.div_rn(q, tl.sqrt_rn(tl.sum(q * q, 0) + 1e-6))
-                k = tl.div_rn(k, tl.sqrt_rn(tl.sum(k * k, 0) + 1e-6))
-            q *= scale
+                # Of the vectors' lengths only the sums over them need to know.
+                of_q = tl.div_rn(scale, tl.sqrt_rn(tl.sum(q * q, 0) + 1e-6))
+                of_k = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(k * k, 0) + 1e-6))
             a = exp(a)
+            if CHANNELS:
+                state *= a[:, None]
+            else:
+                state *= a
+            # Both sums are of the state before it changes: neither waits for the other.
+            read = tl.sum(state * q[:, None], 0)
+            known = tl.sum(state * k[:, None], 0)
+            d = (v - known * of_k) * (b.to(tl.float32) * of_k)
+            y = (read + tl.sum(q * k, 0) * d) * of_q
+            state = tl.fma(k[:, None], d[None, :], state)
         else:
             dt = step_size(a, bias, SOFTPLUS, decay.dtype.element_ty)
             dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-            a = exp(rate * dt)
-            v *= dt
-        # Both sums are of the state before the token: neither waits for the other.
-        y = tl.sum(state * (q * a)[:, None], 0)
-        if DELTA:
-            v = v * b - tl.sum(state * (k * b * a)[:, None], 0)
-        y += tl.sum(q * k, 0) * v
-        if CHANNELS:
-            state *= a[:, None]
-        else:
-            state *= a
-        state += k[:, None] * v[None, :]
+            d = v * dt
+            state *= exp(rate * dt)
+            state = tl.fma(k[:, None], d[None, :], state)
+            y = tl.sum(state * q[:, None], 0)
         if skip is not None:
-            y += tl.load(skip + head).to(tl.float32) * x
+            y += skipped * v
         target = out + (token * H + head) * V + j
         tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v)
         position += 1
@@ -166,7 +182,7 @@ def delta_rule(
     l2norm: bool,
 ) -> Tensor:
     """As :func:`.ops.delta_rule`."""
-    out = torch.zeros(value.shape, dtype=query.dtype, device=query.device)
+    out = torch.empty(value.shape, dtype=query.dtype, device=query.device)
     limits = (scale, 0.0, 0.0)
     options = {"L2NORM": l2norm, "CHANNELS": decay.dim() == 3, "SOFTPLUS": False}
     _launch(
@@ -190,7 +206,7 @@ def ssd_scan(
     dt_max: float,
 ) -> Tensor:
     """As :func:`.ops.ssd_scan`."""
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     limits = (1.0, dt_min, dt_max)
     options = {"L2NORM": False, "CHANNELS": False, "SOFTPLUS": dt_softplus}
     _launch((C, B, x, dt, None), (A, dt_bias, D), states, out, rows, limits, options)
@@ -218,11 +234,11 @@ def _launch(
     strides = [0 if x is None else x.stride(n) for x in given for n in (0, 1)]
     tile = block_v(num_keys, num_values)
     num_rows = len(rows.context_lens)
-    if not num_rows or not len(out):
+    if not len(out):
         return
-    _linear_state_kernel[(num_heads * triton.cdiv(num_values, tile), num_rows)](
+    _linear_state_kernel[(num_heads * triton.cdiv(num_values, tile), num_rows + 1)](
         *given, *per_head, states, out,
-        rows.query_starts, rows.context_lens, rows.state_tables, rows.interval,
+        rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(out), rows.interval,
         rows.state_tables.stride(0), *limits, *strides,
         H=num_heads,
         HK=tokens[0].shape[1],
@@ -230,6 +246,5 @@ def _launch(
         V=num_values,
         BLOCK_V=tile,
         num_warps=1,
-        enable_fp_fusion=False,
         **options,
     )  # fmt: skip

@@ -13,41 +13,42 @@ from torch import Tensor
 
 from ..fused.rounding import rounded, silu
 from .cpu_selective_scan import result_type
-from .device_functions import exp, first_slot, step_size
+from .device_functions import exp, first_slot, step_size, zero_padding
 from .walk import StepRows
 
-# Channels of a program: with one warp, a thread has whole states of some of them.
-_BLOCK_I = 64
+# Channels of a program: with one warp, a thread has the whole state of one of them.
+_BLOCK_I = 32
 
 
 @triton.jit
 def _load_token(  # type: ignore[no-untyped-def]
     x, dt, B, C, z, token, mask_i, mask_n, x_stride, dt_stride, b_stride, c_stride, z_stride,
 ):  # fmt: skip
-    """A token's x, dt, B, C and z (0 without), float32; zeros where masked."""
-    x_t = tl.load(x + token * x_stride, mask=mask_i, other=0.0).to(tl.float32)
-    dt_t = tl.load(dt + token * dt_stride, mask=mask_i, other=0.0).to(tl.float32)
-    b_t = tl.load(B + token * b_stride, mask=mask_n, other=0.0).to(tl.float32)
-    c_t = tl.load(C + token * c_stride, mask=mask_n, other=0.0).to(tl.float32)
+    """A token's x, dt, B, C and z (x without) as they lie in memory; zeros where masked."""
+    x_t = tl.load(x + token * x_stride, mask=mask_i, other=0.0)
+    dt_t = tl.load(dt + token * dt_stride, mask=mask_i, other=0.0)
+    b_t = tl.load(B + token * b_stride, mask=mask_n, other=0.0)
+    c_t = tl.load(C + token * c_stride, mask=mask_n, other=0.0)
     z_t = x_t
     if z is not None:
-        z_t = tl.load(z + token * z_stride, mask=mask_i, other=0.0).to(tl.float32)
+        z_t = tl.load(z + token * z_stride, mask=mask_i, other=0.0)
     return x_t, dt_t, b_t, c_t, z_t
 
 
 @triton.jit(
     # As of linear_state: what follows the batch must not make new versions of the kernel.
     do_not_specialize=[
-        "interval", "table_stride", "x_stride", "dt_stride", "b_stride", "c_stride", "z_stride",
+        "num_rows", "num_tokens", "interval", "table_stride", "x_stride", "dt_stride", "b_stride",
+        "c_stride", "z_stride",
     ],
     do_not_specialize_on_alignment=["x", "dt", "B", "C", "z", "starts", "contexts", "tables"],
 )  # fmt: skip
 def _selective_scan_kernel(  # type: ignore[no-untyped-def]
-    x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, interval, table_stride,
-    x_stride, dt_stride, b_stride, c_stride, z_stride,
+    x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, num_rows, num_tokens,
+    interval, table_stride, x_stride, dt_stride, b_stride, c_stride, z_stride,
     INNER: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(ceil(INNER / BLOCK_I), B)``.
+    """Grid: ``(ceil(INNER / BLOCK_I), B + 1)``; the last row is that of padding.
 
     Shapes, I being INNER: x, dt, z and out ``[T, I]``, A ``[I, N]``, B and C ``[T, N]``, D and
     dt_bias ``[I]``, states ``[slots, N, I]``, starts ``[B + 1]``, contexts ``[B]``, tables
@@ -56,7 +57,12 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr = x.dtype.element_ty
     N_PAD: tl.constexpr = triton.next_power_of_2(N)
     row = tl.program_id(1)
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask_i = i < INNER
     begin = tl.load(starts + row)
+    if row == num_rows:
+        zero_padding(out + i, begin, num_tokens, mask_i, INNER)
+        return
     end = tl.load(starts + row + 1)
     if begin == end:
         return
@@ -64,9 +70,7 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     token = begin.to(tl.int64)
     table = tables + row.to(tl.int64) * table_stride
     n = tl.arange(0, N_PAD)
-    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask_n = n < N
-    mask_i = i < INNER
     mask = mask_n[:, None] & mask_i[None, :]
     offsets = n[:, None] * INNER + i[None, :]
     state = tl.zeros((N_PAD, BLOCK_I), tl.float32)
@@ -84,14 +88,19 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     C += n
     if z is not None:
         z += i
-    next_x, next_dt, next_b, next_c, next_z = _load_token(
+    x_1, dt_1, b_1, c_1, z_1 = _load_token(
         x, dt, B, C, z, token, mask_i, mask_n, x_stride, dt_stride, b_stride, c_stride, z_stride
     )
+    x_2, dt_2, b_2, c_2, z_2 = _load_token(
+        x, dt, B, C, z, tl.minimum(token + 1, end - 1), mask_i, mask_n,
+        x_stride, dt_stride, b_stride, c_stride, z_stride,
+    )  # fmt: skip
     for _ in range(begin, end):
-        x_t, dt_t, b_t, c_t, z_t = next_x, next_dt, next_b, next_c, next_z
-        following = tl.minimum(token + 1, end - 1)
-        next_x, next_dt, next_b, next_c, next_z = _load_token(
-            x, dt, B, C, z, following, mask_i, mask_n,
+        x_t, dt_t, b_t = x_1.to(tl.float32), dt_1.to(tl.float32), b_1.to(tl.float32)
+        c_t, z_t = c_1.to(tl.float32), z_1.to(tl.float32)
+        x_1, dt_1, b_1, c_1, z_1 = x_2, dt_2, b_2, c_2, z_2
+        x_2, dt_2, b_2, c_2, z_2 = _load_token(
+            x, dt, B, C, z, tl.minimum(token + 2, end - 1), mask_i, mask_n,
             x_stride, dt_stride, b_stride, c_stride, z_stride,
         )  # fmt: skip
         dt_t = step_size(dt_t, bias, SOFTPLUS, dt.dtype.element_ty)
@@ -128,24 +137,23 @@ def selective_scan(
     dt_softplus: bool,
 ) -> Tensor:
     """As :func:`.ops.selective_scan`."""
-    out = torch.zeros(x.shape, dtype=result_type(x, D, z), device=x.device)
+    out = torch.empty(x.shape, dtype=result_type(x, D, z), device=x.device)
     num_rows, (size, inner) = len(rows.context_lens), states.shape[1:]
-    if not num_rows or not len(x):
+    if not len(x):
         return out
     # The kernel steps over tokens; what a token has must lie side by side.
     tokens = [
         one if one is None or one.stride(1) == 1 else one.contiguous() for one in (x, dt, B, C, z)
     ]
     x_rows, dt_rows, b_rows, c_rows, z_rows = tokens
-    _selective_scan_kernel[(triton.cdiv(inner, _BLOCK_I), num_rows)](
+    _selective_scan_kernel[(triton.cdiv(inner, _BLOCK_I), num_rows + 1)](
         x_rows, dt_rows, A.contiguous(), b_rows, c_rows, D, z_rows, dt_bias, states, out,
-        rows.query_starts, rows.context_lens, rows.state_tables, rows.interval,
+        rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(x), rows.interval,
         rows.state_tables.stride(0), *(0 if one is None else one.stride(0) for one in tokens),
         INNER=inner,
         N=size,
         BLOCK_I=_BLOCK_I,
         SOFTPLUS=dt_softplus,
         num_warps=1,
-        enable_fp_fusion=False,
     )  # fmt: skip
     return out

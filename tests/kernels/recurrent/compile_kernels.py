@@ -19,6 +19,7 @@ from triton.compiler import ASTSource, compile
 
 from pagespec.kernels.recurrent import linear_state, selective_scan, short_conv
 
+CONV_KERNEL = short_conv._short_conv_kernel
 ROWS = dict.fromkeys(("starts", "contexts", "tables"), "*i32")
 LINEAR = {
     **dict.fromkeys(("query", "key", "value", "beta", "dt_bias", "skip"), "*bf16"),
@@ -52,11 +53,11 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "selective_scan": (
         selective_scan._selective_scan_kernel,
         dict.fromkeys(INPUTS, "*bf16") | dict.fromkeys(("A", "D", "states", "out"), "*fp32"),
-        {"INNER": 8192, "N": 16, "BLOCK_I": 64, "SOFTPLUS": True},
+        {"INNER": 8192, "N": 16, "BLOCK_I": selective_scan._BLOCK_I, "SOFTPLUS": True},
         1,
     ),
     "short_conv": (
-        short_conv._short_conv_kernel,
+        CONV_KERNEL,
         dict.fromkeys((*INPUTS, "states", "out"), "*bf16"),
         CONV,
         4,
@@ -73,7 +74,7 @@ def report(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps:
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in ("states", "out")},
     )
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "enable_fp_fusion": kernel is not CONV_KERNEL}
     built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
