@@ -4,6 +4,7 @@
   at start-up;
 - ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
   kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
+- a matmul of such a weight with columns, from the left (Mamba's steps in time), becomes the same;
 - a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`.
 """
 
@@ -11,14 +12,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.arguments import AttentionParams, PagedKV
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
 from ...kernels.linear import grouped_mm
 from ...kernels.linear.plan_cache import LinearPlans
-from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
+from ..fx.nodes import (
+    calls_op,
+    example,
+    grouped_operands,
+    is_linear,
+    left_matmul_operands,
+    linear_operands,
+)
 from .context import PassContext
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +36,14 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
-    matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
+    matmuls = {
+        node: _matmul(linear_operands(node), context) for node in graph.nodes if is_linear(node)
+    }
+    columns = {
+        node: found for node in graph.nodes if (found := left_matmul_operands(node)) is not None
+    }
+    for node, (weight, right) in columns.items():
+        matmuls[node] = _matmul((right, weight, None), context)
     plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -45,31 +60,36 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
                 continue
             node.target, node.args, node.kwargs = grouped_mm.grouped_mm, operands, {}
         elif (matmul := matmuls.get(node)) is not None:
-            source, weight, bias = linear_operands(node)
             max_custom_rows = plans.max_custom_rows(*matmul)
-            gated = _only_gate(node)
-            with graph.inserting_before(node):
-                if gated is not None:
-                    call = graph.call_function(
-                        gpu_linear.linear_silu_mul, (source, weight, bias, max_custom_rows)
-                    )
-                else:
-                    call = graph.call_function(
-                        gpu_linear.linear, (source, weight, bias, max_custom_rows)
-                    )
-            replaced = gated or node
-            call.meta["example_value"] = example(replaced)
-            replaced.replace_all_uses_with(call)
-            _erase_chain(graph, replaced, node)
+            if node in columns:
+                node.target, node.args = gpu_linear.left_matmul, (*columns[node], max_custom_rows)
+                node.kwargs = {}
+            else:
+                _replace_linear(graph, node, max_custom_rows)
         else:
             continue
         count += 1
     return count
 
 
-def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a linear layer, if they are constants that our kernel can multiply."""
-    _, weight, bias = linear_operands(node)
+def _replace_linear(graph: Graph, node: Node, max_custom_rows: int) -> None:
+    source, weight, bias = linear_operands(node)
+    gated = _only_gate(node)
+    function = gpu_linear.linear if gated is None else gpu_linear.linear_silu_mul
+    with graph.inserting_before(node):
+        call = graph.call_function(function, (source, weight, bias, max_custom_rows))
+    replaced = gated or node
+    call.meta["example_value"] = example(replaced)
+    replaced.replace_all_uses_with(call)
+    _erase_chain(graph, replaced, node)
+
+
+def _matmul(
+    operands: tuple[Node, Node, Node | None], context: PassContext
+) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of (input, weight, bias), if they are constants that our kernel can
+    multiply."""
+    _, weight, bias = operands
     tensor = context.constant(weight)
     bias_tensor = context.constant(bias) if bias is not None else None
     if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
@@ -107,7 +127,7 @@ def _only_gate(node: Node) -> Node | None:
     return reader if is_halved and reader.args[2] == "silu" else None
 
 
-def _erase_chain(graph: torch.fx.Graph, last: Node, first: Node) -> None:
+def _erase_chain(graph: Graph, last: Node, first: Node) -> None:
     """Erase ``last`` and all between it and ``first`` that nothing else reads."""
     pending = [last]
     while pending:
