@@ -126,6 +126,8 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
         query, key, value, decay, beta, tl.minimum(token + 1, end - 1), mask_k, mask_v,
         q_stride, k_stride, v_stride, a_stride, b_stride, CHANNELS,
     )  # fmt: skip
+    table += position // interval
+    left = interval - position % interval  # tokens to the end of an interval
     for _ in range(begin, end):
         q, k, v, a = q_1.to(tl.float32), k_1.to(tl.float32), v_1.to(tl.float32), a_1.to(tl.float32)
         b = b_1
@@ -139,8 +141,8 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
             of_k = 1.0
             if L2NORM:
                 # Of the vectors' lengths only the sums over them need to know.
-                of_q = tl.div_rn(scale, tl.sqrt_rn(tl.sum(q * q, 0) + 1e-6))
-                of_k = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(k * k, 0) + 1e-6))
+                of_q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+                of_k = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
             a = exp(a)
             if CHANNELS:
                 state *= a[:, None]
@@ -163,11 +165,13 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
             y += skipped * v
         target = out + (token * H + head) * V + j
         tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v)
-        position += 1
         token += 1
-        if (position % interval == 0) | (token == end):
-            slot = first_slot(table, position, interval)
+        left -= 1
+        if (left == 0) | (token == end):
+            slot = tl.load(table).to(tl.int64)
             tl.store(states + slot * (H * K * V) + offsets, state, mask=mask)
+            table += 1
+            left = interval
 
 
 def delta_rule(

@@ -38,14 +38,14 @@ def _load_token(  # type: ignore[no-untyped-def]
 @triton.jit(
     # As of linear_state: what follows the batch must not make new versions of the kernel.
     do_not_specialize=[
-        "num_rows", "num_tokens", "interval", "table_stride", "x_stride", "dt_stride", "b_stride",
-        "c_stride", "z_stride",
+        "num_rows", "num_tokens", "interval", "table_stride", "unit", "x_stride", "dt_stride",
+        "b_stride", "c_stride", "z_stride",
     ],
     do_not_specialize_on_alignment=["x", "dt", "B", "C", "z", "starts", "contexts", "tables"],
 )  # fmt: skip
 def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     x, dt, A, B, C, D, z, dt_bias, states, out, starts, contexts, tables, num_rows, num_tokens,
-    interval, table_stride, x_stride, dt_stride, b_stride, c_stride, z_stride,
+    interval, table_stride, unit, x_stride, dt_stride, b_stride, c_stride, z_stride,
     INNER: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``(ceil(INNER / BLOCK_I), B + 1)``; the last row is that of padding.
@@ -53,6 +53,9 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     Shapes, I being INNER: x, dt, z and out ``[T, I]``, A ``[I, N]``, B and C ``[T, N]``, D and
     dt_bias ``[I]``, states ``[slots, N, I]``, starts ``[B + 1]``, contexts ``[B]``, tables
     ``[B, M]``.
+
+    ``unit`` is 1. The compiler, which must not know, would otherwise give a thread what lies side
+    by side; so it gives a thread the whole state of a channel, and no sum crosses threads.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     N_PAD: tl.constexpr = triton.next_power_of_2(N)
@@ -71,13 +74,13 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
     table = tables + row.to(tl.int64) * table_stride
     n = tl.arange(0, N_PAD)
     mask_n = n < N
-    mask = mask_n[:, None] & mask_i[None, :]
-    offsets = n[:, None] * INNER + i[None, :]
-    state = tl.zeros((N_PAD, BLOCK_I), tl.float32)
+    mask = mask_n[None, :] & mask_i[:, None]
+    offsets = n[None, :] * INNER + i[:, None] * unit
+    state = tl.zeros((BLOCK_I, N_PAD), tl.float32)
     if position > 0:
         slot = first_slot(table, position, interval)
         state = tl.load(states + slot * (N * INNER) + offsets, mask=mask, other=0.0)
-    rates = tl.load(A + i[None, :] * N + n[:, None], mask=mask, other=0.0).to(tl.float32)
+    rates = tl.load(A + i[:, None] * N + n[None, :] * unit, mask=mask, other=0.0).to(tl.float32)
     bias = None
     if dt_bias is not None:
         bias = tl.load(dt_bias + i, mask=mask_i, other=0.0)
@@ -95,6 +98,8 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
         x, dt, B, C, z, tl.minimum(token + 1, end - 1), mask_i, mask_n,
         x_stride, dt_stride, b_stride, c_stride, z_stride,
     )  # fmt: skip
+    table += position // interval
+    left = interval - position % interval  # tokens to the end of an interval
     for _ in range(begin, end):
         x_t, dt_t, b_t = x_1.to(tl.float32), dt_1.to(tl.float32), b_1.to(tl.float32)
         c_t, z_t = c_1.to(tl.float32), z_1.to(tl.float32)
@@ -104,10 +109,10 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
             x_stride, dt_stride, b_stride, c_stride, z_stride,
         )  # fmt: skip
         dt_t = step_size(dt_t, bias, SOFTPLUS, dt.dtype.element_ty)
-        added = b_t[:, None] * (dt_t * x_t)[None, :]
-        state = exp(rates * dt_t[None, :]) * state + added
+        added = b_t[None, :] * (dt_t * x_t)[:, None]
+        state = exp(rates * dt_t[:, None]) * state + added
         # Hugging Face's modules read a state that is rounded to the dtype of their inputs.
-        y = rounded(tl.sum(rounded(state, DTYPE) * c_t[:, None], 0), DTYPE)
+        y = rounded(tl.sum(rounded(state, DTYPE) * c_t[None, :], 1), DTYPE)
         if D is not None:
             SUM: tl.constexpr = DTYPE if D.dtype.element_ty == DTYPE else tl.float32
             skip = tl.load(D + i, mask=mask_i, other=0.0).to(tl.float32)
@@ -116,11 +121,13 @@ def _selective_scan_kernel(  # type: ignore[no-untyped-def]
             y *= rounded(silu(z_t), z.dtype.element_ty)
         OUT: tl.constexpr = out.dtype.element_ty
         tl.store(out + token * INNER + i, rounded(y, OUT).to(OUT), mask=mask_i)
-        position += 1
         token += 1
-        if (position % interval == 0) | (token == end):
-            slot = first_slot(table, position, interval)
+        left -= 1
+        if (left == 0) | (token == end):
+            slot = tl.load(table).to(tl.int64)
             tl.store(states + slot * (N * INNER) + offsets, state, mask=mask)
+            table += 1
+            left = interval
 
 
 def selective_scan(
@@ -149,7 +156,7 @@ def selective_scan(
     _selective_scan_kernel[(triton.cdiv(inner, _BLOCK_I), num_rows + 1)](
         x_rows, dt_rows, A.contiguous(), b_rows, c_rows, D, z_rows, dt_bias, states, out,
         rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(x), rows.interval,
-        rows.state_tables.stride(0), *(0 if one is None else one.stride(0) for one in tokens),
+        rows.state_tables.stride(0), 1, *(0 if one is None else one.stride(0) for one in tokens),
         INNER=inner,
         N=size,
         BLOCK_I=_BLOCK_I,
