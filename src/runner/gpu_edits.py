@@ -1,5 +1,7 @@
 """Edited rows on a GPU: copied in chunks, edited and sampled by eager kernels behind the graph.
 
+Rows that have a mask and no edits are not copied: :mod:`.gpu_masked_rows` samples them.
+
 The tokens so far of each row that needs them are on the device, a row for each row of the block
 table store: the ids that a step computes are copied there from its own inputs, so that tokens in
 flight are there, too, and only what another request computed (a prefix hit) is sent. Nothing here
@@ -33,9 +35,10 @@ from ..structured.matchers import Masks
 from .device_buffers import StepBuffers
 from .edit_batch import EditBatch, EditPacker
 from .gpu_logprobs import processed_rows
+from .gpu_masked_rows import MaskedRowSampler
 from .gpu_masks import MaskMemory
 from .gpu_pack import truncated_fields
-from .pinned_ring import IntArray
+from .pinned_ring import IntArray, to_device
 from .step_shapes import StepShape
 
 CHUNK = 32
@@ -87,6 +90,7 @@ class GpuEdits:
         self._buffers, self._results = buffers, results
         self._packer = EditPacker()
         self.masks = MaskMemory(device)
+        self._masked_rows = MaskedRowSampler(buffers, results, self.masks)
         self._no_masks = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self.history = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
         self._parameters = (
@@ -138,11 +142,17 @@ class GpuEdits:
         Args:
             masks: see :meth:`.edit_batch.EditPacker.pack`.
         """
-        if not (self._packer.any_edited or masks):
-            return
-        batch = self._packer.pack(plan, logits.shape[1], history_rows, masks)
+        batch = None
+        edited = masks
+        # Log-probabilities of what a row is sampled from are of a copy of it.
+        if masks is not None and not self._has_logprobs:
+            edited = self._masked_rows.place(plan, masks)
+        if self._packer.any_edited or edited is not None:
+            batch = self._packer.pack(plan, logits.shape[1], history_rows, edited)
         if masks is not None:
             self.masks.send(masks.numbers.values())
+            if not self._has_logprobs:
+                self._masked_rows.sample(logits)
         if batch is not None:
             self._sample(batch, _chunks(batch), logits)
 
@@ -203,12 +213,7 @@ class GpuEdits:
         return edits, [part.view(-1) for part in parts[5:]]
 
     def _send(self, array: IntArray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        device = self._buffers.staged.device
-        # torch keeps pinned memory until the copy is done, and gives it out again.
-        return (
-            tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-        )
+        return to_device(array, self._buffers.staged.device)
 
     def run_worst_case(self, shape: StepShape, logits: Tensor) -> None:
         """Launch every kernel there is over as many rows as there can be."""
@@ -222,6 +227,8 @@ class GpuEdits:
         batch = EditBatch((), fields, np.zeros((2, 1), np.int32), words, word_ids, masks)
         sizes = ChunkSizes(self.history.shape[1], 1, 1, 2)
         truncated = np.zeros((TRUNCATED_FIELDS, 1), np.int32)
+        if not self._has_logprobs:
+            self._masked_rows.run_worst_case(logits)
         self._sample(batch, [_Chunk(0, num_rows, sizes, truncated, True, False)], logits)
 
 

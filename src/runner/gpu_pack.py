@@ -284,12 +284,16 @@ class RowParams:
         return cls(
             np.stack([seeds & 0xFFFFFFFF, seeds >> 32]).astype(np.uint32).view(np.int32),
             np.array([p.temperature for p in params], np.float32).view(np.int32),
-            # Rows that are always edited are sampled from what the edits make of them.
-            truncated_fields(
-                [None if r.edits and r.edits.is_lasting else r.sampling_params for r in requests]
-            ),
+            truncated_fields([_params_in_step(request) for request in requests]),
             sampled_fields(requests).reshape(-1),
         )
+
+
+def _params_in_step(request: RequestInfo) -> SamplingParams | None:
+    """None of a row that is always edited, or has a mask, and is sampled behind its step."""
+    params, edits = request.sampling_params, request.edits
+    is_lasting = edits is not None and edits.is_lasting
+    return None if is_lasting or params.structured_outputs is not None else params
 
 
 def truncated_fields(params: Sequence[SamplingParams | None]) -> IntArray:

@@ -89,15 +89,15 @@ def profile_memory(
 
 
 def _peak_of(run: Callable[[], object], device: torch.device) -> int:
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    torch.cuda.empty_cache()
-    run()
-    return max(0, torch.cuda.max_memory_reserved(device) - min(before))
+    """Most bytes that a run takes. A graph's pool uses nothing of what lies free between others'
+    allocations, so what the run found there counts; but what it left there is of ``taken``."""
+    before = torch.cuda.memory_allocated(device)
+    grown = _growth_of(run, device)
+    return max(grown, torch.cuda.max_memory_allocated(device) - before)
 
 
 def _growth_of(run: Callable[[], object], device: torch.device) -> int:
-    """As :func:`_peak_of`, less what is reserved and free before: that was counted already."""
+    """By how much a run grows what is reserved."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)

@@ -1,4 +1,4 @@
-"""A ring of pinned host buffers, which the device copies from and writes results to."""
+"""Pinned host memory: a ring of buffers that the device copies from and writes results to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 IntArray = NDArray[np.int32]
+
+
+def to_device(array: IntArray, device: torch.device) -> Tensor:
+    """A copy of an array that the host does not wait for. torch keeps the pinned memory until the
+    copy is done, and gives it out again."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class PinnedRing:

@@ -78,14 +78,14 @@ def _kept_kernel(  # type: ignore[no-untyped-def]
     min_p_distance = tl.load(fields + 3 * num_rows + row) & 0x7FFFFFFF
     temperature = tl.load(temperatures + place)
     base = logits + place.to(tl.int64) * VOCAB
-    top = largest_logit(base, VOCAB, TILE)
+    top = largest_logit(base, None, VOCAB, TILE)
     limit, num_at_threshold, is_tied = find_threshold(
-        base, top, temperature, k, top_p, min_p_distance, VOCAB, TILE
+        base, None, top, temperature, k, top_p, min_p_distance, VOCAB, TILE
     )
     num_seen = limit * 0
     for first in range(0, VOCAB, TILE):
         ids = first + tl.arange(0, TILE)
-        key = token_keys(base, ids, top, temperature, VOCAB)
+        key = token_keys(base, None, first, top, temperature, VOCAB, TILE)
         is_kept, num_seen = keep_mask(key, limit, num_at_threshold, is_tied, num_seen)
         tl.store(mask + row.to(tl.int64) * VOCAB + ids, is_kept.to(tl.int8), mask=ids < VOCAB)
 

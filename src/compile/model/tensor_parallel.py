@@ -130,6 +130,7 @@ class _Sharder:
         self._shard = shard
         config: Any = model.config.get_text_config(decoder=True)
         self._num_heads = _num_heads(config)
+        self._model: Any = model
         self._head = model.get_output_embeddings()
         self.vocab_sizes: list[int] | None = None
 
@@ -148,6 +149,8 @@ class _Sharder:
                 part = _gathered(parameter).detach()
                 if sizes is not None:
                     part = part.split(sizes)[self._shard.rank]
+                    # A view holds the whole, which only an embedding with the same weights needs.
+                    part = part if self._is_embedded(part) else part.clone()
             elif cut is None:
                 part = _gathered(parameter).detach()
             else:
@@ -158,6 +161,11 @@ class _Sharder:
                 setattr(module, parameter_name, kept)
         if style is not None and style.forward is not None and not is_head:
             self._replace_forward(name, module, style.forward)
+
+    def _is_embedded(self, part: Tensor) -> bool:
+        """Whether the input embedding lies in the same memory."""
+        weight = getattr(self._model.get_input_embeddings(), "weight", part)
+        return part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()  # type: ignore[no-any-return]
 
     def _style_of(self, name: str) -> Style | None:
         pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))

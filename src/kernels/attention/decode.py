@@ -109,6 +109,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
+    IDS_AHEAD: tl.constexpr, PREFETCH: tl.constexpr,  # of Tiling
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
 
@@ -155,11 +156,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q_own, q_others = load_weights(q_weight, k_dims, partners, DK, BLOCK_M, DTYPE, FORM)
         k_size = tl.where(stores, DK, 0)
         k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, KEYS, DTYPE, FORM)
-        if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
-            if position >= 0:
-                prefetch_tile(k_cache + head * DK, blocks, begin, HKV * DK, DK, PAGE, BLOCK_N)
-                prefetch_tile(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
     if PDL:
+        if position >= 0:
+            for i in tl.static_range(PREFETCH):
+                start = begin + i * BLOCK_N
+                ids = blocks if i == 0 else block_ids(table, start, seen, PAGE, BLOCK_N)
+                prefetch_tile(k_cache + head * DK, ids, start, HKV * DK, DK, PAGE, BLOCK_N)
+                prefetch_tile(v_cache + head * DV, ids, start, HKV * DV, DV, PAGE, BLOCK_N)
         tl.extra.cuda.gdc_wait()
         if TRIGGER == "early":
             # Not sooner: programs of the next kernel would take places where this one has none yet,
@@ -230,7 +233,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             q, HeadPages(k_cache + head * DK, v_cache + head * DV, table), blocks, begin,
             tl.minimum(end, position + 1), position, positions,
             Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)), SPLITS,
-            SHAPE, FOLD,
+            SHAPE, FOLD, IDS_AHEAD,
         )  # fmt: skip
         begin = next_begin
         blocks = next_blocks

@@ -236,7 +236,10 @@ def _decode(
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,
         TRIGGER=trigger,
+        IDS_AHEAD=t.ids_ahead,
+        PREFETCH=t.prefetch if shared["key"] is None else t.rope_prefetch,
         num_warps=t.decode_warps,
         num_stages=t.decode_stages,
         launch_pdl=overlap,
+        **({} if t.decode_registers is None else {"maxnreg": t.decode_registers}),
     )  # fmt: skip

@@ -82,11 +82,11 @@ def _load_tile_async(
 
 
 @gluon.jit
-def _produce(
+def _produce_early(
     k_desc, v_desc, table, head, last, ring, full, empty,
     PAGE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: units 0 (keys alone), 1 to n - 1, and n (values alone)."""
+    """Units 0 (keys alone), 1 to n - 1, and n (values alone)."""
     ROWS: gl.constexpr = k_desc.block_type.shape[0]
     SEGMENTS: gl.constexpr = [BLOCK_N // ROWS * (D // 64), ROWS, 64]
     BYTES: gl.constexpr = BLOCK_N * D * 2
@@ -117,6 +117,70 @@ def _produce(
     )
 
 
+@gluon.jit
+def _produce_late(
+    k_desc, v_desc, table, head, last, ring, full, empty,
+    PAGE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """For LATE_VALUES: units 0 and 1 (keys alone, if there are any), 2 to
+    n - 1, and two of values alone."""
+    ROWS: gl.constexpr = k_desc.block_type.shape[0]
+    SEGMENTS: gl.constexpr = [BLOCK_N // ROWS * (D // 64), ROWS, 64]
+    BYTES: gl.constexpr = BLOCK_N * D * 2
+    column = head * D
+    count = last // BLOCK_N + 1
+    mbarrier.expect(full.index(0), BYTES)
+    segments = ring.index(0)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
+    _load_tile_async(k_desc, table, 0, last, column, segments, full.index(0), PAGE, BLOCK_N)
+    if count > 1:
+        mbarrier.expect(full.index(1), BYTES)
+        segments = ring.index(2)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
+        _load_tile_async(k_desc, table, 1, last, column, segments, full.index(1), PAGE, BLOCK_N)
+    else:
+        mbarrier.arrive(full.index(1), count=1)
+    slot = 2
+    phase = 1
+    for unit in range(2, count):
+        bar = full.index(slot)
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(bar, 2 * BYTES)
+        segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
+        _load_tile_async(v_desc, table, unit - 2, last, column, segments, bar, PAGE, BLOCK_N)
+        segments = ring.index(2 * slot)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
+        _load_tile_async(k_desc, table, unit, last, column, segments, bar, PAGE, BLOCK_N)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    for unit in range(gl.maximum(count, 2), count + 2):
+        bar = full.index(slot)
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(bar, BYTES)
+        segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
+        _load_tile_async(v_desc, table, unit - 2, last, column, segments, bar, PAGE, BLOCK_N)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _produce(
+    k_desc, v_desc, table, head, last, ring, full, empty,
+    PAGE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    LATE_VALUES: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads."""
+    if LATE_VALUES:
+        _produce_late(
+            k_desc, v_desc, table, head, last, ring, full, empty, PAGE, BLOCK_N, D, STAGES
+        )
+    else:
+        _produce_early(
+            k_desc, v_desc, table, head, last, ring, full, empty, PAGE, BLOCK_N, D, STAGES
+        )
+
+
 @gluon.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=["q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows"],
@@ -130,6 +194,7 @@ def prefill_kernel(
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
     SPLIT_CHANGE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    LATE_VALUES: gl.constexpr,  # of Tiling
 ):  # fmt: skip
     """As :func:`.prefill.prefill_kernel`, without window, softcap or sinks.
 
@@ -186,14 +251,15 @@ def prefill_kernel(
         [
             (consume, (
                 0, q_smem.index(0), ring, bars, task, HQ, G, D, STEP, BLOCK_M, BLOCK_N,
-                NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
+                NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES, LATE_VALUES,
             )),
             (consume, (
                 1, q_smem.index(1), ring, bars, task, HQ, G, D, STEP, BLOCK_M, BLOCK_N,
-                NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
+                NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES, LATE_VALUES,
             )),
             (_produce, (
                 k_desc, v_desc, table, head, last, ring, full, empty, PAGE, BLOCK_N, D, STAGES,
+                LATE_VALUES,
             )),
         ],
         [4, 1],
@@ -220,11 +286,11 @@ def fits(
     )
 
 
-def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
+def constants_of(query: Tensor, shared: dict[str, Any], t: Tiling) -> dict[str, Any]:
     """The kernel's constants."""
     names = ("HQ", "HKV", "STEP", "BLOCK_N", "NEAR_SPLIT", "FAR_SPLIT", "SPLIT_CHANGE", "PAGE")
     dim = query.shape[2]
-    chosen = {"D": dim, "BLOCK_M": 128, "STAGES": _STAGES[dim]}
+    chosen = {"D": dim, "BLOCK_M": 128, "STAGES": _STAGES[dim], "LATE_VALUES": t.late_values}
     return {name: shared[name] for name in names} | chosen
 
 
@@ -262,7 +328,7 @@ def launch(
         table_stride=metadata[2].stride(0),
         num_tokens=num_tokens,
         num_rows=num_rows,
-        **constants_of(query, shared),
+        **constants_of(query, shared, t),
         num_warps=4,
     )  # fmt: skip
     return True

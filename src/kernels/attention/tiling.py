@@ -26,12 +26,19 @@ class Tiling:
     Attributes:
         block_n: keys per tile. near_split: keys per split up to position ``split_change``,
             far_split: beyond; multiples of block_n. These four decide the bits.
-        decode_warps, decode_stages: of the decode kernel.
+        decode_warps, decode_stages: of the decode kernel. decode_registers: a thread may have, None
+            for as many as the compiler likes; with fewer more programs share a multiprocessor.
+        ids_ahead: 1 if a decode program loads a tile's block ids one tile ahead, 0 if the compiler
+            pipelines their loads, which takes one stage more.
+        prefetch, rope_prefetch: tiles of each program that the decode kernel asks for in L2 before
+            it waits for the kernel before; of that which fuses RoPE.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
             dimensions, so that its sums fit its registers. More than 1 only if those dimensions and
             the parts are powers of two. Changes no bits.
+        late_values: whether Hopper's prefill multiplies the values of a tile beside the softmax of
+            the next one. Changes no bits.
         combine_chunk: segments whose loads a combining program has under way together, of groups of
             up to 512 values; of larger ones as many fewer. Few segments are loaded all at once.
         unsplit_from: decode programs (rows x KV heads) from which each reads its whole context.
@@ -50,7 +57,12 @@ class Tiling:
     block_m: int
     prefill_warps: int
     prefill_stages: int
+    decode_registers: int | None = None
+    ids_ahead: int = 1
+    prefetch: int = 0
+    rope_prefetch: int = 1
     prefill_parts: int = 1
+    late_values: bool = False
     near_split: int = 128
     far_split: int = 512
     split_change: int = 512

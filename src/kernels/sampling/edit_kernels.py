@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gumbel import Results, places_of, store_token
+from .token_masks import allowed
 
 EDIT_FIELDS = 12
 """int32 fields of an edited row, each an array ``[rows]``: row of the logits, row of the history,
@@ -118,20 +119,18 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Rows in float32, with masks and penalties. Grid: ``(blocks of VOCAB, chunk)``."""
     row = first + tl.program_id(1)
-    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_id = tl.program_id(0) * BLOCK
+    ids = first_id + tl.arange(0, BLOCK)
     is_id = ids < VOCAB
     place = _field(fields, row, num_rows, 0).to(tl.int64)
     logit = tl.load(logits + place * logits_stride + ids, mask=is_id, other=0.0).to(tl.float32)
     mask_row = _field(fields, row, num_rows, 7)
     if mask_row >= 0:
         num_words = (VOCAB + 31) // 32
-        words = masks + mask_row.to(tl.int64) * num_words
-        bits = tl.load(words + ids // 32, mask=is_id, other=0) >> (ids % 32)
-        logit = tl.where((bits & 1) != 0, logit, float("-inf"))
+        logit = allowed(logit, masks + mask_row.to(tl.int64) * num_words, first_id, VOCAB, BLOCK)
     elif mask_row < -1:
         words = constrained + (-2 - mask_row).to(tl.int64) * constrained_stride
-        bits = tl.load(words + ids // 32, mask=is_id, other=0) >> (ids % 32)
-        logit = tl.where((bits & 1) != 0, logit, float("-inf"))
+        logit = allowed(logit, words, first_id, VOCAB, BLOCK)
     offset = tl.program_id(1).to(tl.int64) * VOCAB
     if _is_penalised(fields, row, num_rows):
         repetition, presence, frequency = _penalties(fields, row, num_rows)

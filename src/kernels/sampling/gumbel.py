@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sampler import GROUP, VocabShard
+from .token_masks import MaskedRows, allowed
 
 _STRETCH = 4096
 """Tokens a program weighs."""
@@ -70,32 +71,56 @@ def _load(base, ids, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.maximum(logit, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit
+def _masked_row(places, numbers, masks, masks_stride, row):  # type: ignore[no-untyped-def]
+    """Where a row is among the logits, and its mask."""
+    words = masks + tl.load(numbers + row).to(tl.int64) * masks_stride
+    return tl.load(places + row), words
+
+
+_MASKS = {
+    "do_not_specialize": ["num_groups", "masks_stride"],
+    "do_not_specialize_on_alignment": ["places", "numbers"],
+}
+
+
+@triton.jit(**_MASKS)
 def _weigh_kernel(  # type: ignore[no-untyped-def]
     logits,
+    places,
+    numbers,
+    masks,
     temperatures,
     weights,
     logits_stride,
+    masks_stride,
     num_groups,
     VOCAB: tl.constexpr,
     STRETCH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """The largest logit of each group, and the sum of exp((logit - largest) / temperature): a pair
-    in ``weights [rows, num_groups, 2]``."""
+    in ``weights [rows, num_groups, 2]``. Without ``masks``, a row's place is its number."""
     stretch = tl.program_id(0)
     row = tl.program_id(1)
+    place = row
+    words = None
+    if masks is not None:
+        place, words = _masked_row(places, numbers, masks, masks_stride, row)
     group = stretch * (STRETCH // GROUP) + tl.arange(0, STRETCH // GROUP)
-    base = logits + row.to(tl.int64) * logits_stride
+    base = logits + place.to(tl.int64) * logits_stride
     logit = _load(base, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], VOCAB)
+    if words is not None:
+        flat = allowed(tl.reshape(logit, [STRETCH]), words, stretch * STRETCH, VOCAB, STRETCH)
+        logit = tl.reshape(flat, [STRETCH // GROUP, GROUP])
     top = tl.max(logit, 1)
     # log2(e) / temperature; never 0, which -inf must not meet.
-    scale = tl.maximum(1.4426950408889634 / tl.load(temperatures + row), 1e-30)
+    scale = tl.maximum(1.4426950408889634 / tl.load(temperatures + place), 1e-30)
     # The minimum makes 0 of what has no value: infinity less infinity, and 0 of an infinite scale.
     exponent = tl.minimum((logit - top[:, None]) * scale, 0.0)
-    place = weights + 2 * (row * num_groups + group)
-    tl.store(place, top, mask=group < num_groups)
-    tl.store(place + 1, tl.sum(tl.exp2(exponent), 1), mask=group < num_groups)
+    target = weights + 2 * (row * num_groups + group)
+    tl.store(target, top, mask=group < num_groups)
+    tl.store(target + 1, tl.sum(tl.exp2(exponent), 1), mask=group < num_groups)
 
 
 @triton.jit
@@ -116,9 +141,14 @@ def _choose_group(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _choose_token(logits, ids, first_id, temperature, seed, position, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The same over the tokens ``ids`` of a group, whose first logit is that of ``first_id``."""
+def _choose_token(  # type: ignore[no-untyped-def]
+    logits, words, group, first_id, temperature, seed, position,
+    VOCAB: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The same over the tokens of a group; the first of the logits is that of ``first_id``."""
+    ids = group * GROUP + tl.arange(0, GROUP)
     logit = _load(logits, ids - first_id, VOCAB)
+    logit = allowed(logit, words, group * GROUP - first_id, VOCAB, GROUP)
     top = tl.max(logit, 0)
     distance = tl.where(logit == top, 0.0, (top - logit) / temperature)
     score = noise_of(seed, position, ids, 0) - distance
@@ -127,9 +157,12 @@ def _choose_token(logits, ids, first_id, temperature, seed, position, VOCAB: tl.
     return first_of_best(score, ids)
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit(**_MASKS)
 def _choose_kernel(  # type: ignore[no-untyped-def]
     logits,
+    places,
+    numbers,
+    masks,
     temperatures,
     seeds,
     positions,
@@ -138,6 +171,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     results,
     result_row,
     logits_stride,
+    masks_stride,
     results_stride,
     num_groups,
     VOCAB: tl.constexpr,
@@ -148,14 +182,17 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     ``[rows, num_groups, 2]``.
     """
     row = tl.program_id(0)
-    temperature = tl.load(temperatures + row)
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
+    place = row
+    words = None
+    if masks is not None:
+        place, words = _masked_row(places, numbers, masks, masks_stride, row)
+    temperature = tl.load(temperatures + place)
+    seed = tl.load(seeds + place)
+    position = tl.load(positions + place)
     group = _choose_group(weights, num_groups, row, temperature, seed, position, PADDED)
-    ids = group * GROUP + tl.arange(0, GROUP)
-    base = logits + row.to(tl.int64) * logits_stride
-    token = _choose_token(base, ids, 0, temperature, seed, position, VOCAB)
-    store_token(token, row, sampled, results, result_row, results_stride)
+    base = logits + place.to(tl.int64) * logits_stride
+    token = _choose_token(base, words, group, 0, temperature, seed, position, VOCAB, GROUP)
+    store_token(token, place, sampled, results, result_row, results_stride)
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -182,9 +219,10 @@ def _choose_own_kernel(  # type: ignore[no-untyped-def]
     group = _choose_group(weights, num_groups, row, temperature, seed, position, PADDED)
     token = -1
     if (group * GROUP >= FIRST_ID) & (group * GROUP < FIRST_ID + VOCAB):
-        ids = group * GROUP + tl.arange(0, GROUP)
         base = logits + row.to(tl.int64) * logits_stride
-        token = _choose_token(base, ids, FIRST_ID, temperature, seed, position, VOCAB)
+        token = _choose_token(
+            base, None, group, FIRST_ID, temperature, seed, position, VOCAB, GROUP
+        )
     tl.store(tokens + row, token)
 
 
@@ -236,6 +274,7 @@ def sample_simple(
     sampled: Tensor,
     results: Results | None = None,
     shard: VocabShard | None = None,
+    masked: MaskedRows | None = None,
 ) -> None:
     """Write one token a row into ``sampled``; for rows without top_k, top_p and min_p.
 
@@ -246,15 +285,24 @@ def sample_simple(
         shard: which tokens' logits these are, if not all: then the groups' weights travel between
             ranks, and the tokens chosen; the logits do not. All ranks write the same tokens, those
             that one would choose from the same logits.
+        masked: sample these rows alone, each from what its mask allows; without a shard.
     """
     num_rows, vocab_size = logits.shape
+    places, numbers, masks = masked or (None, None, None)
+    masks_stride = 0
+    if masked is not None:
+        num_rows, masks_stride = len(masked.places), masked.masks.stride(0)
     num_groups = triton.cdiv(vocab_size, GROUP)
     weights = torch.empty(num_rows, num_groups, 2, dtype=torch.float32, device=logits.device)
     _weigh_kernel[(triton.cdiv(vocab_size, _STRETCH), num_rows)](
         logits,
+        places,
+        numbers,
+        masks,
         temperatures,
         weights,
         logits.stride(0),
+        masks_stride,
         num_groups,
         VOCAB=vocab_size,
         STRETCH=_STRETCH,
@@ -277,6 +325,9 @@ def sample_simple(
     tokens, result_row, results_stride = places_of(results)
     _choose_kernel[(num_rows,)](
         logits,
+        places,
+        numbers,
+        masks,
         temperatures,
         seeds,
         positions,
@@ -285,6 +336,7 @@ def sample_simple(
         tokens,
         result_row,
         logits.stride(0),
+        masks_stride,
         results_stride,
         num_groups,
         VOCAB=vocab_size,

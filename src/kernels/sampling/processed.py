@@ -46,14 +46,14 @@ def _processed_kernel(  # type: ignore[no-untyped-def]
     temperature = tl.load(temperatures + place)
     temperature = tl.where(temperature > 0.0, temperature, 1.0)
     base = logits + place.to(tl.int64) * logits_stride
-    top = largest_logit(base, VOCAB, TILE)
+    top = largest_logit(base, None, VOCAB, TILE)
     limit, num_at_threshold, is_tied = find_threshold(
-        base, top, temperature, k, top_p, min_p, VOCAB, TILE
+        base, None, top, temperature, k, top_p, min_p, VOCAB, TILE
     )
     num_seen = limit * 0
     for first in range(0, VOCAB, TILE):
         ids = first + tl.arange(0, TILE)
-        key = token_keys(base, ids, top, temperature, VOCAB)
+        key = token_keys(base, None, first, top, temperature, VOCAB, TILE)
         is_kept, num_seen = keep_mask(key, limit, num_at_threshold, is_tied, num_seen)
         score = tl.where(is_kept, -key.to(tl.float32, bitcast=True), float("-inf"))
         tl.store(scores + row.to(tl.int64) * VOCAB + ids, score, mask=ids < VOCAB)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .gumbel import Results, first_of_best, noise_of, places_of, store_token
 from .sampler import GROUP
+from .token_masks import MaskedRows
 from .top_k_top_p_threshold import find_threshold, keep_mask, largest_logit, token_keys
 
 # The quickest on an H100 (docs/notes/sampling.md).
@@ -23,10 +24,13 @@ TRUNCATED_FIELDS = 4
 the float32 top_p, bits of the float32 -log(min_p), which is infinite if min_p is 0."""
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["fields"])
+@triton.jit(
+    do_not_specialize=["num_rows", "masks_stride"],
+    do_not_specialize_on_alignment=["fields", "numbers"],
+)
 def _truncated_kernel(  # type: ignore[no-untyped-def]
-    logits, fields, temperatures, seeds, positions, sampled, results, result_row, logits_stride,
-    results_stride, num_rows,
+    logits, fields, numbers, masks, temperatures, seeds, positions, sampled, results, result_row,
+    logits_stride, masks_stride, results_stride, num_rows,
     VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A token per row from what top-k, top-p and min-p keep of it, by the Gumbel-max trick.
@@ -45,9 +49,12 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         k = tl.where(temperature > 0.0, k, 1)
         temperature = tl.where(temperature > 0.0, temperature, 1.0)
         base = logits + place.to(tl.int64) * logits_stride
-        top = largest_logit(base, VOCAB, TILE)
+        words = None
+        if masks is not None:
+            words = masks + tl.load(numbers + row).to(tl.int64) * masks_stride
+        top = largest_logit(base, words, VOCAB, TILE)
         limit, num_at_threshold, is_tied = find_threshold(
-            base, top, temperature, k, top_p, min_p_distance, VOCAB, TILE
+            base, words, top, temperature, k, top_p, min_p_distance, VOCAB, TILE
         )
 
         seed = tl.load(seeds + place)
@@ -59,7 +66,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         weights = groups.to(tl.float32) * 0.0
         num_at = groups * 0
         for first in range(0, VOCAB, TILE):
-            key = token_keys(base, first + tl.arange(0, TILE), top, temperature, VOCAB)
+            key = token_keys(base, words, first, top, temperature, VOCAB, TILE)
             is_kept, num_seen = keep_mask(key, limit, num_at_threshold, is_tied, num_seen)
             is_tile = tiles == first // TILE
             weight = tl.where(is_kept, tl.exp(-key.to(tl.float32, bitcast=True)), 0.0)
@@ -73,7 +80,7 @@ def _truncated_kernel(  # type: ignore[no-untyped-def]
         # Without a finite logit nothing is kept: the first token is as good as any.
         group = first_of_best(score, groups)
         ids = group * GROUP + tl.arange(0, GROUP)
-        key = token_keys(base, ids, top, temperature, VOCAB)
+        key = token_keys(base, words, group * GROUP, top, temperature, VOCAB, GROUP)
         num_seen = tl.sum(tl.where(groups < group, num_at, 0))
         is_kept, num_seen = keep_mask(key, limit, num_at_threshold, is_tied, num_seen)
         score = noise_of(seed, position, ids, 0) - key.to(tl.float32, bitcast=True)
@@ -90,6 +97,7 @@ def sample_truncated(
     positions: Tensor,
     sampled: Tensor,
     results: Results | None = None,
+    masked: MaskedRows | None = None,
     *,
     tile: int = _TILE,
     num_warps: int = _NUM_WARPS,
@@ -102,14 +110,16 @@ def sample_truncated(
             ``logits``; below 0, there is nothing to do.
         temperatures: float32 ``[>= N]``, 0 for greedy. seeds, positions: int64 ``[>= N]``.
         sampled: int64 ``[>= N]``, written at the places given. results: written there, too.
+        masked: the masks of these rows, one for each; its places are those of the fields.
         tile: tokens read at once, a power of two of a group or more.
     """
     num_rows = len(fields) // TRUNCATED_FIELDS
     tokens, result_row, results_stride = places_of(results)
     vocab_size = logits.shape[1]
+    _, numbers, masks = masked or (None, None, None)
     _truncated_kernel[(num_rows,)](
-        logits, fields, temperatures, seeds, positions, sampled, tokens, result_row,
-        logits.stride(0), results_stride, num_rows,
+        logits, fields, numbers, masks, temperatures, seeds, positions, sampled, tokens, result_row,
+        logits.stride(0), 0 if masks is None else masks.stride(0), results_stride, num_rows,
         VOCAB=vocab_size,
         TILE=tile,
         NUM_TILES=triton.next_power_of_2(triton.cdiv(vocab_size, tile)),

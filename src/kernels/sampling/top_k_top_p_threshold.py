@@ -13,14 +13,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .token_masks import allowed
+
 _LARGEST_KEY = tl.constexpr(0x7F7FFFFF)
 _NO_KEY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def token_keys(base, ids, top, temperature, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys of tokens, int32; above every finite key for -inf, NaN and what is out of range."""
+def token_keys(  # type: ignore[no-untyped-def]
+    base, words, first, top, temperature, VOCAB: tl.constexpr, SIZE: tl.constexpr
+):
+    """Keys of the ``SIZE`` tokens from ``first`` on, int32; above every finite key for -inf, NaN,
+    what the mask ``words`` leaves out and what is out of range."""
+    ids = first + tl.arange(0, SIZE)
     logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    logit = allowed(logit, words, first, VOCAB, SIZE)
     # Rounded as the reference rounds it: a quotient one bit off makes or breaks ties.
     distance = tl.div_rn(top - logit, temperature + tl.zeros_like(logit))
     # Where the largest logit is infinite, the difference has no value.
@@ -44,8 +51,9 @@ def _weight(key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tally(  # type: ignore[no-untyped-def]
-    base, top, temperature, k1, k2, k3, VOCAB: tl.constexpr, TILE: tl.constexpr, WEIGH: tl.constexpr
-):
+    base, words, top, temperature, k1, k2, k3,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, WEIGH: tl.constexpr,
+):  # fmt: skip
     """Number of tokens up to each of three keys, int32, and the sum of their weights, float64."""
     # Three counts of 10 bits in a word: a thread sees VOCAB / TILE tokens.
     packed = tl.zeros([TILE], tl.int32)
@@ -53,7 +61,7 @@ def _tally(  # type: ignore[no-untyped-def]
     sum2 = tl.zeros([TILE], tl.float64)
     sum3 = tl.zeros([TILE], tl.float64)
     for first in range(0, VOCAB, TILE):
-        key = token_keys(base, first + tl.arange(0, TILE), top, temperature, VOCAB)
+        key = token_keys(base, words, first, top, temperature, VOCAB, TILE)
         packed += tl.where(key <= k1, 1, 0)
         packed += tl.where(key <= k2, 1 << 10, 0)
         packed += tl.where(key <= k3, 1 << 20, 0)
@@ -69,7 +77,9 @@ def _tally(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _key_of_rank(base, top, temperature, k, limit, VOCAB: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _key_of_rank(  # type: ignore[no-untyped-def]
+    base, words, top, temperature, k, limit, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
     """A key up to which there are k tokens, or the smallest with more; ``limit`` if it is less."""
     low = limit * 0
     high = limit
@@ -79,7 +89,9 @@ def _key_of_rank(base, top, temperature, k, limit, VOCAB: tl.constexpr, TILE: tl
     key2 = tl.minimum(low + 0x41000000, high - 1)
     key3 = high
     while (low < high) & (num_high > k):
-        n1, n2, n3, _, _, _ = _tally(base, top, temperature, key1, key2, key3, VOCAB, TILE, False)
+        n1, n2, n3, _, _, _ = _tally(
+            base, words, top, temperature, key1, key2, key3, VOCAB, TILE, False
+        )
         if n1 >= k:
             high = key1
             num_high = n1
@@ -102,8 +114,9 @@ def _key_of_rank(base, top, temperature, k, limit, VOCAB: tl.constexpr, TILE: tl
 
 @triton.jit
 def _key_of_weight(  # type: ignore[no-untyped-def]
-    base, top, temperature, target, limit, num_limit, VOCAB: tl.constexpr, TILE: tl.constexpr
-):
+    base, words, top, temperature, target, limit, num_limit,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """The key at which the sum of weights reaches ``target``, or ``limit`` if it is less.
 
     Returns:
@@ -122,7 +135,7 @@ def _key_of_weight(  # type: ignore[no-untyped-def]
     # Once one token is left in the bracket, it is kept: the rest of the bracket is empty.
     while (low < high) & (num_high - num_low > 1):
         n1, n2, n3, sum1, sum2, sum3 = _tally(
-            base, top, temperature, key1, key2, key3, VOCAB, TILE, True
+            base, words, top, temperature, key1, key2, key3, VOCAB, TILE, True
         )
         if sum1 >= target:
             high = key1
@@ -157,28 +170,32 @@ def _key_of_weight(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def largest_logit(base, VOCAB: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def largest_logit(  # type: ignore[no-untyped-def]
+    base, words, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
     largest = tl.full([TILE], float("-inf"), tl.float32)
     for first in range(0, VOCAB, TILE):
         ids = first + tl.arange(0, TILE)
-        logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf"))
-        largest = tl.maximum(largest, logit.to(tl.float32))
+        logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, allowed(logit, words, first, VOCAB, TILE))
     return tl.max(largest, 0)
 
 
 @triton.jit
 def find_threshold(  # type: ignore[no-untyped-def]
-    base, top, temperature, k, top_p, min_p_distance, VOCAB: tl.constexpr, TILE: tl.constexpr
-):
+    base, words, top, temperature, k, top_p, min_p_distance,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """What a row keeps: (last key, how many tokens at it, whether there are more than that).
 
-    ``min_p_distance`` is the last key that min_p keeps; k of 0 or less and top_p of 1 keep all.
+    ``words`` is the row's mask, or None. ``min_p_distance`` is the last key that min_p keeps; k of
+    0 or less and top_p of 1 keep all.
     """
     limit = tl.minimum(min_p_distance, _LARGEST_KEY)
     if (k > 0) & (k < VOCAB):
-        limit = _key_of_rank(base, top, temperature, k, limit, VOCAB, TILE)
+        limit = _key_of_rank(base, words, top, temperature, k, limit, VOCAB, TILE)
     num_below, num_limit, _, below, _, _ = _tally(
-        base, top, temperature, limit - 1, limit, limit, VOCAB, TILE, True
+        base, words, top, temperature, limit - 1, limit, limit, VOCAB, TILE, True
     )
     num_at_threshold = num_limit - num_below
     if k > 0:
@@ -188,7 +205,7 @@ def find_threshold(  # type: ignore[no-untyped-def]
         total = below + num_at_threshold * _weight(limit)
         target = total * top_p.to(tl.float64)
         key, num_at, is_cut = _key_of_weight(
-            base, top, temperature, target, limit, num_limit, VOCAB, TILE
+            base, words, top, temperature, target, limit, num_limit, VOCAB, TILE
         )
         if key < limit:
             num_at_threshold = num_at

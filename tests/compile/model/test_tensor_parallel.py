@@ -134,6 +134,17 @@ def test_other_plans_and_shapes(arch: str, overrides: dict[str, Any]) -> None:
     check_elements(model, 4)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_head_holds_its_own_part_alone(is_tied: bool) -> None:
+    model = tiny("qwen3", 2, vocab_size=2 * GROUP, tie_word_embeddings=is_tied)
+    for part, sizes in shards_of(model, 2):
+        assert sizes == [GROUP, GROUP]
+        head, embedding = part.get_output_embeddings().weight, part.get_input_embeddings().weight
+        held = head.untyped_storage()
+        assert (held.data_ptr() == embedding.untyped_storage().data_ptr()) == is_tied
+        assert held.nbytes() == (embedding if is_tied else head).nbytes
+
+
 def test_tokens_of_a_head_are_shared_in_whole_groups() -> None:
     assert vocab_sizes(320, 1) is None
     assert vocab_sizes(GROUP, 2) is None

@@ -69,6 +69,7 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
         "PAGE": 16,
         "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True,
         "TRIGGER": "late" if turn else "early", "sinks": None,
+        "IDS_AHEAD": t.ids_ahead, "PREFETCH": t.rope_prefetch if turn else t.prefetch,
     }  # fmt: skip
     constants |= dict.fromkeys([] if case["window"] else ["window"])
     constants |= dict.fromkeys([] if case["softcap"] else ["cap_in", "cap_out"])

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def build(case: dict[str, Any]) -> Any:
     query, _, v_cache = tensors(case)
     tiling = choose_tiling(query.dtype, case["dim"], case["dim"])
     shared = _shared(query, v_cache, AttentionParams(0.1), tiling)
-    constants = prefill_sm90.constants_of(query, shared)
+    tiling = replace(tiling, late_values=case.get("late", False))
+    constants = prefill_sm90.constants_of(query, shared, tiling)
     short = "fp16" if query.dtype == torch.float16 else "bf16"
     box = [min(case["page"], tiling.block_n), 64]
     descriptor = f"tensordesc<{short}{box},{gl.NVMMASharedLayout(128, 16, 2)!r}>"

@@ -166,6 +166,12 @@ def test_spreading_segments_over_programs_changes_no_bit(shape: Shape) -> None:
             assert torch.equal(out, first), name
 
 
+def test_when_block_ids_are_loaded_changes_no_bit() -> None:
+    for shape in ONE_HEAD:
+        batch = stored([(10, 1), (90, 1), (0, 1)], shape)
+        assert torch.equal(attend(batch.attend, ids_ahead=0), attend(batch.attend))
+
+
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
 def test_whoever_arrives_last_merges_and_leaves_the_counters_zero(spread: dict[str, int]) -> None:
     """Contexts of one piece and of many, beside empty rows, padding and rows of several queries."""

@@ -45,14 +45,16 @@ def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know() -> None:
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
     script = Path(__file__).with_name("compile_prefill_sm90.py")
-    printed = run_apart(str(script), json.dumps({"fits": TAKEN + LEFT, "build": TAKEN}))
+    built_cases = [*TAKEN, USUAL | {"late": True}]
+    printed = run_apart(str(script), json.dumps({"fits": TAKEN + LEFT, "build": built_cases}))
     answer = json.loads(printed)
     # Never on a CPU.
     assert answer["fits"] == [[True, False]] * len(TAKEN) + [[False, False]] * len(LEFT)
-    for case, built in zip(TAKEN, answer["built"], strict=True):
+    for case, built in zip(built_cases, answer["built"], strict=True):
         # C7510 and its like: products that wait for each other.
         assert built["warnings"] == [], case
-        assert built["spilled"] <= 16, case  # outside of the loops
+        # Outside of the loops, but for values a tile late.
+        assert built["spilled"] <= (768 if case.get("late") else 16), case
         assert built["shared"] <= 227 << 10, case
         # 240 for each warpgroup that multiplies, 24 for the one that loads.
         assert {24, 240} <= set(built["registers"]), case

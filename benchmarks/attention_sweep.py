@@ -1,0 +1,394 @@
+"""Tries the attention kernels' parameters on the GPU at hand, one by one and together.
+
+    python -m benchmarks.attention_sweep [--only 0.8k 1.5k prefill ...] [--seconds 60]
+    TRITON_INTERPRET=1 python -m benchmarks.attention_sweep --dry     # tiny shapes, on a CPU
+
+First all variants are compiled, side by side in other processes; then each is timed on each
+shape, as in :mod:`benchmarks.attention`. Beside them, in the same run: a plain read, and a read of
+the same blocks that computes nothing, by how many heads a program takes side by side. What that
+read cannot reach, no decode kernel will.
+
+A variant whose outputs are not those of the present kernel to the last bit is marked. Those that
+change tiles or splits have other bits by design: to take one is to change the order of summation of
+all kernels (docs/transparency.md). Variants come in order of promise, and those that the time does
+not suffice for are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from benchmarks import attention
+from benchmarks.attention import Case, inputs, median_seconds
+from pagespec.kernels.attention.launch import paged_attention
+from pagespec.kernels.attention.tiling import Tiling, choose_tiling
+from pagespec.kernels.jit.compile_pool import compilers
+from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
+
+DECODE = [
+    Case("256 x ~0.8k, 16/8", 256, 800, 16, 8, spread=0.25),
+    Case("64 x ~1.5k, 32/8", 64, 1500, 32, 8, spread=0.25),
+    Case("1 x 8k, 32/8", 1, 8192, 32, 8),
+    Case("512 x ~0.8k, 16/8", 512, 800, 16, 8, spread=0.25),
+    Case("32 x 8k, 32/8", 32, 8192, 32, 8),
+    Case("1 x 32k, 32/8", 1, 32768, 32, 8),
+    Case("8 x 128k, 32/8", 8, 131072, 32, 8),
+    Case("8 x ~0.7k, 16/8", 8, 700, 16, 8, spread=0.25),
+]
+PREFILL = [
+    Case("prefill 1 x 8k, 16/8", 1, 8192, 16, 8, is_prefill=True),
+    Case("prefill 1 x 32k, 16/8", 1, 32768, 16, 8, is_prefill=True),
+    Case("prefill 8 x 2k, 32/8", 8, 2048, 32, 8, is_prefill=True),
+]
+_DRY = [
+    Case("3 x ~40, 4/2", 3, 40, 4, 2, spread=0.25, head_dim=16),
+    Case("1 x 150, 4/2", 1, 150, 4, 2, head_dim=16),
+    Case("prefill 2 x 20, 4/2", 2, 20, 4, 2, head_dim=16, is_prefill=True),
+]
+_MANY = 1 << 30
+
+# Changes of the tiling. The first kind changes no bits, the last does.
+_PIPELINE: dict[str, dict[str, Any]] = {
+    "168 registers": {"decode_registers": 168},
+    "8 warps": {"decode_warps": 8},
+    "4 stages": {"decode_stages": 4},
+    "ids in the pipeline": {"ids_ahead": 0, "decode_stages": 5},
+    "ids in the pipeline, 8 warps": {"ids_ahead": 0, "decode_stages": 5, "decode_warps": 8},
+    "2 tiles to L2": {"prefetch": 2},
+    "168 registers, 2 tiles to L2": {"decode_registers": 168, "prefetch": 2},
+    "8 warps, 2 tiles to L2": {"decode_warps": 8, "prefetch": 2},
+    "8 warps, 4 stages": {"decode_warps": 8, "decode_stages": 4},
+    "128 registers, 2 stages": {"decode_registers": 128, "decode_stages": 2},
+    "8 warps, 80 registers": {"decode_warps": 8, "decode_registers": 80},
+    "1 tile to L2": {"prefetch": 1},
+    "4 tiles to L2": {"prefetch": 4},
+    "ids in the pipeline, 168 registers": {
+        "ids_ahead": 0,
+        "decode_stages": 5,
+        "decode_registers": 168,
+    },
+    "ids in the pipeline, 2 tiles to L2": {"ids_ahead": 0, "decode_stages": 5, "prefetch": 2},
+    "2 stages": {"decode_stages": 2},
+    "5 stages": {"decode_stages": 5},
+}
+_SPREAD: dict[str, dict[str, Any]] = {
+    "never unsplit": {"some_unsplit_from": _MANY, "unsplit_from": _MANY},
+    "unsplit below 1,024": {"unsplit_below": 1024},
+    "4 workers": {"workers": 4, "few_programs": 4},
+    "8 workers": {"workers": 8, "few_programs": 68},
+    "32 workers": {"workers": 32, "few_programs": 264},
+    "64 workers": {"workers": 64, "few_programs": 512},
+    "no long first segment": {"long_context": 0},
+    "first segment from 1,024 programs": {"first_splits_from": 1024},
+    "unsplit from 256 programs": {"unsplit_from": 256},
+    "168 registers, never unsplit": {
+        "decode_registers": 168,
+        "some_unsplit_from": _MANY,
+        "unsplit_from": _MANY,
+    },
+    "combine 8 at once": {"combine_chunk": 8},
+}
+_OTHER_BITS: dict[str, dict[str, Any]] = {
+    "far 256": {"far_split": 256, "few_programs": 264},
+    "far 256, 168 registers": {"far_split": 256, "few_programs": 264, "decode_registers": 168},
+    "far 1,024": {"far_split": 1024},
+    "near 256": {"near_split": 256},
+    "tile 128, 2 stages": {"block_n": 128, "decode_stages": 2},
+    "tile 128, 2 stages, 8 warps": {"block_n": 128, "decode_stages": 2, "decode_warps": 8},
+    "tile 32": {"block_n": 32, "decode_stages": 5},
+}
+_PREFILL_VARIANTS: dict[str, dict[str, Any]] = {"late values": {"late_values": True}}
+_ALLOCATED_ROWS = 2048  # arrival counters: of "never unsplit", too
+
+
+@triton.jit
+def _read_kernel(words, out, num_words, num_programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Reads all words, 4 bytes each; program i reads blocks i, i + num_programs, ..."""
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for at in range(first, num_words, num_programs * BLOCK):
+        total ^= tl.load(words + at + offsets, mask=at + offsets < num_words, other=0)
+    tl.store(out + tl.program_id(0), tl.xor_sum(total))
+
+
+@triton.jit
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    k_words, v_words, out, contexts, tables, table_stride,
+    HKV: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Reads what a decode program reads, SEGMENT positions of HEADS heads, and computes nothing.
+
+    Grid: ``(HKV // HEADS * segments, rows)``; WORDS: 4 bytes each, of a head.
+    """
+    GROUPS: tl.constexpr = HKV // HEADS
+    row = tl.program_id(1)
+    head = tl.program_id(0) % GROUPS * HEADS
+    begin = tl.program_id(0) // GROUPS * SEGMENT
+    context = tl.load(contexts + row)
+    if begin >= context:
+        return
+    end = tl.minimum(begin + SEGMENT, context)
+    words = tl.arange(0, HEADS * WORDS)
+    total = tl.zeros((BLOCK_N, HEADS * WORDS), tl.int32)
+    for start in range(begin, end, BLOCK_N):
+        positions = tl.minimum(start + tl.arange(0, BLOCK_N), context - 1)
+        blocks = tl.load(tables + row * table_stride + positions // PAGE).to(tl.int64)
+        slots = (blocks * PAGE + positions % PAGE) * (HKV * WORDS) + head * WORDS
+        at = slots[:, None] + words[None, :]
+        total ^= tl.load(k_words + at) ^ tl.load(v_words + at)
+    program = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(out + program, tl.xor_sum(tl.xor_sum(total, 1), 0))
+
+
+def plain_read(device: torch.device, num_bytes: int, repeats: int) -> float:
+    """GB/s of reading one stretch of memory; 0 without repeats."""
+    words = torch.randint(0, 1 << 30, (num_bytes // 4,), dtype=torch.int32, device=device)
+    best = 0.0
+    sizes = ((132 * 16, 4096), (132 * 8, 8192), (132 * 32, 2048))
+    for num_programs, block in sizes if device.type == "cuda" else ((4, 64),):
+        out = torch.empty(num_programs, dtype=torch.int32, device=device)
+        if not repeats:  # to compile it
+            _read_kernel[(num_programs,)](words, out, len(words), num_programs, BLOCK=block)
+            continue
+
+        def call(n: int = num_programs, b: int = block, out: Tensor = out) -> None:
+            _read_kernel[(n,)](words, out, len(words), n, BLOCK=b)
+
+        best = max(best, num_bytes / seconds_of([call], repeats, device) / 1e9)
+    return best
+
+
+def gather_call(layer: tuple, heads: int) -> Callable[[], object]:
+    """Reads the blocks of a layer, ``heads`` heads a program."""
+    kv = layer[1]
+    page, num_kv_heads, _ = kv.k_cache.shape[1:]
+    k_words, v_words = (cache.view(torch.int32) for cache in kv[:2])
+    segment = 512
+    num_segments = -(-int(kv.context_lens.max()) // segment)
+    grid = (num_kv_heads // heads * num_segments, len(kv.context_lens))
+    out = torch.empty(grid[0] * grid[1], dtype=torch.int32, device=kv.k_cache.device)
+    return lambda: _gather_kernel[grid](
+        k_words, v_words, out, kv.context_lens, kv.block_tables, kv.block_tables.stride(0),
+        HKV=num_kv_heads, WORDS=k_words.shape[3], HEADS=heads, PAGE=page, SEGMENT=segment,
+        BLOCK_N=max(1, 64 // heads),
+    )  # fmt: skip
+
+
+def attention_call(layer: tuple, tiling: Tiling, counters: Tensor) -> Callable[[], object]:
+    query, kv, params = layer
+    return lambda: paged_attention(query, kv, params, tiling, counters)
+
+
+def seconds_of(calls: list[Callable[[], object]], repeats: int, device: torch.device) -> float:
+    """Of one call; on a CPU by the clock, to see that it runs."""
+    if device.type == "cuda":
+        return median_seconds(calls, repeats)
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - begin) / len(calls)
+
+
+def longest_first(layers: list[tuple]) -> list[tuple]:
+    """The same decode calls, their rows in order of length: what such an order could gain."""
+    found = []
+    for query, kv, params in layers:
+        order = kv.context_lens.argsort(descending=True)
+        rows = {"context_lens": kv.context_lens[order], "block_tables": kv.block_tables[order]}
+        found.append((query[order], kv._replace(**rows), params))
+    return found
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a variant came to on one shape. ``bits``: "" if they are those of the present kernel."""
+
+    name: str
+    rate: float
+    seconds: float
+    bits: str
+
+
+class Sweep:
+    """One run: device, shapes, variants, and the moment it has to end."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.is_dry: bool = options.dry
+        self.device = torch.device("cpu" if self.is_dry else "cuda")
+        self.repeats: int = 1 if self.is_dry else options.repeats
+        self.block_size: int = options.block_size
+        self.seconds: float = options.seconds
+        self.deadline = 0.0  # set when all is compiled
+        if self.is_dry:
+            self.cases = _DRY
+            attention.DTYPE = torch.float16  # the interpreter has no bfloat16
+        else:
+            self.cases = [
+                case
+                for case in [*DECODE, *PREFILL]
+                if any(part in case.name for part in options.only)
+            ]
+        self.left_out: list[str] = []
+
+    def variants_of(self, case: Case) -> dict[str, Tiling]:
+        """By name, the present one first."""
+        base = choose_tiling(attention.DTYPE, case.head_dim, case.head_dim)
+        changes = _PREFILL_VARIANTS if case.is_prefill else _PIPELINE | _SPREAD | _OTHER_BITS
+        found = {"present": base}
+        if self.is_dry:
+            changes = {name: changes[name] for name in [*changes][:: len(_DRY) * 4]}
+        for name, change in changes.items():
+            tiling = dataclasses.replace(base, **change)
+            if tiling.near_split % tiling.block_n == 0:
+                found[name] = tiling
+        return found
+
+    def counters(self) -> Tensor:
+        return torch.zeros(_ALLOCATED_ROWS * 8, dtype=torch.int32, device=self.device)
+
+    def compile(self) -> None:
+        """All variants of all shapes: on small caches, as shapes of contexts make no new form."""
+        if self.is_dry:
+            return
+        begin = time.monotonic()
+        pin_triton_cache_dir()
+        with compilers() as pool:
+            pool.start()
+            with parallel_build(self.device) as report:
+                for case in self.cases:
+                    if case.is_prefill:
+                        small = dataclasses.replace(case, num_rows=2, context=64)
+                    else:  # the spread follows rows and the width of the table
+                        small = dataclasses.replace(case, context=16, spread=0.0)
+                    (query, kv, params), *_ = inputs(small, self.block_size, num_layers=1)
+                    width = 2 * -(-round(case.context * (1 + case.spread)) // self.block_size)
+                    table = kv.block_tables[:, :1].expand(-1, width).contiguous()
+                    kv = kv._replace(block_tables=table)
+                    for tiling in self.variants_of(case).values():
+                        paged_attention(query, kv, params, tiling, self.counters())
+                    if not case.is_prefill:
+                        for heads in (1, 2, case.num_kv_heads):
+                            gather_call((query, kv, params), heads)()
+                plain_read(self.device, 1 << 20, 0)
+        took = time.monotonic() - begin
+        print(f"{report.num_compiled} kernels compiled in {took:.1f} s", flush=True)
+
+    def time_variants(self, case: Case, layers: list[tuple]) -> Iterator[Outcome]:
+        """Those there is time for, the present one last once more."""
+        counters = self.counters()
+        expected = None
+        variants = self.variants_of(case)
+        for name, tiling in [*variants.items(), ("present, again", variants["present"])]:
+            if time.monotonic() > self.deadline and expected is not None:
+                self.left_out.append(f"{case.name}: {name}")
+                continue
+            try:
+                yield self._outcome(case, layers, name, tiling, counters, expected)
+            except Exception as error:  # one variant's: too much shared memory, perhaps
+                print(f"{case.name}: {name}: {str(error).splitlines()[0][:120]}", flush=True)
+                counters = self.counters()
+            if expected is None:
+                query, kv, params = layers[0]
+                expected = paged_attention(query, kv, params, tiling, counters)
+
+    def _outcome(
+        self,
+        case: Case,
+        layers: list[tuple],
+        name: str,
+        tiling: Tiling,
+        counters: Tensor,
+        expected: Tensor | None,
+    ) -> Outcome:
+        query, kv, params = layers[0]
+        result = paged_attention(query, kv, params, tiling, counters)
+        is_same = expected is None or torch.equal(result, expected)
+        bits = "" if is_same else _difference(result, expected)
+        calls = [attention_call(layer, tiling, counters) for layer in layers]
+        return self.outcome(case, name, calls, bits)
+
+    def outcome(
+        self, case: Case, name: str, calls: list[Callable[[], object]], bits: str = ""
+    ) -> Outcome:
+        seconds = seconds_of(calls, self.repeats, self.device)
+        work = case.flops() / 1e3 if case.is_prefill else case.kv_bytes()
+        return Outcome(name, work / seconds / 1e9, seconds, bits)
+
+    def run_case(self, case: Case, read: float) -> None:
+        """Print the outcomes of a shape as they come, and once more, the quickest first."""
+        num_layers = 1 if self.is_dry else None
+        if case.is_prefill:
+            num_layers = 1 if self.is_dry else 2
+        layers = inputs(case, self.block_size, device=self.device.type, num_layers=num_layers)
+        found: list[Outcome] = []
+        print(f"\n{case.name}, as they come, us", flush=True)
+        for outcome in self.outcomes(case, layers):
+            found.append(outcome)
+            print(f"  {outcome.seconds * 1e6:>9.1f}  {outcome.name} {outcome.bits}", flush=True)
+        unit = "TFLOP/s" if case.is_prefill else "GB/s"
+        print(f"\n{case.name}: {unit}, {'' if case.is_prefill else 'of the plain read, '}us")
+        for outcome in sorted(found, key=lambda outcome: -outcome.rate):
+            share = "" if case.is_prefill else f"{outcome.rate / read:>6.2f}"
+            print(
+                f"  {outcome.rate:>7,.0f} {share} {outcome.seconds * 1e6:>9.1f}  "
+                f"{outcome.name:<40} {outcome.bits}",
+                flush=True,
+            )
+        if not self.is_dry:
+            torch.cuda.empty_cache()
+
+    def outcomes(self, case: Case, layers: list[tuple]) -> Iterator[Outcome]:
+        if not case.is_prefill:
+            for heads in sorted({1, 2, case.num_kv_heads}):
+                calls = [gather_call(layer, heads) for layer in layers]
+                yield self.outcome(case, f"(blocks alone, {heads} heads)", calls)
+        yield from self.time_variants(case, layers)
+        if not case.is_prefill and case.spread:
+            counters, tiling = self.counters(), self.variants_of(case)["present"]
+            ordered = [attention_call(layer, tiling, counters) for layer in longest_first(layers)]
+            yield self.outcome(case, "(present, longest rows first)", ordered)
+
+    def run(self) -> None:
+        self.compile()
+        self.deadline = time.monotonic() + self.seconds
+        num_bytes = 1 << (12 if self.is_dry else 31)
+        read = plain_read(self.device, num_bytes, self.repeats)
+        print(f"plain read: {read:,.0f} GB/s")
+        for case in self.cases:
+            self.run_case(case, read)
+        if self.left_out:
+            print("\nno time for:", *self.left_out, sep="\n  ")
+
+
+def _difference(result: Tensor, expected: Tensor | None) -> str:
+    assert expected is not None
+    error = (result.float() - expected.float()).norm() / expected.float().norm()
+    return f"OTHER BITS, relative {error:.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[" x "], help="parts of names of shapes")
+    parser.add_argument("--seconds", type=float, default=60.0, help="none begins after these")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dry", action="store_true", help="tiny shapes, interpreted on a CPU")
+    options = parser.parse_args()
+    if not options.dry:
+        print(attention.environment())
+    Sweep(options).run()
+
+
+if __name__ == "__main__":
+    main()
