@@ -5,9 +5,8 @@ values. The same kernel serves decoding, where a row has one token, and long pro
 give the same bits: no choice follows the batch, nothing that does specialises the kernel, and one
 loop body computes every token.
 
-A program is one warp: what it sums over the keys stays in a warp's registers, and no token waits at
-a barrier. Tiles are so narrow that one prompt of a large model occupies every scheduler of the GPU.
-The tokens to come are asked for two ahead.
+A program is one warp: a lane has some keys of one value, so that most of a sum over keys stays in
+its registers, and no token waits for another warp. The tokens to come are asked for two ahead.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from ..fused.rounding import rounded
 from .device_functions import exp, first_slot, step_size, zero_padding
 from .walk import StepRows
 
-# Elements of a state that a program holds: 32 registers of a thread.
-_TILE_ELEMENTS = 1024
+# Elements of a state that a program holds: 64 registers of a thread. With half of it the prompt of
+# one request alone would take three quarters of the time, and decoding half more.
+_TILE_ELEMENTS = 2048
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _load_token(  # type: ignore[no-untyped-def]
     # What follows the batch must not make new versions of the kernel: another layout of the state
     # is another order of additions.
     do_not_specialize=[
-        "num_rows", "num_tokens", "interval", "table_stride", "q_stride", "q_head_stride",
+        "num_rows", "num_tokens", "interval", "table_stride", "unit", "q_stride", "q_head_stride",
         "k_stride", "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride",
         "b_stride", "b_head_stride",
     ],
@@ -61,9 +61,9 @@ def _load_token(  # type: ignore[no-untyped-def]
 )  # fmt: skip
 def _linear_state_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, rates, dt_bias, skip, states, out,
-    starts, contexts, tables, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
-    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
-    a_stride, a_head_stride, b_stride, b_head_stride,
+    starts, contexts, tables, num_rows, num_tokens, interval, table_stride, unit,
+    scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
+    v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     L2NORM: tl.constexpr, CHANNELS: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
@@ -73,10 +73,14 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay ``[T, H]`` or, with
     CHANNELS, ``[T, H, K]``, beta ``[T, H]``, rates, dt_bias and skip ``[H]``, states
     ``[slots, H, K, V]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+
+    ``unit`` is 1. The compiler, which must not know, would otherwise give a thread values that lie
+    side by side, and sums over keys would cross more lanes.
     """
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
     K_PAD: tl.constexpr = triton.next_power_of_2(K)
+    LANES: tl.constexpr = 32 // BLOCK_V if BLOCK_V < 32 else 1
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)
     head = tl.program_id(0) // TILES
@@ -92,14 +96,18 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
     position = tl.load(contexts + row) - (end - begin)
     token = begin.to(tl.int64)
     table = tables + row.to(tl.int64) * table_stride
-    i = tl.arange(0, K_PAD)
+    # A lane's keys lie side by side, so that what is loaded of a token comes in wide words.
+    lane, n = tl.arange(0, K_PAD) % LANES, tl.arange(0, K_PAD) // LANES
+    i = lane * (K_PAD // LANES) + n
     mask_k = i < K
-    mask = mask_k[:, None] & mask_v[None, :]
-    offsets = head * (K * V) + i[:, None] * V + j[None, :]
-    state = tl.zeros((K_PAD, BLOCK_V), tl.float32)
+    mask = mask_k[None, :] & mask_v[:, None]
+    # Of a thread's elements only the last summand differs, by numbers the compiler knows.
+    offsets = head * (K * V) + j[:, None] * unit + (lane * (K_PAD // LANES * V))[None, :]
+    steps = (n * V)[None, :]
+    state = tl.zeros((BLOCK_V, K_PAD), tl.float32)
     if position > 0:
         slot = first_slot(table, position, interval)
-        state = tl.load(states + slot * (H * K * V) + offsets, mask=mask, other=0.0)
+        state = tl.load(states + slot * (H * K * V) + offsets + steps, mask=mask, other=0.0)
 
     head_k = head // (H // HK)
     query += head_k.to(tl.int64) * q_head_stride + i
@@ -145,22 +153,22 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
                 of_k = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
             a = exp(a)
             if CHANNELS:
-                state *= a[:, None]
+                state *= a[None, :]
             else:
                 state *= a
             # Both sums are of the state before it changes: neither waits for the other.
-            read = tl.sum(state * q[:, None], 0)
-            known = tl.sum(state * k[:, None], 0)
+            read = tl.sum(state * q[None, :], 1)
+            known = tl.sum(state * k[None, :], 1)
             d = (v - known * of_k) * (b.to(tl.float32) * of_k)
             y = (read + tl.sum(q * k, 0) * d) * of_q
-            state = tl.fma(k[:, None], d[None, :], state)
+            state = tl.fma(k[None, :], d[:, None], state)
         else:
             dt = step_size(a, bias, SOFTPLUS, decay.dtype.element_ty)
             dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
             d = v * dt
             state *= exp(rate * dt)
-            state = tl.fma(k[:, None], d[None, :], state)
-            y = tl.sum(state * q[:, None], 0)
+            state = tl.fma(k[None, :], d[:, None], state)
+            y = tl.sum(state * q[None, :], 1)
         if skip is not None:
             y += skipped * v
         target = out + (token * H + head) * V + j
@@ -169,7 +177,7 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
         left -= 1
         if (left == 0) | (token == end):
             slot = tl.load(table).to(tl.int64)
-            tl.store(states + slot * (H * K * V) + offsets, state, mask=mask)
+            tl.store(states + slot * (H * K * V) + offsets + steps, state, mask=mask)
             table += 1
             left = interval
 
@@ -243,7 +251,7 @@ def _launch(
     _linear_state_kernel[(num_heads * triton.cdiv(num_values, tile), num_rows + 1)](
         *given, *per_head, states, out,
         rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(out), rows.interval,
-        rows.state_tables.stride(0), *limits, *strides,
+        rows.state_tables.stride(0), 1, *limits, *strides,
         H=num_heads,
         HK=tokens[0].shape[1],
         K=num_keys,

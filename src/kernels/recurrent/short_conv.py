@@ -3,7 +3,7 @@
 A program computes a tile of channels for chunks of a row's tokens. That of a row's first chunk is
 the only one that reads the row's state, so it also writes the states of the whole row: no program
 reads what another writes. Taps are added in order, products and sums not contracted, so a token's
-bits do not follow its place.
+bits do not follow its place, nor the size of a tile, which is another for steps of a token a row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from .cpu_short_conv import activated
 from .device_functions import first_slot, zero_padding
 from .walk import StepRows
 
-_BLOCK_C = 128
-_BLOCK_T = 8
+# (tokens, channels, warps) of a tile. Any gives the same bits: all operations are elementwise.
+_TILE = 8, 128, 4
+_TILE_OF_DECODING = 1, 512, 2
 _CHUNK = 256
 # Programs beyond which the chunks of a row share one: most rows of a large step have few tokens.
 _MOST_PROGRAMS = 1 << 15
@@ -130,7 +131,8 @@ def short_conv(
     num_rows, (channels, width) = len(rows.context_lens), weight.shape
     if len(x):
         x = x if x.stride(1) == 1 else x.contiguous()
-        tiles = triton.cdiv(channels, _BLOCK_C)
+        block_t, block_c, num_warps = _TILE_OF_DECODING if len(x) <= num_rows else _TILE
+        tiles = triton.cdiv(channels, block_c)
         sharing = max(1, _MOST_PROGRAMS // (tiles * (num_rows + 1)))
         grid = (tiles, num_rows + 1, min(sharing, triton.cdiv(len(x), _CHUNK)))
         _short_conv_kernel[grid](
@@ -139,11 +141,11 @@ def short_conv(
             rows.interval, rows.state_tables.stride(0), x.stride(0),
             C=channels,
             K=width,
-            BLOCK_C=_BLOCK_C,
-            BLOCK_T=_BLOCK_T,
+            BLOCK_C=block_c,
+            BLOCK_T=block_t,
             CHUNK=_CHUNK,
             SILU=activation in _SILU,
-            num_warps=4,
+            num_warps=num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
     return (out if activation in _SILU else activated(out, activation)).to(x.dtype)

@@ -29,7 +29,8 @@ LINEAR = {
 NO_MAMBA: dict[str, Any] = {"rates": None, "dt_bias": None, "skip": None, "SOFTPLUS": False}
 DELTA = {"H": 32, "K": 128, "V": 128, "BLOCK_V": linear_state.block_v(128, 128), "L2NORM": True}
 MAMBA_2 = {"H": 64, "HK": 8, "K": 128, "V": 64, "BLOCK_V": linear_state.block_v(128, 64)}
-CONV = {"C": 8192, "K": 4, "BLOCK_C": 128, "BLOCK_T": 8, "CHUNK": 256, "SILU": True}
+CONV = {"C": 8192, "K": 4, "CHUNK": 256, "SILU": True}
+CONV_TILES = {"": short_conv._TILE, " of decoding": short_conv._TILE_OF_DECODING}
 INPUTS = ("x", "dt", "B", "C", "z", "dt_bias", "weight", "bias")
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "delta_rule": (
@@ -56,12 +57,15 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         {"INNER": 8192, "N": 16, "BLOCK_I": selective_scan._BLOCK_I, "SOFTPLUS": True},
         1,
     ),
-    "short_conv": (
-        CONV_KERNEL,
-        dict.fromkeys((*INPUTS, "states", "out"), "*bf16"),
-        CONV,
-        4,
-    ),
+    **{
+        f"short_conv{kind}": (
+            CONV_KERNEL,
+            dict.fromkeys((*INPUTS, "states", "out"), "*bf16"),
+            CONV | {"BLOCK_T": tile[0], "BLOCK_C": tile[1]},
+            tile[2],
+        )
+        for kind, tile in CONV_TILES.items()
+    },
 }
 
 

@@ -63,7 +63,9 @@ def test_real_shapes_are_close_to_the_cpu_and_keep_their_bits(name: str) -> None
     with torch.device("cpu"):
         expected, expected_state = run_whole(expected_case, 0, 300)
     largest = expected.abs().max().item()
-    limit = 1e-4 if expected.dtype == torch.float32 else 2**-7
+    # Mamba-1 rounds to bfloat16 what it then adds to and multiplies in float32.
+    is_exact = expected.dtype == torch.float32 and name != "selective_scan"
+    limit = 1e-4 if is_exact else 2**-7
     torch.testing.assert_close(outputs.cpu(), expected, rtol=0, atol=limit * largest)
     largest = expected_state.abs().max().item()
     limit = 1e-4 if expected_state.dtype == torch.float32 else 0
