@@ -65,7 +65,7 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
     scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
     v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-    L2NORM: tl.constexpr, CHANNELS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    LANES: tl.constexpr, L2NORM: tl.constexpr, CHANNELS: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
     """The delta rule given ``beta``; else Mamba-2, of which ``decay`` is dt. Grid: ``(H * ceil(V /
     BLOCK_V), B + 1)``; the last row is that of padding.
@@ -80,7 +80,6 @@ def _linear_state_kernel(  # type: ignore[no-untyped-def]
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
     K_PAD: tl.constexpr = triton.next_power_of_2(K)
-    LANES: tl.constexpr = 32 // BLOCK_V if BLOCK_V < 32 else 1
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)
     head = tl.program_id(0) // TILES
@@ -231,6 +230,11 @@ def block_v(num_keys: int, num_values: int) -> int:
     return min(fitting, triton.next_power_of_2(num_values))
 
 
+def lanes(num_keys: int, num_values: int) -> int:
+    """Lanes of a warp that share the keys of one of ``num_values`` values of a program."""
+    return min(max(32 // num_values, 1), triton.next_power_of_2(num_keys))
+
+
 def _launch(
     tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     per_head: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -257,6 +261,7 @@ def _launch(
         K=num_keys,
         V=num_values,
         BLOCK_V=tile,
+        LANES=lanes(num_keys, tile),
         num_warps=1,
         **options,
     )  # fmt: skip

@@ -27,8 +27,10 @@ LINEAR = {
     **dict.fromkeys(("scale", "dt_min", "dt_max"), "fp32"),
 }
 NO_MAMBA: dict[str, Any] = {"rates": None, "dt_bias": None, "skip": None, "SOFTPLUS": False}
-DELTA = {"H": 32, "K": 128, "V": 128, "BLOCK_V": linear_state.block_v(128, 128), "L2NORM": True}
-MAMBA_2 = {"H": 64, "HK": 8, "K": 128, "V": 64, "BLOCK_V": linear_state.block_v(128, 64)}
+TILES = [linear_state.block_v(128, num_values) for num_values in (128, 64)]
+LANES = [linear_state.lanes(128, tile) for tile in TILES]
+DELTA = {"H": 32, "K": 128, "V": 128, "BLOCK_V": TILES[0], "LANES": LANES[0], "L2NORM": True}
+MAMBA_2 = {"H": 64, "HK": 8, "K": 128, "V": 64, "BLOCK_V": TILES[1], "LANES": LANES[1]}
 CONV = {"C": 8192, "K": 4, "CHUNK": 256, "SILU": True}
 CONV_TILES = {"": short_conv._TILE, " of decoding": short_conv._TILE_OF_DECODING}
 INPUTS = ("x", "dt", "B", "C", "z", "dt_bias", "weight", "bias")

@@ -37,6 +37,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "delta_rule": lambda n: cases.delta_rule(n, 2, 1, 8, 6),
     "delta_rule_bf16": lambda n: cases.delta_rule(n, 1, 1, 16, 4, dtype=BF16),
     "delta_rule_channels": lambda n: cases.delta_rule(n, 2, 2, 9, 7, per_channel=True),
+    "delta_rule_few_keys": lambda n: cases.delta_rule(n, 1, 1, 3, 4),
     "delta_rule_tiles": lambda n: cases.delta_rule(n, 1, 1, 128, 40),
     "ssd_scan": lambda n: cases.ssd_scan(n, 2, 1, 6, 8),
     "ssd_scan_bf16": lambda n: cases.ssd_scan(n, 1, 1, 6, 16, dtype=BF16),
