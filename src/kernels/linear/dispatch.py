@@ -84,9 +84,9 @@ def left_matmul(weight: Tensor, columns: Tensor, max_custom_rows: int = MAX_FEW_
         max_custom_rows: as of :func:`linear`, of columns.
 
     Returns:
-        ``[..., N, T]``.
+        ``[..., N, T]``, contiguous.
     """
-    return linear(columns.mT, weight, None, max_custom_rows).mT
+    return linear(columns.mT, weight, None, max_custom_rows).mT.contiguous()
 
 
 def linear_silu_mul(
