@@ -37,7 +37,8 @@ class BlockTableStore:
     Args:
         num_rows: rows of the store; at least the requests that can run at a time.
         width: blocks a row holds.
-        state_width: entries of a row's state table, which lie behind all block tables; 0 without.
+        state_width: entries of a row's state table, which lie behind all block tables; 0 without,
+            and then what plans say of state tables is for others.
         null_state_slot: in place of a slot that a request does not have.
     """
 
@@ -48,7 +49,7 @@ class BlockTableStore:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._blocks = _Filled(num_rows, width, 0)
         self._states = _Filled(num_rows, state_width, num_rows * width)
-        self._null_state_slot = null_state_slot
+        self._has_states, self._null_state_slot = state_width > 0, null_state_slot
         self._last_requests: tuple[RequestInfo, ...] = ()
         self.rows: list[int] = []
 
@@ -90,6 +91,8 @@ class BlockTableStore:
             else:
                 (new_blocks[row],) = blocks
                 filled.num_entries[rows[row]] += 1
+        if not self._has_states:
+            return where, ids
         for row, slots in plan.state_tables.items():
             self._states.num_entries[rows[row]] = 0
             held = [self._null_state_slot if slot < 0 else slot for slot in slots]
