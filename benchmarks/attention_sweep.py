@@ -21,6 +21,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -28,7 +29,9 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks import attention
-from benchmarks.attention import Case, inputs, median_seconds
+from benchmarks.attention import Case, inputs, small_form
+from benchmarks.plain_read import plain_read, seconds_of
+from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.launch import paged_attention
 from pagespec.kernels.attention.tiling import Tiling, choose_tiling
 from pagespec.kernels.jit.compile_pool import compilers
@@ -38,17 +41,25 @@ DECODE = [
     Case("256 x ~0.8k, 16/8", 256, 800, 16, 8, spread=0.25),
     Case("64 x ~1.5k, 32/8", 64, 1500, 32, 8, spread=0.25),
     Case("1 x 8k, 32/8", 1, 8192, 32, 8),
+    Case("8 x ~3k, 32/8", 8, 3000, 32, 8, spread=0.25),
+    Case("32 x ~3k, 32/8", 32, 3000, 32, 8, spread=0.25),
+    Case("128 x ~1k, 32/8", 128, 1000, 32, 8, spread=0.25),
     Case("512 x ~0.8k, 16/8", 512, 800, 16, 8, spread=0.25),
     Case("32 x 8k, 32/8", 32, 8192, 32, 8),
     Case("1 x 32k, 32/8", 1, 32768, 32, 8),
-    Case("8 x 128k, 32/8", 8, 131072, 32, 8),
-    Case("8 x ~0.7k, 16/8", 8, 700, 16, 8, spread=0.25),
 ]
 PREFILL = [
     Case("prefill 1 x 8k, 16/8", 1, 8192, 16, 8, is_prefill=True),
-    Case("prefill 1 x 32k, 16/8", 1, 32768, 16, 8, is_prefill=True),
     Case("prefill 8 x 2k, 32/8", 8, 2048, 32, 8, is_prefill=True),
-]
+    Case("prefill 1 x 8k, 16/8, window 1k", 1, 8192, 16, 8, is_prefill=True, window=1024),
+    Case("prefill 1 x 8k, 16/8, softcap", 1, 8192, 16, 8, is_prefill=True, softcap=50.0),
+    Case("prefill 1 x 8k, 32/32 of 96", 1, 8192, 32, 32, is_prefill=True, head_dim=96),
+    Case("prefill 1 x 8k, 16/8 of 256", 1, 8192, 16, 8, is_prefill=True, head_dim=256),
+    Case(
+        "prefill 1 x 8k, 16/8 of 256, window 1k",
+        1, 8192, 16, 8, is_prefill=True, head_dim=256, window=1024,
+    ),
+]  # fmt: skip
 _DRY = [
     Case("3 x ~40, 4/2", 3, 40, 4, 2, spread=0.25, head_dim=16),
     Case("1 x 150, 4/2", 1, 150, 4, 2, head_dim=16),
@@ -57,68 +68,17 @@ _DRY = [
 _MANY = 1 << 30
 
 # Changes of the tiling. The first kind changes no bits, the last does.
-_PIPELINE: dict[str, dict[str, Any]] = {
-    "168 registers": {"decode_registers": 168},
-    "8 warps": {"decode_warps": 8},
-    "4 stages": {"decode_stages": 4},
-    "ids in the pipeline": {"ids_ahead": 0, "decode_stages": 5},
-    "ids in the pipeline, 8 warps": {"ids_ahead": 0, "decode_stages": 5, "decode_warps": 8},
-    "2 tiles to L2": {"prefetch": 2},
-    "168 registers, 2 tiles to L2": {"decode_registers": 168, "prefetch": 2},
-    "8 warps, 2 tiles to L2": {"decode_warps": 8, "prefetch": 2},
-    "8 warps, 4 stages": {"decode_warps": 8, "decode_stages": 4},
-    "128 registers, 2 stages": {"decode_registers": 128, "decode_stages": 2},
-    "8 warps, 80 registers": {"decode_warps": 8, "decode_registers": 80},
-    "1 tile to L2": {"prefetch": 1},
-    "4 tiles to L2": {"prefetch": 4},
-    "ids in the pipeline, 168 registers": {
-        "ids_ahead": 0,
-        "decode_stages": 5,
-        "decode_registers": 168,
-    },
-    "ids in the pipeline, 2 tiles to L2": {"ids_ahead": 0, "decode_stages": 5, "prefetch": 2},
-    "2 stages": {"decode_stages": 2},
-    "5 stages": {"decode_stages": 5},
-}
-_SPREAD: dict[str, dict[str, Any]] = {
-    "never unsplit": {"some_unsplit_from": _MANY, "unsplit_from": _MANY},
-    "unsplit below 1,024": {"unsplit_below": 1024},
-    "4 workers": {"workers": 4, "few_programs": 4},
-    "8 workers": {"workers": 8, "few_programs": 68},
-    "32 workers": {"workers": 32, "few_programs": 264},
-    "64 workers": {"workers": 64, "few_programs": 512},
-    "no long first segment": {"long_context": 0},
-    "first segment from 1,024 programs": {"first_splits_from": 1024},
-    "unsplit from 256 programs": {"unsplit_from": 256},
-    "168 registers, never unsplit": {
-        "decode_registers": 168,
-        "some_unsplit_from": _MANY,
-        "unsplit_from": _MANY,
-    },
-    "combine 8 at once": {"combine_chunk": 8},
+_SAME_BITS: dict[str, dict[str, Any]] = {
+    "rows in order": {"sorted_rows": 0},
+    "workers beside each other, rows in order": {"sorted_rows": 0, "workers_last": False},
+    "1,024 programs at most, rows in order": {"sorted_rows": 0, "max_programs": 1024},
+    "1,024 programs at most": {"max_programs": 1024},
 }
 _OTHER_BITS: dict[str, dict[str, Any]] = {
-    "far 256": {"far_split": 256, "few_programs": 264},
-    "far 256, 168 registers": {"far_split": 256, "few_programs": 264, "decode_registers": 168},
-    "far 1,024": {"far_split": 1024},
     "near 256": {"near_split": 256},
-    "tile 128, 2 stages": {"block_n": 128, "decode_stages": 2},
-    "tile 128, 2 stages, 8 warps": {"block_n": 128, "decode_stages": 2, "decode_warps": 8},
-    "tile 32": {"block_n": 32, "decode_stages": 5},
+    "far 1,024": {"far_split": 1024},
 }
-_PREFILL_VARIANTS: dict[str, dict[str, Any]] = {"late values": {"late_values": True}}
 _ALLOCATED_ROWS = 2048  # arrival counters: of "never unsplit", too
-
-
-@triton.jit
-def _read_kernel(words, out, num_words, num_programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Reads all words, 4 bytes each; program i reads blocks i, i + num_programs, ..."""
-    offsets = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.int32)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    for at in range(first, num_words, num_programs * BLOCK):
-        total ^= tl.load(words + at + offsets, mask=at + offsets < num_words, other=0)
-    tl.store(out + tl.program_id(0), tl.xor_sum(total))
 
 
 @triton.jit
@@ -151,24 +111,6 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + program, tl.xor_sum(tl.xor_sum(total, 1), 0))
 
 
-def plain_read(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """GB/s of reading one stretch of memory; 0 without repeats."""
-    words = torch.randint(0, 1 << 30, (num_bytes // 4,), dtype=torch.int32, device=device)
-    best = 0.0
-    sizes = ((132 * 16, 4096), (132 * 8, 8192), (132 * 32, 2048))
-    for num_programs, block in sizes if device.type == "cuda" else ((4, 64),):
-        out = torch.empty(num_programs, dtype=torch.int32, device=device)
-        if not repeats:  # to compile it
-            _read_kernel[(num_programs,)](words, out, len(words), num_programs, BLOCK=block)
-            continue
-
-        def call(n: int = num_programs, b: int = block, out: Tensor = out) -> None:
-            _read_kernel[(n,)](words, out, len(words), n, BLOCK=b)
-
-        best = max(best, num_bytes / seconds_of([call], repeats, device) / 1e9)
-    return best
-
-
 def gather_call(layer: tuple, heads: int) -> Callable[[], object]:
     """Reads the blocks of a layer, ``heads`` heads a program."""
     kv = layer[1]
@@ -188,16 +130,6 @@ def gather_call(layer: tuple, heads: int) -> Callable[[], object]:
 def attention_call(layer: tuple, tiling: Tiling, counters: Tensor) -> Callable[[], object]:
     query, kv, params = layer
     return lambda: paged_attention(query, kv, params, tiling, counters)
-
-
-def seconds_of(calls: list[Callable[[], object]], repeats: int, device: torch.device) -> float:
-    """Of one call; on a CPU by the clock, to see that it runs."""
-    if device.type == "cuda":
-        return median_seconds(calls, repeats)
-    begin = time.perf_counter()
-    for call in calls:
-        call()
-    return (time.perf_counter() - begin) / len(calls)
 
 
 def longest_first(layers: list[tuple]) -> list[tuple]:
@@ -244,10 +176,10 @@ class Sweep:
     def variants_of(self, case: Case) -> dict[str, Tiling]:
         """By name, the present one first."""
         base = choose_tiling(attention.DTYPE, case.head_dim, case.head_dim)
-        changes = _PREFILL_VARIANTS if case.is_prefill else _PIPELINE | _SPREAD | _OTHER_BITS
+        changes = {} if case.is_prefill else _SAME_BITS | _OTHER_BITS
         found = {"present": base}
         if self.is_dry:
-            changes = {name: changes[name] for name in [*changes][:: len(_DRY) * 4]}
+            changes = {name: changes[name] for name in [*changes][::3]}
         for name, change in changes.items():
             tiling = dataclasses.replace(base, **change)
             if tiling.near_split % tiling.block_n == 0:
@@ -267,18 +199,14 @@ class Sweep:
             pool.start()
             with parallel_build(self.device) as report:
                 for case in self.cases:
-                    if case.is_prefill:
-                        small = dataclasses.replace(case, num_rows=2, context=64)
-                    else:  # the spread follows rows and the width of the table
-                        small = dataclasses.replace(case, context=16, spread=0.0)
-                    (query, kv, params), *_ = inputs(small, self.block_size, num_layers=1)
-                    width = 2 * -(-round(case.context * (1 + case.spread)) // self.block_size)
-                    table = kv.block_tables[:, :1].expand(-1, width).contiguous()
-                    kv = kv._replace(block_tables=table)
+                    query, kv, params = small_form(case, self.block_size)
                     for tiling in self.variants_of(case).values():
                         paged_attention(query, kv, params, tiling, self.counters())
+                    if case.is_prefill:
+                        with patch.object(launch, "is_gluon_known", return_value=False):
+                            paged_attention(query, kv, params, tiling, self.counters())
                     if not case.is_prefill:
-                        for heads in (1, 2, case.num_kv_heads):
+                        for heads in (1, 2):
                             gather_call((query, kv, params), heads)()
                 plain_read(self.device, 1 << 20, 0)
         took = time.monotonic() - begin
@@ -349,14 +277,18 @@ class Sweep:
             torch.cuda.empty_cache()
 
     def outcomes(self, case: Case, layers: list[tuple]) -> Iterator[Outcome]:
+        counters, base = self.counters(), self.variants_of(case)["present"]
         if not case.is_prefill:
-            for heads in sorted({1, 2, case.num_kv_heads}):
+            for heads in (1, 2):
                 calls = [gather_call(layer, heads) for layer in layers]
                 yield self.outcome(case, f"(blocks alone, {heads} heads)", calls)
         yield from self.time_variants(case, layers)
+        if case.is_prefill:
+            with patch.object(launch, "is_gluon_known", return_value=False):
+                calls = [attention_call(layer, base, counters) for layer in layers]
+                yield self.outcome(case, "(not Hopper's kernel)", calls)
         if not case.is_prefill and case.spread:
-            counters, tiling = self.counters(), self.variants_of(case)["present"]
-            ordered = [attention_call(layer, tiling, counters) for layer in longest_first(layers)]
+            ordered = [attention_call(layer, base, counters) for layer in longest_first(layers)]
             yield self.outcome(case, "(present, longest rows first)", ordered)
 
     def run(self) -> None:

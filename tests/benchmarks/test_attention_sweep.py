@@ -24,7 +24,7 @@ def test_only_variants_that_say_so_change_the_order_of_summation() -> None:
     for case in sweep.cases:
         variants = sweep.variants_of(case)
         present = variants.pop("present")
-        assert variants
+        assert bool(variants) != case.is_prefill
         for name, tiling in variants.items():
             assert tiling != present, name
             is_same = order_of(tiling) == order_of(present)

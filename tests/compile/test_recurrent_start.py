@@ -62,7 +62,7 @@ def test_what_a_model_without_a_longest_context_is_asked_for_is_not_kept(tmp_pat
     tiny_model("mamba2", num_hidden_layers=1).save_pretrained(folder)
     loaded = load_model(folder, max_model_len=40)
     record = record_of(folder, cache)
-    record.write(loaded, probe_model(loaded), "key")
+    record.write(record.describe(loaded, probe_model(loaded)), "key")
     assert record.restore() is None
 
 

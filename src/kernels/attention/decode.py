@@ -53,6 +53,16 @@ from .online_softmax import (
 
 
 @triton.jit
+def _nth_longest(contexts, num_rows, n, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row that n of up to ROWS rows come before: longer ones, and as long ones in front."""
+    i = tl.arange(0, ROWS)
+    # No two alike. Behind the last row there are none as long as 0.
+    keys = tl.load(contexts + i, mask=i < num_rows, other=-1) * ROWS - i
+    num_before = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    return tl.sum(tl.where(num_before == n, i, 0))
+
+
+@triton.jit
 def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """(row, token, position) of a unit; position -1 if there is nothing to do.
 
@@ -108,8 +118,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     TABLE: tl.constexpr,
     FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    WORKERS_LAST: tl.constexpr,  # of Tiling
+    SORTED_ROWS: tl.constexpr,  # where the longest rows start first: no fewer than there are; or 0
     TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
-    IDS_AHEAD: tl.constexpr, PREFETCH: tl.constexpr,  # of Tiling
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
 
@@ -135,7 +146,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     )  # a segment may hold several splits
     unit = tl.program_id(1)
     head = tl.program_id(0) % HKV
-    worker = tl.program_id(0) // HKV
+    worker = tl.program_id(2) if WORKERS_LAST else tl.program_id(0) // HKV
+    if SORTED_ROWS > 0:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if worker == 0:  # the others have nothing to do, mostly
+            unit = _nth_longest(contexts, num_rows, unit, SORTED_ROWS)
     # The batch's own tensors are written by the first kernel of a step, which lets none start
     # before it has ended, and weights never. So both are read already.
     row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
@@ -156,13 +170,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q_own, q_others = load_weights(q_weight, k_dims, partners, DK, BLOCK_M, DTYPE, FORM)
         k_size = tl.where(stores, DK, 0)
         k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, KEYS, DTYPE, FORM)
+        if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
+            if position >= 0:
+                prefetch_tile(k_cache + head * DK, blocks, begin, HKV * DK, DK, PAGE, BLOCK_N)
+                prefetch_tile(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
     if PDL:
-        if position >= 0:
-            for i in tl.static_range(PREFETCH):
-                start = begin + i * BLOCK_N
-                ids = blocks if i == 0 else block_ids(table, start, seen, PAGE, BLOCK_N)
-                prefetch_tile(k_cache + head * DK, ids, start, HKV * DK, DK, PAGE, BLOCK_N)
-                prefetch_tile(v_cache + head * DV, ids, start, HKV * DV, DV, PAGE, BLOCK_N)
         tl.extra.cuda.gdc_wait()
         if TRIGGER == "early":
             # Not sooner: programs of the next kernel would take places where this one has none yet,
@@ -233,7 +245,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             q, HeadPages(k_cache + head * DK, v_cache + head * DV, table), blocks, begin,
             tl.minimum(end, position + 1), position, positions,
             Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)), SPLITS,
-            SHAPE, FOLD, IDS_AHEAD,
+            SHAPE, FOLD,
         )  # fmt: skip
         begin = next_begin
         blocks = next_blocks

@@ -19,11 +19,17 @@ import triton
 from torch import Tensor
 
 from ..arguments import AttentionParams, PagedKV, RopeInputs
-from ..device import has_dependent_launch, is_gluon_known, triggers_dependents_late, vector_strides
+from ..device import (
+    count_sms,
+    has_dependent_launch,
+    is_gluon_known,
+    triggers_dependents_late,
+    vector_strides,
+)
 from .decode import decode_kernel
 from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel
-from .tiling import Tiling, choose_spread, choose_tiling
+from .tiling import ALL_SPLITS, Tiling, choose_spread, choose_tiling, for_card
 
 
 def paged_attention(
@@ -42,8 +48,9 @@ def paged_attention(
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
         arrival_counters: int32 zeros, left as zeros, for calls that follow one another on one
-            stream. One per unit and KV head, if those are fewer than ``tiling.unsplit_from``, else
-            none. None makes some for the call, which costs one more launch.
+            stream. One per unit and KV head, if those are fewer than the ``unsplit_from`` of the
+            tiling :func:`.for_card`, else none. None makes some for the call, which costs one more
+            launch.
 
     Raises:
         ValueError: the block size is no power of two, or there are too few counters.
@@ -205,7 +212,12 @@ def _decode(
     page, num_kv_heads, v_dim = kv.v_cache.shape[1:]
     num_rows, table_width = kv.block_tables.shape
     num_units = num_tokens if by_token else num_rows
-    spread = choose_spread(t, num_units * num_kv_heads, table_width * page, shared["window"] or 0)
+    spread = choose_spread(
+        for_card(t, count_sms(query.device)),
+        num_units * num_kv_heads,
+        table_width * page,
+        shared["window"] or 0,
+    )
     # With one segment at most, nothing is merged: these are empty, of the dtype they always have.
     num_merging = num_units if spread.max_segments > 1 else 0
     shape = (num_merging, num_heads, spread.max_segments)
@@ -222,7 +234,16 @@ def _decode(
     overlap = has_dependent_launch(query.device)
     is_late = shared["key"] is not None and triggers_dependents_late(num_tokens)
     trigger = "" if not overlap else "late" if is_late else "early"
-    decode_kernel[(num_kv_heads * spread.num_workers, num_units)](
+    is_unsplit = spread.first_splits == ALL_SPLITS.value
+    is_sorted = is_unsplit or spread.unsplit_below > 0
+    is_sorted &= num_tokens == num_rows <= t.sorted_rows
+    options: dict[str, int] = {}
+    if is_unsplit and shared["key"] is None and t.unsplit_registers:
+        options["maxnreg"] = t.unsplit_registers
+    grid = (num_kv_heads * spread.num_workers, num_units, 1)
+    if t.workers_last:
+        grid = (num_kv_heads, num_units, spread.num_workers)
+    decode_kernel[grid](
         query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
         *kv[2:],
         table_stride=kv.block_tables.stride(0),
@@ -232,14 +253,14 @@ def _decode(
         **shared,
         CHUNK=t.combine_chunk_of(group * dot_size(v_dim)),
         BY_TOKEN=by_token,
+        WORKERS_LAST=t.workers_last,
+        SORTED_ROWS=t.sorted_rows if is_sorted else 0,
         FIRST_SPLITS=spread.first_splits,
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,
         TRIGGER=trigger,
-        IDS_AHEAD=t.ids_ahead,
-        PREFETCH=t.prefetch if shared["key"] is None else t.rope_prefetch,
         num_warps=t.decode_warps,
         num_stages=t.decode_stages,
         launch_pdl=overlap,
-        **({} if t.decode_registers is None else {"maxnreg": t.decode_registers}),
+        **options,
     )  # fmt: skip

@@ -223,7 +223,7 @@ def load_tile(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def
 @triton.jit
 def attend_tiles(  # type: ignore[no-untyped-def]
     q, pages, blocks, begin, end, last, positions, scoring, splits, shape,
-    FOLD: tl.constexpr, IDS_AHEAD: tl.constexpr,
+    FOLD: tl.constexpr,
 ):  # fmt: skip
     """The decode kernel's loop over the tiles that begin in ``[begin, end)``: the total of the
     splits that end there, and the state of one that does not. ``begin`` is a multiple of BLOCK_N.
@@ -235,8 +235,6 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         positions: of the queries, ``[M]``.
         scoring, splits, shape: the :mod:`.bundles` of that name.
         FOLD: False if all tiles are of one split, which is then left to the caller to fold.
-        IDS_AHEAD: 1 if a tile's block ids are asked for one tile before it, 0 if their loads are
-            pipelined as those of keys and values are. Of two carried ahead Triton pipelines none.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_N: tl.constexpr = shape.BLOCK_N
@@ -246,13 +244,10 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     total_row_sum = tl.zeros((BLOCK_M, ONES), tl.float32)
     total_acc = tl.zeros((BLOCK_M, shape.DV_PAD), tl.float32)
     row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
-    # An address must not wait for the load of its block id.
     for start in tl.range(begin, end, BLOCK_N):
-        if IDS_AHEAD == 0:
-            blocks = block_ids(pages.table, start, last, shape.PAGE, BLOCK_N)
         k, v = load_tile(pages, blocks, start, last, shape)
-        if IDS_AHEAD == 1:
-            blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
+        # One tile ahead: an address must not wait for the load of its block id.
+        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         visible = (start + offsets)[None, :] <= positions[:, None]
         if scoring.window is not None:
             visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window

@@ -4,35 +4,44 @@ The grid and the arithmetic are those of :mod:`.prefill`, and so are the
 bits: the same tiles of ``BLOCK_N`` positions in the same order, the same matmuls, each one chain
 over k, and the same operations a row. What differs is how warps share the work:
 
-- one warp loads. Keys and values come through TMA, a part of a block (up to ``BLOCK_N`` slots by
-  64 elements) a message, into a ring of ``STAGES`` units: unit u holds the keys of tile u and the
-  values of tile u - 1, which are used together;
-- two warpgroups have 64 lines each. Beside the softmax of a tile run the scores of the next one
-  and the other warpgroup's matmuls.
+- one warp loads (:mod:`.prefill_sm90_loads`). Keys and values come through TMA into a ring of
+  ``STAGES`` slots: slot s holds the keys of step s and the values of step s - 1, which are used
+  together. A step is 64 positions: a tile, or two where heads above 128 have tiles of 32;
+- two warpgroups have 64 lines each (:mod:`.prefill_sm90_mainloop`). Beside the softmax of a step
+  run the scores of the next one and the other warpgroup's matmuls.
+
+Heads of other sizes than 64, 128 and 256 are padded with zeros, which TMA writes; they add exact
+zeros to a score. Of values of 256 a program has one half, as in :mod:`.prefill`: the sums of all
+would not fit its registers.
 
 What has to be so for this kernel: see :func:`fits`. Unowned slots may hold NaN: scores of keys
-beyond a query are masked; of the last tile's values, those beyond ``last`` are zeroed in shared
+beyond a query are masked; of the last step's values, those beyond ``last`` are zeroed in shared
 memory, by each warpgroup for itself, which writes what the other writes.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-redef"
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..arguments import PagedKV
 from ..device import Gpu
-from .prefill_sm90_mainloop import consume, lines_of
+from .prefill_sm90_loads import produce
+from .prefill_sm90_mainloop import consume
+from .prefill_sm90_softmax import STEP_N, lines_of, num_entries
 from .tiling import Tiling
 
-_STAGES = {64: 8, 128: 5}  # units in the ring, by head size
+_SHARED_BYTES = 216 << 10  # for queries and the ring
+_MAX_STAGES = 8
+_MAX_VALUES = 128  # elements of a value that a warpgroup has registers for
 
 
 @gluon.jit
@@ -63,151 +72,41 @@ def _num_leading_singles(starts, num_rows):
     return num_singles
 
 
-@gluon.jit
-def _load_tile_async(
-    desc, table, tile, last, column, segments, bar, PAGE: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """Start loading a tile of keys or values: ``[panels, BLOCK_N, 64]``, in parts of a block."""
-    ROWS: gl.constexpr = desc.block_type.shape[0]
-    COUNT: gl.constexpr = BLOCK_N // ROWS
-    PANELS: gl.constexpr = segments.shape[0] // COUNT
-    for i in gl.static_range(COUNT):
-        # Behind the end of the context: its last block once more.
-        position = gl.minimum(tile * BLOCK_N + i * ROWS, last)
-        block = gl.load(table + position // PAGE)
-        slot = block * PAGE + position % PAGE // ROWS * ROWS
-        for panel in gl.static_range(PANELS):
-            at = [slot, column + panel * 64]
-            tma.async_copy_global_to_shared(desc, at, bar, segments.index(panel * COUNT + i))
-
-
-@gluon.jit
-def _produce_early(
-    k_desc, v_desc, table, head, last, ring, full, empty,
-    PAGE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Units 0 (keys alone), 1 to n - 1, and n (values alone)."""
-    ROWS: gl.constexpr = k_desc.block_type.shape[0]
-    SEGMENTS: gl.constexpr = [BLOCK_N // ROWS * (D // 64), ROWS, 64]
-    BYTES: gl.constexpr = BLOCK_N * D * 2
-    column = head * D
-    count = last // BLOCK_N + 1
-    mbarrier.expect(full.index(0), BYTES)
-    segments = ring.index(0)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
-    _load_tile_async(k_desc, table, 0, last, column, segments, full.index(0), PAGE, BLOCK_N)
-    slot = 1
-    phase = 1
-    for unit in range(1, count):
-        bar = full.index(slot)
-        mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(bar, 2 * BYTES)
-        segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
-        _load_tile_async(v_desc, table, unit - 1, last, column, segments, bar, PAGE, BLOCK_N)
-        segments = ring.index(2 * slot)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
-        _load_tile_async(k_desc, table, unit, last, column, segments, bar, PAGE, BLOCK_N)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-    mbarrier.wait(empty.index(slot), phase)
-    mbarrier.expect(full.index(slot), BYTES)
-    segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
-    _load_tile_async(
-        v_desc, table, count - 1, last, column, segments, full.index(slot), PAGE, BLOCK_N
-    )
-
-
-@gluon.jit
-def _produce_late(
-    k_desc, v_desc, table, head, last, ring, full, empty,
-    PAGE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """For LATE_VALUES: units 0 and 1 (keys alone, if there are any), 2 to
-    n - 1, and two of values alone."""
-    ROWS: gl.constexpr = k_desc.block_type.shape[0]
-    SEGMENTS: gl.constexpr = [BLOCK_N // ROWS * (D // 64), ROWS, 64]
-    BYTES: gl.constexpr = BLOCK_N * D * 2
-    column = head * D
-    count = last // BLOCK_N + 1
-    mbarrier.expect(full.index(0), BYTES)
-    segments = ring.index(0)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
-    _load_tile_async(k_desc, table, 0, last, column, segments, full.index(0), PAGE, BLOCK_N)
-    if count > 1:
-        mbarrier.expect(full.index(1), BYTES)
-        segments = ring.index(2)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
-        _load_tile_async(k_desc, table, 1, last, column, segments, full.index(1), PAGE, BLOCK_N)
-    else:
-        mbarrier.arrive(full.index(1), count=1)
-    slot = 2
-    phase = 1
-    for unit in range(2, count):
-        bar = full.index(slot)
-        mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(bar, 2 * BYTES)
-        segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
-        _load_tile_async(v_desc, table, unit - 2, last, column, segments, bar, PAGE, BLOCK_N)
-        segments = ring.index(2 * slot)._reinterpret(ring.dtype, SEGMENTS, k_desc.layout)
-        _load_tile_async(k_desc, table, unit, last, column, segments, bar, PAGE, BLOCK_N)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-    for unit in range(gl.maximum(count, 2), count + 2):
-        bar = full.index(slot)
-        mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(bar, BYTES)
-        segments = ring.index(2 * slot + 1)._reinterpret(ring.dtype, SEGMENTS, v_desc.layout)
-        _load_tile_async(v_desc, table, unit - 2, last, column, segments, bar, PAGE, BLOCK_N)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-
-
-@gluon.jit
-def _produce(
-    k_desc, v_desc, table, head, last, ring, full, empty,
-    PAGE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    LATE_VALUES: gl.constexpr,
-):  # fmt: skip
-    """The warp that loads."""
-    if LATE_VALUES:
-        _produce_late(
-            k_desc, v_desc, table, head, last, ring, full, empty, PAGE, BLOCK_N, D, STAGES
-        )
-    else:
-        _produce_early(
-            k_desc, v_desc, table, head, last, ring, full, empty, PAGE, BLOCK_N, D, STAGES
-        )
-
-
 @gluon.jit(
     # What follows the batch must not make new versions of the kernel.
-    do_not_specialize=["q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows"],
+    do_not_specialize=[
+        "window", "q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_rows",
+    ],
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
-)
+)  # fmt: skip
 def prefill_kernel(
-    k_desc,  # [slots, HKV * D], boxes [min(PAGE, BLOCK_N), 64]
-    v_desc, query, out, starts, contexts, tables, factor,
+    k_desc,  # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]
+    v_desc, query, out, starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
     q_token_stride,  # in units of STEP elements
     q_head_stride, table_stride, num_tokens, num_rows,
-    HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
-    SPLIT_CHANGE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    LATE_VALUES: gl.constexpr,  # of Tiling
+    HQ: gl.constexpr, HKV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STEP: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
+    SPLIT_CHANGE: gl.constexpr, PAGE: gl.constexpr,
+    K_PAD: gl.constexpr,  # elements of a key in shared memory
+    V_PAD: gl.constexpr,  # those of a value that a program has
+    PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As :func:`.prefill.prefill_kernel`, without window, softcap or sinks.
+    """As :func:`.prefill.prefill_kernel`.
 
-    Grid: ``(tiles * HKV,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query and out
-    ``[T, HQ, D]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    Grid: ``(tiles * HKV * PARTS,)`` with ``T // (BLOCK_M // G) + B + 1`` tiles. Shapes: query
+    ``[T, HQ, DK]``, out ``[T, HQ, DV]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
     """
     G: gl.constexpr = HQ // HKV
     BLOCK_Q: gl.constexpr = BLOCK_M // G
     num_singles = _num_leading_singles(starts, num_rows)
-    tile = gl.program_id(0) // HKV + num_singles // BLOCK_Q + num_singles
+    tile = gl.program_id(0) // (HKV * PARTS) + num_singles // BLOCK_Q + num_singles
     if tile > num_tokens // BLOCK_Q + num_rows:
         return
-    head = gl.program_id(0) % HKV
+    head = gl.program_id(0) // PARTS % HKV
+    if PARTS > 1:
+        part = gl.program_id(0) % PARTS * V_PAD
+    else:
+        part: gl.constexpr = 0  # type: ignore[no-redef]
     row = _row_of(starts, num_rows, tile, BLOCK_Q)
     begin = gl.load(starts + row)
     end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
@@ -220,22 +119,30 @@ def prefill_kernel(
     if (row < num_rows) & (num_queries == 1):  # the decode kernel's
         return
     if row == num_rows:
-        LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+        LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V_PAD, V_PAD // 8], [4, 1], [1, 0])
         tokens, heads, mask = lines_of(
             0, BLOCK_M, head, begin, first, num_queries, G, BLOCK_Q, LINE
         )
-        dims = gl.arange(0, D, gl.SliceLayout(0, LINE))
-        target = out + (tokens * HQ + heads)[:, None] * D + dims[None, :]
-        gl.store(target, gl.zeros([BLOCK_M, D], out.dtype.element_ty, LINE), mask=mask[:, None])
+        dims = part + gl.arange(0, V_PAD, gl.SliceLayout(0, LINE))
+        target = out + (tokens * HQ + heads)[:, None] * DV + dims[None, :]
+        mask = mask[:, None]
+        if DV % V_PAD:
+            mask = mask & (dims < DV)[None, :]
+        gl.store(target, gl.zeros([BLOCK_M, V_PAD], out.dtype.element_ty, LINE), mask=mask)
         return
 
     start = gl.load(contexts + row) - num_queries
     last = start + gl.minimum(first + BLOCK_Q, num_queries) - 1
+    if window is not None:
+        first_step = gl.maximum(start + first - window + 1, 0) // STEP_N
+    else:
+        first_step: gl.constexpr = 0  # type: ignore[no-redef]
     table = tables + row.to(gl.int64) * table_stride
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ENTRIES: gl.constexpr = STAGES * num_entries(BLOCK_N, V_PAD, K_PAD)
     dtype: gl.constexpr = k_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M // 64, 64, D], OPERAND)
-    ring = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_N, D], OPERAND)
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M // 64, 64, K_PAD], OPERAND)
+    ring = gl.allocate_shared_memory(dtype, [ENTRIES, BLOCK_N, V_PAD], OPERAND)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -244,22 +151,22 @@ def prefill_kernel(
     fence_async_shared()
     bars = (full, empty)
     task = (
-        query, out, head, begin, first, num_queries, start, last, q_token_stride, q_head_stride,
-        factor,
+        query, out, sinks, head, begin, first, num_queries, start, last, q_token_stride,
+        q_head_stride, window, factor, cap_in, cap_out,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (consume, (
-                0, q_smem.index(0), ring, bars, task, HQ, G, D, STEP, BLOCK_M, BLOCK_N,
-                NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES, LATE_VALUES,
+                0, q_smem.index(0), ring, bars, task, part, first_step, HQ, G, DK, DV, STEP,
+                BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
             )),
             (consume, (
-                1, q_smem.index(1), ring, bars, task, HQ, G, D, STEP, BLOCK_M, BLOCK_N,
-                NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES, LATE_VALUES,
+                1, q_smem.index(1), ring, bars, task, part, first_step, HQ, G, DK, DV, STEP,
+                BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
             )),
-            (_produce, (
-                k_desc, v_desc, table, head, last, ring, full, empty, PAGE, BLOCK_N, D, STAGES,
-                LATE_VALUES,
+            (produce, (
+                k_desc, v_desc, table, head, part, first_step, last, ring, full, empty, PAGE, K_PAD,
+                DK, DV, STAGES,
             )),
         ],
         [4, 1],
@@ -271,27 +178,53 @@ def fits(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, shared: dict[str, Any], t: Tiling
 ) -> bool:
     """Whether there is a kernel for this. ``shared``: what all attention kernels are given."""
-    dim = query.shape[2]
+    dim, v_dim = query.shape[2], v_cache.shape[3]
     return (
         query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == k_cache.dtype == v_cache.dtype
-        and dim in _STAGES
-        and k_cache.shape[3] == v_cache.shape[3] == dim
+        and 32 < v_dim <= dim <= 256
+        and dim % 16 == v_dim % 16 == 0
         and shared["PAGE"] >= 16  # smaller blocks are more messages than a warp sends in time
-        and all(shared[name] is None for name in ("window", "cap_in", "sinks"))
-        and (t.block_m, t.block_n) == (128, 64)
-        and (t.near_split | t.far_split | t.split_change) % 128 == 0  # splits begin at even tiles
+        and t.block_m == 128
+        and t.block_n in (32, 64)
+        and (t.near_split | t.far_split | t.split_change) % 128 == 0  # splits begin at even steps
         and query.shape[1] // k_cache.shape[2] <= 128
         and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (k_cache, v_cache))
     )
 
 
-def constants_of(query: Tensor, shared: dict[str, Any], t: Tiling) -> dict[str, Any]:
+def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
     """The kernel's constants."""
-    names = ("HQ", "HKV", "STEP", "BLOCK_N", "NEAR_SPLIT", "FAR_SPLIT", "SPLIT_CHANGE", "PAGE")
-    dim = query.shape[2]
-    chosen = {"D": dim, "BLOCK_M": 128, "STAGES": _STAGES[dim], "LATE_VALUES": t.late_values}
+    names = (
+        "HQ", "HKV", "DK", "DV", "STEP", "BLOCK_N", "NEAR_SPLIT", "FAR_SPLIT", "SPLIT_CHANGE",
+        "PAGE",
+    )  # fmt: skip
+    k_pad, v_size = (max(64, triton.next_power_of_2(shared[name])) for name in ("DK", "DV"))
+    v_pad = min(v_size, _MAX_VALUES)
+    slot_bytes = STEP_N.value * (k_pad + v_pad) * query.itemsize
+    stages = (_SHARED_BYTES - 128 * k_pad * query.itemsize) // slot_bytes
+    chosen = {
+        "BLOCK_M": 128,
+        "K_PAD": k_pad,
+        "V_PAD": v_pad,
+        "PARTS": v_size // v_pad,
+        "STAGES": min(_MAX_STAGES, stages),
+    }
     return {name: shared[name] for name in names} | chosen
+
+
+def _descriptor(cache: Tensor, box_rows: int) -> TensorDescriptor:
+    """Of a cache ``[blocks, page, heads, D]``. Boxes are 64 elements wide; where a head's last one
+    would reach into the next head, heads are a dimension of their own, behind whose end TMA reads
+    zeros."""
+    num_blocks, page, num_heads, dim = cache.shape
+    if dim % 64 == 0 and dim & (dim - 1) == 0:
+        sizes, box = [num_blocks * page, num_heads * dim], [box_rows, 64]
+    else:
+        sizes, box = [num_blocks * page, num_heads, dim], [box_rows, 1, 64]
+    strides = [num_heads * dim, dim, 1] if len(box) == 3 else [num_heads * dim, 1]
+    layout = gl.NVMMASharedLayout(128, 16, len(box))
+    return TensorDescriptor(cache, sizes, strides, box, layout)
 
 
 def launch(
@@ -304,7 +237,7 @@ def launch(
     """Attention of all rows but those of one query, which are left alone; zeros for padding.
 
     Args:
-        query: ``[T, Hq, D]`` on a GPU. out: contiguous, of its shape and dtype.
+        query: ``[T, Hq, Dk]`` on a GPU. out: ``[T, Hq, Dv]``, contiguous, of its dtype.
         shared: what the attention kernels are given alike.
 
     Returns:
@@ -313,22 +246,21 @@ def launch(
     k_cache, v_cache, *metadata = kv
     if not (Gpu.of(query.device).has_prefetch and fits(query, k_cache, v_cache, shared, t)):
         return False
-    (num_tokens, num_heads, dim), num_rows = query.shape, len(metadata[2])
-    num_blocks, page, num_kv_heads, _ = k_cache.shape
+    (num_tokens, num_heads, _), num_rows = query.shape, len(metadata[2])
+    page, num_kv_heads = k_cache.shape[1:3]
     num_tiles = num_tokens // (128 // (num_heads // num_kv_heads)) + num_rows + 1
-    sizes = [num_blocks * page, num_kv_heads * dim]
-    box = [min(page, t.block_n), 64]
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    k_desc, v_desc = (
-        TensorDescriptor(x, sizes, [sizes[1], 1], box, layout) for x in (k_cache, v_cache)
-    )
-    prefill_kernel[(num_tiles * num_kv_heads,)](
+    constants = constants_of(query, shared)
+    k_desc, v_desc = (_descriptor(x, min(page, t.block_n)) for x in (k_cache, v_cache))
+    prefill_kernel[(num_tiles * num_kv_heads * constants["PARTS"],)](
         k_desc, v_desc, query, out, *metadata,
-        **{name: shared[name] for name in ("factor", "q_token_stride", "q_head_stride")},
+        **{name: shared[name] for name in _SCALARS},
         table_stride=metadata[2].stride(0),
         num_tokens=num_tokens,
         num_rows=num_rows,
-        **constants_of(query, shared, t),
+        **constants,
         num_warps=4,
     )  # fmt: skip
     return True
+
+
+_SCALARS = ("sinks", "factor", "cap_in", "cap_out", "window", "q_token_stride", "q_head_stride")

@@ -8,15 +8,16 @@ the size of the batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from ..device import TUNED_SMS
+
 ALL_SPLITS = tl.constexpr(1 << 20)  # more than any context has
-UNSPLIT_FROM = 1024  # decode programs; with as many or more there is nothing to combine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,28 +27,27 @@ class Tiling:
     Attributes:
         block_n: keys per tile. near_split: keys per split up to position ``split_change``,
             far_split: beyond; multiples of block_n. These four decide the bits.
-        decode_warps, decode_stages: of the decode kernel. decode_registers: a thread may have, None
-            for as many as the compiler likes; with fewer more programs share a multiprocessor.
-        ids_ahead: 1 if a decode program loads a tile's block ids one tile ahead, 0 if the compiler
-            pipelines their loads, which takes one stage more.
-        prefetch, rope_prefetch: tiles of each program that the decode kernel asks for in L2 before
-            it waits for the kernel before; of that which fuses RoPE.
+        decode_warps, decode_stages: of the decode kernel. unsplit_registers: those that a thread of
+            it may have where each program reads a whole context, None for as many as the compiler
+            likes. With fewer, more programs share a multiprocessor. Changes no bits.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
             dimensions, so that its sums fit its registers. More than 1 only if those dimensions and
             the parts are powers of two. Changes no bits.
-        late_values: whether Hopper's prefill multiplies the values of a tile beside the softmax of
-            the next one. Changes no bits.
         combine_chunk: segments whose loads a combining program has under way together, of groups of
             up to 512 values; of larger ones as many fewer. Few segments are loaded all at once.
         unsplit_from: decode programs (rows x KV heads) from which each reads its whole context.
+            This and the other numbers of programs are those for a card of :data:`TUNED_SMS`
+            multiprocessors; :func:`for_card` makes them others'.
         some_unsplit_from: those from which each reads a context that ends below ``unsplit_below``.
         first_splits_from: those from which the first segment reaches to ``split_change``.
         long_context: with fewer, positions of a context from which its first segment reaches to
             ``split_change``; 0 for none.
         workers: programs that share a context of many segments, or more where there are few: up to
             ``few_programs`` altogether. Those without a segment cost time, too.
+        sorted_rows: up to so many rows, where contexts below ``unsplit_below`` are read whole, the
+            longest start first: the last programs to start are short ones then.
         max_programs: what contexts of many segments are spread over at most.
     """
 
@@ -57,23 +57,21 @@ class Tiling:
     block_m: int
     prefill_warps: int
     prefill_stages: int
-    decode_registers: int | None = None
-    ids_ahead: int = 1
-    prefetch: int = 0
-    rope_prefetch: int = 1
+    unsplit_registers: int | None = None
     prefill_parts: int = 1
-    late_values: bool = False
     near_split: int = 128
     far_split: int = 512
     split_change: int = 512
     combine_chunk: int = 16
-    unsplit_from: int = UNSPLIT_FROM
+    unsplit_from: int = 1024
     some_unsplit_from: int = 512
     unsplit_below: int = 2048
     first_splits_from: int = 64
     long_context: int = 4096
     workers: int = 16
     few_programs: int = 136
+    workers_last: bool = True
+    sorted_rows: int = 64
     max_programs: int = 4096
 
     def combine_chunk_of(self, num_values: int) -> int:
@@ -116,7 +114,23 @@ def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
         block_m=128,
         prefill_warps=8,
         prefill_stages=3,
+        unsplit_registers=168,
     )
+
+
+def for_card(t: Tiling, num_sms: int) -> Tiling:
+    """``t`` with its numbers of decode programs in proportion to a card's multiprocessors. Changes
+    no bits."""
+    # Without the cost of a lookup by 20 fields for the cards it was tuned on.
+    return t if num_sms == TUNED_SMS else _scaled(t, num_sms)
+
+
+@cache
+def _scaled(t: Tiling, num_sms: int) -> Tiling:
+    names = (
+        "unsplit_from", "some_unsplit_from", "first_splits_from", "few_programs", "max_programs"
+    )  # fmt: skip
+    return replace(t, **{n: max(1, round(getattr(t, n) * num_sms / TUNED_SMS)) for n in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,8 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
         "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.long_context,
         "PAGE": 16,
         "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True,
+        "SORTED_ROWS": 0, "WORKERS_LAST": True,
         "TRIGGER": "late" if turn else "early", "sinks": None,
-        "IDS_AHEAD": t.ids_ahead, "PREFETCH": t.rope_prefetch if turn else t.prefetch,
     }  # fmt: skip
     constants |= dict.fromkeys([] if case["window"] else ["window"])
     constants |= dict.fromkeys([] if case["softcap"] else ["cap_in", "cap_out"])

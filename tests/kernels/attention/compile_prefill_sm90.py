@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.arguments import AttentionParams, PagedKV
@@ -55,19 +53,24 @@ def fits(case: dict[str, Any]) -> list[bool]:
 def build(case: dict[str, Any]) -> Any:
     kernel = prefill_sm90.prefill_kernel
     names = kernel.arg_names
-    query, _, v_cache = tensors(case)
-    tiling = choose_tiling(query.dtype, case["dim"], case["dim"])
+    query, k_cache, v_cache = tensors(case)
+    tiling = choose_tiling(query.dtype, case["dim"], v_cache.shape[3])
     shared = _shared(query, v_cache, AttentionParams(0.1), tiling)
-    tiling = replace(tiling, late_values=case.get("late", False))
-    constants = prefill_sm90.constants_of(query, shared, tiling)
+    constants = prefill_sm90.constants_of(query, shared)
     short = "fp16" if query.dtype == torch.float16 else "bf16"
-    box = [min(case["page"], tiling.block_n), 64]
-    descriptor = f"tensordesc<{short}{box},{gl.NVMMASharedLayout(128, 16, 2)!r}>"
-    kinds = dict.fromkeys(constants, "constexpr") | {
-        **dict.fromkeys(("k_desc", "v_desc"), descriptor),
-        **dict.fromkeys(("query", "out"), f"*{short}"),
+    rows = min(case["page"], tiling.block_n)
+    kinds: dict[str, str] = {}
+    for name, cache in (("k_desc", k_cache), ("v_desc", v_cache)):
+        descriptor = prefill_sm90._descriptor(cache, rows)
+        kinds[name] = f"tensordesc<{short}{descriptor.block_shape},{descriptor.layout!r}>"
+    unused = [] if case.get("softcap") else ["cap_in", "cap_out"]
+    unused += [name for name in ("window", "sinks") if not case.get(name)]
+    constants |= dict.fromkeys(unused)
+    kinds |= {
+        **dict.fromkeys(("query", "out", "sinks"), f"*{short}"),
         **dict.fromkeys(("starts", "contexts", "tables"), "*i32"),
-        "factor": "fp32",
+        **dict.fromkeys(("factor", "cap_in", "cap_out"), "fp32"),
+        **dict.fromkeys(constants, "constexpr"),
     }
     source = GluonASTSource(
         kernel,

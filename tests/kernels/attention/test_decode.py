@@ -156,20 +156,16 @@ def test_matches_float64(shape: Shape, rows: Rows) -> None:
 
 @pytest.mark.parametrize("shape", ONE_HEAD, ids=str)
 def test_spreading_segments_over_programs_changes_no_bit(shape: Shape) -> None:
-    for rows in ([(10, 1), (90, 1)], [(3, 2), (64, 1)]):
-        batch = stored(rows, shape)
+    decodes = [(10, 1), (90, 1)]
+    batches = [(decodes, 3), ([(3, 2), (64, 1)], 3), ([*decodes, (30, 1), (90, 1), (0, 1)], 0)]
+    for rows, num_padding in batches:
+        batch = stored(rows, shape, num_padding=num_padding)
         outputs = {name: attend(batch.attend, **spread) for name, spread in SPREADS.items()}
         expected = float64_attention(batch, rows, shape)
         first = outputs["one program a context"]
         torch.testing.assert_close(first[: len(expected)].double(), expected, rtol=1e-5, atol=1e-5)
         for name, out in outputs.items():
             assert torch.equal(out, first), name
-
-
-def test_when_block_ids_are_loaded_changes_no_bit() -> None:
-    for shape in ONE_HEAD:
-        batch = stored([(10, 1), (90, 1), (0, 1)], shape)
-        assert torch.equal(attend(batch.attend, ids_ahead=0), attend(batch.attend))
 
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())
@@ -310,6 +306,8 @@ def test_the_benchmark_counts_bytes_and_operations_of_inputs_that_work() -> None
     assert case.kv_bytes() == sum(lengths) * 2 * (16 + 16) * 2  # two heads, two bytes
     visible = sum(position + 1 for n in lengths for position in range(n))
     assert case.flops() == visible * 4 * (2 * 16 + 2 * 16)  # query heads, two products
+    seen = sum(min(position + 1, 12) for n in lengths for position in range(n))
+    assert replace(case, window=12).flops() == seen * 4 * (2 * 16 + 2 * 16)
     decode = replace(case, is_prefill=False)
     for one, num_tokens in ((case, sum(lengths)), (decode, 3)):
         layers = benchmark.inputs(one, 16, device="cpu", num_layers=1)

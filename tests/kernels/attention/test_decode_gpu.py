@@ -194,9 +194,12 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        SHAPES[0],
+        *SHAPES,
         Shape(hq=32, hkv=8, dk=64, dv=64, block_size=64, dtype=BF16),
         Shape(hq=14, hkv=2, dk=128, dv=128, block_size=256, dtype=torch.float16),
+        Shape(hq=4, hkv=4, dk=96, dv=96, window=63, dtype=BF16),
+        Shape(hq=16, hkv=8, dk=256, dv=256, window=100, has_sinks=True, dtype=BF16),
+        Shape(hq=4, hkv=2, dk=160, dv=160, window=1, dtype=torch.float16),
     ],
     ids=str,
 )
@@ -237,6 +240,7 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
         "decode": decode,
         "one": decode[-1:],
         "many": decode * 5,  # the first segment reaches to split_change
+        "longest first": (decode * 5)[:64],
         "mixed": [*decode[:5], (600, 640), *decode[5:]],
     }
     arrival_counters = torch.zeros(1024, dtype=torch.int32, device="cuda")

@@ -22,18 +22,18 @@ USUAL = {"hq": 32, "hkv": 8, "dim": 128, "page": 16}
 TAKEN: list[dict[str, Any]] = [
     USUAL,
     {"hq": 8, "hkv": 8, "dim": 128, "page": 64, "dtype": "float16"},
-    {"hq": 16, "hkv": 8, "dim": 64, "page": 256},
-    {"hq": 14, "hkv": 2, "dim": 128, "page": 32},
+    {"hq": 16, "hkv": 8, "dim": 64, "page": 256, "window": 100, "sinks": True},
+    {"hq": 14, "hkv": 2, "dim": 128, "page": 32, "softcap": 30.0},
+    {"hq": 32, "hkv": 32, "dim": 96, "page": 16, "window": 2047},
+    {"hq": 8, "hkv": 4, "dim": 256, "page": 128, "window": 1024, "softcap": 50.0},
+    {"hq": 8, "hkv": 1, "dim": 192, "v_dim": 128, "page": 16},
 ]
 LEFT: list[dict[str, Any]] = [
     USUAL | {"dtype": "float32"},
-    USUAL | {"dim": 256},
-    USUAL | {"dim": 96},
-    USUAL | {"v_dim": 64},
+    USUAL | {"dim": 32},
+    USUAL | {"dim": 72},
+    USUAL | {"dim": 64, "v_dim": 128},
     USUAL | {"page": 8},
-    USUAL | {"window": 100},
-    USUAL | {"softcap": 30.0},
-    USUAL | {"sinks": True},
     USUAL | {"hq": 256, "hkv": 1},
     USUAL | {"transposed": True},
 ]
@@ -45,16 +45,15 @@ def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know() -> None:
     if not is_gluon_known():
         pytest.skip("this Triton has another Gluon; no engine would use the kernel")
     script = Path(__file__).with_name("compile_prefill_sm90.py")
-    built_cases = [*TAKEN, USUAL | {"late": True}]
-    printed = run_apart(str(script), json.dumps({"fits": TAKEN + LEFT, "build": built_cases}))
+    printed = run_apart(str(script), json.dumps({"fits": TAKEN + LEFT, "build": TAKEN}))
     answer = json.loads(printed)
     # Never on a CPU.
     assert answer["fits"] == [[True, False]] * len(TAKEN) + [[False, False]] * len(LEFT)
-    for case, built in zip(built_cases, answer["built"], strict=True):
+    for case, built in zip(TAKEN, answer["built"], strict=True):
         # C7510 and its like: products that wait for each other.
         assert built["warnings"] == [], case
-        # Outside of the loops, but for values a tile late.
-        assert built["spilled"] <= (768 if case.get("late") else 16), case
+        # Outside of the loops.
+        assert built["spilled"] <= (160 if case["dim"] > 128 else 16), case
         assert built["shared"] <= 227 << 10, case
         # 240 for each warpgroup that multiplies, 24 for the one that loads.
         assert {24, 240} <= set(built["registers"]), case
