@@ -19,7 +19,7 @@ from .compile.start_record import StartRecord, may_restore
 from .disk_cache import cache_root
 from .engine.config import EngineConfig, check_device
 from .engine.stats import Clock, EngineStats
-from .errors import InvalidInputError, UnsupportedModelError
+from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
 from .kernels.collectives.communicator import Communicator, LoneRank, communicator_scope
 from .kernels.linear.cublas import without_split_k
@@ -115,7 +115,7 @@ def build(
     alone = LoneRank(shard.rank, shard.num_ranks)
     with clock("probe"), gc_paused(), communicator_scope(alone):
         specs = _probe(loaded) if restored is None else restored.specs
-    _check_recurrent(loaded, device, shard)
+    _check_recurrent(loaded, shard)
     attention = select_backend(
         config.attention,
         device=device,
@@ -255,13 +255,8 @@ def _probe(loaded: LoadedModel) -> list[AttentionSpec]:
     return probe_model(loaded)
 
 
-def _check_recurrent(loaded: LoadedModel, device: torch.device, shard: Shard) -> None:
-    if not loaded.recurrent:
-        return
-    if device.type == "cuda":
-        reason = "recurrent layers are served on a CPU only so far"
-        raise UnsupportedModelError(f"{loaded.architecture}: {reason}")
-    if shard.num_ranks > 1:
+def _check_recurrent(loaded: LoadedModel, shard: Shard) -> None:
+    if loaded.recurrent and shard.num_ranks > 1:
         limit = "must be 1: recurrent layers are not shared by ranks"
         raise InvalidInputError("tensor_parallel_size", shard.num_ranks, limit)
 

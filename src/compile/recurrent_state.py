@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import InvalidInputError
 from ..kernels.recurrent.spec import RecurrentSpec
 from .step_inputs import RecurrentStates
 
@@ -34,6 +35,19 @@ def allocate_states(
         return torch.from_numpy(memory).view(spec.dtype).view(shape)
 
     return RecurrentStates([zeros(spec) for spec in specs], interval)
+
+
+def check_interval(specs: Iterable[RecurrentSpec], interval: int) -> None:
+    """Refuse intervals that hold less than what a convolution keeps: its kernel would read of a
+    state what it wrote.
+
+    Raises:
+        InvalidInputError: field "state_interval".
+    """
+    longest = max((s.state_shape[0] for s in specs if s.kind == "short_conv"), default=0)
+    if interval < longest:
+        limit = f"must be {longest} or more on a GPU: a convolution keeps as many inputs"
+        raise InvalidInputError("state_interval", interval, limit)
 
 
 def bytes_per_slot(specs: Iterable[RecurrentSpec]) -> int:

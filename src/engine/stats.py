@@ -25,8 +25,8 @@ class EngineStats:
             the model's dtype, by name.
         startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
             "graphs").
-        memory_bytes: "weights", "kv_cache", "activations", "graphs", "peak", "budget", "total";
-            empty on a CPU.
+        memory_bytes: "weights", "kv_cache", "states" (of recurrent layers), "activations",
+            "graphs", "peak", "budget", "total"; empty on a CPU.
         host_s: seconds of the engine's thread by part ("schedule", "pack", "masks", "commit",
             "wait"); masks is waiting for masks of constrained rows, wait is for the device.
     """

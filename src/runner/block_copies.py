@@ -46,6 +46,9 @@ class BlockCopier:
 
     def __init__(self, kv_caches: Sequence[tuple[Tensor, ...]]) -> None:
         caches = [cache for call in kv_caches for cache in call]
+        self._num_caches = len(caches)
+        if not caches:  # of a model without attention
+            return
         num_bytes = [cache[0].nbytes for cache in caches]
         self._is_wide = all(count % 8 == 0 for count in num_bytes)
         num_words = [count // (8 if self._is_wide else 2) for count in num_bytes]
@@ -61,8 +64,8 @@ class BlockCopier:
             copies: int32 ``[2 * n]``: sources, then destinations.
         """
         num_copies = len(copies) // 2
-        if num_copies:
-            _copy_kernel[(self._num_chunks, len(self._addresses), num_copies)](
+        if num_copies and self._num_caches:
+            _copy_kernel[(self._num_chunks, self._num_caches, num_copies)](
                 copies,
                 self._addresses,
                 self._num_words,

@@ -1,13 +1,34 @@
-"""The host's view of the block tables on the device: which row is whose, and what is to be written.
+"""The host's view of the tables on the device: which row is whose, and what is to be written.
 
-Block tables live on the device, a row per running request; a step sends what its plan says of them.
+Block tables live on the device, a row per running request, and behind them state tables, if the
+model has recurrent layers; a step sends what its plan says of them.
 """
 
 from __future__ import annotations
 
-from ..engine.plan import Blocks, StepPlan
+from collections.abc import Sequence
+
+from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from .pinned_ring import IntArray
+
+
+class _Filled:
+    """How far the rows of one kind of table are filled.
+
+    Args:
+        num_rows: of the store. width: entries of a row. first: flat index of the first entry.
+    """
+
+    def __init__(self, num_rows: int, width: int, first: int) -> None:
+        self._width, self._first = width, first
+        self.num_entries = [0] * num_rows
+
+    def append(self, row: int, new: Sequence[int], where: list[int], ids: list[int]) -> None:
+        begin = self._first + row * self._width + self.num_entries[row]
+        where += range(begin, begin + len(new))
+        ids += new
+        self.num_entries[row] += len(new)
 
 
 class BlockTableStore:
@@ -16,13 +37,19 @@ class BlockTableStore:
     Args:
         num_rows: rows of the store; at least the requests that can run at a time.
         width: blocks a row holds.
+        state_width: entries of a row's state table, which lie behind all block tables; 0 without,
+            and then what plans say of state tables is for others.
+        null_state_slot: in place of a slot that a request does not have.
     """
 
-    def __init__(self, num_rows: int, width: int) -> None:
-        self._width = width
+    def __init__(
+        self, num_rows: int, width: int, state_width: int = 0, null_state_slot: int = 0
+    ) -> None:
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._num_blocks = [0] * num_rows  # that each row of the store holds
+        self._blocks = _Filled(num_rows, width, 0)
+        self._states = _Filled(num_rows, state_width, num_rows * width)
+        self._has_states, self._null_state_slot = state_width > 0, null_state_slot
         self._last_requests: tuple[RequestInfo, ...] = ()
         self.rows: list[int] = []
 
@@ -46,7 +73,7 @@ class BlockTableStore:
     def pending_writes(
         self, plan: StepPlan, new_blocks: IntArray | None = None
     ) -> tuple[list[int], list[int]]:
-        """Flat store indices and block ids to send for the plan placed last.
+        """Flat indices into the tables on the device, and ids, to send for the plan placed last.
 
         Args:
             new_blocks: of a decode-only plan, where the block a row grew by is written instead,
@@ -54,21 +81,22 @@ class BlockTableStore:
         """
         where: list[int] = []
         ids: list[int] = []
-        num_blocks = self._num_blocks
+        rows, filled = self.rows, self._blocks
         for row, blocks in plan.tables.items():
-            num_blocks[self.rows[row]] = 0
-            self._append(row, blocks, where, ids)
+            filled.num_entries[rows[row]] = 0
+            filled.append(rows[row], blocks, where, ids)
         for row, blocks in plan.new_blocks.items():
             if new_blocks is None:
-                self._append(row, blocks, where, ids)
+                filled.append(rows[row], blocks, where, ids)
             else:
                 (new_blocks[row],) = blocks
-                num_blocks[self.rows[row]] += 1
+                filled.num_entries[rows[row]] += 1
+        if not self._has_states:
+            return where, ids
+        for row, slots in plan.state_tables.items():
+            self._states.num_entries[rows[row]] = 0
+            held = [self._null_state_slot if slot < 0 else slot for slot in slots]
+            self._states.append(rows[row], held, where, ids)
+        for row, slots in plan.new_state_slots.items():
+            self._states.append(rows[row], slots, where, ids)
         return where, ids
-
-    def _append(self, row: int, blocks: Blocks, where: list[int], ids: list[int]) -> None:
-        store_row = self.rows[row]
-        begin = store_row * self._width + self._num_blocks[store_row]
-        where += range(begin, begin + len(blocks))
-        ids += blocks
-        self._num_blocks[store_row] += len(blocks)

@@ -32,15 +32,18 @@ class StepBuffers:
     Args:
         max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
         max_num_blocks: most blocks of a request.
+        max_num_intervals: most entries of a request's state table; 0 of a model without states.
         staging_elements: int32 elements a step may stage.
 
     Attributes:
         table_store: int32 ``[rows, M]``, the block table of a running request per row.
+        state_store: int32 ``[rows, N]``, their state tables; None of a model without states.
+        stored_tables: int32, flat: the one, then the other.
         block_tables: int32 ``[rows, M]``, those of the step, as far as they are in use.
+        state_tables: int32 ``[rows, N]``, where the step looks at them; None without states.
         sampled: int64 ``[rows]``, the tokens of the step before, then of this one.
         staged: int32, what the host sent for this step.
         result_row: int32 ``[1]``, where this step's tokens are to go on the host.
-        num_bytes: of all.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class StepBuffers:
         max_num_blocks: int,
         staging_elements: int,
         device: torch.device,
+        max_num_intervals: int = 0,
     ) -> None:
         num_tokens, num_rows = max(max_num_tokens, MIN_SIZE), max(max_num_rows, MIN_SIZE)
         width = max(max_num_blocks, MIN_SIZE)
@@ -67,18 +71,22 @@ class StepBuffers:
         self.query_starts = zeros(num_rows + 1, dtype=torch.int32)
         self.context_lens = zeros(num_rows, dtype=torch.int32)
         self.block_tables = zeros(num_rows, width, dtype=torch.int32)
-        self.table_store = zeros(num_rows, width, dtype=torch.int32)
+        state_width = max(max_num_intervals, MIN_SIZE) if max_num_intervals else 0
+        self.stored_tables = zeros(num_rows * (width + state_width), dtype=torch.int32)
+        self.table_store = self.stored_tables[: num_rows * width].view(num_rows, width)
+        self.state_store: Tensor | None = None
+        self.state_tables: Tensor | None = None
+        if state_width:
+            states = self.stored_tables[num_rows * width :]
+            self.state_store = states.view(num_rows, state_width)
+            self.state_tables = torch.zeros_like(self.state_store)
         self.temperatures = zeros(num_rows, dtype=torch.float32)
         self.seeds = zeros(num_rows)
         self.sample_positions = zeros(num_rows)
         self.sampled = zeros(num_rows)
         self.staged = zeros(staging_elements, dtype=torch.int32)
         self.result_row = zeros(1, dtype=torch.int32)
-        self.width = width
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+        self.width, self.state_width = width, state_width
 
     def decode_inputs(self, bucket: int) -> StepInputs:
         """Of a decode step of ``bucket`` rows."""
@@ -90,6 +98,7 @@ class StepBuffers:
             query_starts=self.query_starts[: bucket + 1],
             context_lens=self.context_lens[:bucket],
             block_tables=self.block_tables[:bucket],
+            state_tables=None if self.state_tables is None else self.state_tables[:bucket],
         )
 
     def mixed_inputs(self, num_tokens: int, num_rows: int) -> StepInputs:
@@ -102,6 +111,7 @@ class StepBuffers:
             query_starts=self.query_starts[: num_rows + 1],
             context_lens=self.context_lens[:num_rows],
             block_tables=self.block_tables[:num_rows],
+            state_tables=None if self.state_tables is None else self.state_tables[:num_rows],
         )
 
     @staticmethod

@@ -85,10 +85,13 @@ class GpuStepPacker:
 
     Args:
         num_rows: most requests of a step. width: most blocks of a request.
+        state_width, null_state_slot: as of :class:`.BlockTableStore`.
     """
 
-    def __init__(self, num_rows: int, width: int) -> None:
-        self._size = num_rows, width
+    def __init__(
+        self, num_rows: int, width: int, state_width: int = 0, null_state_slot: int = 0
+    ) -> None:
+        self._size = num_rows, width, state_width, null_state_slot
         self._params = LastTwoBatches[RowParams]()
         self.reset()
 
@@ -243,7 +246,7 @@ def send(
         b.staged[:end].copy_(pinned[:end], non_blocking=True)
         writes = torch.from_numpy(array[end : staged.num_elements]).to(b.staged.device)
     ring.release(index)
-    update_tables(writes, b.table_store, staged.num_writes)
+    update_tables(writes, b.stored_tables, staged.num_writes)
     truncated = b.staged[begin : begin + staged.num_truncated]
     return truncated, writes[2 * staged.num_writes :]
 

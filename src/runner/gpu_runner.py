@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches, kv_dtype
-from ..compile.step_inputs import MIN_SIZE, NO_STATES, StepInputs, StepOutputs
+from ..compile.recurrent_state import allocate_states, check_interval
+from ..compile.step_inputs import MIN_SIZE, StepInputs, StepOutputs
 from ..engine.plan import StepPlan, StepResult
 from ..kernels.jit.compile_pool import current_compilers
 from ..kernels.jit.parallel_build import parallel_build
@@ -81,12 +82,16 @@ class GpuRunner:
         max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
         max_num_blocks: most blocks of a request.
         kv_cache_dtype: "fp8" for caches of planes (:mod:`.kernels.e4m3`).
+        num_state_slots, state_interval: of a model with recurrent layers, as for
+            :class:`.cpu_runner.ModelRunner`; such a one takes requests of at most
+            ``max_num_blocks * block_size`` tokens.
         transparent: keep float32 sums in matmuls.
         overlap: plan and queue a step before the tokens of the one before are known.
         processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
-    """
 
-    num_state_slots = state_interval = 0
+    Raises:
+        InvalidInputError: an interval shorter than what a convolution keeps.
+    """
 
     def __init__(
         self,
@@ -98,6 +103,8 @@ class GpuRunner:
         max_num_rows: int,
         max_num_blocks: int,
         kv_cache_dtype: str = "auto",
+        num_state_slots: int = 0,
+        state_interval: int = 0,
         overlap: bool = True,
         transparent: bool = True,
         processed_logprobs: bool = False,
@@ -114,8 +121,13 @@ class GpuRunner:
             kv_dtype(loaded, kv_cache_dtype),
             loaded.device,
         )
+        self.num_state_slots, self.state_interval = num_state_slots, state_interval
+        check_interval(loaded.recurrent, state_interval)
+        self.states = allocate_states(
+            loaded.recurrent, num_state_slots, state_interval, loaded.device
+        )
         self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(
-            self.kv_caches, NO_STATES
+            self.kv_caches, self.states
         )
         self._copier = BlockCopier(self.kv_caches)
         self._on_logits = on_logits
@@ -128,11 +140,15 @@ class GpuRunner:
             max_num_tokens=max_num_tokens,
             max_num_rows=max_num_rows,
             max_num_blocks=max_num_blocks,
+            max_num_intervals=-(-max_num_blocks * block_size // state_interval)
+            if num_state_slots
+            else 0,
             staging_elements=num_staged,
             device=loaded.device,
         )
         depth = self.pipeline_depth
-        self._packer = GpuStepPacker(len(self.buffers.table_store), self.buffers.width)
+        b = self.buffers
+        self._packer = GpuStepPacker(len(b.table_store), b.width, b.state_width, num_state_slots)
         self._staging = PinnedRing(depth + 2, num_staged, torch.int32)
         self._ring = PinnedRing(depth + 2, max(max_num_rows, MIN_SIZE), torch.int64)
         self._results = Results(self._ring.tensor, self.buffers.result_row)
@@ -215,13 +231,15 @@ class GpuRunner:
                 tensor.zero_()
             b.slot_mapping.fill_(self.num_blocks * self.block_size)
             self._copier.copy(b.staged[:2].fill_(self.num_blocks))
-            update_tables(b.staged[:2].zero_(), b.table_store, 1)
+            update_tables(b.staged[:2].zero_(), b.stored_tables, 1)
             # Every row has tokens, so that each attention kernel has its work space; but not more
             # than a request can have. What is left over belongs to no row, like padding.
             length = min(num_tokens // num_rows, b.width * self.block_size)
             b.query_starts.copy_(torch.arange(num_rows + 1, device=b.staged.device) * length)
             b.context_lens.fill_(length)
             b.block_tables.fill_(self.num_blocks)
+            if b.state_tables is not None:
+                b.state_tables.fill_(self.num_state_slots)
             logits, hidden = self._forward(b.mixed_inputs(num_tokens, num_rows))
             self._sample(logits)
             # So that no step waits for the compiler.
@@ -414,7 +432,7 @@ class GpuRunner:
         ``num_rows`` rows. This is what a graph captures."""
         null_slot = self.num_blocks * self.block_size
         with torch.inference_mode():
-            inputs = unpack(self.buffers, shape, self.block_size, null_slot)
+            inputs = unpack(self.buffers, shape, self.block_size, null_slot, self.state_interval)
             logits, hidden = self._forward(inputs)
             self._sample(logits)
         return StepOutputs(logits, None if hidden is None else hidden.contiguous())

@@ -9,6 +9,7 @@ import torch
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import kv_bytes_per_block, kv_dtype
+from ..compile.recurrent_state import bytes_per_slot
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
 from ..engine.stats import Clock, EngineStats
@@ -17,7 +18,7 @@ from ..startup import gc_paused
 from .cpu_runner import OnLogits
 from .gpu_logprobs import CHUNK_ROWS
 from .gpu_runner import GpuRunner
-from .kv_budget import GIB, blocks_in, fitting_length
+from .kv_budget import GIB, blocks_in, fitting_length, state_slots_in
 from .memory_profile import oom_as_input_error, profile_memory
 from .step_shapes import StepShape, default_buckets, mixed_shapes
 
@@ -42,8 +43,9 @@ def make_gpu_runner(
     device = captured.loaded.device
     limit = config.max_model_len or captured.loaded.max_position_embeddings
     shapes = _shapes(config, captured)
+    has_states = bool(captured.loaded.recurrent)
 
-    def make(num_blocks: int, max_model_len: int) -> GpuRunner:
+    def make(num_blocks: int, max_model_len: int, num_state_slots: int) -> GpuRunner:
         return GpuRunner(
             captured,
             block_size=config.block_size,
@@ -52,6 +54,8 @@ def make_gpu_runner(
             max_num_rows=config.max_num_seqs,
             max_num_blocks=-(-max_model_len // config.block_size),
             kv_cache_dtype=config.kv_cache_dtype,
+            num_state_slots=num_state_slots,
+            state_interval=config.tokens_an_interval if num_state_slots else 0,
             overlap=config.overlap is not False,
             transparent=config.transparent,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
@@ -62,27 +66,32 @@ def make_gpu_runner(
         communicator = captured.communicator
         if communicator.num_ranks > 1:
             communicator.reserve(*_collectives(config, captured))
-        trial = make(MIN_SIZE, limit)
+        trial = make(MIN_SIZE, limit, int(has_states))
         trial.build_kernels(shapes)
         profile = profile_memory(
             config, device, trial.run_worst_case, trial.run_prompt_chunk, len(shapes)
         )
         del trial
         torch.cuda.empty_cache()
-        num_blocks = config.num_blocks or blocks_in(profile.left_for_kv, config, captured, limit)
+        num_bytes = profile.left_on_device if config.num_blocks else profile.left_for_kv
+        num_state_slots = state_slots_in(num_bytes, config, captured)
+        num_state_bytes = (num_state_slots + has_states) * bytes_per_slot(captured.loaded.recurrent)
+        left_for_kv = profile.left_for_kv - num_state_bytes
+        num_blocks = config.num_blocks or blocks_in(left_for_kv, config, captured, limit)
         num_blocks = communicator.least(num_blocks)
         num_kv_bytes = (num_blocks + 1) * kv_bytes_per_block(
             kv_dtype(captured.loaded, config.kv_cache_dtype), captured.specs, config.block_size
         )
-        if num_kv_bytes > profile.left_on_device:
+        left_on_device = profile.left_on_device - num_state_bytes
+        if num_kv_bytes > left_on_device:
             raise InvalidInputError(
                 "num_blocks",
                 num_blocks,
                 f"their {num_kv_bytes / GIB:.1f} GiB do not fit the "
-                f"{profile.left_on_device / GIB:.1f} GiB left on the GPU; lower it or block_size",
+                f"{max(0, left_on_device) / GIB:.1f} GiB left on the GPU; lower it or block_size",
             )
         max_model_len = fitting_length(config, num_blocks, limit)
-        runner = make(num_blocks, max_model_len)
+        runner = make(num_blocks, max_model_len, num_state_slots)
     with clock("graphs"), oom_as_input_error(config), gc_paused():
         before = torch.cuda.mem_get_info(device)[0]
         communicator.connect()
@@ -93,6 +102,7 @@ def make_gpu_runner(
     stats.memory_bytes = {
         "weights": profile.weights,
         "kv_cache": num_kv_bytes,
+        **({"states": num_state_bytes} if has_states else {}),
         "graphs": graphs,
         "activations": profile.activations,
         "budget": profile.budget,

@@ -33,8 +33,16 @@ def fitting_length(config: EngineConfig, num_blocks: int, limit: int) -> int:
 
 
 def num_cpu_state_slots(config: EngineConfig, captured: CapturedModel) -> int:
-    """State slots on a CPU: as many as were asked for, or one more than two for each request that
-    can run, if half of the cache's memory holds them; 0 of a model without recurrent layers.
+    """State slots on a CPU: :func:`state_slots_in` its cache's memory, or in all there is where a
+    number of blocks was asked for."""
+    num_available = available_bytes()
+    num_bytes = num_available if config.num_blocks else _cpu_cache_bytes(config, num_available)
+    return state_slots_in(num_bytes, config, captured)
+
+
+def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel) -> int:
+    """State slots: as many as were asked for, or one more than two for each request that can run,
+    if half of ``num_bytes`` hold them; 0 of a model without recurrent layers.
 
     Raises:
         InvalidInputError: there is no room for one a request, and one more.
@@ -42,14 +50,12 @@ def num_cpu_state_slots(config: EngineConfig, captured: CapturedModel) -> int:
     num_bytes_a_slot = bytes_per_slot(captured.loaded.recurrent)
     if not num_bytes_a_slot:
         return 0
-    num_available = available_bytes()
-    num_bytes = num_available if config.num_blocks else _cpu_cache_bytes(config, num_available)
     num_fitting = num_bytes // num_bytes_a_slot - 1  # one is the null slot
     fewest = config.max_num_seqs + 1
     if num_fitting < (config.num_state_slots or fewest):
         sizes = (
-            f"of {num_bytes_a_slot / GIB:.4f} GiB do not fit the {num_bytes / GIB:.1f} GiB there "
-            "are for the cache"
+            f"of {num_bytes_a_slot / GIB:.4f} GiB do not fit the {max(0, num_bytes) / GIB:.1f} GiB "
+            "there are for the cache"
         )
         if config.num_state_slots:
             raise InvalidInputError("num_state_slots", config.num_state_slots, sizes)

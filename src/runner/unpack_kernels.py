@@ -19,24 +19,24 @@ _BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["num_updates"], do_not_specialize_on_alignment=["staged"])
-def _update_tables_kernel(staged, table_store, num_updates, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _update_tables_kernel(staged, tables, num_updates, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_updates
     where = tl.load(staged + i, mask=mask, other=0).to(tl.int64)
     block_id = tl.load(staged + num_updates + i, mask=mask, other=0)
-    tl.store(table_store + where, block_id, mask=mask)
+    tl.store(tables + where, block_id, mask=mask)
 
 
-def update_tables(staged: Tensor, table_store: Tensor, num_updates: int) -> None:
-    """Write block ids into the table store.
+def update_tables(staged: Tensor, tables: Tensor, num_updates: int) -> None:
+    """Write ids of blocks and slots into the tables of requests.
 
     Args:
-        staged: int32 ``[2 * num_updates]``: flat indices into the store, then block ids.
-        table_store: int32 ``[rows, M]``, contiguous.
+        staged: int32 ``[2 * num_updates]``: flat indices into the tables, then ids.
+        tables: int32, contiguous.
     """
     if num_updates:
         _update_tables_kernel[(triton.cdiv(num_updates, _BLOCK),)](
-            staged, table_store, num_updates, BLOCK=_BLOCK
+            staged, tables, num_updates, BLOCK=_BLOCK
         )
 
 
@@ -159,13 +159,40 @@ def _mixed_kernel(  # type: ignore[no-untyped-def]
         tl.store(block_tables + row.to(tl.int64) * width + i, block_id, mask=mask)
 
 
-def unpack(b: StepBuffers, shape: StepShape, block_size: int, null_slot: int) -> StepInputs:
+@triton.jit(do_not_specialize_on_alignment=["store_rows"])
+def _state_tables_kernel(  # type: ignore[no-untyped-def]
+    store_rows, query_starts, context_lens, state_store, state_tables, interval, width,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The entries that a step looks at, of each row that has tokens. Grid: ``(rows,)``.
+
+    Args:
+        store_rows: rows of ``state_store``, of the step's rows. width: entries of a state table.
+    """
+    row = tl.program_id(0)
+    length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    if length > 0:
+        end = tl.load(context_lens + row)
+        source = state_store + tl.load(store_rows + row).to(tl.int64) * width
+        target = state_tables + row.to(tl.int64) * width
+        first = tl.maximum(end - length - 1, 0) // interval
+        last = (end - 1) // interval
+        for begin in range(first, last + 1, CHUNK):
+            i = begin + tl.arange(0, CHUNK)
+            mask = i <= last
+            tl.store(target + i, tl.load(source + i, mask=mask, other=0), mask=mask)
+
+
+def unpack(
+    b: StepBuffers, shape: StepShape, block_size: int, null_slot: int, state_interval: int = 0
+) -> StepInputs:
     """Unpack ``b.staged``, a step of this shape, into the graph's inputs; can be captured.
 
     ``b.table_store`` gets the new blocks of a decode step.
 
     Args:
         null_slot: the slot padding writes its KV to.
+        state_interval: tokens of an entry of a state table, where ``b`` has such tables.
     """
     tensors = (
         b.staged, b.sampled, b.table_store, b.input_ids, b.position_ids, b.slot_mapping,
@@ -175,9 +202,21 @@ def unpack(b: StepBuffers, shape: StepShape, block_size: int, null_slot: int) ->
     num_tokens, num_rows = shape.num_tokens, shape.num_rows
     if shape.is_decode:
         _decode_kernel[(num_rows,)](*tensors, BUCKET=num_rows, BLOCK_SIZE=block_size, CHUNK=128)
+        _take_state_tables(b, b.staged[2 * num_rows :], num_rows, state_interval)
         return b.decode_inputs(num_rows)
     num_chunks = triton.cdiv(max(num_tokens, num_rows + 1, b.width), _BLOCK)
     _mixed_kernel[(num_chunks, 3 + num_rows)](
         *tensors, b.logit_rows, num_tokens, num_rows, BLOCK_SIZE=block_size, CHUNK=_BLOCK
     )
+    _take_state_tables(b, b.staged[3 * num_tokens + 2 * num_rows + 1 :], num_rows, state_interval)
     return b.mixed_inputs(num_tokens, num_rows)
+
+
+def _take_state_tables(b: StepBuffers, store_rows: Tensor, num_rows: int, interval: int) -> None:
+    """After the other inputs of the step, which it reads."""
+    if b.state_store is not None:
+        _state_tables_kernel[(num_rows,)](
+            *(store_rows, b.query_starts, b.context_lens, b.state_store, b.state_tables),
+            *(interval, b.state_width),
+            CHUNK=16,
+        )

@@ -13,11 +13,10 @@ from pagespec.build import _check_recurrent
 from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.kv_cache import allocate_kv_caches
 from pagespec.compile.model.load import load_model
-from pagespec.compile.model.loaded import WHOLE, LoadedModel, Shard
+from pagespec.compile.model.loaded import WHOLE, Shard
 from pagespec.compile.model.probe import probe_model
-from pagespec.compile.recurrent_state import allocate_states
+from pagespec.compile.recurrent_state import allocate_states, check_interval
 from pagespec.compile.step_inputs import StepInputs
-from pagespec.errors import UnsupportedModelError
 from tests.compile.test_start_record import capture_restored, record_of, start
 from tests.support.models import tiny_model
 
@@ -63,7 +62,7 @@ def test_what_a_model_without_a_longest_context_is_asked_for_is_not_kept(tmp_pat
     tiny_model("mamba2", num_hidden_layers=1).save_pretrained(folder)
     loaded = load_model(folder, max_model_len=40)
     record = record_of(folder, cache)
-    record.write(loaded, probe_model(loaded), "key")
+    record.write(record.describe(loaded, probe_model(loaded)), "key")
     assert record.restore() is None
 
 
@@ -89,14 +88,21 @@ def test_settings_of_states() -> None:
     assert refused.value.field == "num_state_slots"
 
 
-def test_refusals_of_devices_and_ranks() -> None:
+def test_ranks_are_refused() -> None:
     loaded = load_model(tiny_model("lfm2"))
     probe_model(loaded)
-    _check_recurrent(loaded, torch.device("cpu"), WHOLE)
-    with pytest.raises(UnsupportedModelError, match="on a CPU only"):
-        _check_recurrent(loaded, torch.device("cuda"), WHOLE)
+    _check_recurrent(loaded, WHOLE)
     with pytest.raises(InvalidInputError) as refused:
-        _check_recurrent(loaded, torch.device("cpu"), Shard(0, 2))
+        _check_recurrent(loaded, Shard(0, 2))
     assert refused.value.field == "tensor_parallel_size"
-    plain: LoadedModel = load_model(tiny_model("llama"))
-    _check_recurrent(plain, torch.device("cuda"), Shard(0, 2))
+    _check_recurrent(load_model(tiny_model("llama")), Shard(0, 2))
+
+
+def test_intervals_shorter_than_a_convolution_are_refused_on_a_gpu() -> None:
+    loaded = load_model(tiny_model("mamba2", num_hidden_layers=1), max_model_len=64)
+    probe_model(loaded)
+    check_interval(loaded.recurrent, 3)
+    with pytest.raises(InvalidInputError, match="must be 3 or more") as refused:
+        check_interval(loaded.recurrent, 2)
+    assert refused.value.field == "state_interval"
+    check_interval([], 0)

@@ -29,13 +29,16 @@ def request(name: str, num_tokens: int, seed: int = 0) -> Request:
     return Request(name, ids, SamplingParams(), max_num_tokens=99, seed=seed)
 
 
-def buffers(max_num_tokens: int = 40, max_num_rows: int = 8) -> StepBuffers:
+def buffers(
+    max_num_tokens: int = 40, max_num_rows: int = 8, max_num_intervals: int = 0
+) -> StepBuffers:
     made = StepBuffers(
         max_num_tokens=max_num_tokens,
         max_num_rows=max_num_rows,
         max_num_blocks=WIDTH,
         staging_elements=1000,
         device=torch.device("cpu"),
+        max_num_intervals=max_num_intervals,
     )
     for tensor in (made.input_ids, made.position_ids, made.slot_mapping, made.logit_rows):
         tensor.fill_(-77)
@@ -135,6 +138,45 @@ def test_decode_step_with_a_fed_token_a_new_block_and_padding() -> None:
     assert b.result_row.item() == 7
 
 
+def test_state_tables_have_what_a_step_looks_at() -> None:
+    """Of each row the entry before its first position, to that of its last one."""
+    interval = 4
+    b = buffers(max_num_intervals=20)
+    assert b.state_store is not None
+    assert b.state_tables is not None
+    b.state_store.copy_(torch.arange(b.state_store.numel()).view_as(b.state_store))
+    b.state_tables.fill_(-77)
+    fields = np.zeros((DECODE_FIELDS, 4), np.int32)
+    fields[1, :3] = [0, 7, 8]
+    fields[2] = [3, 5, 1, -1]
+    fields[3] = -1
+    b.staged[: fields.size] = torch.from_numpy(fields.ravel())
+    b.staged[fields.size] = 3
+    step = unpack_kernels.unpack(b, StepShape(4, 4, True), BLOCK_SIZE, 0, interval)
+    expected = torch.full((4, 20), -77, dtype=torch.int32)
+    expected[0, 0] = 60
+    expected[1, 1] = 101
+    expected[2, 1:3] = torch.tensor([21, 22])
+    assert torch.equal(step.state_tables, expected)
+
+    b.state_tables.fill_(-77)
+    starts, ends = (3, 8, 0), (71, 9, 4)
+    lengths = np.subtract(ends, starts)
+    num_tokens, num_rows = int(lengths.sum()), 4
+    head = [0] * 3 * num_tokens
+    rows = [0, *lengths.cumsum(), num_tokens, *ends, 0, 2, 0, 4, 0]
+    staged = [*head, *rows, *[0] * (4 * num_rows + 1)]
+    b.staged[: len(staged)] = torch.from_numpy(np.array(staged, np.int32))
+    big = StepShape(num_tokens, num_rows, False)
+    b.input_ids, b.position_ids, b.slot_mapping = (torch.zeros(num_tokens, dtype=torch.int64),) * 3
+    step = unpack_kernels.unpack(b, big, BLOCK_SIZE, 0, interval)
+    expected.fill_(-77)
+    expected[0, :18] = torch.arange(40, 58)
+    expected[1, 1:3] = torch.tensor([1, 2])
+    expected[2, 0] = 80
+    assert torch.equal(step.state_tables, expected)
+
+
 def decode_plan(requests: list[Request], **told: Any) -> StepPlan:
     num_rows = len(requests)
     return StepPlan(
@@ -172,6 +214,27 @@ def test_the_table_store_sends_what_the_plan_says() -> None:
     store.place(plan)
     begin = store.rows[1] * WIDTH
     assert store.pending_writes(plan) == ([begin, begin + 1], [8, 9])
+
+
+def test_the_table_store_sends_state_tables_behind_all_block_tables() -> None:
+    a, b = request("a", 8), request("b", 4)
+    store = BlockTableStore(3, WIDTH, 5, null_state_slot=44)
+    plan = decode_plan([a, b], tables={0: (1,), 1: (5,)}, state_tables={0: (-1, 7), 1: (3,)})
+    store.place(plan)
+    blocks = [row * WIDTH for row in store.rows]
+    states = [3 * WIDTH + row * 5 for row in store.rows]
+    assert store.pending_writes(plan) == (
+        [*blocks, states[0], states[0] + 1, states[1]],
+        [1, 5, 44, 7, 3],
+    )
+    plan = decode_plan([a, b], new_state_slots={1: (9, 2)})
+    store.place(plan)
+    assert store.pending_writes(plan) == ([states[1] + 1, states[1] + 2], [9, 2])
+    plan = decode_plan([a, b], released=("a",), tables={0: (8,)}, state_tables={0: (6,)})
+    store.place(plan)
+    (block, state), ids = store.pending_writes(plan)
+    assert ids == [8, 6]
+    assert (block, state) == (store.rows[0] * WIDTH, 3 * WIDTH + store.rows[0] * 5)
 
 
 def test_rows_of_requests_that_are_gone_are_free_again() -> None:

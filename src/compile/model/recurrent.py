@@ -166,8 +166,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
 def _compute(
     kind: str, tensors: tuple[Any, ...], settings: tuple[Any, ...], others: dict[str, Any]
 ) -> Tensor:
-    function = _current.function
-    assert function is not None
+    function = _current.function or run_on_states
     return function(RecurrentCall(kind, tensors, settings, others))
 
 
@@ -240,8 +239,9 @@ def _remove(home: str) -> None:
 
 def _either(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
-        chosen = original if _current.function is None else ours
-        return chosen(*args, **kwargs)
+        # Dynamo of torch 2.11 sees of a thread's own only what it has traced itself: the step.
+        is_ours = current.step is not None or _current.function is not None
+        return (ours if is_ours else original)(*args, **kwargs)
 
     # As `inspect.signature` sees it, the same function.
     function.__wrapped__ = original  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@
   at start-up;
 - ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
   kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
+- a matmul of such a weight with columns, from the left (Mamba's steps in time), becomes the same;
 - ``linear`` with a weight that stays quantised becomes a call of the kernel for its format
   (:mod:`.gpu_quantized`), a gated activation behind it included where that has one;
 - a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`, with the gated activation
@@ -28,6 +29,7 @@ from ..fx.nodes import (
     grouped_operands,
     is_linear,
     last_size,
+    left_matmul_operands,
     linear_operands,
     tensor_of,
 )
@@ -45,6 +47,11 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     dtype = next((p.dtype for p in context.module.parameters()), torch.float32)
     quantized = QuantizedCalls(graph, context, gpu_kernels(dtype, plans))
     matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
+    columns = {
+        node: found for node in graph.nodes if (found := left_matmul_operands(node)) is not None
+    }
+    for node, (weight, _) in columns.items():
+        matmuls[node] = _constants(weight, None, False, context)
     plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -65,7 +72,10 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
                     grouped_mm.grouped_mm, operands, {"has_gate": gated is not None}
                 )
             _put(graph, call, gated or node, node)
-        elif (matmul := matmuls.get(node)) is not None:
+        elif (matmul := matmuls.get(node)) is not None and node in columns:
+            node.target, node.kwargs = gpu_linear.left_matmul, {}
+            node.args = (*columns[node], plans.max_custom_rows(*matmul))
+        elif matmul is not None:
             source, weight, bias = linear_operands(node)
             max_custom_rows = plans.max_custom_rows(*matmul)
             gated = _only_gate(node)
@@ -96,6 +106,12 @@ def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bo
     """Weight and bias of a linear layer, if they are constants that our kernel can multiply, and
     whether a gated activation joins it."""
     _, weight, bias = linear_operands(node)
+    return _constants(weight, bias, _only_gate(node) is not None, context)
+
+
+def _constants(
+    weight: Node, bias: Node | None, has_gate: bool, context: PassContext
+) -> tuple[Tensor, Tensor | None, bool] | None:
     tensor = context.constant(weight)
     bias_tensor = context.constant(bias) if bias is not None else None
     if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
@@ -104,7 +120,7 @@ def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bo
         return None
     if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
         return None
-    return tensor, bias_tensor, _only_gate(node) is not None
+    return tensor, bias_tensor, has_gate
 
 
 def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:

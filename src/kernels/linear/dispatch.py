@@ -76,6 +76,19 @@ def linear(
     return F.linear(x, weight, bias)
 
 
+def left_matmul(weight: Tensor, columns: Tensor, max_custom_rows: int = MAX_FEW_ROWS) -> Tensor:
+    """``weight @ columns`` in the order of :func:`linear`, whatever the number of columns.
+
+    Args:
+        weight: ``[N, K]``, a parameter. columns: ``[..., K, T]``.
+        max_custom_rows: as of :func:`linear`, of columns.
+
+    Returns:
+        ``[..., N, T]``, contiguous.
+    """
+    return linear(columns.mT, weight, None, max_custom_rows).mT.contiguous()
+
+
 def linear_silu_mul(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, max_custom_rows: int = MAX_FEW_ROWS
 ) -> Tensor:

@@ -14,7 +14,8 @@ computes in interval i, the state is written to slot ``state_tables[b, i]``. So 
 from the next one keeps the state at the end of its interval: a checkpoint.
 
 All ops are batch-invariant and schedule transparent: the output of a token and the state after it
-have the same bits however positions are cut into steps and whatever other rows do.
+have the same bits however positions are cut into steps and whatever other rows do. On a GPU they
+are Triton kernels, elsewhere torch's operations.
 """
 
 from __future__ import annotations
@@ -71,6 +72,37 @@ _LIBRARY.impl("short_conv", _bundled(cpu_short_conv.short_conv, 4), _KEY)
 _LIBRARY.impl("delta_rule", _bundled(cpu_linear_state.delta_rule, 6), _KEY)
 _LIBRARY.impl("ssd_scan", _bundled(cpu_linear_state.ssd_scan, 8), _KEY)
 _LIBRARY.impl("selective_scan", _bundled(cpu_selective_scan.selective_scan, 9), _KEY)
+
+
+# Triton is only there on machines with a GPU, so its modules are imported at the first call.
+def _short_conv_cuda(*arguments: Any) -> Tensor:
+    from .short_conv import short_conv as kernel
+
+    return _bundled(kernel, 4)(*arguments)
+
+
+def _delta_rule_cuda(*arguments: Any) -> Tensor:
+    from .linear_state import delta_rule as kernel
+
+    return _bundled(kernel, 6)(*arguments)
+
+
+def _ssd_scan_cuda(*arguments: Any) -> Tensor:
+    from .linear_state import ssd_scan as kernel
+
+    return _bundled(kernel, 8)(*arguments)
+
+
+def _selective_scan_cuda(*arguments: Any) -> Tensor:
+    from .selective_scan import selective_scan as kernel
+
+    return _bundled(kernel, 9)(*arguments)
+
+
+_LIBRARY.impl("short_conv", _short_conv_cuda, "CUDA")
+_LIBRARY.impl("delta_rule", _delta_rule_cuda, "CUDA")
+_LIBRARY.impl("ssd_scan", _ssd_scan_cuda, "CUDA")
+_LIBRARY.impl("selective_scan", _selective_scan_cuda, "CUDA")
 
 
 @torch.library.register_fake("pagespec::short_conv", lib=_LIBRARY)

@@ -1,0 +1,269 @@
+"""Recurrent layers on a GPU: the kernels alone, and steps of a few layers of Qwen3-Next-80B-A3B.
+
+    python -m benchmarks.recurrent [--kernels] [--layers] [--repeats 10]
+
+Kernels: microseconds of one call, and GB/s of what it has to move (states read and written, inputs
+read, outputs written, each once) beside the copy bandwidth of the same run. Each CUDA graph holds
+the calls of several layers over states that together are larger than the L2 cache; figures are
+medians of replays. Prompts are one row.
+
+Layers: milliseconds of a decode step, and of a prompt, of four layers (three delta rules, one
+attention) with random weights, beside what the bytes take that a step has to read and write
+(weights of the experts that are hit on average, states, keys and values; no activations), and, for
+a prompt, its products at 760 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagespec.kernels.recurrent import ops
+
+from .attention import copy_bandwidth, environment, median_seconds
+
+_POOL_BYTES = 400 << 20
+_MOST_LAYERS = 64
+_FLOPS = 760e12
+BF16 = torch.bfloat16
+Rows = tuple[Tensor, Tensor, Tensor, int]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An op at the shape of a model.
+
+    Attributes:
+        per_token: makes the inputs of T tokens. call: the op, given those, states and rows.
+        state: of one slot. state_dtype: its dtype.
+    """
+
+    name: str
+    per_token: Callable[[int], list[Tensor]]
+    call: Callable[..., Tensor]
+    state: tuple[int, ...]
+    state_dtype: torch.dtype = torch.float32
+
+
+def _normal(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(sizes, device="cuda").to(dtype)
+
+
+def short_conv(name: str, channels: int, width: int) -> Kernel:
+    weight = _normal(channels, width)
+    return Kernel(
+        name,
+        lambda n: [_normal(n, channels)],
+        lambda x, states, rows: ops.short_conv(*x, weight, None, states, *rows, "silu"),
+        (width - 1, channels),
+        BF16,
+    )
+
+
+def delta_rule(name: str, heads: int, key_heads: int, dim: int, *, per_channel: bool) -> Kernel:
+    def tokens(n: int) -> list[Tensor]:
+        shape = (n, heads, dim) if per_channel else (n, heads)
+        decay = -torch.rand(shape, device="cuda")
+        keys = [_normal(n, key_heads, dim) for _ in "qk"]
+        return [*keys, _normal(n, heads, dim), decay, torch.rand(n, heads, device="cuda").to(BF16)]
+
+    return Kernel(
+        name,
+        tokens,
+        lambda x, states, rows: ops.delta_rule(*x, states, *rows, dim**-0.5, True),
+        (heads, dim, dim),
+    )
+
+
+def ssd_scan(name: str, heads: int, groups: int, dim: int, size: int) -> Kernel:
+    rates, skip, bias = -torch.rand(heads, device="cuda"), _normal(heads), _normal(heads)
+
+    def call(x: list[Tensor], states: Tensor, rows: Rows) -> Tensor:
+        v, dt, B, C = x
+        return ops.ssd_scan(v, dt, rates, B, C, skip, bias, states, *rows, True, 0.0, float("inf"))
+
+    def tokens(n: int) -> list[Tensor]:
+        keys = [_normal(n, groups, size) for _ in "BC"]
+        return [_normal(n, heads, dim), _normal(n, heads), *keys]
+
+    return Kernel(name, tokens, call, (heads, size, dim))
+
+
+def selective_scan(name: str, inner: int, size: int) -> Kernel:
+    rates, skip, bias = -torch.rand(inner, size, device="cuda"), _normal(inner), _normal(inner)
+
+    def call(x: list[Tensor], states: Tensor, rows: Rows) -> Tensor:
+        v, dt, B, C, z = x
+        return ops.selective_scan(v, dt, rates, B, C, skip, z, bias, states, *rows, True)
+
+    def tokens(n: int) -> list[Tensor]:
+        return [_normal(n, inner), _normal(n, inner), *(_normal(n, size) for _ in "BC"),
+                _normal(n, inner)]  # fmt: skip
+
+    return Kernel(name, tokens, call, (size, inner))
+
+
+def kernels() -> list[Kernel]:
+    return [
+        short_conv("short_conv, Qwen3-Next", 8192, 4),
+        delta_rule("delta_rule, Qwen3-Next", 32, 16, 128, per_channel=False),
+        delta_rule("delta_rule, Kimi Linear", 32, 32, 128, per_channel=True),
+        ssd_scan("ssd_scan, Nemotron-H-8B", 128, 8, 64, 128),
+        selective_scan("selective_scan, Jamba", 8192, 16),
+    ]
+
+
+def _rows(num_rows: int, num_tokens: int) -> Rows:
+    """All rows have ``num_tokens``; decoding rows go on behind a state."""
+    before = 1 if num_tokens == 1 else 0
+    starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * num_tokens
+    contexts = torch.full((num_rows,), before + num_tokens, device="cuda", dtype=torch.int32)
+    tables = torch.arange(num_rows, device="cuda", dtype=torch.int32)[:, None]
+    return starts, contexts, tables.repeat(1, -(-num_tokens // 256) + 1), 256
+
+
+def measure(kernel: Kernel, num_rows: int, num_tokens: int, repeats: int) -> tuple[float, int]:
+    """(seconds, bytes) of one call."""
+    total = num_rows * num_tokens
+    inputs, rows = kernel.per_token(total), _rows(num_rows, num_tokens)
+    state = torch.zeros(num_rows + 1, *kernel.state, dtype=kernel.state_dtype, device="cuda")
+    state_bytes = state[0].nbytes * num_rows
+    out = kernel.call(inputs, state, rows)
+    token_bytes = sum(x.nbytes for x in inputs) + out.nbytes
+    is_decode = num_tokens == 1
+    num_bytes = token_bytes + state_bytes * (2 if is_decode else 1)
+    num_layers = min(_MOST_LAYERS, max(2, math.ceil(_POOL_BYTES / num_bytes)))
+    states = [state, *(torch.zeros_like(state) for _ in range(num_layers - 1))]
+    calls = [lambda s=s: kernel.call(inputs, s, rows) for s in states]
+    return median_seconds(calls, repeats), num_bytes
+
+
+def print_kernels(copy: float, repeats: int) -> None:
+    print(f"{'kernel':<26} {'rows x tokens':>13} {'us':>9} {'GB/s':>7} {'of copy':>7}")
+    for kernel in kernels():
+        for num_rows, num_tokens in ((1, 1), (64, 1), (256, 1), (1, 8192), (8, 1024)):
+            seconds, num_bytes = measure(kernel, num_rows, num_tokens, repeats)
+            rate = num_bytes / seconds / 1e9
+            print(
+                f"{kernel.name:<26} {f'{num_rows} x {num_tokens}':>13} {seconds * 1e6:>9.1f} "
+                f"{rate:>7,.0f} {rate / copy:>7.2f}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+
+
+# Qwen/Qwen3-Next-80B-A3B-Instruct, with four layers of its 48.
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "dtype": "bfloat16",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+
+def floor_ms(num_rows: int, num_tokens: int, copy: float) -> float:
+    """Of a step of these four layers and the head, in which each row has ``num_tokens``."""
+    c, total = QWEN3_NEXT, num_rows * num_tokens
+    hidden, expert = c["hidden_size"], 3 * c["hidden_size"] * c["moe_intermediate_size"]
+    share = 1 - (1 - c["num_experts_per_tok"] / c["num_experts"]) ** total
+    experts = expert * (c["num_experts"] * share + 1) + hidden * c["num_experts"]
+    delta = hidden * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * hidden
+    attention = hidden * (2 * 4096 + 2 * 512) + 4096 * hidden
+    head = hidden * c["vocab_size"]
+    weights = 2 * (4 * experts + 3 * delta + attention + head)
+    state = 3 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) * num_rows
+    memory = (weights + state * (2 if num_tokens == 1 else 1)) / copy / 1e9
+    active = 4 * expert * (c["num_experts_per_tok"] + 1) + 3 * delta + attention
+    return 1e3 * max(memory, 2 * (active * total + head * num_rows) / _FLOPS)
+
+
+def print_layers(copy: float) -> None:
+    from pagespec import LLM, SamplingParams
+
+    with TemporaryDirectory(prefix="qwen3-next-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_NEXT))
+        begin = time.perf_counter()
+        llm = LLM(
+            folder,
+            device="cuda",
+            load_format="dummy",
+            max_num_seqs=256,
+            max_model_len=8448,
+            enable_prefix_caching=False,
+        )
+        start_s = time.perf_counter() - begin
+    print(f"ready in {start_s:.1f} s; {llm.stats().memory_bytes}")
+
+    def seconds(num_rows: int, num_prompt: int, num_outputs: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
+        prompts = [[(i * 7919 + j * 31) % 100_000 for j in range(num_prompt)]
+                   for i in range(num_rows)]  # fmt: skip
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            times.append(time.perf_counter() - begin)
+        return median(times)
+
+    print(f"{'step':<18} {'ms':>8} {'floor':>8} {'floor / ms':>10}")
+    for num_rows in (1, 64, 256):
+        few, many = seconds(num_rows, 16, 16), seconds(num_rows, 16, 80)
+        ms, least = 1e3 * (many - few) / 64, floor_ms(num_rows, 1, copy)
+        print(f"{f'decode, {num_rows}':<18} {ms:>8.3f} {least:>8.3f} {least / ms:>10.2f}")
+    ms, least = 1e3 * seconds(1, 8192, 1), floor_ms(1, 8192, copy)
+    print(f"{'a prompt of 8,192':<18} {ms:>8.3f} {least:>8.3f} {least / ms:>10.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    copy = copy_bandwidth()
+    print(environment())
+    print(f"copy: {copy:,.0f} GB/s")
+    if options.kernels or not options.layers:
+        print_kernels(copy, options.repeats)
+    if options.layers or not options.kernels:
+        print_layers(copy)
+
+
+if __name__ == "__main__":
+    main()

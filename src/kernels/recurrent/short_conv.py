@@ -1,0 +1,151 @@
+"""Causal depthwise convolution over a few positions as a Triton kernel.
+
+A program computes a tile of channels for chunks of a row's tokens. That of a row's first chunk is
+the only one that reads the row's state, so it also writes the states of the whole row: no program
+reads what another writes. Taps are added in order, products and sums not contracted, so a token's
+bits do not follow its place, nor the size of a tile, which is another for steps of a token a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..fused.rounding import rounded, silu
+from .cpu_short_conv import activated
+from .device_functions import first_slot, zero_padding
+from .walk import StepRows
+
+# (tokens, channels, warps) of a tile. Any gives the same bits: all operations are elementwise.
+_TILE = 8, 128, 4
+_TILE_OF_DECODING = 1, 512, 2
+_CHUNK = 256
+# Programs beyond which the chunks of a row share one: most rows of a large step have few tokens.
+_MOST_PROGRAMS = 1 << 15
+_SILU = ("silu", "swish")
+
+
+@triton.jit
+def _load_inputs(  # type: ignore[no-untyped-def]
+    x, history, j, begin, has_history, channels, mask, x_stride, C: tl.constexpr, K: tl.constexpr
+):
+    """``[len(j), len(channels)]`` of a row's inputs, j counted from its first token of the step;
+    the K - 1 before that are of ``history``, zeros without."""
+    old = (j < 0)[:, None] & mask & has_history
+    before = tl.load(history + (j + (K - 1))[:, None] * C + channels[None, :], mask=old, other=0.0)
+    new = (j >= 0)[:, None] & mask
+    rows = (begin + j).to(tl.int64)[:, None] * x_stride
+    return tl.where(old, before, tl.load(x + rows + channels[None, :], mask=new, other=0.0))
+
+
+@triton.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=["num_rows", "num_tokens", "interval", "table_stride", "x_stride"],
+    do_not_specialize_on_alignment=["x", "starts", "contexts", "tables"],
+)
+def _short_conv_kernel(  # type: ignore[no-untyped-def]
+    x, weight, bias, states, out, starts, contexts, tables, num_rows, num_tokens, interval,
+    table_stride, x_stride, C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr, CHUNK: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``(ceil(C / BLOCK_C), B + 1, programs that share the chunks of a row)``; the last row
+    is that of padding. Shapes: x and out ``[T, C]``, weight ``[C, K]``, bias ``[C]``, states
+    ``[slots, K - 1, C]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``; interval >=
+    K - 1."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = channels < C
+    begin = tl.load(starts + row)
+    if row == num_rows:
+        if tl.program_id(2) == 0:
+            zero_padding(out + channels, begin, num_tokens, mask_c, C)
+        return
+    length = tl.load(starts + row + 1) - begin
+    first = tl.program_id(2) * CHUNK
+    if first >= length:
+        return
+    position = tl.load(contexts + row) - length
+    table = tables + row.to(tl.int64) * table_stride
+    mask = mask_c[None, :]
+    history = states
+    has_history = position > 0
+    if has_history:
+        history += first_slot(table, position, interval) * ((K - 1) * C)
+
+    for chunk in range(first, length, tl.num_programs(2) * CHUNK):
+        for start in range(chunk, tl.minimum(chunk + CHUNK, length), BLOCK_T):
+            j = start + tl.arange(0, BLOCK_T)
+            inside = (j < length)[:, None] & mask
+            total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+            for tap in tl.static_range(K):
+                before = j - (K - 1 - tap)
+                inputs = _load_inputs(
+                    x, history, before, begin, has_history, channels, inside, x_stride, C, K
+                )
+                w = tl.load(weight + channels * K + tap, mask=mask_c, other=0.0).to(tl.float32)
+                total += rounded(inputs.to(tl.float32), DTYPE) * w[None, :]
+            if bias is not None:
+                total += tl.load(bias + channels, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+            total = rounded(total, DTYPE)
+            if SILU:
+                total = rounded(silu(total), DTYPE)
+            target = out + (begin + j).to(tl.int64)[:, None] * C + channels[None, :]
+            tl.store(target, total.to(DTYPE), mask=inside)
+
+    if (first == 0) & (K > 1):
+        K_PAD: tl.constexpr = triton.next_power_of_2(max(K - 1, 1))
+        i = tl.arange(0, K_PAD)
+        kept = (i < K - 1)[:, None] & mask
+        offsets = i[:, None] * C + channels[None, :]
+        # Of the states to write only that of the first interval and the last one can hold inputs
+        # of the old state, which either may overwrite: both are read before.
+        first_end = tl.minimum(interval - position % interval, length)
+        of_first = _load_inputs(
+            x, history, i + (first_end - (K - 1)), begin, has_history, channels, kept, x_stride,
+            C, K,
+        )  # fmt: skip
+        of_last = _load_inputs(
+            x, history, i + (length - (K - 1)), begin, has_history, channels, kept, x_stride, C, K
+        )
+        tl.debug_barrier()  # other threads of this program may still be reading
+        slot = first_slot(table, position + first_end, interval)
+        tl.store(states + slot * ((K - 1) * C) + offsets, of_first, mask=kept)
+        for end in range(first_end + interval, length, interval):
+            inputs = _load_inputs(
+                x, states, i + (end - (K - 1)), begin, False, channels, kept, x_stride, C, K
+            )
+            slot = first_slot(table, position + end, interval)
+            tl.store(states + slot * ((K - 1) * C) + offsets, inputs, mask=kept)
+        slot = first_slot(table, position + length, interval)
+        tl.store(states + slot * ((K - 1) * C) + offsets, of_last, mask=kept)
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StepRows, activation: str
+) -> Tensor:
+    """As :func:`.ops.short_conv`; ``rows.interval`` at least K - 1."""
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    num_rows, (channels, width) = len(rows.context_lens), weight.shape
+    if len(x):
+        x = x if x.stride(1) == 1 else x.contiguous()
+        block_t, block_c, num_warps = _TILE_OF_DECODING if len(x) <= num_rows else _TILE
+        tiles = triton.cdiv(channels, block_c)
+        sharing = max(1, _MOST_PROGRAMS // (tiles * (num_rows + 1)))
+        grid = (tiles, num_rows + 1, min(sharing, triton.cdiv(len(x), _CHUNK)))
+        _short_conv_kernel[grid](
+            x, weight.contiguous(), bias, states, out,
+            rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(x),
+            rows.interval, rows.state_tables.stride(0), x.stride(0),
+            C=channels,
+            K=width,
+            BLOCK_C=block_c,
+            BLOCK_T=block_t,
+            CHUNK=_CHUNK,
+            SILU=activation in _SILU,
+            num_warps=num_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return (out if activation in _SILU else activated(out, activation)).to(x.dtype)

@@ -1,0 +1,60 @@
+"""Models with recurrent layers behind the passes for a GPU, run on a CPU: tokens stay those of
+Hugging Face, and Mamba's matmul from the left is one of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagespec import LLM, SamplingParams
+from pagespec.compile import captured_model
+from pagespec.compile.passes import gpu_passes
+from pagespec.kernels.linear import dispatch
+from tests.support.driving import hf_greedy
+from tests.support.models import tiny_model
+from tests.support.recurrent_models import RECURRENT
+
+lower_gpu = pytest.importorskip("pagespec.compile.passes.lower_gpu")
+
+
+class NoSweeps:
+    """In place of what is found out about each matmul on a GPU: the library computes all."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def prepare(self, matmuls: Any) -> None: ...
+
+    def max_custom_rows(self, *_: Any) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=() if arch in ("mamba", "lfm2") else pytest.mark.nightly)
+        for arch in RECURRENT
+    ],
+)
+def test_tokens_are_those_of_hugging_face(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_model, "cpu_passes", lambda _: gpu_passes())
+    monkeypatch.setattr(lower_gpu, "LinearPlans", NoSweeps)
+    model = tiny_model(arch)
+    llm = LLM(model, device="cpu", max_model_len=512, max_num_seqs=4, state_interval=16)
+    graph = llm._runner.captured.graph
+    called = [node.target for node in graph.graph.nodes]
+    has_columns = arch in ("mamba", "falcon_mamba", "jamba")
+    assert (called.count(dispatch.left_matmul) > 0) == has_columns
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [40, 3, 2], [7] * 33]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == hf_greedy(model, prompt, 8)
+
+
+def test_a_matmul_from_the_left_is_contiguous() -> None:
+    weight, columns = torch.randn(6, 5), torch.randn(1, 7, 5).mT
+    product = dispatch.left_matmul(weight, columns, 0)
+    assert product.is_contiguous()
+    torch.testing.assert_close(product, weight @ columns)

@@ -1,0 +1,149 @@
+"""The recurrent Triton kernels without a GPU: under Triton's interpreter they are close to the
+CPU's implementation and give the same bits in any schedule, and they compile for Hopper."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagespec.kernels.recurrent.walk import StepRows
+from tests.support.apart import run_apart
+
+from . import cases
+from .cases import Case, Request, Steps, run_whole
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="Triton's interpreter is off: the kernels are compiled here, not interpreted",
+)
+BF16 = torch.bfloat16
+CASES: dict[str, Callable[[int], Case]] = {
+    "short_conv": lambda n: cases.short_conv(n, channels=6),
+    "short_conv_bf16": lambda n: cases.short_conv(n, channels=6, dtype=BF16),
+    "short_conv_plain": lambda n: cases.short_conv(n, width=3, activation="", has_bias=False),
+    "short_conv_gelu": lambda n: cases.short_conv(n, channels=7, width=2, activation="gelu"),
+    "delta_rule": lambda n: cases.delta_rule(n, 2, 1, 8, 6),
+    "delta_rule_bf16": lambda n: cases.delta_rule(n, 1, 1, 16, 4, dtype=BF16),
+    "delta_rule_channels": lambda n: cases.delta_rule(n, 2, 2, 9, 7, per_channel=True),
+    "delta_rule_few_keys": lambda n: cases.delta_rule(n, 1, 1, 3, 4),
+    "delta_rule_tiles": lambda n: cases.delta_rule(n, 1, 1, 128, 40),
+    "ssd_scan": lambda n: cases.ssd_scan(n, 2, 1, 6, 8),
+    "ssd_scan_bf16": lambda n: cases.ssd_scan(n, 1, 1, 6, 16, dtype=BF16),
+    "selective_scan": lambda n: cases.selective_scan(n, inner=70),
+    "selective_scan_bf16": lambda n: cases.selective_scan(n, size=16, dtype=BF16),
+}
+
+
+def kernel_of(name: str) -> tuple[Callable[..., Tensor], int]:
+    """(the kernel's function, the place of query_starts among an op's arguments)."""
+    from pagespec.kernels.recurrent import linear_state, selective_scan, short_conv
+
+    functions: dict[str, tuple[Callable[..., Tensor], int]] = {
+        "delta_rule": (linear_state.delta_rule, 6),
+        "short_conv": (short_conv.short_conv, 4),
+        "selective_scan": (selective_scan.selective_scan, 9),
+        "ssd_scan": (linear_state.ssd_scan, 8),
+    }
+    return functions[name]
+
+
+@pytest.fixture(params=CASES)
+def make_case(request: pytest.FixtureRequest) -> Callable[[int], Case]:
+    torch.manual_seed(0)
+    return CASES[request.param]
+
+
+def by_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a case call the kernel in place of the op."""
+    function, place = kernel_of(case.name)
+
+    def call(*arguments: Any) -> Tensor:
+        rows = StepRows(*arguments[place : place + 4])
+        return function(*arguments[:place], rows, *arguments[place + 4 :])
+
+    monkeypatch.setattr(cases.ops, case.name, call)
+
+
+@interpreted
+def test_kernels_are_close_to_the_cpu(
+    make_case: Callable[[int], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(9)
+    expected, expected_state = run_whole(case, 0, 9)
+    by_kernel(case, monkeypatch)
+    outputs, state = run_whole(case, 0, 9)
+    assert outputs.dtype == expected.dtype
+    largest = expected.abs().max().item()
+    limit = 1e-5 if expected.dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=limit * largest)
+    largest = expected_state.abs().max().item()
+    torch.testing.assert_close(state, expected_state, rtol=0, atol=1e-5 * largest)
+
+
+@interpreted
+def test_kernels_give_the_bits_of_sequences_alone(
+    make_case: Callable[[int], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of the ops: cuts, rows beside each other, checkpoints, padding, rows without tokens."""
+    rng = random.Random(0)
+    interval, lengths = 4, [6, 9, 3]
+    case = make_case(sum(lengths))
+    by_kernel(case, monkeypatch)
+    tables = [[0, 1], [2, 2, 3], [4]]
+    begins = [0, 6, 15]
+    requests = [
+        Request(begin, begin + length, table)
+        for begin, length, table in zip(begins, lengths, tables, strict=True)
+    ]
+    steps = Steps(case, 5, interval)
+    while left := [r for r in requests if r.done < r.last - r.first]:
+        rng.shuffle(left)
+        work = [(r, min(r.last - r.first - r.done, rng.choice([0, 1, 1, 2, 5]))) for r in left]
+        assert not steps.step(work, rng.choice([0, 2])).any()
+    for request in requests:
+        outputs, state = run_whole(case, request.first, request.last)
+        assert torch.equal(torch.cat(request.outputs), outputs)
+        assert torch.equal(steps.states[request.table[-1]], state)
+    for slot, first, end in [(0, 0, 4), (2, 6, 14)]:
+        assert torch.equal(steps.states[slot], run_whole(case, first, end)[1])
+
+
+@interpreted
+def test_rows_share_a_checkpoint(
+    make_case: Callable[[int], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(7)
+    by_kernel(case, monkeypatch)
+    outputs, state = run_whole(case, 0, 7)
+    steps = Steps(case, 3, 4)
+    owner = Request(0, 7, [0, 1])
+    steps.step([(owner, 4)])
+    kept = steps.states[0].clone()
+    other = Request(0, 7, [0, 2], done=4)
+    steps.step([(owner, 1), (other, 3)])
+    steps.step([(owner, 2)])
+    assert torch.equal(torch.cat(owner.outputs), outputs)
+    assert torch.equal(other.outputs[0], outputs[4:])
+    assert torch.equal(steps.states[0], kept)
+    assert torch.equal(steps.states[1], state)
+    assert torch.equal(steps.states[2], state)
+
+
+def test_they_compile_for_hopper_without_spilling() -> None:
+    built = json.loads(run_apart(str(Path(__file__).with_name("compile_kernels.py"))))
+    assert len(built) == 6
+    for name, report in built.items():
+        assert report["spilled"] == 0, name
+        assert report["registers"] <= 255, name
