@@ -71,7 +71,7 @@ def test_logits_are_those_of_the_reference() -> None:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1))
     triton, other, plain = (torch.cat(found[name]) for name in kinds)
     largest = triton.abs().max()
-    assert (triton - other).abs().max() <= 0.02 * largest
+    assert (triton - other).abs().max() <= 0.05 * largest
     assert (triton - plain).abs().max() > 0
 
 
