@@ -12,6 +12,7 @@ import torch
 from ...kernels.linear import dispatch_fp8, dispatch_int4
 from ...kernels.linear.cpu_quantized import GROUP
 from ...kernels.linear.fp8 import Fp8Weight
+from ...kernels.linear.int4_packing import pack
 from ...kernels.linear.plan_cache import LinearPlans
 from ...kernels.linear.plan_int4 import RowLimits
 from .quantize_linear import Kernel, KernelTable, WeightInOrder
@@ -24,7 +25,7 @@ def _fp8(weight: WeightInOrder) -> Kernel:
 
 def _integers(limits: RowLimits, weight: WeightInOrder) -> Kernel:
     assert not isinstance(weight, Fp8Weight)
-    packed = dispatch_int4.pack(weight)
+    packed = pack(weight)
     chosen = limits.choose(packed, weight.scales.shape[1] * GROUP)
     data = (*packed[2:], *chosen)
     return Kernel(dispatch_int4.linear, packed[:2], data, dispatch_int4.linear_silu_mul)

@@ -15,61 +15,13 @@ from torch import Tensor
 
 from ..device import Gpu
 from . import dispatch, tiles
-from .cpu_quantized import GROUP, Blocks, Int4Weight, Int8Weight
+from .int4_packing import PackedWeight
 from .matmul import Tile
 from .matmul import matmul as plain_matmul
-from .matmul_int4 import PADDING, PackedWeight, dequantize, matmul, pack_numbers, pack_words
+from .matmul_int4 import dequantize, matmul
 
 MAX_FUSED_ROWS = 64
 """Up to here, unpacking in the matmul is the faster way, as far as was measured."""
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-def pack(weight: Blocks) -> PackedWeight:
-    """The weight with its own numbers: in the narrowest dtype, and the widest groups, that change
-    none of them."""
-    scales = weight.scales
-    if isinstance(weight, Int8Weight):
-        values, num_bits = weight.values.view(torch.uint8) ^ 128, 8
-        numbers, has_minima = [scales, torch.full_like(scales, 128.0)], False
-    else:
-        values, num_bits = weight.unpacked(), 4
-        zeros = _zero_points(weight)
-        has_minima = zeros is None
-        numbers = [scales, weight.minima if zeros is None else zeros]
-    group = GROUP
-    while group < PADDING and all(_is_paired(part) for part in numbers):
-        numbers = [part[:, ::2] for part in numbers]
-        group *= 2
-    dtype = next((d for d in _HALVES if all(_is_exact(part, d) for part in numbers)), torch.float32)
-    num_groups = -(-values.shape[1] // PADDING) * PADDING // group
-    missing = (0, num_groups - numbers[0].shape[1])
-    held = [torch.nn.functional.pad(part, missing).t() for part in numbers]
-    return PackedWeight(
-        pack_words(values, num_bits),
-        pack_numbers(held[0], held[1], dtype),
-        num_bits,
-        group,
-        str(dtype).removeprefix("torch."),
-        has_minima,
-    )
-
-
-def _zero_points(weight: Int4Weight) -> Tensor | None:
-    """Whole numbers z with ``minima = -z * scale`` to the bit, if there are any."""
-    scales, minima = weight.scales, weight.minima
-    zeros = (-minima / torch.where(scales == 0, 1.0, scales)).round()
-    is_small = bool(((zeros >= 0) & (zeros <= 16)).all())
-    return zeros if is_small and torch.equal(-zeros * scales, minima) else None
-
-
-def _is_paired(numbers: Tensor) -> bool:
-    is_even = numbers.shape[1] % 2 == 0
-    return is_even and torch.equal(numbers[:, ::2], numbers[:, 1::2])
-
-
-def _is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(numbers.to(dtype).float(), numbers)
 
 
 def choose_tile(num_rows: int, num_outs: int, num_inputs: int, has_gate: bool) -> Tile:

@@ -6,18 +6,10 @@ of that dtype would hold. They are multiplied on the matrix units as in :mod:`.m
 accumulator per output that runs over K from 0 to its end, whatever the tile and the number of
 rows. So the bits are those of a plain matmul with the dequantised weight.
 
-Values lie in the order in which the matrix unit wants its right operand in registers, so that what
-a thread loads in 16 bytes is what it multiplies with (the layout of Marlin, Frantar et al. 2024, is
-made so)::
-
-    int32 word [n, chunk of 16 words, t, b]       t < 4 lanes, b < 4
-    field lo * H + h of it is the chunk's input   b * 8 H + h * 8 + 2 t + lo
-                                                  H = 4 (4 bits) or 2 (8 bits), h < H, lo < 2
+Values lie as the matrix unit wants its right operand in registers (:mod:`.int4_packing`).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,53 +18,8 @@ from torch import Tensor
 
 from ..device import has_dependent_launch
 from ..fused.rounding import EMULATE, rounded
+from .int4_packing import PackedWeight
 from .matmul import Tile, _add_bias, _silu_mul
-
-PADDING = 128
-"""K is padded to a multiple of this."""
-
-
-class PackedWeight(NamedTuple):
-    """A weight ``[N, K]`` as the kernels here read it, padded to ``[N, P]``.
-
-    Attributes:
-        words: int32 ``[N, P * num_bits / 32]``.
-        numbers: int32 ``[P / group, N]``, a scale's bits below those of a zero point or minimum,
-            both float16 or bfloat16; or float32 ``[2, P / group, N]``, scales first.
-        num_bits: 4 or 8. group: 32, 64 or 128 inputs, which share a scale.
-        dtype: of the numbers, "float16", "bfloat16" or "float32".
-        has_minima: whether they are minima, not zero points.
-    """
-
-    words: Tensor
-    numbers: Tensor
-    num_bits: int
-    group: int
-    dtype: str
-    has_minima: bool
-
-
-def pack_numbers(scales: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of scales and offsets ``[G, N]``."""
-    if dtype == torch.float32:
-        return torch.stack((scales, offsets)).float().contiguous()
-    pair = torch.stack((scales, offsets), -1).to(dtype)
-    return pair.contiguous().view(torch.int32).squeeze(-1)
-
-
-def pack_words(values: Tensor, num_bits: int) -> Tensor:
-    """The words of values ``[N, K]``, uint8."""
-    num_outs, num_inputs = values.shape
-    values = torch.nn.functional.pad(values, (0, -num_inputs % PADDING))
-    high = 16 // num_bits  # H
-    # n, chunk, b, h, t, lo
-    fields = values.view(num_outs, -1, 4, high, 4, 2)
-    fields = fields.permute(0, 1, 4, 2, 5, 3).flatten(-2)
-    words = torch.zeros(fields.shape[:-1], dtype=torch.int64, device=values.device)
-    for place in range(2 * high):
-        words |= fields[..., place].long() << num_bits * place
-    # As the same bits, signed.
-    return ((words + 2**31) % 2**32 - 2**31).int().flatten(1)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..jit.parallel_build import parallel_build
 from . import dispatch, dispatch_int4
 from .dispatch_int4 import MAX_FUSED_ROWS
-from .matmul_int4 import PackedWeight, dequantize
+from .int4_packing import PackedWeight
+from .matmul_int4 import dequantize
 from .plan import REFERENCE_ROWS, SWEEP_ROWS, _differing, _rows_to_try
 from .plan_cache import LinearPlans
 

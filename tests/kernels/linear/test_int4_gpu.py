@@ -59,7 +59,7 @@ def bits(values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "shape"), WEIGHTS)
 def test_dequantised_is_the_weight_rounded_once(kind: str, shape: tuple[int, int, int]) -> None:
-    from pagespec.kernels.linear.dispatch_int4 import pack
+    from pagespec.kernels.linear.int4_packing import pack
     from pagespec.kernels.linear.matmul_int4 import dequantize
 
     weight = made(kind, *shape)
@@ -73,7 +73,8 @@ def test_has_the_bits_of_the_dequantised_weight(
     kind: str, shape: tuple[int, int, int], has_gate: bool
 ) -> None:
     from pagespec.kernels.linear import dispatch
-    from pagespec.kernels.linear.dispatch_int4 import linear, linear_silu_mul, pack
+    from pagespec.kernels.linear.dispatch_int4 import linear, linear_silu_mul
+    from pagespec.kernels.linear.int4_packing import pack
     from pagespec.kernels.linear.matmul import Tile
     from pagespec.kernels.linear.matmul_int4 import dequantize, matmul
 
@@ -105,7 +106,8 @@ def test_has_the_bits_of_the_dequantised_weight(
 
 def test_cublas_has_these_bits_too() -> None:
     """From some number of rows on, which the plan finds."""
-    from pagespec.kernels.linear.dispatch_int4 import MAX_FUSED_ROWS, pack
+    from pagespec.kernels.linear.dispatch_int4 import MAX_FUSED_ROWS
+    from pagespec.kernels.linear.int4_packing import pack
     from pagespec.kernels.linear.plan_cache import LinearPlans
     from pagespec.kernels.linear.plan_int4 import RowLimits
 

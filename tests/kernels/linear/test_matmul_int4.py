@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from pagespec.kernels.linear.cpu_quantized import GROUP, Int4Weight, Int8Weight
 from pagespec.kernels.linear.quantized_weight import QuantizedWeight, expanded
+from tests.support.apart import run_apart
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -52,7 +55,7 @@ def halved(whole: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dequantised_is_the_weight_rounded_once(kind: str, shape: tuple[int, int, int]) -> None:
-    from pagespec.kernels.linear.dispatch_int4 import pack
+    from pagespec.kernels.linear.int4_packing import pack
     from pagespec.kernels.linear.matmul_int4 import dequantize
 
     weight = made(kind, *shape)
@@ -69,7 +72,8 @@ def test_dequantised_is_the_weight_rounded_once(kind: str, shape: tuple[int, int
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_equals_the_formula(kind: str, shape: tuple[int, int, int], has_gate: bool) -> None:
-    from pagespec.kernels.linear.dispatch_int4 import linear, linear_silu_mul, pack
+    from pagespec.kernels.linear.dispatch_int4 import linear, linear_silu_mul
+    from pagespec.kernels.linear.int4_packing import pack
 
     weight = made(kind, *shape)
     packed = pack(weight)
@@ -92,7 +96,8 @@ def test_equals_the_formula(kind: str, shape: tuple[int, int, int], has_gate: bo
 def test_a_row_has_the_bits_of_any_batch_and_tile(kind: str) -> None:
     """Sums that are exact in any order, as the interpreter's has no defined one: each product is
     counted once, in every tile."""
-    from pagespec.kernels.linear.dispatch_int4 import linear, pack
+    from pagespec.kernels.linear.dispatch_int4 import linear
+    from pagespec.kernels.linear.int4_packing import pack
     from pagespec.kernels.linear.matmul import Tile
     from pagespec.kernels.linear.matmul_int4 import matmul
 
@@ -112,7 +117,7 @@ def test_a_row_has_the_bits_of_any_batch_and_tile(kind: str) -> None:
 
 
 def test_padded_groups_and_numbers_that_no_half_has() -> None:
-    from pagespec.kernels.linear.dispatch_int4 import pack
+    from pagespec.kernels.linear.int4_packing import pack
 
     weight = made("zeros", 16, 96, 32)
     packed = pack(weight)
@@ -122,3 +127,20 @@ def test_padded_groups_and_numbers_that_no_half_has() -> None:
     assert (unusual.dtype, unusual.numbers.shape) == ("float32", (2, 4, 16))
     wide = weight.scales.bfloat16().float() * 2.0**20
     assert pack(weight._replace(scales=wide, minima=-3 * wide)).dtype == "bfloat16"
+
+
+def test_weights_stay_in_registers_on_hopper() -> None:
+    """Of few rows: what goes to and from shared memory is rows, and a few numbers of groups."""
+    cases = [[1, 4096, 4096, 128, 4, False], [16, 12288, 4096, 128, 4, True]]
+    cases += [[1, 576, 576, 32, 8, False], [64, 12288, 4096, 128, 4, True]]
+    script = Path(__file__).with_name("compile_matmul_int4.py")
+    *few, many = json.loads(run_apart(str(script), json.dumps(cases)))
+    for found, num_mma, num_pairs in zip(few, (32, 64, 32), (64, 128, 0), strict=True):
+        assert found["mma"] == num_mma
+        assert found["row loads"] == 32
+        assert found["stores"] == 2
+        assert found["pairs"] == num_pairs
+    assert many["wgmma"] > 0
+    for found in (*few, many):
+        assert found["spilled"] == 0
+        assert found["shared"] < 200 << 10
