@@ -43,6 +43,7 @@ HUGE = 10**400  # too large for a float, and too long for a message
         ({"load_format": "magic"}, "load_format"),
         ({"seed": 1 << 63}, "seed"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
+        ({"mla_latent_cache": 1}, "mla_latent_cache"),
         ({"num_state_slots": -1}, "num_state_slots"),
         ({"num_state_slots": 64, "state_interval": 16}, "num_state_slots"),
         ({"state_interval": 24}, "state_interval"),
