@@ -1,10 +1,11 @@
 """All-reduce over the GPUs of a host: microseconds per call inside CUDA graphs.
 
-    python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096] [--rows 1 8 64] [--sweep]
+    python -m benchmarks.all_reduce [--num-ranks 2] [--columns 4096 5120] [--rows 1 64] [--sweep]
 
 Ours beside NCCL and the symmetric-memory kernels of torch, on bfloat16 rows. Then with the residual
-and the norm that stand behind it: ours and our norm ("+ norm"), both in one launch ("joined"), and
-torch's one-shot sum, its addition and ``F.rms_norm``. The floor is the bytes that each GPU must
+and the norm that stand behind it: ours and our norm ("+ norm"), both in one launch ("joined"), that
+with flags and without at any number of rows, and torch's one-shot sum, its addition and
+``F.rms_norm``. The floor is the bytes that each GPU must
 receive, (N - 1) / N of the sum twice or (N - 1) parts once, whichever is less, over the bandwidth
 from GPU to GPU that this run copies with. The last columns say whether the result is the sum in
 float32 in rank order, at every element, and whether "joined" has the bits of two launches.
@@ -27,12 +28,15 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagespec.kernels.collectives.boxes import LaunchShape
 from pagespec.kernels.collectives.communicator import sum_then_norm
 from pagespec.kernels.collectives.library import GatherCommunicator
-from pagespec.kernels.collectives.symmetric import LaunchShape, PeerCommunicator
+from pagespec.kernels.collectives.symmetric import PeerCommunicator
 
 _CALLS, _REPLAYS = 50, 7
-_NAMES = ("ours", "NCCL", "one-shot", "two-shot", "+ norm", "joined", "1-shot+norm", "floor")
+_NAMES = ("ours", "NCCL", "one-shot", "two-shot", "+ norm", "joined", "flags", "no flags")
+_NAMES = (*_NAMES, "1-shot+norm", "floor")
+_MAX_ROWS_WITHOUT_FLAGS = 1024
 _EPS = 1e-6
 # (bytes of a chunk, warps), without a norm; with one, (bytes, warps of a row).
 _SHAPES = ((2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (8192, 16))
@@ -79,7 +83,7 @@ def _peer_gb_per_s() -> float:
 
 
 def _run(
-    rank: int, num_ranks: int, port: int, columns: int, all_rows: list[int], is_sweep: bool
+    rank: int, num_ranks: int, port: int, widths: list[int], all_rows: list[int], is_sweep: bool
 ) -> None:
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
@@ -93,10 +97,11 @@ def _run(
             f"{num_ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL "
             f"{'.'.join(map(str, torch.cuda.nccl.version()))}, peer to peer {bandwidth:.0f} GB/s"
         )
-    if is_sweep:
-        _sweep(rank, columns, all_rows)
-    else:
-        _compare(rank, num_ranks, columns, all_rows, bandwidth)
+    for columns in widths:
+        if is_sweep:
+            _sweep(rank, columns, all_rows)
+        else:
+            _compare(rank, num_ranks, columns, all_rows, bandwidth)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
@@ -129,7 +134,14 @@ def _compare(
 ) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
-    ours = _communicator(columns, all_rows, LaunchShape())
+    ours, flagged, flagless = (
+        _communicator(columns, all_rows, shape)
+        for shape in (
+            LaunchShape(),
+            LaunchShape(few_rows=0),
+            LaunchShape(few_rows=_MAX_ROWS_WITHOUT_FLAGS),
+        )
+    )
     group = dist.group.WORLD.group_name
     _row(rank, f"rows x {columns}", *_NAMES, "rank order", "same bits")
     for num_rows in all_rows:
@@ -151,15 +163,19 @@ def _compare(
             total = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group)
             return F.rms_norm(residual + total.view(residual.shape), weight.shape, weight, _EPS)
 
-        pairs = zip(ours.all_reduce_norm(x, *norm), sum_then_norm(ours, x, *norm), strict=True)
-        is_alike = all(torch.equal(one, two) for one, two in pairs)
+        apart = sum_then_norm(ours, x, *norm)
+        is_alike = all(
+            torch.equal(one, two)
+            for each in (ours, flagged, flagless)
+            for one, two in zip(each.all_reduce_norm(x, *norm), apart, strict=True)
+        )
         calls: list[Callable[[], object]] = [
             partial(ours.all_reduce, x),
             lambda x=library: dist.all_reduce(x),
             lambda x=shared: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group),
             lambda x=shared: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group),
             partial(sum_then_norm, ours, x, *norm),
-            partial(ours.all_reduce_norm, x, *norm),
+            *(partial(each.all_reduce_norm, x, *norm) for each in (ours, flagged, flagless)),
             of_torch,
         ]
         times = [_microseconds(call) for call in calls]
@@ -172,7 +188,9 @@ def _sweep(rank: int, columns: int, all_rows: list[int]) -> None:
     for title, shapes in (("all-reduce", _SHAPES), ("joined", _NORM_SHAPES)):
         is_joined = title == "joined"
         cut = [
-            LaunchShape(size, norm_warps=warps) if is_joined else LaunchShape(size, warps)
+            LaunchShape(size, norm_warps=warps, few_rows=0)
+            if is_joined
+            else LaunchShape(size, warps)
             for size, warps in shapes
         ]
         groups = [_communicator(columns, all_rows, shape) for shape in cut]
@@ -191,7 +209,7 @@ def _sweep(rank: int, columns: int, all_rows: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--columns", type=int, nargs="+", default=[4096])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 1024, 8192])
     parser.add_argument("--sweep", action="store_true", help="other cuts of ours, not the table")
     options = parser.parse_args()

@@ -1,14 +1,14 @@
-"""Paged attention on a GPU: GB/s of KV for decode, TFLOP/s for prefill.
+"""Paged attention alone on a GPU: TFLOP/s of prefill, GB/s of KV of decode, in one table.
 
-    python -m benchmarks.attention [--block-sizes 16 64 256] [--repeats 10]
+    python -m benchmarks.attention [--rows 1 64] [--contexts 1024 8192] [--block-size 16]
 
-Every implementation that can serve a case is timed: the Triton kernels, FlashAttention where it is
-installed, and for prefill the reference in plain torch. Decode counts every byte of K and V once,
-beside the copy bandwidth of the same run; prefill counts the products of visible (query, key)
-pairs. Blocks of a row lie scattered. Each CUDA graph holds several calls, which share lengths and
-block tables as the layers of a model do, over caches that together are larger than the L2 cache;
-figures are medians of replays. The reference waits for the device and cannot be captured: its calls
-are timed as they come.
+Prefill of one prompt counts the products of visible (query, key) pairs, beside the matrix rate of
+the card, torch's SDPA (its FlashAttention and cuDNN; without pages: a layer's keys and values lie
+side by side) and flash-attn-4 where it is installed. Decode counts every byte of K and V once,
+beside the plain read of the card (:mod:`benchmarks.card`). Blocks of a row lie scattered. Each CUDA
+graph holds several calls, which share lengths and block tables as the layers of a model do, over
+caches that together are larger than the L2 cache; figures are medians of replays. Caches that do
+not fit the free memory are left out.
 """
 
 from __future__ import annotations
@@ -16,19 +16,28 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import math
-import statistics
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.card import CardRates, rates_of_this_process
+from benchmarks.gpu_timing import median_of_runs, median_seconds
 from pagespec.errors import InvalidInputError
 from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import flash
 from pagespec.kernels.attention.backend import AttentionBackend, select_backend
+from pagespec.kernels.jit.compile_pool import compilers
+from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
 
-_POOL_BYTES = 400 << 20  # eight times the L2 of an H100
+_POOL_BYTES = 400 << 20  # several times the L2 of any card
+_LONG_CALL = 1 << 15  # positions of a prompt from which a call takes so long that few are timed
+PREFILL_CONTEXTS = (2048, 8192, 32_768, 131_072)
+DECODE_ROWS = (1, 8, 64, 256, 512)
+DECODE_CONTEXTS = (1024, 8192, 32_768, 131_072)
 DTYPE = torch.bfloat16
 
 
@@ -38,7 +47,6 @@ class Case:
 
     Attributes:
         spread: lengths are uniform in ``context * (1 - spread)`` to ``context * (1 + spread)``.
-        target: GB/s that decode of this case should reach on an H100, 0 for none.
 
     Its other attributes are those of an attention call of a model, as
     :class:`pagespec.kernels.attention.spec.AttentionSpec` has them.
@@ -52,10 +60,11 @@ class Case:
     spread: float = 0.0
     head_dim: int = 128
     is_prefill: bool = False
-    target: int = 0
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    chunk: int = 0
+    alibi_slopes: tuple[float, ...] = ()
 
     @property
     def k_dim(self) -> int:
@@ -83,21 +92,13 @@ class Case:
         return 4 * self.head_dim * self.num_q_heads * pairs
 
 
-CASES = [
-    Case("256 x ~0.8k, 16/8", 256, 800, 16, 8, spread=0.25, target=2650),
-    Case("64 x ~1.5k, 32/8", 64, 1500, 32, 8, spread=0.25, target=2550),
-    Case("1 x 8k, 32/8", 1, 8192, 32, 8, target=1800),
-    Case("prefill 8 x 2k, 32/8", 8, 2048, 32, 8, is_prefill=True),
-]
-
-
 def inputs(
     case: Case, block_size: int, *, device: str = "cuda", num_layers: int | None = None
 ) -> list[tuple]:
     """Arguments of ``paged_attention`` for each layer of a step.
 
     Args:
-        num_layers: None for as many as make the caches larger than the L2 cache.
+        num_layers: None for as many as make the caches larger than the L2 cache, two at least.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = case.lengths()
@@ -129,74 +130,63 @@ def inputs(
     ]
 
 
-def median_seconds(calls: list[Callable[[], object]], repeats: int) -> float:
-    """Of one call: all are captured in one graph, whose replays are timed with events."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return _median_seconds(graph.replay, repeats) / len(calls)
+def small_form(case: Case, block_size: int) -> tuple:
+    """Arguments of a call that needs the kernels of ``case``, whose caches are small: the forms of
+    kernels follow rows and the width of the table, not contexts."""
+    if case.is_prefill:
+        return inputs(replace(case, context=64), block_size, num_layers=1)[0]
+    small = replace(case, context=16, spread=0.0)
+    (query, kv, params), *_ = inputs(small, block_size, num_layers=1)
+    width = 2 * -(-round(case.context * (1 + case.spread)) // block_size)
+    table = kv.block_tables[:, :1].expand(-1, width).contiguous()
+    return query, kv._replace(block_tables=table), params
 
 
-def _median_seconds(run: Callable[[], object], repeats: int) -> float:
-    times = []
-    for repeat in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+def backend_of(name: str, case: Case, block_size: int) -> AttentionBackend | str:
+    """The backend that serves ``case``, or why it does not."""
+    try:
+        return select_backend(
+            name,
+            device=torch.device("cuda"),
+            dtype=DTYPE,
+            specs=[case],
+            block_size=block_size,
+            transparent=False,
+        )
+    except InvalidInputError as error:
+        return f"{name}: {error.limit}"
 
 
-def attention_seconds(choice: AttentionBackend, layers: list[tuple], repeats: int) -> float:
+def attention_seconds(backend: AttentionBackend, case: Case, layers: list[tuple]) -> float:
     """Of one layer."""
 
     def call_of(layer: tuple) -> Callable[[], Tensor]:
-        return lambda: choice.attend(*layer)
+        return lambda: backend.attend(*layer)
 
-    if not choice.capturable:
-        return _median_seconds(call_of(layers[0]), min(repeats, 3))
-    return median_seconds([call_of(layer) for layer in layers], repeats)
-
-
-def copy_bandwidth() -> float:
-    """GB/s of a device-to-device copy, bytes read and bytes written counted."""
-    source = torch.randn(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    # Not in a graph: there it would be a copy node, which is slower than the kernel.
-    times = []
-    for _ in range(23):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return 2 * source.nbytes / statistics.median(times[3:]) / 1e9
+    if case.is_prefill and case.context >= _LONG_CALL:
+        return median_of_runs(call_of(layers[0]), 3, 1)
+    return median_seconds([call_of(layer) for layer in layers], 7)
 
 
-def implementations(case: Case, block_size: int) -> tuple[dict[str, AttentionBackend], list[str]]:
-    """Those that can serve the case, and why the others cannot."""
-    found, missing = {}, []
-    for name in ("triton", "flash", "reference") if case.is_prefill else ("triton", "flash"):
-        try:
-            found[name] = select_backend(
-                name,
-                device=torch.device("cuda"),
-                dtype=DTYPE,
-                specs=[case],
-                block_size=block_size,
-                transparent=False,
-            )
-        except InvalidInputError as error:
-            missing.append(f"{name}, block size {block_size}: {error.limit}")
-    return found, missing
+def sdpa_seconds(case: Case, backend: SDPBackend) -> float | None:
+    """Of torch's attention over one prompt of ``case``; None if this backend cannot."""
+
+    def heads(count: int) -> Tensor:
+        return torch.randn(1, count, case.context, case.head_dim, dtype=DTYPE, device="cuda")
+
+    query, key, value = heads(case.num_q_heads), heads(case.num_kv_heads), heads(case.num_kv_heads)
+
+    def call() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
+
+    try:
+        with sdpa_kernel(backend):
+            repeats = (3, 1) if case.context >= _LONG_CALL else (7, 3)
+            return median_of_runs(call, *repeats)
+    except RuntimeError:
+        return None
 
 
 def environment() -> str:
@@ -210,36 +200,125 @@ def environment() -> str:
     return ", ".join([torch.cuda.get_device_name(), *versions, dtype])
 
 
+class Table:
+    """Prints the lines as they are measured.
+
+    Attributes:
+        heads: of queries and of keys. notes: why a library was not timed, once each.
+    """
+
+    def __init__(self, heads: tuple[int, int], head_dim: int, block_size: int) -> None:
+        self.heads, self.head_dim, self.block_size = heads, head_dim, block_size
+        self.card: CardRates = rates_of_this_process()
+        self.notes: dict[str, None] = {}
+
+    def prefill_case(self, context: int) -> Case:
+        name = f"prefill 1 x {context:,}"
+        return Case(name, 1, context, *self.heads, head_dim=self.head_dim, is_prefill=True)
+
+    def decode_case(self, num_rows: int, context: int) -> Case:
+        name = f"decode {num_rows} x {context:,}"
+        return Case(name, num_rows, context, *self.heads, head_dim=self.head_dim)
+
+    def compile(self, cases: list[Case]) -> None:
+        """The kernels of all cases, side by side."""
+        begin = time.monotonic()
+        pin_triton_cache_dir()
+        with compilers() as pool:
+            pool.start()
+            with parallel_build(torch.device("cuda")) as report:
+                for case in cases:
+                    backend = backend_of("triton", case, self.block_size)
+                    if isinstance(backend, AttentionBackend):
+                        backend.attend(*small_form(case, self.block_size))
+        took = time.monotonic() - begin
+        print(f"{report.num_compiled} kernels compiled in {took:.1f} s", flush=True)
+
+    def seconds(self, name: str, case: Case) -> float | None:
+        """Of one layer by a backend of ours, or None if it does not serve ``case``."""
+        backend = backend_of(name, case, self.block_size)
+        if isinstance(backend, str):
+            self.notes[backend] = None
+            return None
+        count = max(1, math.ceil(_POOL_BYTES / case.kv_bytes()))
+        layers = inputs(case, self.block_size, num_layers=2 if case.is_prefill else count)
+        return attention_seconds(backend, case, layers)
+
+    def show_prefill(self, contexts: list[int]) -> None:
+        print(
+            f"\n{'prefill, TFLOP/s':<20} {'ms':>9} {'pagespec':>9} {'of rate':>8} "
+            f"{'SDPA flash':>11} {'SDPA cuDNN':>11} {'library':>9}"
+        )
+        for context in contexts:
+            case = self.prefill_case(context)
+            ours = self.seconds("triton", case)
+            if ours is None:
+                continue
+            rate = case.flops() / ours
+            line = (
+                f"1 x {context:<16,} {ours * 1e3:>9.2f} {rate / 1e12:>9.0f} "
+                f"{rate / self.card.matrix_rate:>8.0%}"
+            )
+            others = [
+                (11, sdpa_seconds(case, SDPBackend.FLASH_ATTENTION)),
+                (11, sdpa_seconds(case, SDPBackend.CUDNN_ATTENTION)),
+                (9, self.seconds("flash", case)),
+            ]
+            for width, theirs in others:
+                line += (
+                    f" {case.flops() / theirs / 1e12:>{width}.0f}" if theirs else " " * width + "-"
+                )
+            print(line, flush=True)
+            torch.cuda.empty_cache()
+
+    def show_decode(self, rows: list[int], contexts: list[int]) -> None:
+        """GB/s, and the share of the plain read; a second line a library's."""
+        print(f"\n{'decode, GB/s':<20}" + "".join(f"{n:>17,}" for n in contexts))
+        for num_rows in rows:
+            for name in ("triton", "flash"):
+                cells = [self._decode_cell(name, num_rows, n) for n in contexts]
+                if any(cells):
+                    label = f"{num_rows} rows" if name == "triton" else "  by a library"
+                    print(
+                        f"{label:<20}" + "".join(f"{cell or '-':>17}" for cell in cells), flush=True
+                    )
+
+    def _decode_cell(self, name: str, num_rows: int, context: int) -> str:
+        """Empty if the caches do not fit, or no such library serves."""
+        case = self.decode_case(num_rows, context)
+        free, _ = torch.cuda.mem_get_info()
+        if case.kv_bytes() > 0.9 * free:
+            return ""
+        seconds = self.seconds(name, case)
+        torch.cuda.empty_cache()
+        if seconds is None:
+            return ""
+        rate = case.kv_bytes() / seconds
+        return f"{rate / 1e9:,.0f} {rate / self.card.read_bandwidth:.0%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--prompts", type=int, nargs="*", default=PREFILL_CONTEXTS)
+    parser.add_argument("--rows", type=int, nargs="*", default=DECODE_ROWS)
+    parser.add_argument("--contexts", type=int, nargs="+", default=DECODE_CONTEXTS)
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="of queries, of keys")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
     options = parser.parse_args()
-    copy = copy_bandwidth()
-    print(environment())
-    print(f"copy: {copy:,.0f} GB/s\n")
+    table = Table(tuple(options.heads), options.head_dim, options.block_size)
+    print(table.card)
     print(
-        f"{'case':<21} {'by':<9} {'block':>5} {'us':>9} {'GB/s':>7} {'of copy':>7} {'target':>7} "
-        f"{'TFLOP/s':>8}"
+        f"{environment()}; {options.heads[0]} query heads and {options.heads[1]} KV heads of "
+        f"{options.head_dim}, blocks of {options.block_size}"
     )
-    notes: dict[str, None] = {}
-    for case in CASES:
-        for block_size in options.block_sizes:
-            found, missing = implementations(case, block_size)
-            notes.update(dict.fromkeys(missing))
-            layers = inputs(case, block_size) if found else []
-            for name, choice in found.items():
-                seconds = attention_seconds(choice, layers, options.repeats)
-                row = f"{case.name:<21} {name:<9} {block_size:>5} {seconds * 1e6:>9.1f} "
-                if case.is_prefill:
-                    row += f"{'':>23} {case.flops() / seconds / 1e12:>8.0f}"
-                else:
-                    rate = case.kv_bytes() / seconds / 1e9
-                    row += f"{rate:>7,.0f} {rate / copy:>7.2f} {case.target:>7,}"
-                print(row, flush=True)
-            del layers
-            torch.cuda.empty_cache()
-    print(*notes, sep="\n")
+    table.compile(
+        [table.prefill_case(n) for n in options.prompts]
+        + [table.decode_case(r, n) for r in options.rows for n in options.contexts]
+    )
+    table.show_prefill(list(options.prompts))
+    table.show_decode(list(options.rows), list(options.contexts))
+    print(*table.notes, sep="\n")
 
 
 if __name__ == "__main__":

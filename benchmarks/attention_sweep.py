@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks import attention
-from benchmarks.attention import Case, inputs, median_seconds
+from benchmarks.attention import Case, inputs, small_form
+from benchmarks.plain_read import plain_read, seconds_of
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.launch import paged_attention
 from pagespec.kernels.attention.tiling import Tiling, choose_tiling
@@ -82,17 +83,6 @@ _ALLOCATED_ROWS = 2048  # arrival counters: of "never unsplit", too
 
 
 @triton.jit
-def _read_kernel(words, out, num_words, num_programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Reads all words, 4 bytes each; program i reads blocks i, i + num_programs, ..."""
-    offsets = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.int32)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    for at in range(first, num_words, num_programs * BLOCK):
-        total ^= tl.load(words + at + offsets, mask=at + offsets < num_words, other=0)
-    tl.store(out + tl.program_id(0), tl.xor_sum(total))
-
-
-@triton.jit
 def _gather_kernel(  # type: ignore[no-untyped-def]
     k_words, v_words, out, contexts, tables, table_stride,
     HKV: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
@@ -122,24 +112,6 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + program, tl.xor_sum(tl.xor_sum(total, 1), 0))
 
 
-def plain_read(device: torch.device, num_bytes: int, repeats: int) -> float:
-    """GB/s of reading one stretch of memory; 0 without repeats."""
-    words = torch.randint(0, 1 << 30, (num_bytes // 4,), dtype=torch.int32, device=device)
-    best = 0.0
-    sizes = ((132 * 16, 4096), (132 * 8, 8192), (132 * 32, 2048))
-    for num_programs, block in sizes if device.type == "cuda" else ((4, 64),):
-        out = torch.empty(num_programs, dtype=torch.int32, device=device)
-        if not repeats:  # to compile it
-            _read_kernel[(num_programs,)](words, out, len(words), num_programs, BLOCK=block)
-            continue
-
-        def call(n: int = num_programs, b: int = block, out: Tensor = out) -> None:
-            _read_kernel[(n,)](words, out, len(words), n, BLOCK=b)
-
-        best = max(best, num_bytes / seconds_of([call], repeats, device) / 1e9)
-    return best
-
-
 def gather_call(layer: tuple, heads: int) -> Callable[[], object]:
     """Reads the blocks of a layer, ``heads`` heads a program."""
     kv = layer[1]
@@ -159,16 +131,6 @@ def gather_call(layer: tuple, heads: int) -> Callable[[], object]:
 def attention_call(layer: tuple, tiling: Tiling, counters: Tensor) -> Callable[[], object]:
     query, kv, params = layer
     return lambda: paged_attention(query, kv, params, tiling, counters)
-
-
-def seconds_of(calls: list[Callable[[], object]], repeats: int, device: torch.device) -> float:
-    """Of one call; on a CPU by the clock, to see that it runs."""
-    if device.type == "cuda":
-        return median_seconds(calls, repeats)
-    begin = time.perf_counter()
-    for call in calls:
-        call()
-    return (time.perf_counter() - begin) / len(calls)
 
 
 def longest_first(layers: list[tuple]) -> list[tuple]:
@@ -238,14 +200,7 @@ class Sweep:
             pool.start()
             with parallel_build(self.device) as report:
                 for case in self.cases:
-                    if case.is_prefill:
-                        small = dataclasses.replace(case, num_rows=2, context=64)
-                    else:  # the spread follows rows and the width of the table
-                        small = dataclasses.replace(case, context=16, spread=0.0)
-                    (query, kv, params), *_ = inputs(small, self.block_size, num_layers=1)
-                    width = 2 * -(-round(case.context * (1 + case.spread)) // self.block_size)
-                    table = kv.block_tables[:, :1].expand(-1, width).contiguous()
-                    kv = kv._replace(block_tables=table)
+                    query, kv, params = small_form(case, self.block_size)
                     for tiling in self.variants_of(case).values():
                         paged_attention(query, kv, params, tiling, self.counters())
                     if case.is_prefill:

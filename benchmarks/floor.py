@@ -1,31 +1,34 @@
 """The least time a workload can take on a GPU: the bytes that must be read, and the operations
-that must be done, at the rates measured on the card.
+that must be done, at the rates measured on the card (:mod:`benchmarks.card`).
 
-    python -m benchmarks.floor [MODEL] [WORKLOAD]
+    python -m benchmarks.floor [MODEL] [WORKLOAD] [--read TB/s --multiply TFLOP/s]
+
+With both rates given, for a card that is not at hand.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.workload import Workload, make_workload, model_config
+from benchmarks.card import CardRates, card_rates
+from benchmarks.workload import MODELS, WORKLOADS, Workload, make_workload, model_config
 
-# H100 SXM: read bandwidth and dense bfloat16 matrix rate, both measured.
-READ_BANDWIDTH = 3.05e12  # bytes/s
-MATRIX_RATE = 798e12  # operations/s
 _NUM_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the arithmetic needs of a dense decoder with gated MLPs and grouped heads.
+    """What the arithmetic needs of a decoder with gated MLPs, or experts, and grouped heads.
 
     Attributes:
-        num_layer_weights: elements of the matrices of all layers; norms are left out.
+        num_layer_weights: elements of the matrices of all layers that every token meets; norms are
+            left out.
         num_head_weights: elements of the LM head.
+        num_expert_weights: elements of one expert of each layer, all layers together.
+        num_experts: of a layer, 0 for none. top_k: those of a token.
     """
 
     num_layers: int
@@ -34,20 +37,32 @@ class ModelSize:
     head_dim: int
     num_layer_weights: int
     num_head_weights: int
+    num_expert_weights: int = 0
+    num_experts: int = 0
+    top_k: int = 0
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSize:
         hidden, head_dim = config["hidden_size"], config["head_dim"]
         num_q_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         attention = hidden * head_dim * (2 * num_q_heads + 2 * num_kv_heads)
-        mlp = 3 * hidden * config["intermediate_size"]
+        num_layers = config["num_hidden_layers"]
+        num_experts = config.get("num_experts", 0)
+        if num_experts:
+            mlp = hidden * num_experts  # the router
+            expert = 3 * hidden * config["moe_intermediate_size"]
+        else:
+            mlp, expert = 3 * hidden * config["intermediate_size"], 0
         return cls(
-            config["num_hidden_layers"],
+            num_layers,
             num_q_heads,
             num_kv_heads,
             head_dim,
-            config["num_hidden_layers"] * (attention + mlp),
+            num_layers * (attention + mlp),
             config["vocab_size"] * hidden,
+            num_layers * expert,
+            num_experts,
+            config.get("num_experts_per_tok", 0),
         )
 
     @property
@@ -55,9 +70,18 @@ class ModelSize:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _NUM_BYTES
 
     @property
-    def num_step_weights(self) -> int:
-        """Elements read by any step, however small."""
-        return self.num_layer_weights + self.num_head_weights
+    def num_layer_weights_a_token(self) -> int:
+        """Elements of the layers' matrices that one token is multiplied by."""
+        return self.num_layer_weights + self.top_k * self.num_expert_weights
+
+    def num_weights_read(self, num_rows: int) -> float:
+        """Elements that a step of ``num_rows`` reads at least: of the experts those with a row,
+        as many as one expects if each row's are drawn evenly."""
+        dense = self.num_layer_weights + self.num_head_weights
+        if not self.num_experts:
+            return dense
+        missed = (1 - self.top_k / self.num_experts) ** num_rows
+        return dense + self.num_experts * (1 - missed) * self.num_expert_weights
 
 
 @dataclass(frozen=True)
@@ -97,11 +121,8 @@ class Floor:
         )
 
 
-RATES = f"{READ_BANDWIDTH / 1e12:.2f} TB/s read, {MATRIX_RATE / 1e12:.0f} TFLOP/s"
-
-
-def throughput_floor(workload: Workload, size: ModelSize) -> Floor:
-    """The floor of a whole workload. A request's first token comes from its prefill."""
+def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Floor:
+    """The floor of a whole workload on ``card``. A request's first token comes from its prefill."""
     lengths = [len(prompt) for prompt in workload.prompts]
     # A decode step reads its context, the token it computes included.
     num_read = sum(
@@ -110,33 +131,34 @@ def throughput_floor(workload: Workload, size: ModelSize) -> Floor:
     )
     num_visible_pairs = sum(n * (n + 1) // 2 for n in lengths)
     kv_bytes = num_read * size.kv_bytes_a_token
-    weights_s, num_steps = _weights_seconds(workload.num_outputs, size)
+    weights_s, num_steps = _weights_seconds(workload.num_outputs, size, card)
     return Floor(
         num_output_tokens=workload.num_output_tokens,
         kv_bytes=kv_bytes,
         num_steps=num_steps,
-        kv_s=kv_bytes / READ_BANDWIDTH,
+        kv_s=kv_bytes / card.read_bandwidth,
         weights_s=weights_s,
-        prefill_s=2 * size.num_layer_weights * sum(lengths) / MATRIX_RATE,
+        prefill_s=2 * size.num_layer_weights_a_token * sum(lengths) / card.matrix_rate,
         attention_s=4
         * size.head_dim
         * size.num_q_heads
         * size.num_layers
         * num_visible_pairs
-        / MATRIX_RATE,
+        / card.matrix_rate,
     )
 
 
-def _weights_seconds(num_outputs: list[int], size: ModelSize) -> tuple[float, int]:
+def _weights_seconds(num_outputs: list[int], size: ModelSize, card: CardRates) -> tuple[float, int]:
     """Seconds of all steps, and how many there are."""
     num_ending = Counter(num_outputs)
     num_running = len(num_outputs)
     num_steps = max(num_outputs)
-    read_s = size.num_step_weights * _NUM_BYTES / READ_BANDWIDTH
+    num_multiplied = size.num_layer_weights_a_token + size.num_head_weights
     seconds = 0.0
     for step in range(num_steps):
         num_running -= num_ending[step]
-        seconds += max(read_s, 2 * size.num_step_weights * num_running / MATRIX_RATE)
+        read_s = size.num_weights_read(num_running) * _NUM_BYTES / card.read_bandwidth
+        seconds += max(read_s, 2 * num_multiplied * num_running / card.matrix_rate)
     return seconds, num_steps
 
 
@@ -154,20 +176,33 @@ class LatencyFloor:
         )
 
 
-def latency_floor(workload: Workload, size: ModelSize) -> LatencyFloor:
+def latency_floor(workload: Workload, size: ModelSize, card: CardRates) -> LatencyFloor:
     """Of a workload of one request: its weights, and its KV in the mean step."""
     num_outputs = workload.num_outputs[0]
     mean_context = len(workload.prompts[0]) + num_outputs / 2
     return LatencyFloor(
-        weights_s=size.num_step_weights * _NUM_BYTES / READ_BANDWIDTH,
-        kv_s=mean_context * size.kv_bytes_a_token / READ_BANDWIDTH,
+        weights_s=size.num_weights_read(1) * _NUM_BYTES / card.read_bandwidth,
+        kv_s=mean_context * size.kv_bytes_a_token / card.read_bandwidth,
     )
 
 
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else "0.6b"
-    workload = make_workload(sys.argv[2] if len(sys.argv) > 2 else "nano")
-    print(f"{RATES}: {throughput_floor(workload, ModelSize.from_config(model_config(model)))}")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", nargs="?", default="0.6b", choices=MODELS)
+    parser.add_argument("workload", nargs="?", default="nano", choices=WORKLOADS)
+    parser.add_argument("--read", type=float, help="TB/s of another card")
+    parser.add_argument("--multiply", type=float, help="TFLOP/s of another card")
+    options = parser.parse_args()
+    if (options.read is None) != (options.multiply is None):
+        parser.error("--read and --multiply go together")
+    size = ModelSize.from_config(model_config(options.model))
+    if options.read is None:
+        card = card_rates()
+        rates = str(card)
+    else:
+        card = CardRates("given", "", options.read * 1e12, options.multiply * 1e12)
+        rates = f"{options.read:.2f} TB/s read, {options.multiply:.0f} TFLOP/s"
+    print(f"{rates}: {throughput_floor(make_workload(options.workload), size, card)}")
 
 
 if __name__ == "__main__":

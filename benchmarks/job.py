@@ -38,6 +38,9 @@ Overlap = Annotated[
 ]
 Compile = Annotated[str, typer.Option(help="auto, graph, inductor or eager.")]
 Attention = Annotated[str, typer.Option(help="auto, triton, flash or reference.")]
+Quantization = Annotated[
+    str | None, typer.Option(help='"fp8": linear layers are made FP8. Default: as they are.')
+]
 BlockSize = Annotated[int | None, typer.Option(help="Default: the engine's.")]
 MaxNumSeqs = Annotated[
     int | None, typer.Option(help="Default: the requests of the largest workload, 512 at most.")
@@ -107,13 +110,14 @@ def run_job(
 
     Args:
         environment: variables added to this process's own.
-        folder: the model's; None for one that holds nothing but its ``config.json``.
+        folder: the model's, or its file; None for one that holds nothing but its
+            ``config.json``.
 
     Raises:
-        typer.BadParameter: the model is unknown.
+        typer.BadParameter: the model is unknown, and no folder given.
         typer.Exit: the process failed; it has said why.
     """
-    if job.model not in MODELS:
+    if folder is None and job.model not in MODELS:
         raise typer.BadParameter(f"--model must be one of {', '.join(MODELS)}, not {job.model}")
     made = model_folder(job.model) if folder is None else nullcontext(folder)
     with tempfile.TemporaryDirectory() as scratch, made as model:

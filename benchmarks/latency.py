@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import job as options
-from benchmarks.floor import RATES, ModelSize, latency_floor
+from benchmarks.card import CardRates, card_rates
+from benchmarks.floor import ModelSize, latency_floor
 from benchmarks.job import Job, given, require_peer, run_job, write_json
 from benchmarks.peer import PeerError, PeerResult, measure_latency
 from benchmarks.throughput import describe, host_line, show_profile
@@ -32,6 +33,7 @@ def main(
     overlap: options.Overlap = None,
     compile: options.Compile = "auto",
     attention: options.Attention = "auto",
+    quantization: options.Quantization = None,
     block_size: options.BlockSize = None,
     memory_utilization: options.MemoryUtilization = None,
     peer: options.Peer = None,
@@ -46,9 +48,11 @@ def main(
         overlap=overlap,
         compile=compile,
         attention=attention,
+        quantization=quantization,
         block_size=block_size,
         memory_utilization=memory_utilization,
     )
+    card = card_rates()
     job = Job(
         "latency",
         model,
@@ -70,7 +74,7 @@ def main(
             typer.echo(f"no peer: {error}", err=True)
         else:
             write_json(json, {"pagespec": result, "peer": asdict(their)})
-    show(job, result, their)
+    show(job, result, their, card)
     if peer is not None and their is None:
         raise typer.Exit(1)
 
@@ -88,9 +92,9 @@ def per_token(
     ]
 
 
-def show(job: Job, result: dict[str, Any], their: PeerResult | None) -> None:
+def show(job: Job, result: dict[str, Any], their: PeerResult | None, card: CardRates) -> None:
     workload = latency_workload(job.num_prompt_tokens, job.num_output_tokens)
-    floor = latency_floor(workload, ModelSize.from_config(model_config(job.model)))
+    floor = latency_floor(workload, ModelSize.from_config(model_config(job.model)), card)
     floor_ms = floor.weights_s * 1e3
     typer.echo(describe(job.model, result, their))
     typer.echo(
@@ -107,7 +111,7 @@ def show(job: Job, result: dict[str, Any], their: PeerResult | None) -> None:
         typer.echo(row)
     first_ms = [s * 1e3 for s in result["one_token_s"]]
     typer.echo(f"{'1 token':<10} {spread(first_ms):>24}")
-    typer.echo(f"\nfloor, at {RATES} (an H100): {floor}")
+    typer.echo(f"\nfloor, at {card}: {floor}")
     typer.echo(host_line(result["host_ms_a_step"]))
     show_profile(result)
 

@@ -1,6 +1,9 @@
-"""Perplexity of SmolLM2-135M on the CPU: float32, bfloat16, and as its GGUF file holds it.
+"""Perplexity of SmolLM2-135M on the CPU: float32, bfloat16, FP8, and as GGUF files hold it.
 
-    python benchmarks/perplexity.py [--tokens 20000] [--window 1024] [--formats float32 gguf]
+    python benchmarks/perplexity.py [--tokens 20000] [--window 1024] [--formats float32 q4_1]
+
+The weights of all formats are those of its Q4_1 file: float32 is that file dequantised, and FP8,
+bfloat16 and Q8_0 are made from there. So a row says what its format adds.
 
 The text is Python's own documentation, as ``help()`` shows it (``pydoc_data.topics``), in windows
 that know nothing of each other. Beside the perplexity: by how much log-probabilities differ from
@@ -13,18 +16,64 @@ import argparse
 import hashlib
 import math
 import platform
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 
 from pagespec import LLM, embedded_model_path
+from pagespec.compile.model.source import find_source
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "gguf": {"quantization": "gguf"},
+# ``LLM``'s settings, and what gives the model from the GGUF file and a folder for work.
+_Find = Callable[[Path, Path], str]
+
+
+def _as_it_is(path: Path, _: Path) -> str:
+    return str(path)
+
+
+def _in_float32(path: Path, _: Path) -> str:
+    """The folder that the file is converted to; a .gguf file has no other quantization."""
+    return find_source(path).files
+
+
+def _in_q8_0(path: Path, work: Path) -> str:
+    """The file with its quantised matrices in Q8_0."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    from gguf.quants import dequantize, quantize
+
+    made, read = work / "q8_0.gguf", GGUFReader(path)
+    writer = GGUFWriter(made, read.fields["general.architecture"].contents())
+    for name, field in read.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind, *inner = field.types
+        is_list = kind == GGUFValueType.ARRAY
+        writer.add_key_value(name, field.contents(), kind, inner[-1] if is_list else None)
+    for tensor in read.tensors:
+        data, kind = tensor.data, tensor.tensor_type
+        if kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            kind = GGMLQuantizationType.Q8_0
+            data = quantize(dequantize(tensor.data, tensor.tensor_type), kind)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(made)
+
+
+FORMATS: dict[str, tuple[_Find, dict[str, Any]]] = {
+    "float32": (_as_it_is, {"dtype": "float32"}),
+    "bfloat16": (_as_it_is, {"dtype": "bfloat16"}),
+    "fp8": (_in_float32, {"quantization": "fp8"}),
+    "fp8_fp8_cache": (_in_float32, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "q4_1": (_as_it_is, {"quantization": "gguf"}),
+    "q8_0": (_in_q8_0, {"quantization": "gguf"}),
 }
 
 
@@ -48,7 +97,10 @@ def main() -> None:
     windows: list[list[int]] = []
     exact: torch.Tensor | None = None
     for name in arguments.formats:
-        llm = LLM(str(path), device="cpu", enable_prefix_caching=False, **FORMATS[name])
+        find, settings = FORMATS[name]
+        with tempfile.TemporaryDirectory() as work:
+            model = find(path, Path(work))
+            llm = LLM(model, device="cpu", enable_prefix_caching=False, **settings)
         if not windows:
             ids = llm.tokenizer(text)["input_ids"][: arguments.tokens]
             windows = [ids[a : a + arguments.window] for a in range(0, len(ids), arguments.window)]

@@ -19,7 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import job as options
-from benchmarks.floor import RATES, ModelSize, latency_floor, throughput_floor
+from benchmarks.card import CardRates, card_rates
+from benchmarks.floor import ModelSize, latency_floor, throughput_floor
 from benchmarks.job import Job, require_peer, run_job, write_json
 from benchmarks.latency import per_token
 from benchmarks.peer import PeerError, PeerResult, measure_sitting
@@ -56,6 +57,7 @@ def main(
     """Throughput and latency, transparent or not, beside the floor and vLLM."""
     require_workloads(workload)
     require_peer(peer, model, workload)
+    card = card_rates()
     ours: dict[str, dict[str, Any]] = {}
     for name, is_transparent in (("pagespec", True), ("not transparent", False)):
         if is_transparent or free:
@@ -88,7 +90,7 @@ def main(
                 typer.echo(f"no {name}: {error}", err=True)
             write_json(json, ours | {name: asdict(their) for name, their in theirs.items()})
     typer.echo(describe(model, ours["pagespec"], theirs.get("vLLM")))
-    table(model, workload, ours, theirs)
+    table(model, workload, ours, theirs, card)
     for name, result in ours.items():
         if "orders" in result:
             typer.echo(f"{name}, the first workload in two orders of arrival: {result['orders']}")
@@ -104,6 +106,7 @@ def table(
     workload: list[str],
     ours: dict[str, dict[str, Any]],
     theirs: dict[str, PeerResult],
+    card: CardRates,
 ) -> None:
     """Medians, with the smallest and the largest; a ratio above 1 says pagespec is ahead."""
     size = ModelSize.from_config(model_config(model))
@@ -111,13 +114,13 @@ def table(
     typer.echo(f"\n{'':<16} {'floor':>9} {'of it':>6}" + "".join(f" {c:>30}" for c in columns))
     for name in workload:
         load = make_workload(name)
-        floor = throughput_floor(load, size).tokens_per_second
+        floor = throughput_floor(load, size, card).tokens_per_second
         runs = {c: r["workloads"].get(name, {}).get("seconds", []) for c, r in ours.items()}
         runs |= {c: r.seconds.get(name, []) for c, r in theirs.items()}
         rates = {c: [load.num_output_tokens / s for s in seconds] for c, seconds in runs.items()}
         typer.echo(row(f"{name}, tok/s", floor, rates, columns, is_rate=True))
     single = latency_workload(NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS)
-    floor_ms = latency_floor(single, size).weights_s * 1e3
+    floor_ms = latency_floor(single, size, card).weights_s * 1e3
     times = {c: (r["total_s"], r["one_token_s"]) for c, r in ours.items()}
     times |= {c: (r.total_s, r.one_token_s) for c, r in theirs.items()}
     a_token = {c: per_token(*t, NUM_OUTPUT_TOKENS)[0] for c, t in times.items()}
@@ -128,7 +131,7 @@ def table(
     starts |= {c: r.start_s[:1] for c, r in theirs.items()}
     typer.echo(row("engine start, s", None, starts, columns, is_rate=False))
     fit = {c: r["kv_tokens"] for c, r in ours.items()} | {c: r.kv_tokens for c, r in theirs.items()}
-    typer.echo(f"KV tokens that fit: {fit}\nfloor at {RATES} (an H100)")
+    typer.echo(f"KV tokens that fit: {fit}\nfloor at {card}")
 
 
 def row(

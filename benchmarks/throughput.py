@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import job as options
-from benchmarks.floor import RATES, Floor, ModelSize, throughput_floor
+from benchmarks.card import CardRates, card_rates
+from benchmarks.floor import Floor, ModelSize, throughput_floor
 from benchmarks.job import Job, given, require_peer, run_job, write_json
 from benchmarks.peer import PeerError, PeerResult, measure_throughput
 from benchmarks.workload import WORKLOADS, make_workload, model_config
@@ -36,6 +37,7 @@ def main(
     overlap: options.Overlap = None,
     compile: options.Compile = "auto",
     attention: options.Attention = "auto",
+    quantization: options.Quantization = None,
     block_size: options.BlockSize = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
@@ -53,11 +55,13 @@ def main(
         overlap=overlap,
         compile=compile,
         attention=attention,
+        quantization=quantization,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         memory_utilization=memory_utilization,
     )
+    card = card_rates()
     result = run_job(
         Job(
             "throughput",
@@ -77,7 +81,7 @@ def main(
             typer.echo(f"no peer: {error}", err=True)
         else:
             write_json(json, {"pagespec": result, "peer": asdict(their)})
-    show(model, result, their)
+    show(model, result, their, card)
     if peer is not None and their is None:
         raise typer.Exit(1)
 
@@ -96,7 +100,7 @@ def rate(seconds: list[float], num_tokens: int) -> tuple[float, str]:
     return median, f"{median:,.0f} ({min(rates):,.0f}..{max(rates):,.0f})"
 
 
-def show(model: str, result: dict[str, Any], their: PeerResult | None) -> None:
+def show(model: str, result: dict[str, Any], their: PeerResult | None, card: CardRates) -> None:
     size = ModelSize.from_config(model_config(model))
     typer.echo(describe(model, result, their))
     typer.echo(
@@ -106,7 +110,7 @@ def show(model: str, result: dict[str, Any], their: PeerResult | None) -> None:
     floors: dict[str, Floor] = {}
     for name, measured in result["workloads"].items():
         load = make_workload(name)
-        floors[name] = throughput_floor(load, size)
+        floors[name] = throughput_floor(load, size, card)
         floor = floors[name].tokens_per_second
         median, text = rate(measured["seconds"], load.num_output_tokens)
         row = (
@@ -117,7 +121,7 @@ def show(model: str, result: dict[str, Any], their: PeerResult | None) -> None:
             peer_median, peer_text = rate(their.seconds[name], load.num_output_tokens)
             row += f" {peer_text:>26} {median / peer_median:>6.2f}"
         typer.echo(row)
-    typer.echo(f"\nfloor, at {RATES} (an H100):")
+    typer.echo(f"\nfloor, at {card}:")
     for name, floor_of_load in floors.items():
         typer.echo(f"  {name}: {floor_of_load}")
     for name, measured in result["workloads"].items():

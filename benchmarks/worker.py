@@ -41,12 +41,18 @@ def make_llm(job: Job, folder: Path, workloads: Sequence[Workload], max_model_le
     from pagespec import LLM
 
     settings = {
+        # A folder with nothing but a config, or a file or folder with weights.
+        "load_format": "dummy" if folder.is_dir() and not holds_weights(folder) else "auto",
         "max_num_seqs": min(MAX_NUM_SEQS, max(len(w.prompts) for w in workloads)),
         "enable_prefix_caching": False,
         "max_model_len": max_model_len,
         **job.settings,
     }
-    return LLM(str(folder), load_format="dummy", **settings)
+    return LLM(str(folder), **settings)
+
+
+def holds_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
 
 
 def timed(llm: Any, workload: Workload, temperature: float, num_outputs: list[int]) -> float:
@@ -158,6 +164,7 @@ def in_two_orders(llm: Any, workload: Workload) -> dict[str, int]:
 
 def startup(job: Job, folder: Path) -> dict[str, Any]:
     """Times are of the monotonic clock, which all processes of the machine share."""
+    called = time.monotonic()
     workload = latency_workload(job.num_prompt_tokens, 1)
     from pagespec.llm import import_engine
 
@@ -169,7 +176,13 @@ def startup(job: Job, folder: Path) -> dict[str, Any]:
     timed(llm, workload, 0.0, [1])
     first_token = time.monotonic()
     result = described(llm, started - imported)
-    result |= {"imported": imported, "engine_ready": started, "first_token": first_token}
+    result |= {
+        "called": called,
+        "imported": imported,
+        "engine_ready": started,
+        "first_token": first_token,
+        "num_modules": len(sys.modules),
+    }
     result["stats"] = dataclasses.asdict(llm.stats())
     return result
 

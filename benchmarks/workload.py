@@ -38,6 +38,22 @@ _QWEN3: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+_QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
 _SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
         "hidden_size": 1024,
@@ -60,6 +76,9 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 64,
         "tie_word_embeddings": False,
     },
+    # A mixture of experts, and its first layers: 61 GB of weights take long to make.
+    "30b-a3b": _QWEN3_MOE,
+    "30b-a3b-4": {**_QWEN3_MOE, "num_hidden_layers": 4},
     # For a machine without a GPU: proves that a benchmark runs, says nothing about speed.
     "tiny": {
         "bos_token_id": 1,

@@ -85,7 +85,8 @@ def build(
         UnsupportedModelError: the probe refuses the model.
     """
     device = resolve_device(config.device)
-    matmul_plan_dir = reading = None
+    matmul_plan_dir: Path | None = cache_root() / "linear"
+    reading = None
     if device.type == "cuda":
         # Triton, which it needs, is only there on machines with a GPU.
         from .kernels.jit.cache_keys import read_triton_early
@@ -94,7 +95,8 @@ def build(
         config = config.for_gpu()
         # In a process that has used the GPU, products may have been computed already, and the
         # library keeps the settings it had then: what other processes found need not hold.
-        matmul_plan_dir = None if torch.cuda.is_initialized() else cache_root() / "linear"
+        if torch.cuda.is_initialized():
+            matmul_plan_dir = None
     stats = EngineStats()
     clock = Clock(stats.startup_s)
     with clock("load"):
@@ -143,6 +145,10 @@ def build(
             before_trace = stack.enter_context(compilers()).start
         with clock("capture"), gc_paused(), communicator_scope(alone):
             graph_cache = _graph_cache(model, before_trace) if restored is None else None
+            # Before weights that are held quantised are given back.
+            described = None
+            if record is not None and graph_cache is not None:
+                described = record.describe(loaded, specs)
             captured = capture_model(
                 loaded,
                 specs,
@@ -154,10 +160,10 @@ def build(
                 graph_cache=graph_cache,
                 traced=None if restored is None else restored.traced,
                 communicator=communicator,
-                is_native=config.quantization == "gguf" and config.kv_cache_dtype == "auto",
+                is_native=_is_native(config, device),
             )
-            if record is not None and graph_cache is not None and loaded.quantization is None:
-                record.write(loaded, specs, graph_cache.key)
+            if record is not None and graph_cache is not None:
+                record.write(described, graph_cache.key)
         stats.startup_s["compile"] = captured.compile_s
         stats.startup_s["capture"] -= captured.compile_s
         stats.num_captures = captured.num_captures
@@ -265,14 +271,15 @@ def _start_record(
         return None
     if device.type != "cpu":
         return None
-    if config.load_format != "auto" or config.compile == "eager" or config.quantization:
+    if config.load_format != "auto" or config.compile == "eager":
         return None
     root = cache_root()
     return StartRecord(
         root / "starts",
         root / "graphs",
-        Path(source.files),
+        source,
         dtype=config.dtype,
+        quantization=config.quantization,
         device=device,
         is_compiled=config.compile == "inductor",
     )
@@ -294,9 +301,14 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
     return GraphCache(cache_root() / "graphs", before_trace)
 
 
+def _is_native(config: EngineConfig, device: torch.device) -> bool:
+    is_gguf = config.quantization == "gguf" and device.type == "cpu"
+    return is_gguf and config.kv_cache_dtype == "auto"
+
+
 def _quantization_text(captured: CapturedModel, scheme: str | None) -> str:
-    """What is held in which format, and which matrices stay float32."""
+    """What is held in which format, and which matrices are not quantised."""
     formats = captured.weight_formats
     counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats.items())
     left = ", ".join(captured.float32_matrices) or "vectors only"
-    return f"{scheme}: {counts}; float32 are {left}"
+    return f"{scheme}: {counts}; not quantised are {left}"

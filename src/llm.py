@@ -106,11 +106,12 @@ class LLM:
             distribution; "processed_logprobs", the one that was sampled from, after edits,
             temperature, top_k, top_p and min_p (of a greedy request at temperature 1, all kept).
             Those of prompts are raw.
-        quantization: on a CPU. "gguf" keeps what a GGUF file holds quantised: 4-bit weights in 4
-            bits, wider ones in float16; "fp8" makes linear layers e4m3 as they are loaded. Logits
-            are then near those of the float32 model, not equal to them. None does what the
-            checkpoint says: layers that it holds in FP8, or in 4 bits by AWQ, GPTQ or
-            compressed-tensors, stay so (docs/quantization.md), and a GGUF file is expanded.
+        quantization: on a CPU or a Hopper GPU. "gguf" keeps what a GGUF file holds quantised:
+            weights in 4 bits, and others in 8 bits or a float format; "fp8" makes linear layers
+            e4m3 as they are loaded. Logits are then near those of the plain model, not equal to
+            them. None does what the checkpoint says: layers that it holds in FP8, or in 4 bits by
+            AWQ, GPTQ or compressed-tensors, stay so (docs/quantization.md), and a GGUF file is
+            expanded.
         kv_cache_dtype: "auto" is the model's; "fp8", on a CPU, holds keys and values in e4m3 with a
             scale for each token and head, in a quarter of float32's memory.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache

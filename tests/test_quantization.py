@@ -143,11 +143,10 @@ def test_bits_do_not_depend_on_the_schedule(
     [
         ({"quantization": "awq"}, "must be one of gguf"),
         ({"quantization": 4}, "must be one of gguf"),
-        ({"device": "cuda"}, "is for a CPU"),
         ({"tensor_parallel_size": 2}, "is for one process"),
         ({"dtype": "bfloat16"}, "needs dtype float32"),
         ({"compile": "eager"}, "needs a captured graph"),
-        ({"load_format": "dummy"}, "needs weights that are read"),
+        ({"load_format": "dummy"}, "needs weights to read"),
         ({"device": "cpu"}, "needs a .gguf file"),
     ],
 )
@@ -156,6 +155,12 @@ def test_refused(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidInputError, match=reason) as caught:
         LLM(folder, **{"quantization": "gguf", **settings})
     assert caught.value.field == "quantization"
+
+
+def test_a_gpu_on_which_it_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    with pytest.raises(InvalidInputError, match=r"this one has 8\.6"):
+        load_model("model.gguf", quantization="gguf", device="cuda")
 
 
 def test_a_machine_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

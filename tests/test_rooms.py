@@ -34,6 +34,7 @@ PACKAGE = (
 APART = ("distributed.ray",)
 COMPILE = (
     ("captured_model", "start_record"),
+    ("start_tensors",),
     ("capture", "passes", "inductor"),
     ("kv_cache", "recurrent_state"),
     ("model",),

@@ -104,9 +104,9 @@ class EngineOptions:
     quantization: str | None = option(
         None,
         "NAME",
-        "On a CPU. gguf: keep the weights that a .gguf file holds quantised: 4 bits as they are, "
-        "more as float16. fp8: make linear layers e4m3 in blocks of 128 x 128 as they are loaded. "
-        "Answers may differ from those of the float32 model.",
+        "On a CPU or a Hopper GPU. gguf: keep the weights that a .gguf file holds quantised in 4 "
+        "or 8 bits. fp8: make linear layers e4m3 in blocks of 128 x 128 as they are loaded. "
+        "Answers may differ from those of the plain model.",
         show_default="what the checkpoint says; of a .gguf file all in float32",
     )
     kv_cache_dtype: str = option(

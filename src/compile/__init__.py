@@ -4,7 +4,8 @@ Read in this order: ``model`` (load it, probe what its attention needs), ``captu
 Dynamo, or read the graph from the disk), ``fx`` (helpers on graphs), ``passes`` (rewrite the graph:
 merge, fuse, lower to kernels), ``inductor`` (compile what lies between kernels), and
 ``captured_model``, which does all that. ``step_inputs`` and ``kv_cache`` are what a graph is given.
-``start_record`` restores a model that was started before, without its module.
+``start_record``, with ``start_tensors``, restores a model that was started before, without its
+module.
 
 Imports ``kernels``; knows no ``engine``. Imported by ``runner`` and ``build``.
 """

@@ -134,7 +134,8 @@ def capture_model(
         attention: the implementation to call; None leaves it to the ops.
         packing_bytes: memory that copies of weights may take, in a layout that few rows are
             multiplied with at half the cost. Later changes of the weights do not reach them.
-        matmul_plan_dir: where sweeps of matmuls on a GPU are kept; None keeps none.
+        matmul_plan_dir: where sweeps of matmuls on a GPU, and trials on a CPU, are kept; None keeps
+            none.
         graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
             hold, which may have been changed in ways that no key covers.
         traced: the graph, of a model that was restored.
@@ -186,6 +187,7 @@ def capture_model(
         loaded.quantized_by_id(),
         is_native=is_native and bool(loaded.quantized) and library() is not None,
     )
+    loaded.quantized.clear()  # the passes let go of what they have packed
     with torch.inference_mode():
         is_on_cpu = loaded.device.type == "cpu"
         device_passes = cpu_passes(context.is_native) if is_on_cpu else gpu_passes()
@@ -197,7 +199,6 @@ def capture_model(
             captured.compile_s = time.perf_counter() - begin
     captured.weight_formats = context.weight_formats
     captured.float32_matrices = context.float32_matrices
-    loaded.quantized.clear()  # packed by now
     captured.sources = traced.arguments()
     if has_head:
         captured.head = extract_head(gm, captured.sources)

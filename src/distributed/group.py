@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InvalidInputError
-from ..kernels.collectives.communicator import Communicator
+from ..kernels.collectives.communicator import Communicator, PushTarget
 from ..kernels.collectives.library import GatherCommunicator
 from ..kernels.fused.dispatch import NormForm
 from .channel import Cell
@@ -107,6 +107,9 @@ class CountingCommunicator:
     ) -> tuple[Tensor, Tensor]:
         self._count()
         return self._inner.all_reduce_norm(partial, residual, weight, eps, form)
+
+    def push_target(self, num_rows: int, width: int, dtype: torch.dtype) -> PushTarget | None:
+        return self._inner.push_target(num_rows, width, dtype)
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         self._count()

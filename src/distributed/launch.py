@@ -98,7 +98,7 @@ def _has_peer_access(devices: Sequence[torch.device]) -> bool:
     """Whether the ranks push into each other's memory; else NCCL moves what they sum."""
     if any(device.type != "cuda" for device in devices):
         return False
-    from ..kernels.collectives.symmetric import has_met
+    from ..kernels.collectives.boxes import has_met
 
     if has_met():
         logger.warning(

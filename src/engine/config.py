@@ -168,12 +168,15 @@ class EngineConfig:
 
     def _check_quantization(self) -> None:
         _check_choice("quantization", self.quantization, QUANTIZATIONS)
+        is_gguf = self.quantization == "gguf"
+        has_dtype = self.dtype in ("auto", "float32")
+        # Which device "auto" is, is known later.
+        may_have_dtype = has_dtype or self.device != "cpu"
         for name, suits, limit in (
-            ("device", not self.device.startswith("cuda"), "is for a CPU"),
             ("tensor_parallel_size", self.tensor_parallel_size == 1, "is for one process"),
-            ("dtype", self.dtype in ("auto", "float32"), "needs dtype float32, or auto"),
+            ("dtype", may_have_dtype, "needs dtype float32, or auto"),
             ("compile", self.compile != "eager", "needs a captured graph, not compile eager"),
-            ("load_format", self.load_format == "auto", "needs weights that are read"),
+            ("load_format", not is_gguf or self.load_format == "auto", "needs weights to read"),
         ):
             if not suits:
                 given = f"{limit}; {name} is {getattr(self, name)!r}"

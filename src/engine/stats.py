@@ -21,8 +21,8 @@ class EngineStats:
         num_steps: steps dispatched.
         quantization: how weights are held that stay quantised, in words; None if none are.
         weight_formats: then, how many numbers of the weights are held in which format ("int4",
-            "fp8", "float16", "float32"); else empty. float32_matrices: which are in float32, by
-            name.
+            "fp8", or a dtype); else empty. float32_matrices: which stay in float32, on a GPU in
+            the model's dtype, by name.
         startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
             "graphs").
         memory_bytes: "weights", "kv_cache", "activations", "graphs", "peak", "budget", "total";

@@ -78,6 +78,19 @@ def vector_strides(*tensors: Tensor) -> tuple[int, ...]:
     return *(stride // step for stride in strides), step
 
 
+TUNED_SMS = 132
+"""Multiprocessors of the cards that tiles and numbers of programs were tuned on (H100 and H200)."""
+
+
+@cache
+def count_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; where there is none and kernels are interpreted, as many as those
+    cards have."""
+    if device.type != "cuda":
+        return TUNED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may be put on the machine before the one it follows has ended (Hopper on).

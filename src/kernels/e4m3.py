@@ -23,7 +23,9 @@ _FLOAT16_BITS = -(1 << 15) | 0x3F80
 
 def scale_for(largest: Tensor) -> Tensor:
     """The float32 scale at which the largest magnitude becomes 448. Of zeros it is no zero."""
-    return (largest.float() / LARGEST).clamp_min(_SMALLEST_SCALE)
+    wide = largest.float()
+    # By a number in Python a GPU would multiply with the inverse.
+    return (wide / wide.new_full((), LARGEST)).clamp_min(_SMALLEST_SCALE)
 
 
 def encode(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,12 @@ from ..errors import EngineBusyError, InvalidInputError, shortened
 from .tokens import make_ll_tokenizer
 
 MAX_KEPT_GRAMMARS = 256
-# Of one grammar, shared by its requests: a state of the lexer takes 1 to 2 kB.
+# llguidance's copies of a matcher share a lexer, and its lock: masks of 32 rows took as long on 8
+# threads as on one. So a grammar that many ask for is compiled this often.
+_NUM_LEXERS = 8
+# Nobody waits for one more that takes longer.
+_MAX_COMPILE_AGAIN_S = 0.05
+# Of one lexer, shared by its requests: a state takes 1 to 2 kB.
 _MAX_LEXER_STATES = 50_000
 # Less than llguidance's own million: a repeat of repeats took 160 MB, and is kept. 350,000 are
 # enough for an enum that is as large as a constraint may be.
@@ -29,6 +35,21 @@ _MAX_COMPILING = 2
 # What takes longer goes on to its end, on one of the two threads, but nobody waits for it.
 _MAX_COMPILE_S = 10.0
 _MAX_REASON = 500
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """One constraint, compiled as often as it was asked for, up to :data:`_NUM_LEXERS` times.
+
+    Attributes:
+        matchers: at the beginning of the text, with a lexer each.
+        compile_s: of the first.
+        num_copied: how many copies were made, in turn of each.
+    """
+
+    matchers: list[Any]
+    compile_s: float
+    num_copied: int = 0
 
 
 class Grammars:
@@ -44,48 +65,65 @@ class Grammars:
         self._model = tokenizer, vocab_size, eos_token_ids
         self.num_words = -(-vocab_size // 32)
         self._ll_tokenizer: Any = None
-        self._kept: OrderedDict[Constraint, Any] = OrderedDict()
+        self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MAX_COMPILING)
 
     def check(self, outputs: StructuredOutputs) -> None:
-        """Compile a constraint, unless that was done already.
+        """Compile a constraint, unless that was done often enough.
 
         Raises:
             InvalidInputError: it cannot be kept, or can never be met; or not with this model; or
                 it takes too long to compile.
             EngineBusyError: others are being compiled all the time.
         """
-        self._compiled(outputs.constraint, self._compile_in_time)
+        constraint = outputs.constraint
+        made, is_new = self._compiled(constraint, self._compile_in_time)
+        is_wanted = len(made.matchers) < _NUM_LEXERS and made.compile_s < _MAX_COMPILE_AGAIN_S
+        if is_wanted and not is_new and self._places.acquire(blocking=False):
+            try:
+                one_more = _on_deep_stack(lambda: self._compile(constraint)).result()
+            finally:
+                self._places.release()
+            with self._lock:
+                made.matchers.append(one_more)
 
     def matcher(self, outputs: StructuredOutputs) -> Any:
         """A new ``llguidance.LLMatcher``, at the beginning of the text."""
         # Steps of the engine need it, and wait for nobody: it was compiled before, in time.
-        again = self._compiled(
+        made, _ = self._compiled(
             outputs.constraint, lambda c: _on_deep_stack(lambda: self._compile(c)).result()
         )
-        return again.deep_copy()
+        with self._lock:
+            one = made.matchers[made.num_copied % len(made.matchers)]
+            made.num_copied += 1
+        return one.deep_copy()
 
     @property
     def num_ll_words(self) -> int:
         """Words of a mask that llguidance writes: of all tokens it knows."""
         return -(-self._ll_tokenizer.vocab_size // 32)
 
-    def _compiled(self, constraint: Constraint, compile: Callable[[Constraint], Any]) -> Any:
+    def _compiled(
+        self, constraint: Constraint, compile: Callable[[Constraint], Any]
+    ) -> tuple[_Compiled, bool]:
+        """What is kept of a constraint, and whether it was compiled now."""
         with self._lock:
             kept = self._kept.get(constraint)
             if kept is not None:
                 self._kept.move_to_end(constraint)
-                return kept
+                return kept, False
             # The first request of a model waits for a second or so, and others with it.
             if self._ll_tokenizer is None:
                 self._ll_tokenizer = make_ll_tokenizer(*self._model)
-        made = compile(constraint)
+        begin = time.monotonic()
+        matcher = compile(constraint)
+        made = _Compiled([matcher], time.monotonic() - begin)
         with self._lock:
             self._kept[constraint] = made
             while len(self._kept) > MAX_KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
-        return made
+        return made, True
 
     def _compile_in_time(self, constraint: Constraint) -> Any:
         """What most users ask for takes milliseconds."""

@@ -28,7 +28,7 @@ from .grammars import Grammars
 IntArray = NDArray[np.int32]
 _MAX_REASON = 300
 # A mask takes some 30 us. To wake a thread for each of many cores took longer than all of 64.
-_MAX_THREADS = 4
+_MAX_THREADS = 8
 _FEW_MASKS = 64
 
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import card
+from benchmarks.card import CardRates
 from benchmarks.floor import ModelSize, latency_floor, throughput_floor
 from benchmarks.latency import per_token
 from benchmarks.profiling import (
@@ -24,6 +26,8 @@ from benchmarks.profiling import (
 from benchmarks.sitting import row
 from benchmarks.startup import phases
 from benchmarks.workload import LOADS, MODELS, Workload, make_workload, model_config
+
+H100 = CardRates("H100", "of the design", 3.05e12, 798e12)
 
 
 def size_of(model: str) -> ModelSize:
@@ -82,26 +86,57 @@ def test_every_token_is_in_the_vocabulary(model: str) -> None:
 def test_floors_are_those_of_the_design(
     model: str, workload: str, tokens_per_second: float, tolerance: float
 ) -> None:
-    floor = throughput_floor(make_workload(workload), size_of(model))
+    floor = throughput_floor(make_workload(workload), size_of(model), H100)
     assert floor.tokens_per_second == pytest.approx(tokens_per_second, rel=tolerance)
 
 
 @pytest.mark.parametrize(("model", "milliseconds"), [("0.6b", 0.391), ("8b", 4.965)])
 def test_latency_floors_are_those_of_the_design(model: str, milliseconds: float) -> None:
-    floor = latency_floor(Workload("one", [[1] * 128], [512]), size_of(model))
+    floor = latency_floor(Workload("one", [[1] * 128], [512]), size_of(model), H100)
     assert floor.weights_s * 1e3 == pytest.approx(milliseconds, rel=0.005)
 
 
 def test_a_floor_counts_what_a_small_run_reads() -> None:
     size = ModelSize(2, 4, 2, 8, num_layer_weights=1000, num_head_weights=100)
     # The step that makes token 2 of 3 reads a context of 5 + 1, the next one 5 + 2.
-    floor = throughput_floor(Workload("small", [[0] * 5, [0] * 4], [3, 1]), size)
+    floor = throughput_floor(Workload("small", [[0] * 5, [0] * 4], [3, 1]), size, H100)
     assert size.kv_bytes_a_token == 2 * 2 * 2 * 8 * 2
     assert floor.kv_bytes == (6 + 7) * size.kv_bytes_a_token
     assert floor.num_steps == 3
     assert floor.weights_s == pytest.approx(3 * 1100 * 2 / 3.05e12)
     assert floor.prefill_s == pytest.approx(2 * 1000 * 9 / 798e12)
     assert floor.attention_s == pytest.approx((15 + 10) * 4 * 8 * 4 * 2 / 798e12)
+
+
+def test_a_floor_counts_the_experts_that_have_a_row() -> None:
+    size = ModelSize(1, 4, 2, 8, 1000, 100, num_expert_weights=10, num_experts=4, top_k=2)
+    assert size.num_weights_read(1) == 1100 + 2 * 10
+    assert size.num_weights_read(2) == 1100 + 3 * 10
+    assert size.num_weights_read(100) == pytest.approx(1100 + 4 * 10)
+    floor = throughput_floor(Workload("small", [[0] * 5], [1]), size, H100)
+    assert floor.prefill_s == pytest.approx(2 * 1020 * 5 / 798e12)
+    assert floor.weights_s == pytest.approx(1120 * 2 / 3.05e12)
+    active = size_of("30b-a3b")
+    assert active.num_layer_weights_a_token == pytest.approx(2.74e9, rel=0.01)
+
+
+def test_rates_are_measured_once_for_a_card_and_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path))
+    found = iter([(1e12, 2e12), (3e12, 4e12), (5e12, 6e12), (7e12, 8e12)])
+    identity = ["a card", "driver 1"]
+    monkeypatch.setattr(card, "_measure", lambda: next(found))
+    monkeypatch.setattr(card, "_identity", lambda: tuple(identity))
+    first = card.rates_of_this_process()
+    assert first == CardRates("a card", "driver 1", 1e12, 2e12) == card.rates_of_this_process()
+    assert "a card (driver 1): 1.00 TB/s read, 2 TFLOP/s" in str(first)
+    identity[1] = "driver 2"
+    assert card.rates_of_this_process().read_bandwidth == 3e12
+    assert card.rates_of_this_process(is_fresh=True).read_bandwidth == 5e12
+    for file in (tmp_path / "card-rates").iterdir():
+        file.write_text("damaged")
+    assert card.rates_of_this_process().matrix_rate == 8e12
 
 
 # A sitting -------------------------------------------------------------------------------------
@@ -203,11 +238,12 @@ def test_a_decode_token_leaves_the_prompt_out() -> None:
 def test_the_phases_of_a_start_add_up() -> None:
     run = {
         "process_begin": 100.0,
+        "called": 100.5,
         "imported": 103.0,
         "engine_ready": 110.0,
         "first_token": 110.5,
         "stats": {"startup_s": {"load": 1.0, "capture": 4.0}},
     }
     seconds = list(phases(run).values())
-    assert seconds == pytest.approx([3.0, 1.0, 4.0, 2.0, 0.5, 10.5])
+    assert seconds == pytest.approx([0.5, 2.5, 1.0, 4.0, 2.0, 0.5, 10.5])
     assert sum(seconds[:-1]) == pytest.approx(seconds[-1])

@@ -20,14 +20,18 @@ from pagespec.compile import start_record
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.results import _PRIMES
 from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.model.gguf_blocks import _file_beside
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
+from pagespec.compile.model.source import find_source
 from pagespec.compile.start_record import Restored, StartRecord
 from pagespec.kernels.attention.spec import AttentionSpec
 from tests.compile.capture.test_graph_cache import tokens_and_logits
 from tests.support.apart import run_apart
 from tests.support.captures import OVERRIDES
+from tests.support.gguf_files import gguf_model
 from tests.support.models import BY_DAY, tiny_model
+from tests.support.quantized_files import SIZES, write_quantized
 from tests.support.tokenizers import byte_level
 
 CPU = torch.device("cpu")
@@ -53,21 +57,35 @@ HEAVY = (
 
 
 def record_of(
-    folder: Path, cache: Path, dtype: str = "auto", *, compiled: bool = False
+    model: Path,
+    cache: Path,
+    dtype: str = "auto",
+    *,
+    compiled: bool = False,
+    quantization: str | None = None,
 ) -> StartRecord:
     return StartRecord(
-        cache / "starts", cache / "graphs", folder, dtype=dtype, device=CPU, is_compiled=compiled
+        cache / "starts",
+        cache / "graphs",
+        find_source(model),
+        dtype=dtype,
+        device=CPU,
+        is_compiled=compiled,
+        quantization=quantization,
     )
 
 
-def start(folder: Path, cache: Path, dtype: str = "auto") -> CapturedModel:
+def start(
+    model: Path, cache: Path, dtype: str = "auto", *, quantization: str | None = None
+) -> CapturedModel:
     """A start with the module, which writes a record if it can."""
-    record = record_of(folder, cache, dtype)
-    loaded = load_model(folder, dtype=dtype)
+    record = record_of(model, cache, dtype, quantization=quantization)
+    loaded = load_model(model, dtype=dtype, quantization=quantization)
     specs = probe_model(loaded)
+    described = record.describe(loaded, specs)
     graphs = GraphCache(cache / "graphs")
     captured = capture_model(loaded, specs, graph_cache=graphs, packing_bytes=1 << 30)
-    record.write(loaded, specs, graphs.key)
+    record.write(described, graphs.key)
     return captured
 
 
@@ -250,8 +268,88 @@ def test_no_record_of_a_module_that_is_not_its_files(tmp_path: Path) -> None:
     record = record_of(folder, cache)
     with torch.no_grad():
         loaded.module.get_parameter("model.norm.weight")[3] += 1e-6
-    record.write(loaded, probe_model(loaded), "a graph")
+    record.write(record.describe(loaded, probe_model(loaded)), "a graph")
     assert not (cache / "starts").exists()
+
+
+def quantised_model(form: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Path, str | None]:
+    """A checkpoint held quantised, and what ``quantization`` must say of it."""
+    if form == "gguf":
+        return Path(gguf_model(folder, patch)), "gguf"
+    if form == "fp8 made at load":
+        tiny_model("llama", num_hidden_layers=2, **SIZES).save_pretrained(folder / "model")
+        return folder / "model", "fp8"
+    (folder / "model").mkdir()
+    write_quantized(folder / "model", form)
+    return folder / "model", None
+
+
+FORMS = ("gguf", "fp8 made at load", "fp8 blocks", "fp8 tensors", "awq", "gptq", "packed int4")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_weights_are_the_same(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, quantization = quantised_model(form, tmp_path, monkeypatch)
+    cache = tmp_path / "cache"
+    first = start(model, cache, quantization=quantization)
+    assert (
+        record_of(model, cache, quantization="fp8" if quantization is None else None).restore()
+        is None
+    )
+    restored = record_of(model, cache, quantization=quantization).restore()
+    assert restored is not None
+    assert restored.loaded.quantized
+    assert restored.loaded.quantization == first.loaded.quantization
+    second = capture_restored(restored)
+    assert second.weight_formats == first.weight_formats
+    assert second.float32_matrices == first.float32_matrices
+    tokens, logits = tokens_and_logits(first)
+    tokens_again, logits_again = tokens_and_logits(second)
+    assert tokens_again == tokens
+    assert all(torch.equal(logits_again[key], logits[key]) for key in logits)
+
+
+def test_not_for_other_quantised_files(tmp_path: Path) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    write_quantized(model, "gptq")
+    start(model, cache)
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    # Zero points are read otherwise in the second format.
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    file.write_text(json.dumps(config))
+    assert record_of(model, cache).restore() is None
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_not_without_the_blocks_of_a_gguf_file(
+    is_changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cache = Path(gguf_model(tmp_path, monkeypatch)), tmp_path / "cache"
+    start(model, cache, quantization="gguf")
+    blocks = _file_beside(Path(find_source(model).files))
+    if is_changed:
+        tensors = load_file(blocks)
+        save_file(tensors, blocks, {"format": "pt"})
+    else:
+        blocks.unlink()
+    assert record_of(model, cache, quantization="gguf").restore() is None
+
+
+def test_no_record_of_quantised_weights_that_are_not_the_files(tmp_path: Path) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    write_quantized(model, "awq")
+    loaded = load_model(model)
+    specs = probe_model(loaded)
+    record = record_of(model, cache)
+    assert record.describe(loaded, specs) is not None
+    weight = next(weight for weight in loaded.quantized.values() if weight is not None)
+    weight.scales[3, 0] *= 2
+    assert record.describe(loaded, specs) is None
 
 
 def test_the_newest_records_are_kept(
@@ -265,7 +363,8 @@ def test_the_newest_records_are_kept(
         old.write_text("{}")
         os.utime(old, ns=(10 - age, 10 - age))
     loaded = load_model(model)
-    record_of(model, tmp_path).write(loaded, probe_model(loaded), "a graph")
+    record = record_of(model, tmp_path)
+    record.write(record.describe(loaded, probe_model(loaded)), "a graph")
     # The new record's name is a digest, which any name may come before or after.
     left = {file.name for file in folder.iterdir()}
     assert len(left) == 2
@@ -277,21 +376,24 @@ import json, sys
 from pagespec import LLM, SamplingParams
 logits = []
 keep = lambda _, x: logits.append(x.sum().item())
-llm = LLM(sys.argv[1], device="cpu", num_blocks=16, on_logits=keep)
+quantization = sys.argv[2] or None
+llm = LLM(sys.argv[1], device="cpu", num_blocks=16, on_logits=keep, quantization=quantization)
 (out,) = llm.generate([[3, 5, 8]], SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
 print(json.dumps([list(out.outputs[0].token_ids), logits, llm.stats().startup_s["probe"],
                   sorted(sys.modules)]))
 """
 
 
+@pytest.mark.parametrize("quantization", ["", "fp8"])
 def test_the_second_start_imports_nothing_that_it_does_not_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))
     tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     byte_level().save_pretrained(tmp_path / "model")
     first, second = (
-        json.loads(run_apart("-c", _PROGRAM, str(tmp_path / "model"))) for _ in range(2)
+        json.loads(run_apart("-c", _PROGRAM, str(tmp_path / "model"), quantization))
+        for _ in range(2)
     )
     assert second[:2] == first[:2]
     assert "transformers.modeling_utils" in first[3]

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from pagespec import LLM, EngineError, SamplingParams
+from tests.support.apart import run_apart
 from tests.support.rank_group import BOUND_S, assert_gone
 
 pytestmark = [
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=4000,
-        hidden_size=1024,
+        hidden_size=1536,  # norms of narrower rows join the matmul behind them, not the sum
         intermediate_size=2048,
         num_hidden_layers=4,
         num_attention_heads=16,
@@ -81,6 +82,13 @@ def test_nccl_moves_what_peers_cannot_reach(
     """Both sum in rank order in float32, so that the tokens are the same."""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
     assert tokens(make_llm(folder), list(range(len(PROMPTS)))) == over_peer_memory
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 16])
+def test_kernels_that_wait_for_a_lost_rank_end(folder: Path, max_num_seqs: int) -> None:
+    """Matmuls of two rows push what they compute themselves."""
+    script = Path(__file__).with_name("lost_peer.py")
+    assert run_apart(str(script), str(folder), str(max_num_seqs)).endswith("ok\n")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

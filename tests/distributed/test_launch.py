@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pagespec import LLM, InvalidInputError, UnsupportedModelError
 from pagespec.distributed import launch
 from pagespec.engine.config import EngineConfig
-from pagespec.kernels.collectives import symmetric
+from pagespec.kernels.collectives import boxes
 from tests.support.models import tiny_model
 
 
@@ -101,7 +101,7 @@ def test_who_pushes_into_the_memory_of_peers(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {*gpus[1:]})
         assert not launch._has_peer_access(gpus)
-    monkeypatch.setattr(symmetric, "has_met", lambda: True)
+    monkeypatch.setattr(boxes, "has_met", lambda: True)
     assert not launch._has_peer_access(gpus)
 
 

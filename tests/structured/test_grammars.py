@@ -150,6 +150,35 @@ def test_nobody_waits_for_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -
     grammars.check(StructuredOutputs(regex="other"))
 
 
+def test_a_grammar_that_many_ask_for_has_several_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
+    compile_one, compiled = grammars._compile, []
+    monkeypatch.setattr(grammars, "_compile", lambda c: (compiled.append(c), compile_one(c))[1])
+    outputs = StructuredOutputs(regex="ab*")
+    for _ in range(module._NUM_LEXERS + 3):
+        grammars.check(outputs)
+    assert len(compiled) == module._NUM_LEXERS
+    masks = {bytes(grammars.matcher(outputs).compute_bitmask()) for _ in range(20)}
+    assert len(masks) == 1
+    assert len(compiled) == module._NUM_LEXERS
+
+
+def test_nobody_waits_for_another_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
+    known = StructuredOutputs(regex="known")
+    grammars.check(known)
+    compiled: list[object] = []
+    monkeypatch.setattr(grammars, "_compile", compiled.append)
+    for _ in range(module._MAX_COMPILING):  # others compile for ever
+        grammars._places.acquire()
+    grammars.check(known)
+    for _ in range(module._MAX_COMPILING):
+        grammars._places.release()
+    monkeypatch.setattr(module, "_MAX_COMPILE_AGAIN_S", 0.0)  # it took longer than that
+    grammars.check(known)
+    assert compiled == []
+
+
 def test_matchers_do_not_share_their_place() -> None:
     outputs = StructuredOutputs(regex="ab")
     one, other = GRAMMARS.matcher(outputs), GRAMMARS.matcher(outputs)

@@ -164,7 +164,8 @@ def _draw_on(
     from pagespec.kernels.sampling.top_k_top_p import sample_truncated
     from pagespec.runner.gpu_pack import truncated_fields
 
-    arrays = (batch.fields, batch.bias, batch.words, batch.word_ids, batch.masks)
+    no_masks = np.zeros((1, 1), np.int32)
+    arrays = (batch.fields, batch.bias, batch.words, batch.word_ids, batch.masks, no_masks)
     staged = StagedEdits(*(torch.from_numpy(array).to(device) for array in arrays))
     history = torch.tensor([PROMPT + OUTPUT], dtype=torch.int32, device=device)
     same = logits.to(device).expand(len(batch), -1).contiguous()

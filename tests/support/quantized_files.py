@@ -129,26 +129,56 @@ def awq(weight: Tensor, group: int = 128) -> Encoded:
     return {**parts, "scales": scales.bfloat16()}, made.plain
 
 
+class SortedInt4(Int4):
+    """Groups of inputs of the whole width, chosen at random: ``groups`` ``[K]``."""
+
+    def __init__(self, weight: Tensor, group: int, seed: int, *, symmetric: bool) -> None:
+        order = np.random.default_rng(seed).permutation(weight.shape[1])
+        super().__init__(weight[:, torch.from_numpy(order)], group, symmetric=symmetric)
+        place = np.argsort(order)
+        self.values, self.plain = self.values[:, place], self.plain[:, torch.from_numpy(place)]
+        self.groups = torch.from_numpy(place // group).int()
+
+
 def gptq(
-    weight: Tensor, group: int = 128, *, symmetric: bool = True, second_format: bool = False
+    weight: Tensor,
+    group: int = 128,
+    *,
+    symmetric: bool = True,
+    second_format: bool = False,
+    is_sorted: bool = False,
 ) -> Encoded:
-    made = Int4(weight, group, symmetric=symmetric)
     num_outputs, num_inputs = weight.shape
+    groups = torch.arange(num_inputs, dtype=torch.int32) // group
+    if is_sorted:
+        made: Int4 = (sorted_one := SortedInt4(weight, group, num_inputs, symmetric=symmetric))
+        groups = sorted_one.groups
+    else:
+        made = Int4(weight, group, symmetric=symmetric)
     rows = made.values.T.reshape(num_inputs // 8, 8, num_outputs).transpose(0, 2, 1)
     stored = made.zeros.T - (0 if second_format else 1)
     parts = {
         "qweight": _words(rows),
         "qzeros": _words(stored.reshape(len(stored), -1, 8)),
         "scales": torch.from_numpy(np.ascontiguousarray(made.scales.T)).bfloat16(),
-        "g_idx": torch.arange(num_inputs, dtype=torch.int32) // group,
+        "g_idx": groups,
     }
     return parts, made.plain
 
 
-def packed_int4(weight: Tensor, group: int = 128, *, symmetric: bool = True) -> Encoded:
-    made = Int4(weight, group, symmetric=symmetric)
+def packed_int4(
+    weight: Tensor, group: int = 128, *, symmetric: bool = True, is_sorted: bool = False
+) -> Encoded:
     num_outputs, num_inputs = weight.shape
-    parts = {
+    parts: dict[str, Tensor] = {}
+    if is_sorted:
+        # Queries have another order than keys and values.
+        seed = num_outputs + num_inputs
+        made: Int4 = (sorted_one := SortedInt4(weight, group, seed, symmetric=symmetric))
+        parts["weight_g_idx"] = sorted_one.groups
+    else:
+        made = Int4(weight, group, symmetric=symmetric)
+    parts |= {
         "weight_packed": _words(made.values.reshape(num_outputs, -1, 8)),
         "weight_scale": torch.from_numpy(made.scales).bfloat16(),
         "weight_shape": torch.tensor([num_outputs, num_inputs]),
@@ -211,6 +241,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
     "packed int4 asymmetric": (
         compressed("pack-quantized", {**_INT4, "symmetric": False}, None),
         lambda weight: packed_int4(weight, symmetric=False),
+    ),
+    "gptq sorted": (
+        {**GPTQ_CONFIG, "desc_act": True, "sym": False},
+        lambda weight: gptq(weight, symmetric=False, is_sorted=True),
+    ),
+    "packed int4 sorted": (
+        compressed("pack-quantized", {**_INT4, "symmetric": True, "actorder": "group"}, None),
+        lambda weight: packed_int4(weight, is_sorted=True),
     ),
 }
 INT4_LAYOUTS = [name for name in LAYOUTS if not name.startswith("fp8")]

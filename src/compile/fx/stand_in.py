@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 
-def stand_in(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full((1,), torch.nan, dtype=dtype).expand(*shape)
+def stand_in(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(*shape)
 
 
 def is_stand_in(tensor: Tensor) -> bool:

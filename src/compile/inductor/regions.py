@@ -228,6 +228,17 @@ def _extract(region: Region) -> GraphModule:
     return GraphModule({}, graph)
 
 
+def _under_its_name(value: object) -> object:
+    """A size that was found equal to another one, as the symbol that stands for both.
+
+    Sizes of tensors are written with that symbol; Inductor would define the other alone.
+    """
+    if not isinstance(value, torch.SymInt):
+        return value
+    node = value.node
+    return node.shape_env.create_symintnode(node.expr, hint=node.hint)
+
+
 def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int, int]:
     """Replace each region of ``gm`` by one call of its compiled form.
 
@@ -240,7 +251,7 @@ def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int
         signature = _signature(region)
         function = compiled.get(signature)
         if function is None:
-            fakes = [example(node) for node in region.inputs]
+            fakes = [_under_its_name(example(node)) for node in region.inputs]
             function = compiled[signature] = compiler(_extract(region), fakes)
         _replace(gm.graph, region, function, list(compiled).index(signature))
     gm.graph.lint()

@@ -51,7 +51,9 @@ def check_gguf(model: object, device: torch.device) -> None:
     if name is None or not name.endswith(".gguf"):
         limit = "needs a .gguf file: it keeps what is quantised there, and quantises nothing"
         raise InvalidInputError("quantization", quantization, limit)
-    reason = f"is for a CPU, not for {device}" if device.type != "cpu" else reason_against()
+    if device.type != "cpu":
+        return
+    reason = reason_against()
     if reason is not None:
         raise InvalidInputError("quantization", quantization, reason)
     begin_build()  # beside the reading
@@ -64,9 +66,8 @@ def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, Blocks
         folder: the conversion of the GGUF file at ``path``.
         module: as it was loaded from there.
     """
-    file = folder.parent / f"{folder.name}-blocks{_VERSION}.safetensors"
     try:
-        return _read(file)
+        return saved_blocks(folder)
     except (OSError, SafetensorError, KeyError, ValueError):
         found = read_blocks(path, module)
     tensors = {
@@ -77,12 +78,21 @@ def kept_blocks(path: Path, folder: Path, module: nn.Module) -> dict[str, Blocks
     }
     wide = [name for name, blocks in found.items() if blocks is None]
     with suppress(OSError):  # a full disk costs only the cache
-        write_whole(file, save(tensors, {_WIDE: json.dumps(wide)}))
+        write_whole(_file_beside(folder), save(tensors, {_WIDE: json.dumps(wide)}))
     return found
 
 
-def _read(file: Path) -> dict[str, Blocks | None]:
-    with safe_open(file, "pt") as kept:
+def _file_beside(folder: Path) -> Path:
+    return folder.parent / f"{folder.name}-blocks{_VERSION}.safetensors"
+
+
+def saved_blocks(folder: Path) -> dict[str, Blocks | None]:
+    """What :func:`kept_blocks` has written for the conversion in ``folder``.
+
+    Raises:
+        Exception: of any kind, if it has not, or the file is damaged.
+    """
+    with safe_open(_file_beside(folder), "pt") as kept:
         found: dict[str, Blocks | None] = dict.fromkeys(json.loads((kept.metadata() or {})[_WIDE]))
         keys = kept.keys()
         for name in {key.partition(" ")[0] for key in keys}:

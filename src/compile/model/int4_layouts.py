@@ -16,6 +16,9 @@ compressed-tensors  ``[N, K / 8]``         ``[N / 8, G]`` or none  ``(q - z) * s
 
 N outputs, K inputs, G groups of inputs. Groups become groups of 32 inputs, which changes no value:
 ``(q - 8) * scale + (8 - z) * scale`` is exact in float32 for scales of float16 and bfloat16.
+
+GPTQ and compressed-tensors may name the group of each input (``g_idx``): inputs were quantised in
+the order of their importance. Columns are then sorted by group, and so are the rows of a matmul.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.linear.cpu_quantized import GROUP, Int4Weight
+from ...kernels.linear.cpu_quantized import GROUP, Int4Weight, PermutedInt4Weight
 
 _PER_WORD = 8
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an int32 has outputs 0, 1, 2, ...
@@ -36,19 +39,61 @@ def awq_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Int4Weight:
     return _grouped(values.t(), zeros.t(), scales.t())
 
 
-def gptq_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, zero_offset: int) -> Int4Weight:
-    """``scales`` ``[G, N]``; ``zero_offset`` is 1 in the first format, 0 in the second."""
+def gptq_weight(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    groups: Tensor | None = None,
+    *,
+    zero_offset: int,
+) -> Int4Weight | PermutedInt4Weight:
+    """``scales`` ``[G, N]``; ``zero_offset`` is 1 in the first format, 0 in the second; ``groups``
+    as of :func:`order_of`."""
     values = _unpacked(qweight).transpose(1, 2).flatten(0, 1)
     zeros = _unpacked(qzeros).flatten(-2)
-    return _grouped(values.t(), zeros.t() + zero_offset, scales.t())
+    return _sorted(values.t(), zeros.t() + zero_offset, scales.t(), groups)
 
 
-def packed_weight(packed: Tensor, zeros: Tensor | None, scales: Tensor) -> Int4Weight:
-    """Of compressed-tensors; ``scales`` ``[N, G]``."""
+def packed_weight(
+    packed: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor | None = None
+) -> Int4Weight | PermutedInt4Weight:
+    """Of compressed-tensors; ``scales`` ``[N, G]``; ``groups`` as of :func:`order_of`."""
     values = _unpacked(packed).flatten(-2)
     if zeros is None:
-        return _grouped(values, torch.full(scales.shape, _MIDDLE), scales)
-    return _grouped(values, _unpacked(zeros).transpose(1, 2).flatten(0, 1), scales)
+        numbers = torch.full(scales.shape, _MIDDLE, device=scales.device)
+    else:
+        numbers = _unpacked(zeros).transpose(1, 2).flatten(0, 1)
+    return _sorted(values, numbers, scales, groups)
+
+
+def order_of(groups: Tensor, num_groups: int) -> Tensor | None:
+    """The inputs sorted by group, int64; None if they are.
+
+    Args:
+        groups: the group of each input, ``[K]``.
+
+    Raises:
+        ValueError: groups are not of one size.
+    """
+    groups = groups.long()
+    expected = torch.arange(len(groups), device=groups.device) // (len(groups) // num_groups)
+    if torch.equal(groups, expected):
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], expected):
+        raise ValueError(
+            f"g_idx must put {len(groups) // num_groups} inputs into each of {num_groups} groups"
+        )
+    return order
+
+
+def _sorted(
+    values: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None
+) -> Int4Weight | PermutedInt4Weight:
+    order = None if groups is None else order_of(groups, scales.shape[1])
+    if order is None:
+        return _grouped(values, zeros, scales)
+    return PermutedInt4Weight(*_grouped(values[:, order], zeros, scales), order)
 
 
 def _unpacked(words: Tensor) -> Tensor:

@@ -24,7 +24,13 @@ from transformers import (
 from ...errors import InvalidInputError, UnsupportedModelError
 from .gguf_blocks import check_gguf, kept_blocks
 from .loaded import WHOLE, LoadedModel, Shard, longest_context
-from .quantized_load import check_quantized, load_quantized, stays_quantised
+from .quantized_load import (
+    check_capability,
+    check_quantized,
+    load_quantized,
+    quantize_module,
+    stays_quantised,
+)
 from .refusal import as_input_error, cause
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
@@ -76,7 +82,11 @@ def load_model(
     if load_format not in _LOAD_FORMATS:
         raise InvalidInputError("load_format", load_format, f"must be one of {_LOAD_FORMATS}")
     if quantization == "gguf":
+        if device.type == "cpu" and torch_dtype not in (None, torch.float32):
+            limit = f"needs dtype float32, or auto, on a CPU; dtype is {dtype!r}"
+            raise InvalidInputError("quantization", quantization, limit)
         check_gguf(model.name if isinstance(model, ModelSource) else model, device)
+        check_capability("int4", device)
     if isinstance(model, PreTrainedModel):
         if quantization is not None:
             limit = "needs a model in files: a module in memory has its weights already"
@@ -88,13 +98,17 @@ def load_model(
         return _described(module, None, max_model_len)
 
     name, source, config = _config_of(model, cache_dir)
-    if load_format == "auto" and (quantization == "fp8" or stays_quantised(config)):
+    is_quantised = quantization == "fp8" or (load_format == "auto" and stays_quantised(config))
+    if is_quantised:
         check_quantized(name, config, quantization, torch_dtype, device, shard)
-        return _quantized(source, name, config, max_model_len)
+    if quantization == "gguf" and device.type == "cuda":
+        return _gguf(source, name, config, torch_dtype or torch.bfloat16, device, max_model_len)
     if torch_dtype is None:
         text_config = config.get_text_config(decoder=True)
         configured: Any = text_config.dtype or config.dtype or torch.bfloat16
         torch_dtype = torch.float32 if device.type == "cpu" else configured
+    if is_quantised and load_format == "auto":
+        return _quantized(source, name, config, torch_dtype, device, max_model_len)
     module = _built(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
     module = module.to(device).eval()  # type: ignore[arg-type]
@@ -102,18 +116,49 @@ def load_model(
     described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
     if quantization == "gguf":
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
+    elif is_quantised:
+        weights, scheme = quantize_module(module)
+        described = replace(described, quantization=scheme)
+        described.quantized.update(weights)
+    return described
+
+
+def _gguf(
+    source: str,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None,
+) -> LoadedModel:
+    """For a GPU: what is held there in other blocks than 4 and 8 bits becomes ``dtype``."""
+    # Parameters are recognised by their values, which are float32.
+    cpu = torch.device("cpu")
+    module = _built(source, name, config, torch.float32, "auto", cpu, WHOLE)
+    blocks = kept_blocks(Path(name), Path(source), module)
+    _cast(module, dtype)
+    module = module.to(device).eval()  # type: ignore[arg-type]
+    described = _described(module, _tokenizer(source, name), max_model_len)
+    for parameter, held in blocks.items():
+        if held is not None:
+            described.quantized[parameter] = type(held)(*(part.to(device) for part in held))
     return described
 
 
 def _quantized(
-    source: str, name: str, config: PreTrainedConfig, max_model_len: int | None
+    source: str,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None,
 ) -> LoadedModel:
     with as_input_error(name, "must have safetensors weights that a model can be built from"):
 
         def build(kind: Any, plain: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
-            return _loaded(kind, None, name, config=plain, state_dict=state, dtype=torch.float32)
+            return _loaded(kind, None, name, config=plain, state_dict=state, dtype=dtype)
 
-        module, weights, scheme = load_quantized(source, name, config, build)
+        module, weights, scheme = load_quantized(source, name, config, build, dtype, device)
     described = _described(module.eval(), _tokenizer(source, name), max_model_len)
     described = replace(described, quantization=scheme)
     described.quantized.update(weights)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import InvalidInputError, UnsupportedModelError
+from ...errors import UnsupportedModelError
 from ...kernels import e4m3
 from ...kernels.linear.cpu_quantized import GROUP
 from ...kernels.linear.fp8 import BLOCK, Fp8Weight, quantize_fp8, rows_of_blocks
@@ -32,6 +32,7 @@ class Scheme:
 
     Attributes:
         name: for people.
+        format: of its weights, as :meth:`.context.PassContext.weight_format` names them.
         marker: a tensor that quantised layers have, and others do not.
         parts: the tensors of a quantised layer, "bias" apart; those with "?" may be missing.
         read: the weight from its parts and its shape ``(N, K)``. A ValueError says what is wrong.
@@ -39,6 +40,7 @@ class Scheme:
     """
 
     name: str
+    format: str
     marker: str
     parts: tuple[str, ...]
     read: Callable[[Parts, tuple[int, int]], QuantizedWeight]
@@ -49,6 +51,7 @@ def fp8_at_load(excluded: str) -> Scheme:
     """For a checkpoint that is not quantised: all linear layers but the one of this name."""
     return Scheme(
         f"fp8 e4m3 in blocks of {BLOCK} x {BLOCK}, made at load",
+        "fp8",
         "weight",
         ("weight",),
         _make_fp8,
@@ -107,6 +110,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 
     return Scheme(
         f"fp8 e4m3 in blocks of {BLOCK} x {BLOCK}",
+        "fp8",
         "weight_scale_inv",
         ("weight", "weight_scale_inv"),
         read,
@@ -124,7 +128,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     sparsity = config.get("sparsity_config") or {}
     _expect(sparsity, "sparsity_config.", format=(None, "dense"))
     weights, activations = group.get("weights") or {}, group.get("input_activations")
-    _expect(weights, "weights.", actorder=(None, "static", "weight", False))
+    actorders = (None, "static", "weight", "group", True, False)
+    _expect(weights, "weights.", actorder=actorders)
     targets, ignored = group.get("targets") or (), config.get("ignore") or ()
 
     def is_excluded(name: str) -> bool:
@@ -140,6 +145,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
             _expect(activations, where, strategy=("token",))
         return Scheme(
             f"fp8 e4m3 with a scale for each {weights['strategy']}",
+            "fp8",
             "weight_scale",
             ("weight", "weight_scale"),
             _read_fp8_rows,
@@ -157,12 +163,14 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
         _check_words("weight_packed", parts["weight_packed"], (shape[0], shape[1] // 8))
         if zeros is not None:
             _check_words("weight_zero_point", zeros, (shape[0] // 8, num_groups))
-        return packed_weight(parts["weight_packed"], zeros, scales)
+        groups = _groups("weight_g_idx", parts, shape[1])
+        return packed_weight(parts["weight_packed"], zeros, scales, groups)
 
     return Scheme(
         f"compressed-tensors int4 with a scale for each {weights['strategy']}",
+        "int4",
         "weight_packed",
-        ("weight_packed", "weight_scale", "weight_shape?", "weight_zero_point?"),
+        ("weight_packed", "weight_scale", "weight_shape?", "weight_zero_point?", "weight_g_idx?"),
         read,
         is_excluded,
     )
@@ -177,7 +185,7 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 
     name = f"AWQ int4 in groups of {config.get('group_size')}"
     excluded = _listed(config.get("modules_to_not_convert"))
-    return Scheme(name, "qweight", ("qweight", "qzeros", "scales"), read, excluded)
+    return Scheme(name, "int4", "qweight", ("qweight", "qzeros", "scales"), read, excluded)
 
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
@@ -187,17 +195,12 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     def read(parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
         _check_words("qweight", parts["qweight"], (shape[1] // 8, shape[0]))
         operands = _zeros_and_scales(parts, shape)
-        order = parts.get("g_idx")
-        group_size = shape[1] // len(parts["scales"])
-        if order is not None and not torch.equal(
-            order.long(), torch.arange(shape[1]) // group_size
-        ):
-            raise ValueError("g_idx permutes the inputs (desc_act), which is not supported")
-        return gptq_weight(*operands, zero_offset=zero_offset)
+        groups = _groups("g_idx", parts, shape[1])
+        return gptq_weight(*operands, groups, zero_offset=zero_offset)
 
     name = f"GPTQ int4 in groups of {config.get('group_size')}"
     parts = ("qweight", "qzeros", "scales", "g_idx?")
-    return Scheme(name, "qweight", parts, read)
+    return Scheme(name, "int4", "qweight", parts, read)
 
 
 def _make_fp8(parts: Parts, shape: tuple[int, int]) -> Fp8Weight:
@@ -230,6 +233,16 @@ def _zeros_and_scales(parts: Parts, shape: tuple[int, int]) -> tuple[Tensor, Ten
     _check_float("scales", scales, (len(scales), shape[0]))
     _check_words("qzeros", parts["qzeros"], (len(scales), shape[0] // 8))
     return parts["qweight"], parts["qzeros"], scales
+
+
+def _groups(name: str, parts: Parts, num_inputs: int) -> Tensor | None:
+    """The group of each input, where the layer names them; -1 says that it does not."""
+    groups = parts.get(name)
+    if groups is None or bool((groups == -1).all()):
+        return None
+    if groups.is_floating_point() or tuple(groups.shape) != (num_inputs,):
+        raise ValueError(f"{name} is {_form(groups)}, not int32 {(num_inputs,)}")
+    return groups
 
 
 def _check_groups(shape: tuple[int, int], num_groups: int) -> None:
@@ -268,18 +281,3 @@ def _listed(entries: Sequence[str] | None) -> Callable[[str], bool]:
     """Whether a name is, is within, or ends with one of ``entries``, at dots."""
     dotted = [f".{entry}." for entry in entries or ()]
     return lambda name: any(entry in f".{name}." for entry in dotted)
-
-
-def read_layer(scheme: Scheme, layer: str, parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
-    """The weight of a layer.
-
-    Raises:
-        InvalidInputError: its tensors are not those of the scheme.
-    """
-    missing = [p for p in scheme.parts if not p.endswith("?") and p not in parts]
-    if missing:
-        raise InvalidInputError("model", layer, f"has no {', '.join(missing)}: {scheme.name}")
-    try:
-        return scheme.read(parts, shape)
-    except ValueError as error:
-        raise InvalidInputError("model", layer, f"{error}: {scheme.name}") from None

@@ -29,9 +29,12 @@ from ...kernels.linear.quantized_weight import QuantizedWeight, expanded
 from ..fx.stand_in import is_stand_in, stand_in
 from .checkpoint import Checkpoint
 from .loaded import LoadedModel, Shard
-from .quantization_schemes import Scheme, fp8_at_load, read_layer, scheme_of
+from .quantization_schemes import Scheme, fp8_at_load, scheme_of
+from .quantized_layers import read_layer, read_layers
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+GPU_FORMATS: dict[str, tuple[int, ...]] = {"fp8": (9,), "int4": (9,), "int8": (9,)}
+"""The formats of weights that are served on a GPU, with the compute capabilities (major)."""
 _EXPANDED_BY_TRANSFORMERS = ("mxfp4",)  # where its kernels for GPUs are not installed
 Build = Callable[[type[PreTrainedModel], PreTrainedConfig, dict[str, Tensor]], PreTrainedModel]
 """A module of a class from its config and all of its tensors."""
@@ -69,20 +72,45 @@ def check_quantized(
         limit = 'a .gguf file is quantised already: "gguf" keeps that'
         raise InvalidInputError("quantization", quantization, limit)
     scheme = quantization or own
+    is_dtype_known = device.type == "cuda" or dtype in (None, torch.float32)
     for field, value, suits, limit in (
-        ("device", str(device), device.type == "cpu", "are served on a CPU only"),
-        ("dtype", str(dtype), dtype in (None, torch.float32), "need dtype float32, or auto"),
+        ("dtype", str(dtype), is_dtype_known, "need dtype float32, or auto, on a CPU"),
         ("tensor_parallel_size", shard.num_ranks, shard.num_ranks == 1, "are for one process"),
     ):
         if not suits:
             raise InvalidInputError(field, value, f"weights quantised by {scheme!r} {limit}")
 
 
+def check_capability(format: str, device: torch.device) -> None:
+    """Raises InvalidInputError where weights of the format are not served."""
+    if device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    majors = GPU_FORMATS[format]
+    if found[0] not in majors:
+        known = " or ".join(f"{major}.x" for major in majors)
+        limit = (
+            f"weights in {format} need a GPU of compute capability {known}; "
+            f"this one has {found[0]}.{found[1]}"
+        )
+        raise InvalidInputError("device", str(device), limit)
+
+
 def load_quantized(
-    source: str, name: str, config: PreTrainedConfig, build: Build
+    source: str,
+    name: str,
+    config: PreTrainedConfig,
+    build: Build,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, QuantizedWeight], str]:
     """The module with stand-ins, the weights by parameter name, and the name of the scheme: that of
     the config, else fp8 that is made here.
+
+    Args:
+        build: makes a module on a CPU.
+        dtype: of the module, and of what is not quantised.
+        device: where all of it is to be. A layer is moved there and then quantised.
 
     Raises:
         UnsupportedModelError: a scheme, or a quantised tensor, that is not known here.
@@ -94,11 +122,11 @@ def load_quantized(
         scheme = scheme_of(name, found)
         del plain.quantization_config
     with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=torch.float32)
-    linears = {n: m for n, m in skeleton.named_modules() if isinstance(m, nn.Linear)}
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=dtype)
+    linears = _linears(skeleton)
     if found is None:
-        head = skeleton.get_output_embeddings()
-        scheme = fp8_at_load(next((n for n, m in linears.items() if m is head), ""))
+        scheme = fp8_at_load(_head_of(skeleton))
+    check_capability(scheme.format, device)
     folder = Path(source)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -106,24 +134,65 @@ def load_quantized(
         folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
     checkpoint = Checkpoint(folder)
     layers = _layers(checkpoint, scheme, linears, name, is_made=found is None)
-    state, parts = _sorted_tensors(checkpoint, scheme, layers, name)
+    state = _plain_tensors(checkpoint, scheme, layers, name)
     shapes = {layer: (linears[layer].out_features, linears[layer].in_features) for layer in layers}
     for layer in layers:
         bias = state.get(f"{layer}.bias")
         if bias is not None and linears[layer].bias is None and bool(bias.any()):
             raise UnsupportedModelError(f"{name}: {layer} has a bias, and no use for it")
-    state |= {f"{layer}.weight": stand_in(shape) for layer, shape in shapes.items()}
+    state |= {f"{layer}.weight": stand_in(shape, dtype) for layer, shape in shapes.items()}
     module = build(type(skeleton), plain, state)
     if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
-    weights: dict[str, QuantizedWeight] = {}
-    for layer, shape in shapes.items():
+    for layer in layers:
         parameter = module.get_submodule(layer).weight
         if not isinstance(parameter, Tensor) or not is_stand_in(parameter):
             raise UnsupportedModelError(f"{name}: transformers changes {layer} as it loads it")
-        tensors = {part: checkpoint.get(f"{layer}.{part}") for part in parts[layer]}
-        weights[f"{layer}.weight"] = read_layer(scheme, layer, tensors, shape)
+    weights = dict(read_layers(checkpoint, scheme, shapes.items(), device))
+    _move(module, device)
     return module, weights, scheme.name
+
+
+def quantize_module(
+    module: PreTrainedModel,
+) -> tuple[dict[str, QuantizedWeight], str]:
+    """Makes FP8 of the linear layers of a module that nobody else holds, one after the other, and
+    puts stand-ins into it; the weights by parameter name, and the name of the scheme.
+
+    Raises:
+        InvalidInputError: the module is on a GPU without it.
+    """
+    scheme = fp8_at_load(_head_of(module))
+    check_capability(scheme.format, module.device)
+    weights: dict[str, QuantizedWeight] = {}
+    for layer, linear in _linears(module).items():
+        if scheme.is_excluded(layer):
+            continue
+        shape = (linear.out_features, linear.in_features)
+        weight = linear.weight.data
+        weights[f"{layer}.weight"] = read_layer(scheme, layer, {"weight": weight}, shape)
+        linear.weight.data = stand_in(shape, weight.dtype, weight.device)
+        del weight
+    return weights, scheme.name
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+
+
+def _head_of(module: PreTrainedModel) -> str:
+    """The name of the linear layer that is the head; "" where none is."""
+    head = module.get_output_embeddings()
+    return next((n for n, m in _linears(module).items() if m is head), "")
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """As ``module.to(device)``, but stand-ins stay what they are."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if is_stand_in(tensor):
+            tensor.data = stand_in(tensor.shape, tensor.dtype, device)
+        else:
+            tensor.data = tensor.data.to(device)
 
 
 def _layers(
@@ -153,26 +222,25 @@ def _layers(
     return marked
 
 
-def _sorted_tensors(
+def _plain_tensors(
     checkpoint: Checkpoint, scheme: Scheme, layers: list[str], name: str
-) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """What the module is built from, and which parts each layer has."""
+) -> dict[str, Tensor]:
+    """What the module is built from, beside its quantised layers' weights."""
     known = {part.removesuffix("?") for part in scheme.parts}
-    parts: dict[str, list[str]] = {layer: [] for layer in layers}
+    quantized = set(layers)
     state: dict[str, Tensor] = {}
     for key in checkpoint.names:
         layer, _, part = key.rpartition(".")
-        if layer in parts and part in known:
-            parts[layer].append(part)
+        if layer in quantized and part in known:
             continue
         tensor = checkpoint.get(key)
-        if layer in parts and part != "bias":
+        if layer in quantized and part != "bias":
             raise UnsupportedModelError(f"{name}: {key} is not known: {scheme.name}")
         if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
             limit = f"is {tensor.dtype}, and no layer of {scheme.name}"
             raise InvalidInputError("model", key, limit)
         state[key] = tensor
-    return state, parts
+    return state
 
 
 class _ExpandedLinears(TorchFunctionMode):
@@ -191,7 +259,8 @@ class _ExpandedLinears(TorchFunctionMode):
             operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             weight = self._weights.get(id(operands["weight"]))
             if weight is not None:
-                return func(operands["input"], expanded(weight), operands.get("bias"))
+                matrix = expanded(weight).to(operands["input"].dtype)
+                return func(operands["input"], matrix, operands.get("bias"))
         return func(*args, **kwargs)
 
 

@@ -4,7 +4,8 @@ Read in this order: this file (which passes run, and in which order), ``context`
 ``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``quantize_linear`` and, for native
 kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU
 ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
-``split_head``.
+``split_head``. Weights that stay quantised are ``quantize_linear``'s on both; a GPU's kernels for
+them are the table in ``gpu_quantized``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """
@@ -66,27 +67,34 @@ def gpu_passes() -> dict[str, GraphPass]:
     """For a graph run on a GPU: our fused kernels, then the matmuls and attention.
 
     In this order: the rotary pass takes the norms of queries and keys, and it and the one that
-    joins attention match the ops.
+    joins attention match the ops; masks that go with the experts' sort lie between a matmul and its
+    activation.
     """
     # Triton, which they need, is only there on machines with a GPU.
     from .fuse_activation import fuse_activation
     from .fuse_all_reduce_norm import fuse_all_reduce_norm
+    from .fuse_expert_sort import fuse_expert_sort
     from .fuse_norm import fuse_norm
     from .fuse_norm_linear import fuse_norm_linear
+    from .fuse_quantize import fuse_quantize
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
+    from .fuse_row_parallel import fuse_row_parallel
     from .lower_gpu import lower_gpu
 
     return {
         "fuse_rope_store": fuse_rope_store,
         "fuse_rope_attention": fuse_rope_attention,
         "fuse_norm": fuse_norm,
+        "fuse_expert_sort": fuse_expert_sort,
         "fuse_activation": fuse_activation,
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
+        "fuse_quantize": fuse_quantize,
         "fuse_all_reduce_norm": fuse_all_reduce_norm,
+        "fuse_row_parallel": fuse_row_parallel,
     }
 
 

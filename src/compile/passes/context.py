@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch.fx import Node
 
 from ...kernels.attention.backend import AttentionBackend
 from ...kernels.collectives.communicator import Communicator
-from ...kernels.linear.cpu_quantized import Int4Weight, fits_int4
+from ...kernels.linear.cpu_quantized import Int4Weight, PermutedInt4Weight, fits_int4
 from ...kernels.linear.fp8 import Fp8Weight
 from ...kernels.linear.quantized_weight import QuantizedWeight
 from ..fx.stand_in import is_stand_in
@@ -26,7 +27,8 @@ class PassContext:
             placeholder for a constant enters it here.
         transparent: whether a row's bits must not depend on the rest of the batch.
         packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
-        matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`).
+        matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`), on a CPU recipes
+            (:mod:`.recipe_cache`).
         attention: the implementation to call in place of the ops; None keeps the ops.
         communicator: the same for collectives.
         quantized: weights to keep quantised, by the ``id`` of the constant that they are the values
@@ -34,7 +36,8 @@ class PassContext:
         is_native: whether to call :mod:`.kernels.native`, which they and the operations between
             them then go to.
         weight_formats: where there are such weights, how many numbers are held in which format.
-        float32_matrices: names of the parameters that then stay float32, but for vectors.
+        float32_matrices: names of the parameters that then stay float32, on a GPU in the model's
+            dtype, but for vectors.
     """
 
     module: nn.Module
@@ -62,7 +65,18 @@ class PassContext:
         weight = self.quantized[id(tensor)]
         if isinstance(weight, Fp8Weight):
             return "fp8"
+        has_kernels = self.is_native or tensor.is_cuda
+        if isinstance(weight, PermutedInt4Weight):
+            return "int4"
         if isinstance(weight, Int4Weight):
-            fits = self.is_native or is_stand_in(tensor) or fits_int4(weight)
+            fits = has_kernels or is_stand_in(tensor) or fits_int4(weight)
             return "int4" if fits else "float16"
-        return "int8" if weight is not None and self.is_native else "float16"
+        return "int8" if weight is not None and has_kernels else "float16"
+
+    def input_order(self, tensor: Tensor) -> str | None:
+        """A name for the order in which a constant's quantised weight has its inputs; None for
+        their own."""
+        weight = self.quantized.get(id(tensor))
+        if not isinstance(weight, PermutedInt4Weight):
+            return None
+        return hashlib.sha256(weight.order.cpu().numpy().tobytes()).hexdigest()

@@ -29,6 +29,7 @@ from ...kernels.fused import cpu_activation
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
+from ...kernels.linear.recipe_cache import Recipes
 from ...kernels.native import calls as native
 from ..fx.nodes import (
     calls_op,
@@ -165,13 +166,13 @@ class _FastCalls:
 
 class _InvariantCalls:
     """Calls with the same bits for a row in any batch. A recipe is chosen once for all weights of
-    one shape."""
+    one shape, and kept."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
         self._room = context.packing_bytes
         self._packed: dict[Node, Node] = {}
-        self._recipes: dict[tuple[object, ...], invariant_linear.MatmulRecipe] = {}
+        self._recipes = Recipes(context.matmul_plan_dir)
 
     def __call__(self, node: Node) -> _Call | None:
         if is_linear(node):
@@ -227,13 +228,10 @@ class _InvariantCalls:
         is_contiguous = dims[0] < dims[1] and value.is_contiguous()
         if dims == (2, 1):
             is_contiguous = value.stride(1) == 1
-        key = (num_outputs, num_inputs, value.dtype, is_contiguous, may_pack)
-        if key not in self._recipes:
-            self._recipes[key] = invariant_linear.choose_recipe(
-                num_outputs,
-                num_inputs,
-                value.dtype,
-                is_contiguous=is_contiguous,
-                may_pack=may_pack,
-            )
-        return self._recipes[key]
+        return self._recipes.choose(
+            num_outputs,
+            num_inputs,
+            value.dtype,
+            is_contiguous=is_contiguous,
+            may_pack=may_pack,
+        )

@@ -4,7 +4,10 @@
   at start-up;
 - ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
   kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
-- a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`.
+- ``linear`` with a weight that stays quantised becomes a call of the kernel for its format
+  (:mod:`.gpu_quantized`), a gated activation behind it included where that has one;
+- a matmul of a mixture of experts becomes :func:`.grouped_mm.grouped_mm`, with the gated activation
+  behind it likewise.
 """
 
 from __future__ import annotations
@@ -18,8 +21,19 @@ from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
 from ...kernels.linear import grouped_mm
 from ...kernels.linear.plan_cache import LinearPlans
-from ..fx.nodes import calls_op, example, grouped_operands, is_linear, linear_operands
+from ..fx.nodes import (
+    calls,
+    calls_op,
+    example,
+    grouped_operands,
+    is_linear,
+    last_size,
+    linear_operands,
+    tensor_of,
+)
 from .context import PassContext
+from .gpu_quantized import gpu_kernels
+from .quantize_linear import QuantizedCalls
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,6 +42,8 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
     plans = LinearPlans(context.transparent, context.matmul_plan_dir)
+    dtype = next((p.dtype for p in context.module.parameters()), torch.float32)
+    quantized = QuantizedCalls(graph, context, gpu_kernels(dtype, plans))
     matmuls = {node: _matmul(node, context) for node in filter(is_linear, graph.nodes)}
     plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
     for node in list(graph.nodes):
@@ -43,7 +59,12 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
         elif (operands := grouped_operands(node)) is not None:
             if not _fits_our_kernel(operands):
                 continue
-            node.target, node.args, node.kwargs = grouped_mm.grouped_mm, operands, {}
+            gated = _only_gate(node)
+            with graph.inserting_before(node):
+                call = graph.call_function(
+                    grouped_mm.grouped_mm, operands, {"has_gate": gated is not None}
+                )
+            _put(graph, call, gated or node, node)
         elif (matmul := matmuls.get(node)) is not None:
             source, weight, bias = linear_operands(node)
             max_custom_rows = plans.max_custom_rows(*matmul)
@@ -57,26 +78,33 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
                     call = graph.call_function(
                         gpu_linear.linear, (source, weight, bias, max_custom_rows)
                     )
-            replaced = gated or node
-            call.meta["example_value"] = example(replaced)
-            replaced.replace_all_uses_with(call)
-            _erase_chain(graph, replaced, node)
+            _put(graph, call, gated or node, node)
+        elif (made := quantized(node)) is not None:
+            gated = _only_gate(node)
+            made_gated = None if gated is None else quantized(node, has_gate=True)
+            with graph.inserting_before(node):
+                call = graph.call_function(*(made_gated or made))
+            _put(graph, call, node if gated is None or made_gated is None else gated, node)
         else:
             continue
         count += 1
+    quantized.release_weights()
     return count
 
 
-def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a linear layer, if they are constants that our kernel can multiply."""
+def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bool] | None:
+    """Weight and bias of a linear layer, if they are constants that our kernel can multiply, and
+    whether a gated activation joins it."""
     _, weight, bias = linear_operands(node)
     tensor = context.constant(weight)
     bias_tensor = context.constant(bias) if bias is not None else None
     if tensor is None or tensor.dim() != 2 or tensor.dtype not in _DTYPES:
         return None
+    if context.weight_format(tensor) is not None:
+        return None
     if (bias is not None and bias_tensor is None) or not tensor.is_contiguous():
         return None
-    return tensor, bias_tensor
+    return tensor, bias_tensor, _only_gate(node) is not None
 
 
 def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
@@ -93,7 +121,7 @@ def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
 def _only_gate(node: Node) -> Node | None:
     """The ``act_mul(gate, up, "silu")`` that alone reads the two halves of ``node``, or None."""
     users = list(node.users)
-    if len(users) != 1 or users[0].target != "split" or len(users[0].users) != 2:
+    if len(users) != 1 or not _is_halving(users[0]) or len(users[0].users) != 2:
         return None
     halves = sorted(users[0].users, key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
     readers = {user for half in halves for user in half.users}
@@ -102,9 +130,27 @@ def _only_gate(node: Node) -> Node | None:
     (reader,) = readers
     if reader.target is not fused.act_mul or reader.args[:2] != tuple(halves):
         return None
-    sizes = users[0].args[1]
-    is_halved = isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
-    return reader if is_halved and reader.args[2] == "silu" else None
+    return reader if reader.args[2] == "silu" else None
+
+
+def _is_halving(node: Node) -> bool:
+    """Does ``node`` cut its last dimension, whose size is even, in two equal parts?"""
+    if not calls(node, "split", "chunk") or len(node.args) != 2:
+        return False
+    source, sizes = node.args
+    tensor = tensor_of(source)
+    is_last = tensor is not None and node.kwargs.get("dim", 0) in (-1, tensor.dim() - 1)
+    if calls(node, "chunk"):
+        return is_last and sizes == 2 and (last_size(source) or 1) % 2 == 0
+    # The halves of a merged weight, which ``merge_linear`` cuts along their last dimension.
+    return isinstance(sizes, (list, tuple)) and len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def _put(graph: torch.fx.Graph, call: Node, last: Node, first: Node) -> None:
+    """``call`` in place of ``last``, of ``first``, and of what lies between."""
+    call.meta["example_value"] = example(last)
+    last.replace_all_uses_with(call)
+    _erase_chain(graph, last, first)
 
 
 def _erase_chain(graph: torch.fx.Graph, last: Node, first: Node) -> None:

@@ -87,8 +87,8 @@ def _movable(context: PassContext, users: Counter[int]) -> set[str]:
 def merge_linear(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of linear calls that were merged away.
 
-    Skips weights that are tied, used elsewhere, of another dtype, width or quantised format, and
-    groups in which some have a bias and some have none.
+    Skips weights that are tied, used elsewhere, of another dtype, width, quantised format or order
+    of inputs, and groups in which some have a bias and some have none.
     """
     graph = gm.graph
     users: Counter[int] = Counter()
@@ -107,7 +107,7 @@ def merge_linear(gm: GraphModule, context: PassContext) -> int:
             continue
         if bias is not None and (context.constant(bias) is None or bias.name not in movable):
             continue
-        kind = (tensor.dtype, context.weight_format(tensor))
+        kind = (tensor.dtype, context.weight_format(tensor), context.input_order(tensor))
         key = (source, kind, tensor.shape[1], tensor.device, bias is None)
         groups[key].append(node)
 
@@ -158,7 +158,8 @@ def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]
     tensors = [context.constants[part.name] for part in parts]
     if is_stand_in(tensors[0]):
         num_outputs = sum(tensor.shape[0] for tensor in tensors)
-        whole = stand_in((num_outputs, tensors[0].shape[1]), tensors[0].dtype)
+        shape = (num_outputs, tensors[0].shape[1])
+        whole = stand_in(shape, tensors[0].dtype, tensors[0].device)
     else:
         whole = merge_storage(tensors)
     if context.weight_format(tensors[0]) is not None:

@@ -1,12 +1,14 @@
-"""Matmuls whose weights stay quantised, as :func:`.lower_cpu.lower_cpu` lowers them.
+"""Matmuls whose weights stay quantised, as :func:`.lower_cpu.lower_cpu` and
+:func:`.lower_gpu.lower_gpu` lower them: on a GPU by a table of kernels by format
+(:mod:`.gpu_quantized`).
 
-Then the float32 weights are given back, where there were any: a checkpoint's quantised layers have
+Then the float weights are given back, where there were any: a checkpoint's quantised layers have
 stand-ins from the beginning. Whatever reads such a parameter of the model reads NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +18,8 @@ from torch.fx import Graph, Node
 from ...errors import UnsupportedModelError
 from ...kernels import e4m3
 from ...kernels.linear import cpu_expanded, cpu_quantized
-from ...kernels.linear.cpu_quantized import Int4Weight
+from ...kernels.linear.cpu_quantized import Int4Weight, Int8Weight, PermutedInt4Weight
 from ...kernels.linear.fp8 import Fp8Weight
-from ...kernels.linear.quantized_weight import QuantizedWeight
 from ...kernels.native import calls as native
 from ..fx.fake_tensors import fake_of
 from ..fx.nodes import calls_op, example, is_linear, linear_operands, shape_of
@@ -28,12 +29,23 @@ from .context import PassContext
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-class _Kernel(NamedTuple):
-    """A function of the rows, the weight's parts, the bias, and plain data."""
+class Kernel(NamedTuple):
+    """What multiplies with a quantised weight.
+
+    Attributes:
+        function: of the rows, the weight's parts, the bias or None, and ``data``.
+        gated: the same, but ``silu(gate) * up`` of the result's halves; None where there is none.
+    """
 
     function: Callable[..., Tensor]
     parts: tuple[Tensor, ...]
     data: tuple[Any, ...] = ()
+    gated: Callable[..., Tensor] | None = None
+
+
+WeightInOrder = Int4Weight | Int8Weight | Fp8Weight
+KernelTable = Mapping[str, Callable[[WeightInOrder], Kernel]]
+"""By the format of a weight, what multiplies with it."""
 
 
 class _Packed(NamedTuple):
@@ -42,6 +54,8 @@ class _Packed(NamedTuple):
     function: Callable[..., Tensor]
     parts: tuple[Node, ...]
     data: tuple[Any, ...]
+    gated: Callable[..., Tensor] | None
+    order: Node | None  # of inputs, where it is not their own
 
 
 class QuantizedCalls:
@@ -50,16 +64,26 @@ class QuantizedCalls:
     With torch's operations, if the context is transparent and a trial with the first weight of its
     shape finds that a row's bits follow the number of rows, a weight stays as it is, or is expanded
     in every call.
+
+    Args:
+        kernels: those of a GPU; None for a CPU.
     """
 
-    def __init__(self, graph: Graph, context: PassContext) -> None:
+    def __init__(
+        self, graph: Graph, context: PassContext, kernels: KernelTable | None = None
+    ) -> None:
         self._context = context
+        self._kernels = kernels
         self._tokens = _tokens_of_step(graph) if context.is_native else None
         self._packed: dict[Node, _Packed | None] = {}  # None: stays as it is
+        self._orders: dict[str, Node] = {}
+        self._ordered: dict[tuple[Node, Node], Node] = {}  # by rows and order
         self._is_trusted: dict[tuple[object, ...], bool] = {}
         self._recipes: dict[tuple[int, ...], cpu_expanded.ExpandedRecipe] = {}
 
-    def __call__(self, node: Node) -> _Call | None:
+    def __call__(self, node: Node, *, has_gate: bool = False) -> _Call | None:
+        """The call in place of ``node``, or of it and the gate behind it; None where there is
+        none."""
         if not self._context.quantized or not is_linear(node):
             return None
         x, matrix, bias = linear_operands(node)
@@ -72,10 +96,26 @@ class QuantizedCalls:
         packed = self._packed[matrix]
         if packed is None:
             return None
+        function = packed.gated if has_gate else packed.function
+        if function is None:
+            return None
         data = packed.data
+        if packed.order is not None:
+            x = self._in_order(x, packed.order, node)
         if packed.function is native.linear:
             data = (*data, self._query_starts(x))
-        return packed.function, (x, *packed.parts, bias, *data), {}
+        return function, (x, *packed.parts, bias, *data), {}
+
+    def _in_order(self, x: Node, order: Node, node: Node) -> Node:
+        """The rows of ``node`` with their elements in this order, for all that reads them so."""
+        if (x, order) not in self._ordered:
+            with node.graph.inserting_before(node):
+                gathered = node.graph.call_function(torch.index_select, (x, -1, order))
+            like = example(x)
+            assert isinstance(like, Tensor)  # they are rows
+            gathered.meta["example_value"] = like.new_empty(like.shape)
+            self._ordered[x, order] = gathered
+        return self._ordered[x, order]
 
     def _query_starts(self, x: object) -> Node | None:
         """What says how many of the rows are real, if they are the tokens of a step."""
@@ -86,15 +126,26 @@ class QuantizedCalls:
     def _pack(self, matrix: Node, weight: Tensor, format: str) -> _Packed | None:
         """What to call, with placeholders for what it reads in place of ``matrix``."""
         held = self._context.quantized[id(weight)]
+        order = None
+        if isinstance(held, PermutedInt4Weight):
+            name = self._context.input_order(weight) or ""
+            if name not in self._orders:
+                [self._orders[name]] = self._placeholders("order", matrix, [held.order])
+            order, held = self._orders[name], held.in_order
         kernel = self._kernel(weight, held, format)
         if kernel is None:
             return None
         count = self._context.weight_formats
         count[format] = count.get(format, 0) + weight.numel()
+        nodes = self._placeholders(format, matrix, kernel.parts)
+        return _Packed(kernel.function, tuple(nodes), kernel.data, kernel.gated, order)
+
+    def _placeholders(self, kind: str, matrix: Node, parts: Iterable[Tensor]) -> list[Node]:
+        """What stands for ``parts`` beside ``matrix``."""
         nodes = []
-        for i, part in enumerate(kernel.parts):
+        for i, part in enumerate(parts):
             with matrix.graph.inserting_before(matrix):
-                node = matrix.graph.placeholder(f"{format}_{i}_{matrix.name}")
+                node = matrix.graph.placeholder(f"{kind}_{i}_{matrix.name}")
             recorded = example(matrix)
             assert isinstance(recorded, Tensor)  # it stands for a weight
             # Of FBGEMM's objects there is no record but the weight's.
@@ -103,34 +154,37 @@ class QuantizedCalls:
             )
             self._context.constants[node.name] = part
             nodes.append(node)
-        return _Packed(kernel.function, tuple(nodes), kernel.data)
+        return nodes
 
-    def _kernel(self, weight: Tensor, held: QuantizedWeight | None, format: str) -> _Kernel | None:
+    def _kernel(self, weight: Tensor, held: WeightInOrder | None, format: str) -> Kernel | None:
         num_outputs, num_inputs = weight.shape
+        if self._kernels is not None:
+            assert held is not None  # all other formats are refused at the door
+            return self._kernels[format](held)
         if isinstance(held, Fp8Weight):
             parts = (held.values, held.scales * e4m3.DECODED_UNIT)
-            return _Kernel(cpu_expanded.linear_fp8, parts, self._recipe(weight.shape))
+            return Kernel(cpu_expanded.linear_fp8, parts, self._recipe(weight.shape))
         if self._context.is_native and held is not None:
             *packed_parts, native_format = cpu_quantized.pack_native(held)
-            return _Kernel(native.linear, tuple(packed_parts), (num_outputs, native_format))
+            return Kernel(native.linear, tuple(packed_parts), (num_outputs, native_format))
         kernel = None
         if isinstance(held, Int4Weight) and format == "int4":
             if cpu_quantized.fits_int4(held) and cpu_quantized.reason_against() is None:
-                kernel = _Kernel(cpu_quantized.linear_int4, cpu_quantized.pack_int4(held))
+                kernel = Kernel(cpu_quantized.linear_int4, cpu_quantized.pack_int4(held))
         else:
             packed = cpu_quantized.pack_float16(weight)
-            kernel = _Kernel(cpu_quantized.linear_float16, (packed,))
+            kernel = Kernel(cpu_quantized.linear_float16, (packed,))
         if kernel is not None and self._context.transparent:
             shape = (format, num_outputs, num_inputs)
             if shape not in self._is_trusted:
-                function, operands, _ = kernel
+                function, operands, *_ = kernel
                 self._is_trusted[shape] = cpu_quantized.is_row_invariant(
                     lambda rows: function(rows, *operands, None), num_inputs
                 )
             if not self._is_trusted[shape]:
                 kernel = None
         if kernel is None and isinstance(held, Int4Weight) and is_stand_in(weight):
-            return _Kernel(cpu_expanded.linear_int4, held, self._recipe(weight.shape))
+            return Kernel(cpu_expanded.linear_int4, held, self._recipe(weight.shape))
         return kernel
 
     def _recipe(self, shape: torch.Size) -> cpu_expanded.ExpandedRecipe:
@@ -175,8 +229,8 @@ class QuantizedCalls:
                     nan = parameter.new_full((1,), torch.nan)
                     parameter.data = nan.expand(parameter.shape)
                     continue
-                count = context.weight_formats
-                count["float32"] = count.get("float32", 0) + parameter.numel()
+                count, dtype = context.weight_formats, str(parameter.dtype).removeprefix("torch.")
+                count[dtype] = count.get(dtype, 0) + parameter.numel()
                 if parameter.dim() > 1:
                     context.float32_matrices.append(name)
         context.quantized.clear()

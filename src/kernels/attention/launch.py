@@ -19,11 +19,17 @@ import triton
 from torch import Tensor
 
 from ..arguments import AttentionParams, PagedKV, RopeInputs
-from ..device import has_dependent_launch, is_gluon_known, triggers_dependents_late, vector_strides
+from ..device import (
+    count_sms,
+    has_dependent_launch,
+    is_gluon_known,
+    triggers_dependents_late,
+    vector_strides,
+)
 from .decode import decode_kernel
 from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel
-from .tiling import ALL_SPLITS, Tiling, choose_spread, choose_tiling
+from .tiling import ALL_SPLITS, Tiling, choose_spread, choose_tiling, for_card
 
 
 def paged_attention(
@@ -42,8 +48,9 @@ def paged_attention(
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
         arrival_counters: int32 zeros, left as zeros, for calls that follow one another on one
-            stream. One per unit and KV head, if those are fewer than ``tiling.unsplit_from``, else
-            none. None makes some for the call, which costs one more launch.
+            stream. One per unit and KV head, if those are fewer than the ``unsplit_from`` of the
+            tiling :func:`.for_card`, else none. None makes some for the call, which costs one more
+            launch.
 
     Raises:
         ValueError: the block size is no power of two, or there are too few counters.
@@ -205,7 +212,12 @@ def _decode(
     page, num_kv_heads, v_dim = kv.v_cache.shape[1:]
     num_rows, table_width = kv.block_tables.shape
     num_units = num_tokens if by_token else num_rows
-    spread = choose_spread(t, num_units * num_kv_heads, table_width * page, shared["window"] or 0)
+    spread = choose_spread(
+        for_card(t, count_sms(query.device)),
+        num_units * num_kv_heads,
+        table_width * page,
+        shared["window"] or 0,
+    )
     # With one segment at most, nothing is merged: these are empty, of the dtype they always have.
     num_merging = num_units if spread.max_segments > 1 else 0
     shape = (num_merging, num_heads, spread.max_segments)

@@ -8,15 +8,16 @@ the size of the batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from ..device import TUNED_SMS
+
 ALL_SPLITS = tl.constexpr(1 << 20)  # more than any context has
-UNSPLIT_FROM = 1024  # decode programs; with as many or more there is nothing to combine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Tiling:
         combine_chunk: segments whose loads a combining program has under way together, of groups of
             up to 512 values; of larger ones as many fewer. Few segments are loaded all at once.
         unsplit_from: decode programs (rows x KV heads) from which each reads its whole context.
+            This and the other numbers of programs are those for a card of :data:`TUNED_SMS`
+            multiprocessors; :func:`for_card` makes them others'.
         some_unsplit_from: those from which each reads a context that ends below ``unsplit_below``.
         first_splits_from: those from which the first segment reaches to ``split_change``.
         long_context: with fewer, positions of a context from which its first segment reaches to
@@ -60,7 +63,7 @@ class Tiling:
     far_split: int = 512
     split_change: int = 512
     combine_chunk: int = 16
-    unsplit_from: int = UNSPLIT_FROM
+    unsplit_from: int = 1024
     some_unsplit_from: int = 512
     unsplit_below: int = 2048
     first_splits_from: int = 64
@@ -112,6 +115,21 @@ def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
         prefill_stages=3,
         unsplit_registers=168,
     )
+
+
+def for_card(t: Tiling, num_sms: int) -> Tiling:
+    """``t`` with its numbers of decode programs in proportion to a card's multiprocessors. Changes
+    no bits."""
+    # Without the cost of a lookup by 20 fields for the cards it was tuned on.
+    return t if num_sms == TUNED_SMS else _scaled(t, num_sms)
+
+
+@cache
+def _scaled(t: Tiling, num_sms: int) -> Tiling:
+    names = (
+        "unsplit_from", "some_unsplit_from", "first_splits_from", "few_programs", "max_programs"
+    )  # fmt: skip
+    return replace(t, **{n: max(1, round(getattr(t, n) * num_sms / TUNED_SMS)) for n in names})
 
 
 @dataclass(frozen=True, slots=True)

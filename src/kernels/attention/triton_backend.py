@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..arguments import AttentionParams, PagedKV, RopeInputs
+from ..device import count_sms
 from ..fused.norm_rope_store import norm_rope_store
 from .decode_prologue import fits
 from .launch import fused_rope_attention, paged_attention
-from .tiling import UNSPLIT_FROM
+from .tiling import choose_tiling, for_card
 
 _MAX_FUSED = 64  # rows; with more, what each worker does again costs more than a launch
 
@@ -58,5 +59,6 @@ class TritonBackend:
             # The zeros would be written when that graph is replayed, and by it alone.
             if query.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("attention has to be called once before it is captured")
-            self._arrived = torch.zeros(UNSPLIT_FROM, dtype=torch.int32, device=query.device)
+            most = for_card(choose_tiling(query.dtype, 1, 1), count_sms(query.device)).unsplit_from
+            self._arrived = torch.zeros(most, dtype=torch.int32, device=query.device)
         return self._arrived

@@ -2,7 +2,8 @@
 
 Read in this order: ``communicator`` (the interface, and which one the ops call), ``library`` (over
 ``torch.distributed``: on a CPU, and on GPUs that do not reach each other's memory), ``symmetric``
-and its kernels in ``peer_memory`` (over NVLink).
+(over NVLink), the memory it pushes into in ``boxes``, its kernels in ``peer_memory`` and, for few
+rows, ``few_rows``.
 
 Imports torch, Triton, ``kernels.fused`` and ``kernels.device``. Imported by ``kernels.ops`` and all
 above.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +18,32 @@ from torch import Tensor
 
 from ..fused import dispatch as fused
 from ..fused.dispatch import NormForm
+
+
+class SumThenNorm(Protocol):
+    """As :meth:`Communicator.all_reduce_norm`."""
+
+    def __call__(
+        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PushTarget:
+    """Where a matmul of few rows may push what it computes, in place of the all-reduce behind it.
+
+    Attributes:
+        row_boxes, row_numbers: as of :class:`.boxes.Boxes`.
+        constants: RANK, NUM_RANKS, MAX_ROWS and ROW_BYTES of a kernel.
+        is_connected: False allows no launch, only compilation.
+        all_reduce_norm: for what was pushed; it reads its first argument's shape alone.
+    """
+
+    row_boxes: tuple[int, ...]
+    row_numbers: Tensor
+    constants: dict[str, int]
+    is_connected: bool
+    all_reduce_norm: SumThenNorm
 
 
 class Communicator(Protocol):
@@ -46,6 +73,10 @@ class Communicator(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(RMSNorm of h, h), h being the sum, added to ``residual`` if there is one: the bits of
         :func:`sum_then_norm`. Without a residual only the first result has a meaning."""
+        ...
+
+    def push_target(self, num_rows: int, width: int, dtype: torch.dtype) -> PushTarget | None:
+        """Where a matmul with such results may push them; None: nowhere."""
         ...
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -100,6 +131,9 @@ class LoneRank:
         self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
     ) -> tuple[Tensor, Tensor]:
         return sum_then_norm(self, partial, residual, weight, eps, form)
+
+    def push_target(self, *_: object) -> None:
+        return None
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         repeats = -(-max(sizes) // part.shape[-1])

@@ -53,6 +53,9 @@ class GatherCommunicator:
     ) -> tuple[Tensor, Tensor]:
         return sum_then_norm(self, partial, residual, weight, eps, form)
 
+    def push_target(self, *_: object) -> None:
+        """The library moves what has been computed."""
+
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         if not self._is_connected:
             return self._alone.all_gather(part, sizes)

@@ -173,6 +173,10 @@ def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
     for other in tl.static_range(1, NUM_CHUNKS):
         parity = (tl.load(numbers + first + other) + 1) & 1
         half = tl.where(i // CHUNK == other, parity * NUM_RANKS, half)
+    # Loaded here: behind the norm, the launch would end that much later.
+    counted = tl.arange(0, BLOCK // CHUNK if BLOCK > CHUNK else 1)
+    is_chunk = counted < NUM_CHUNKS
+    counts = tl.load(numbers + first + counted, mask=is_chunk, other=0) + 1
     if HAS_RESIDUAL:
         place = residual + row.to(tl.int64) * residual_stride
         more = tl.load(place + i, mask=mask, other=0.0)
@@ -186,8 +190,7 @@ def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(hidden + base + i, h.to(part.dtype), mask=mask)
     y = scaled(h * tl.rsqrt(mean_square(h, N) + eps), w.to(tl.float32), FORM, part.dtype)
     tl.store(out + base + i, y.to(part.dtype), mask=mask)
-    for chunk in tl.static_range(NUM_CHUNKS):
-        tl.store(numbers + first + chunk, tl.load(numbers + first + chunk) + 1)
+    tl.store(numbers + first + counted, counts, mask=is_chunk)
 
 
 @triton.jit

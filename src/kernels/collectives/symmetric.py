@@ -1,4 +1,5 @@
-"""The communicator of GPUs that reach each other's memory (NVLink): kernels of :mod:`.peer_memory`.
+"""The communicator of GPUs that reach each other's memory (NVLink): kernels of :mod:`.peer_memory`
+and, for few rows with a norm, of :mod:`.few_rows`.
 
 The boxes are symmetric memory of torch, by plain peer-to-peer addresses; NVLink multicast is not
 used. Everything runs inside CUDA graphs.
@@ -7,89 +8,18 @@ used. Everything runs inside CUDA graphs.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..device import as_rows, has_dependent_launch
+from ..device import as_rows, has_dependent_launch, triggers_dependents_late
 from ..fused.dispatch import NormForm
-from .communicator import Communicator, LoneRank
+from .boxes import Boxes, LaunchShape, make_boxes
+from .communicator import Communicator, LoneRank, PushTarget
 
 _FAR_AHEAD = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchShape:
-    """How a call is cut into programs.
-
-    Attributes:
-        chunk_bytes: of a program's part of a row: of bytes, so that calls of several dtypes share
-            boxes.
-        num_warps: of a program.
-        norm_warps: of one with a norm; None as the norm alone, whose bits it then has.
-    """
-
-    chunk_bytes: int = 4096
-    num_warps: int = 4
-    norm_warps: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Boxes:
-    """The memory that the ranks push into.
-
-    Attributes:
-        max_chunks: of a call.
-        boxes, flags: of each rank, addresses that this device may write to. Arguments of a launch:
-            to load them first would take the time of a load, once more behind what is pushed.
-        numbers: int32 ``[max_chunks]``, zeros.
-        memory: this rank's own, which lives as long as this: its box, then its flags.
-    """
-
-    max_chunks: int
-    boxes: tuple[int, ...]
-    flags: tuple[int, ...]
-    numbers: Tensor
-    memory: Tensor
-
-    @staticmethod
-    def num_bytes(max_chunks: int, chunk_bytes: int, num_ranks: int) -> tuple[int, int]:
-        """Of a rank's box, and of its flags."""
-        return 2 * num_ranks * max_chunks * chunk_bytes, 4 * num_ranks * max_chunks
-
-
-_has_met = threading.Event()
-
-
-def has_met() -> bool:
-    """Whether this process was in a group with boxes before. torch then keeps that group's store
-    and counts on, which processes that have just begun do not: they would never meet."""
-    return _has_met.is_set()
-
-
-def make_boxes(max_chunks: int, chunk_bytes: int, num_ranks: int, device: torch.device) -> Boxes:
-    """Boxes in symmetric memory. All ranks make theirs at a time, and once in a process."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    _has_met.set()
-
-    num_box_bytes, num_flag_bytes = Boxes.num_bytes(max_chunks, chunk_bytes, num_ranks)
-    memory = symmetric.empty(num_box_bytes + num_flag_bytes, dtype=torch.uint8, device=device)
-    memory[num_box_bytes:].zero_()
-    torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(memory, dist.distributed_c10d._get_default_group())
-    handle.barrier()  # no rank writes flags that another has still to clear
-    boxes = tuple(handle.buffer_ptrs)
-    flags = tuple(box + num_box_bytes for box in boxes)
-    numbers = torch.zeros(max_chunks, dtype=torch.int32, device=device)
-    return Boxes(max_chunks, boxes, flags, numbers, memory)
-
-
 _SHAPE = LaunchShape()
 
 
@@ -110,7 +40,7 @@ class PeerCommunicator:
         self,
         host: Communicator,
         device: torch.device,
-        make: Callable[[int, int, int, torch.device], Boxes] = make_boxes,
+        make: Callable[[int, LaunchShape, int, torch.device], Boxes] = make_boxes,
         shape: LaunchShape = _SHAPE,
     ) -> None:
         self.rank, self.num_ranks = host.rank, host.num_ranks
@@ -125,7 +55,7 @@ class PeerCommunicator:
         """Make boxes. All ranks do it at a time."""
         size = self._shape.chunk_bytes
         most = max(num_rows * -(-num_bytes // size) for num_rows, num_bytes in calls)
-        self._boxes = self._make(most, size, self.num_ranks, self._device)
+        self._boxes = self._make(most, self._shape, self.num_ranks, self._device)
 
     def connect(self) -> None:
         self._is_connected = True
@@ -146,15 +76,39 @@ class PeerCommunicator:
         del out  # memory is measured meanwhile, too
         return self._alone.all_reduce(partial)
 
+    def push_target(self, num_rows: int, width: int, dtype: torch.dtype) -> PushTarget | None:
+        if self._boxes is None or not triggers_dependents_late(num_rows):
+            return None
+        shape = self._shape
+        if num_rows > shape.few_rows or width * dtype.itemsize > shape.few_row_bytes:
+            return None
+        return PushTarget(
+            self._boxes.row_boxes,
+            self._boxes.row_numbers,
+            {
+                "RANK": self.rank,
+                "NUM_RANKS": self.num_ranks,
+                "MAX_ROWS": shape.few_rows,
+                "ROW_BYTES": shape.few_row_bytes,
+            },
+            self._is_connected,
+            functools.partial(self.all_reduce_norm, is_pushed=True),
+        )
+
     def all_reduce_norm(
-        self, partial: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        form: NormForm,
+        is_pushed: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if self._boxes is None:
             return self._alone.all_reduce_norm(partial, residual, weight, eps, form)
         import triton
 
         from ..fused.rms_norm import num_warps
-        from .peer_memory import all_reduce_norm_kernel
 
         rows = as_rows(partial)
         residual_rows = rows if residual is None else as_rows(residual)
@@ -162,26 +116,30 @@ class PeerCommunicator:
         hidden = out if residual is None else torch.empty_like(out)
         width = rows.shape[1]
         block = triton.next_power_of_2(width)
-        self._launch(
-            all_reduce_norm_kernel,
-            self._boxes,
-            rows,
-            out,
-            width,
-            residual_rows,
-            hidden,
-            weight,
-            eps,
-            rows.stride(0),
-            residual_rows.stride(0),
-            whole_rows=True,
-            N=width,
-            BLOCK=block,
-            FORM=form,
-            HAS_RESIDUAL=residual is not None,
-            num_warps=self._shape.norm_warps or num_warps(block),
-            enable_fp_fusion=False,
-        )
+        tensors = residual_rows, hidden, weight, eps, rows.stride(0), residual_rows.stride(0)
+        constants = {
+            "N": width,
+            "BLOCK": block,
+            "FORM": form,
+            "HAS_RESIDUAL": residual is not None,
+            "num_warps": self._shape.norm_warps or num_warps(block),
+            "enable_fp_fusion": False,
+        }
+        if self._are_few(rows):
+            self._launch_few(self._boxes, rows, out, *tensors, IS_PUSHED=is_pushed, **constants)
+        else:
+            from .peer_memory import all_reduce_norm_kernel
+
+            self._launch(
+                all_reduce_norm_kernel,
+                self._boxes,
+                rows,
+                out,
+                width,
+                *tensors,
+                whole_rows=True,
+                **constants,
+            )
         if self._is_connected:
             return out, hidden
         del out, hidden
@@ -231,22 +189,56 @@ class PeerCommunicator:
         num_rows, num_chunks = rows.shape[0], -(-num_columns // chunk)
         if num_rows * num_chunks > b.max_chunks:
             raise ValueError(f"{num_rows} rows of {num_chunks} chunks for {b.max_chunks}")
-        overlap = has_dependent_launch(self._device)
-        grid = num_rows, 1 if whole_rows else num_chunks
-        (kernel[grid] if self._is_connected else functools.partial(kernel.warmup, grid=grid))(
+        self._run(
+            kernel,
+            (num_rows, 1 if whole_rows else num_chunks),
             rows,
             out,
             b.boxes,
             b.flags,
             b.numbers,
             *arguments,
-            RANK=self.rank,
-            NUM_RANKS=self.num_ranks,
             MAX_CHUNKS=b.max_chunks,
             CHUNK=chunk,
+            **{"num_warps": self._shape.num_warps, **constants},
+        )
+
+    def _are_few(self, rows: Tensor) -> bool:
+        """Whether :mod:`.few_rows` serves them."""
+        num_rows, width = rows.shape
+        num_bytes = width * rows.element_size()
+        return num_rows <= self._shape.few_rows and num_bytes <= self._shape.few_row_bytes
+
+    def _launch_few(
+        self, b: Boxes, rows: Tensor, out: Tensor, *arguments: Any, **constants: Any
+    ) -> None:
+        from .few_rows import few_rows_norm_kernel
+
+        self._run(
+            few_rows_norm_kernel,
+            (len(rows), 1),
+            rows,
+            out,
+            b.row_boxes,
+            b.ended,
+            b.row_numbers,
+            *arguments,
+            MAX_ROWS=self._shape.few_rows,
+            ROW_BYTES=self._shape.few_row_bytes,
+            LATE_TRIGGER=triggers_dependents_late(len(rows)),
+            **constants,
+        )
+
+    def _run(self, kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel; until connected, only compile it."""
+        overlap = has_dependent_launch(self._device)
+        (kernel[grid] if self._is_connected else functools.partial(kernel.warmup, grid=grid))(
+            *arguments,
+            RANK=self.rank,
+            NUM_RANKS=self.num_ranks,
             PDL=overlap,
             launch_pdl=overlap,
-            **{"num_warps": self._shape.num_warps, **constants},
+            **constants,
         )
 
     def least(self, number: int) -> int:
@@ -258,11 +250,11 @@ class PeerCommunicator:
         if self._boxes is None:
             return
         b = self._boxes
-        flags = b.memory.view(-1)[-4 * self.num_ranks * b.max_chunks :].view(torch.int32)
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with torch.cuda.stream(stream):  # of None: as it is
+            b.ended.copy_(torch.ones_like(b.ended, device="cpu"))
             ahead = b.numbers.cpu() + _FAR_AHEAD
-            flags.copy_(ahead.repeat(self.num_ranks))
+            b.own_flags.copy_(ahead.repeat(self.num_ranks))
 
     def _begins_of(self, sizes: tuple[int, ...]) -> Tensor:
         if sizes not in self._begins:

@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _gelu_tanh(x):  # type: ignore[no-untyped-def]
+def gelu_tanh(x):  # type: ignore[no-untyped-def]
     # As torch's CUDA kernel, in which nvcc contracts the inner product and sum.
     u = 0.7978845608028654 * tl.fma(x * x * x, 0.044715, x)
     if EMULATE:
@@ -44,7 +44,7 @@ def _act_mul_kernel(  # type: ignore[no-untyped-def]
     if KIND == "silu":
         x = silu(x)
     else:
-        x = _gelu_tanh(x)
+        x = gelu_tanh(x)
     y = rounded(rounded(x, DTYPE) * y, DTYPE)
     tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
 

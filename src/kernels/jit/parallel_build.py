@@ -53,6 +53,12 @@ class _Missing:
         return True
 
 
+def may_skip_launches() -> bool:
+    """Whether launches made now may be left out, as in a block of :func:`parallel_build`: then what
+    is to be used as an index has to be made one by other means."""
+    return isinstance(knobs.runtime.jit_cache_hook, _Missing)
+
+
 def pin_triton_cache_dir() -> None:
     """Say in the environment where Triton keeps kernels, if nothing there says it: where it does.
 

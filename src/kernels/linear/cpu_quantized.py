@@ -65,6 +65,25 @@ class Int4Weight(NamedTuple):
         return unpack_int4(self.values).flatten(1)
 
 
+class PermutedInt4Weight(NamedTuple):
+    """An :class:`Int4Weight` of inputs in another order, so that those of a group are neighbours.
+
+    Attributes:
+        values, scales, minima: as of :class:`Int4Weight`.
+        order: int64 ``[K]``; the input that each column multiplies.
+    """
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor
+    order: Tensor
+
+    @property
+    def in_order(self) -> Int4Weight:
+        """For inputs that were put into ``order``."""
+        return Int4Weight(self.values, self.scales, self.minima)
+
+
 class Int8Weight(NamedTuple):
     """A weight ``[N, K]`` of ``value * scale``, by groups of 32 inputs.
 

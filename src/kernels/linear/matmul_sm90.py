@@ -22,6 +22,8 @@ the stages of the weight, each ``[atoms, halves, part, 64]``, then the stages of
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import functools
+
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import libdevice
 
+from ..collectives.communicator import PushTarget
 from .matmul_sm90_launch import plan_launch
 from .tuned_tiles import PrefetchTile
 
@@ -132,6 +135,29 @@ def store_outputs(
     gl.store(out + m[None, :] * N + (begin + n)[:, None], result, mask=mask)
 
 
+@gluon.jit
+def push_outputs(
+    total, boxes, half, begin, begin_m, num_rows,
+    PART: gl.constexpr, X_ROWS: gl.constexpr, RANK: gl.constexpr, NUM_RANKS: gl.constexpr,
+    MAX_ROWS: gl.constexpr, ROW_BYTES: gl.constexpr,
+):  # fmt: skip
+    """Round the sums ``total [LEFT, X_ROWS]`` and push those of weight rows ``begin`` to ``begin +
+    PART`` into the box that each rank, this one as well, has for this one
+    (:mod:`..collectives.few_rows`). ``half [X_ROWS]``: of the box, 0 or 1."""
+    LEFT: gl.constexpr = total.shape[0]
+    SUM: gl.constexpr = total.type.layout
+    bits = total.to(gl.bfloat16).to(gl.int16, bitcast=True)
+    bits = gl.where(bits == -1, 0x7FFF, bits).to(gl.int16)  # another NaN than the sentinel
+    n = gl.arange(0, LEFT, gl.SliceLayout(1, SUM))
+    m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
+    is_row = m < num_rows
+    at = ((half * NUM_RANKS + RANK) * MAX_ROWS + m) * (ROW_BYTES // 2)
+    mask = (n[:, None] < PART) & is_row[None, :]
+    for rank in gl.static_range(NUM_RANKS):
+        box = boxes[rank].to(gl.pointer_type(gl.int16))
+        gl.store(box + at[None, :] + (begin + n)[:, None], bits, mask=mask)
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def prefetch_matmul_kernel(
     x_desc,  # [K / 64, M, 64], boxes [ATOMS, X_ROWS, 64]
@@ -143,8 +169,12 @@ def prefetch_matmul_kernel(
     PREFETCH_STAGES: gl.constexpr,  # stages of weights loaded before the wait
     LATE_TRIGGER: gl.constexpr,
     PDL: gl.constexpr,
+    boxes=None, row_numbers=None,
+    RANK: gl.constexpr = 0, NUM_RANKS: gl.constexpr = 0, MAX_ROWS: gl.constexpr = 0,
+    ROW_BYTES: gl.constexpr = 0,
 ):  # fmt: skip
-    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``.
+    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``; with boxes it is pushed there
+    instead, for an all-reduce.
 
     Grid: ``(N / PART * ceil(M / X_ROWS),)``.
     """
@@ -183,6 +213,9 @@ def prefetch_matmul_kernel(
             x_desc, [slot * ATOMS, begin_m, 0], bars.index(slot), target
         )
 
+    if NUM_RANKS > 0:
+        m = begin_m + gl.arange(0, X_ROWS, gl.SliceLayout(0, SUM))
+        half = gl.load(row_numbers + m, mask=m < num_rows, other=0) & 1
     total = gl.zeros([LEFT, X_ROWS], gl.float32, SUM)
     if STEPS == STAGES:  # nothing is loaded twice into a place, so nothing is waited for but data
         total = warpgroup_mma_init(total)
@@ -215,11 +248,23 @@ def prefetch_matmul_kernel(
                 slot = 0
                 phase ^= 1
     total = warpgroup_mma_wait(0, deps=(total,))
-    store_outputs(total, out, begin, begin_m, num_rows, N, HALVES, PART, X_ROWS)
+    if NUM_RANKS > 0:
+        push_outputs(
+            total, boxes, half, begin, begin_m, num_rows, PART, X_ROWS,
+            RANK, NUM_RANKS, MAX_ROWS, ROW_BYTES,
+        )  # fmt: skip
+    else:
+        store_outputs(total, out, begin, begin_m, num_rows, N, HALVES, PART, X_ROWS)
 
 
 def matmul(
-    x: Tensor, weight: Tensor, *, tile: PrefetchTile, has_gate: bool = False, overlap: bool = True
+    x: Tensor,
+    weight: Tensor,
+    *,
+    tile: PrefetchTile,
+    has_gate: bool = False,
+    overlap: bool = True,
+    target: PushTarget | None = None,
 ) -> Tensor:
     """``x @ weight.T``, rounded; one launch.
 
@@ -230,9 +275,11 @@ def matmul(
         tile: how to cut it.
         has_gate: whether to return ``silu(gate) * up``, each operation rounded.
         overlap: whether to start before the kernel before has ended.
+        target: where to push the result, which is then nowhere else; not with a gate. One that is
+            not connected: the kernel is compiled alone.
 
     Returns:
-        ``[M, N]``, contiguous.
+        ``[M, N]``, contiguous; with a target not written.
 
     Raises:
         ValueError: shapes do not fit each other or the tile.
@@ -249,9 +296,16 @@ def matmul(
     x_desc = TensorDescriptor(
         x, [k_size // 64, num_rows, 64], [64, x.stride(0), 1], launch.x_box, launch.x_layout
     )
-    prefetch_matmul_kernel[(launch.num_programs,)](
+    kernel, grid = prefetch_matmul_kernel, (launch.num_programs,)
+    pushed: dict[str, object] = {}
+    if target is not None:
+        boxes = {"boxes": target.row_boxes, "row_numbers": target.row_numbers}
+        pushed = {**boxes, **target.constants}
+    is_launched = target is None or target.is_connected
+    (kernel[grid] if is_launched else functools.partial(kernel.warmup, grid=grid))(
         x_desc, launch.describe(weight), out, num_rows, **launch.constants,
         num_warps=launch.num_warps,
         launch_pdl=overlap,
+        **pushed,
     )  # fmt: skip
     return out

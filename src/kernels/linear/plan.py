@@ -106,11 +106,12 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
-def choose_plan(weight: Tensor, bias: Tensor | None = None) -> MatmulPlan:
+def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = False) -> MatmulPlan:
     """The plan for weights of this shape, dtype and device, by :func:`sweep`.
 
     Some milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
     alone, without a look at cuBLAS, where it has one tile: that is one class of bits for all rows.
+    ``has_gate``: whether the weight is one of gate and up, which only speed depends on.
 
     Raises:
         UnsupportedModelError: our kernel would have to compute all rows, but its tiles differ.
@@ -118,7 +119,7 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None) -> MatmulPlan:
     num_outs, k_size = weight.shape
     if has_one_tile(k_size, weight.itemsize):
         return MatmulPlan(num_outs, k_size, ALL_ROWS)
-    worth_it = max_custom_rows = fastest_custom_rows(num_outs, k_size, Gpu.of(weight.device))
+    worth_it = max_custom_rows = rows_worth_it(weight, has_gate)
     while True:
         plan = plan_from(
             sweep(weight, bias, ours_up_to=max_custom_rows), num_outs, k_size, worth_it
@@ -128,6 +129,13 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None) -> MatmulPlan:
         if plan.max_custom_rows in (max_custom_rows, ALL_ROWS):
             return plan
         max_custom_rows = plan.max_custom_rows  # so our kernel is to be tried further
+
+
+def rows_worth_it(weight: Tensor, has_gate: bool) -> int:
+    """:func:`.tiles.fastest_custom_rows` for ``weight [N, K]``, or ``[2 N, K]`` with a gate."""
+    num_outs, k_size = weight.shape
+    num_outs //= 2 if has_gate else 1
+    return fastest_custom_rows(num_outs, k_size, has_gate, Gpu.of(weight.device))
 
 
 def _check_ours(weight: Tensor, bias: Tensor | None) -> None:

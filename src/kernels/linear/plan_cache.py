@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ...disk_cache import write_whole
-from ..device import Gpu
 from ..jit.parallel_build import parallel_build
 from . import dispatch as gpu_linear
 from . import plan
-from .tiles import fastest_custom_rows, has_one_tile
+from .tiles import has_one_tile
 
 
 class LinearPlans:
@@ -31,41 +30,43 @@ class LinearPlans:
     """
 
     def __init__(self, transparent: bool, folder: Path | None = None) -> None:
-        self._transparent = transparent
+        self.transparent = transparent
         self._folder = folder
         self._few_rows: dict[str, int] = {}
         self._file: Path | None = None
 
-    def max_custom_rows(self, weight: Tensor, bias: Tensor | None) -> int:
-        """For the matmul with ``weight [N, K]`` and ``bias [N]`` or None."""
-        if not self._transparent:
-            return fastest_custom_rows(weight.shape[0], weight.shape[1], Gpu.of(weight.device))
-        key = _key(weight, bias)
+    def max_custom_rows(self, weight: Tensor, bias: Tensor | None, has_gate: bool) -> int:
+        """For the matmul with ``weight [N, K]`` and ``bias [N]`` or None; ``has_gate``: whether
+        they are those of gate and up, joined by their activation."""
+        if not self.transparent:
+            return plan.rows_worth_it(weight, has_gate)
+        key = _key(weight, bias, has_gate)
         if key not in self._kept(weight.device):
-            self._few_rows[key] = plan.choose_plan(weight, bias).max_custom_rows
+            self._few_rows[key] = plan.choose_plan(weight, bias, has_gate).max_custom_rows
             if self._file is not None:
                 _write(self._file, self._few_rows)
         return self._few_rows[key]
 
-    def prepare(self, matmuls: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Compile side by side what the sweeps of these weights and biases will launch."""
-        if not self._transparent:
+    def prepare(self, matmuls: Iterable[tuple[Tensor, Tensor | None, bool]]) -> None:
+        """Compile side by side what the sweeps will launch: of weights, biases, and whether they
+        are of gate and up."""
+        if not self.transparent:
             return
-        new: dict[str, tuple[Tensor, Tensor | None]] = {}
-        for weight, bias in matmuls:
+        new: dict[str, tuple[Tensor, Tensor | None, bool]] = {}
+        for matmul in matmuls:
+            weight = matmul[0]
             if not has_one_tile(weight.shape[1], weight.itemsize):
-                new.setdefault(_key(weight, bias), (weight, bias))
+                new.setdefault(_key(*matmul), matmul)
         if not new:
             return
         device = next(iter(new.values()))[0].device
         for key in new.keys() & self._kept(device).keys():
             del new[key]
         with torch.inference_mode(), parallel_build(device):
-            for weight, bias in new.values():
-                num_outs, k_size = weight.shape
-                worth_it = fastest_custom_rows(num_outs, k_size, Gpu.of(weight.device))
+            for weight, bias, has_gate in new.values():
+                worth_it = plan.rows_worth_it(weight, has_gate)
                 for count in (c for c in plan.SWEEP_ROWS if c <= worth_it):
-                    x = weight.new_empty(count, k_size)
+                    x = weight.new_empty(count, weight.shape[1])
                     gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
 
     def _kept(self, device: torch.device) -> dict[str, int]:
@@ -75,8 +76,8 @@ class LinearPlans:
         return self._few_rows
 
 
-def _key(weight: Tensor, bias: Tensor | None) -> str:
-    kind = "bias" if bias is not None else "plain"
+def _key(weight: Tensor, bias: Tensor | None, has_gate: bool) -> str:
+    kind = ("bias" if bias is not None else "plain") + (" gate" if has_gate else "")
     return f"{weight.shape[0]}x{weight.shape[1]} {weight.dtype} {kind}"
 
 

@@ -7,15 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .cpu_quantized import Int4Weight, Int8Weight, unpack_int4
+from .cpu_quantized import Int4Weight, Int8Weight, PermutedInt4Weight, unpack_int4
 from .fp8 import Fp8Weight
 
-QuantizedWeight = Int4Weight | Int8Weight | Fp8Weight
+QuantizedWeight = Int4Weight | PermutedInt4Weight | Int8Weight | Fp8Weight
 
 
 def merged(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The outputs of all, in order; all have one form and one number of scales per output."""
-    return type(weights[0])(*(torch.cat(parts) for parts in zip(*weights, strict=True)))
+    """The outputs of all, one after the other; all have one form, one number of scales per output,
+    and one order of inputs."""
+    first = weights[0]
+    if isinstance(first, PermutedInt4Weight):
+        parts = zip(*(w[:3] for w in weights), strict=True)
+        values, scales, minima = map(torch.cat, parts)
+        return PermutedInt4Weight(values, scales, minima, first.order)
+    return type(first)(*(torch.cat(parts) for parts in zip(*weights, strict=True)))
 
 
 def expanded(weight: QuantizedWeight) -> Tensor:
@@ -25,6 +31,9 @@ def expanded(weight: QuantizedWeight) -> Tensor:
     if isinstance(weight, Int8Weight):
         groups = weight.values.float().unflatten(1, (weight.scales.shape[1], -1))
         return (groups * weight.scales.unsqueeze(-1)).flatten(1)
+    if isinstance(weight, PermutedInt4Weight):
+        columns = expand_int4(*weight.in_order)
+        return torch.empty_like(columns).index_copy_(1, weight.order, columns)
     return expand_int4(*weight)
 
 

@@ -65,8 +65,9 @@ def choose_prefetch_tile(
 
     Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
     tried on an H100 (docs/notes/matmul.md): all of K in shared memory if a part of the
-    weight that keeps 32 programs busy leaves room for it, else stages that are used again. Beyond,
-    what was the quickest for those weights, and what is like it for other short ones.
+    weight that keeps 32 programs busy leaves room for it, else stages that are used again; of less
+    shared memory, where programs of all of it would take a second turn. Beyond, and for weights of
+    which others were measured to be quicker, those, and what is like them for other short ones.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -75,8 +76,13 @@ def choose_prefetch_tile(
     bucket = _bucket_of(num_rows)
     if not card.has_prefetch or bucket is None or rest:
         return None
+    tuned = TUNED_PREFETCH.get((num_outs, k_size, has_gate), {})
+    if num_rows <= 8 and 8 in tuned:
+        return tuned[8]
+    if bucket in tuned:
+        return tuned[bucket]
     if bucket > 16:
-        return _early_for_more(bucket, num_outs, k_size, has_gate)
+        return None if tuned else _early_for_more(bucket, num_outs, k_size, has_gate)
     atoms = next(a for a in (8 if num_atoms >= 32 else 4, 4, 2, 1) if num_atoms % a == 0)
     parts = _parts(has_gate)
     for part in parts:
@@ -84,18 +90,17 @@ def choose_prefetch_tile(
         if 32 <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
             return tile
     for part in (p for p in parts if p >= 32):
-        for stages in range(8, 2, -1):
-            tile = PrefetchTile(part, 4, stages)
+        has_second_turn = card.num_sms < num_outs // part <= 2 * card.num_sms
+        tiles = [PrefetchTile(part, 4, stages) for stages in range(8, 2, -1)]
+        if has_second_turn and part == 32 and not has_gate:
+            tiles.insert(0, PrefetchTile(part, 2, 5))  # three to a multiprocessor
+        for tile in tiles:
             if 96 <= num_outs // part <= 512 and tile.fits(num_outs, k_size, has_gate):
                 return tile
     return None
 
 
 def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> PrefetchTile | None:
-    shape = num_outs, k_size
-    tuned = TUNED_PREFETCH.get(shape) if shape in GATED or not has_gate else None
-    if tuned is not None:
-        return tuned.get(bucket)
     if bucket > 64 or num_outs * k_size * 2 >= _SHORT_PRODUCT_BYTES:
         return None
     atoms = next(a for a in (4, 2, 1) if k_size // 64 % a == 0)
@@ -131,17 +136,19 @@ def _small_tile(bucket: int, num_outs: int, k_size: int, has_gate: bool, num_sms
     return _tile(16, block_n, block_k, 5 if block_n == 32 else 4)
 
 
-def fastest_custom_rows(weight_rows: int, k_size: int, card: Gpu) -> int:
+def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -> int:
     """Up to how many rows our kernel is faster than cuBLAS, as far as was measured.
 
     Args:
-        weight_rows: N of the matmul, or twice that for a weight of gate and up.
+        num_outs: N of the matmul; a weight of gate and up has twice as many rows.
     """
     if not card.is_large:
         return 16
-    for shape in ((weight_rows, k_size), (weight_rows // 2, k_size)):
-        if shape in TUNED:
-            return max(
-                [*TUNED[shape], *(TUNED_PREFETCH.get(shape, ()) if card.has_prefetch else ())]
-            )
-    return 64 if weight_rows * k_size * 2 < _SHORT_PRODUCT_BYTES else 16
+    shape = num_outs, k_size
+    tuned = [*TUNED.get(shape, ())] if has_gate == (shape in GATED) else []
+    if card.has_prefetch:
+        tuned += TUNED_PREFETCH.get((*shape, has_gate), ())
+    if tuned:
+        return max(tuned)
+    num_bytes = num_outs * k_size * (4 if has_gate else 2)
+    return 64 if num_bytes < _SHORT_PRODUCT_BYTES else 16

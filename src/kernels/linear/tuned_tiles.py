@@ -99,40 +99,76 @@ class PrefetchTile:
         return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
 
 
-# As TUNED, and measured like it.
-TUNED_PREFETCH: Mapping[tuple[int, int], Mapping[int, PrefetchTile]] = MappingProxyType(
+# As TUNED, and measured like it; the weights of a rank of two of Qwen3-8B and 32B on an H200
+# (`benchmarks.matmul_sweep`, docs/notes/tensor-parallel.md). The third part of a key: whether N is
+# that of gate and up, each.
+TUNED_PREFETCH: Mapping[tuple[int, int, bool], Mapping[int, PrefetchTile]] = MappingProxyType(
     {
-        (4096, 1024): {
+        (4096, 1024, False): {
             32: PrefetchTile(64, 4, 4, 32),
             64: PrefetchTile(64, 4, 4, 32),
             128: PrefetchTile(64, 4, 3, 64),
             256: PrefetchTile(64, 2, 4, 128),
         },
-        (1024, 2048): {
+        (1024, 2048, False): {
             32: PrefetchTile(16, 8, 4, 32),
             64: PrefetchTile(64, 4, 4, 32),
             128: PrefetchTile(64, 4, 4, 32),
             256: PrefetchTile(32, 4, 4, 64),
         },
-        (3072, 1024): {
+        (3072, 1024, True): {
             32: PrefetchTile(32, 4, 4, 32),
             64: PrefetchTile(32, 2, 4, 32),
             128: PrefetchTile(64, 2, 4, 64),
             256: PrefetchTile(32, 1, 4, 64),
         },
-        (1024, 3072): {
+        (1024, 3072, False): {
             32: PrefetchTile(16, 8, 4, 32),
             64: PrefetchTile(64, 4, 4, 32),
             128: PrefetchTile(64, 4, 4, 32),
             256: PrefetchTile(32, 4, 4, 64),
         },
-        (6144, 4096): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(128, 2, 5, 32)},
-        (4096, 4096): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(64, 4, 4, 32)},
-        (12288, 4096): {
+        (6144, 4096, False): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(128, 2, 5, 32)},
+        (4096, 4096, False): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(64, 4, 4, 32)},
+        (12288, 4096, True): {
             32: PrefetchTile(32, 4, 4, 32),
             64: PrefetchTile(64, 2, 4, 64),
             128: PrefetchTile(64, 2, 4, 64),
         },
-        (4096, 12288): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(64, 4, 4, 32)},
+        (4096, 12288, False): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(64, 4, 4, 32)},
+        (3072, 4096, False): {
+            16: PrefetchTile(32, 4, 9),
+            32: PrefetchTile(64, 2, 9, 32),
+            64: PrefetchTile(64, 4, 4, 32),
+        },
+        (4096, 2048, False): {
+            8: PrefetchTile(64, 2, 11),
+            16: PrefetchTile(64, 4, 5),
+            32: PrefetchTile(64, 4, 4, 32),
+            64: PrefetchTile(64, 2, 7, 64),
+            128: PrefetchTile(64, 4, 3, 64),
+            256: PrefetchTile(64, 2, 4, 128),
+        },
+        (6144, 4096, True): {
+            32: PrefetchTile(32, 1, 6, 32),
+            64: PrefetchTile(32, 2, 3, 64),
+        },
+        (4096, 6144, False): {32: PrefetchTile(64, 2, 9, 32), 64: PrefetchTile(64, 2, 7, 64)},
+        (5120, 5120, False): {
+            8: PrefetchTile(16, 4, 6),
+            16: PrefetchTile(16, 2, 8),
+            32: PrefetchTile(32, 4, 3, 32),
+        },
+        (5120, 4096, False): {
+            8: PrefetchTile(16, 4, 6),
+            16: PrefetchTile(16, 2, 8),
+            32: PrefetchTile(64, 4, 4, 32),
+            64: PrefetchTile(64, 2, 7, 64),
+        },
+        (12800, 5120, True): {
+            16: PrefetchTile(32, 2, 11),
+            32: PrefetchTile(32, 2, 4, 32),
+            64: PrefetchTile(64, 2, 4, 64),
+        },
     }
 )

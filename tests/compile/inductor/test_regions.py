@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel, capture_model
-from pagespec.compile.inductor import compile_region
+from pagespec.compile.inductor import compile_region, regions
 from pagespec.compile.inductor.compile_region import inductor
 from pagespec.compile.inductor.regions import compile_regions, find_regions
 from pagespec.compile.model.load import load_model
@@ -65,6 +65,25 @@ def test_a_cut_graph_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPatc
     assert found.keys() == expected.keys()
     for key, logits in expected.items():
         assert torch.equal(found[key], logits)
+
+
+def test_a_size_goes_by_the_symbol_of_the_tensors_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two inputs of equal length have one symbol, and the other stands for it: a region of tensors
+    of ``[2 * s, H]`` rows must be shown s itself, which Inductor looks for by its name."""
+    given: list[torch.SymInt] = []
+
+    def compiler(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        given.extend(size for size in examples if isinstance(size, torch.SymInt))
+        return gm.forward
+
+    # As on a GPU, where one operation between two matmuls of experts is a region.
+    monkeypatch.setattr(regions, "is_on_cpu", lambda values: False)
+    monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
+    monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, compiler))
+    loaded = load_model(tiny_model("qwen3_moe", num_hidden_layers=2))
+    capture_model(loaded, probe_model(loaded), compile="inductor", graph_cache=graph_cache())
+    assert given
+    assert all(size.node._expr == size.node.expr for size in given)
 
 
 def test_layers_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

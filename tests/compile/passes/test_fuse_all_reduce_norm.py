@@ -147,14 +147,15 @@ def captured_shard(arch: str, monkeypatch: pytest.MonkeyPatch) -> CapturedModel:
     importlib.util.find_spec("triton") is None, reason="passes of a GPU need Triton"
 )
 @pytest.mark.parametrize(
-    ("arch", "num_joined", "num_left"),
-    [("llama", 4, 0), ("gemma2", 4, 0), ("qwen3_moe", 4, 0), ("gpt_neox", 0, 4)],
+    ("arch", "num_joined", "num_pushed", "num_left"),
+    [("llama", 4, 4, 0), ("gemma2", 4, 4, 0), ("qwen3_moe", 4, 2, 0), ("gpt_neox", 0, 0, 4)],
 )
 def test_finds_the_norms_of_models(
-    arch: str, num_joined: int, num_left: int, monkeypatch: pytest.MonkeyPatch
+    arch: str, num_joined: int, num_pushed: int, num_left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured = captured_shard(arch, monkeypatch)
     assert captured.rewrites["fuse_all_reduce_norm"] == num_joined
+    assert captured.rewrites["fuse_row_parallel"] == num_pushed
     assert captured.graph is not None
     nodes = captured.graph.graph.nodes
     left = [node for node in nodes if node.target == captured.communicator.all_reduce]

@@ -38,3 +38,20 @@ def test_no_batch_has_a_form_of_its_own() -> None:
         for batch, forms in asked.items():
             if batch[0] is is_turned:
                 assert set(forms) <= known, batch
+
+
+def test_numbers_of_programs_follow_the_multiprocessors() -> None:
+    import torch
+
+    from pagespec.kernels.attention.tiling import choose_spread, choose_tiling, for_card
+
+    tuned = choose_tiling(torch.bfloat16, 128, 128)
+    assert for_card(tuned, 132) is tuned
+    half = for_card(tuned, 66)
+    order = ("block_n", "near_split", "far_split", "split_change")  # what the bits hang on
+    assert all(getattr(half, name) == getattr(tuned, name) for name in order)
+    assert (half.unsplit_from, half.few_programs) == (512, 68)
+    # Half the programs on half a card are spread alike, up to the workers that all cards have.
+    for num_programs in (16, 40, 64, 300, 512, 700, 1024, 3000):
+        whole = choose_spread(tuned, num_programs, 8192, 0)
+        assert choose_spread(half, num_programs // 2, 8192, 0).first_splits == whole.first_splits

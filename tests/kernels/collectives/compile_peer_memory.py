@@ -17,20 +17,25 @@ from torch import Tensor
 from triton.runtime import driver
 
 from pagespec.kernels.collectives import symmetric
+from pagespec.kernels.collectives.boxes import Boxes, LaunchShape
 from pagespec.kernels.collectives.communicator import LoneRank
+from pagespec.kernels.collectives.few_rows import few_rows_norm_kernel
 from pagespec.kernels.collectives.peer_memory import all_reduce_norm_kernel
-from pagespec.kernels.collectives.symmetric import Boxes, PeerCommunicator
+from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused import rms_norm
 from pagespec.kernels.jit.parallel_build import parallel_build
+from pagespec.kernels.linear import row_parallel
+from pagespec.kernels.linear.matmul_sm90 import prefetch_matmul_kernel
+from pagespec.kernels.linear.tuned_tiles import PrefetchTile
 from tests.kernels.jit.parallel_build_cases import FakeDriver
 
 _RANK, _NUM_RANKS, _ADDRESS = 1, 2, 0x7F00_0000_0000
 
 
-def make_boxes(max_chunks: int, _chunk_bytes: int, num_ranks: int, _device: object) -> Boxes:
-    boxes = tuple(_ADDRESS + rank * (1 << 30) for rank in range(num_ranks))
-    numbers = torch.zeros(max_chunks, dtype=torch.int32)
-    return Boxes(max_chunks, boxes, tuple(box + (1 << 29) for box in boxes), numbers, numbers)
+def make_boxes(max_chunks: int, shape: LaunchShape, num_ranks: int, _device: object) -> Boxes:
+    memory = torch.empty(sum(Boxes.num_bytes(max_chunks, shape, num_ranks)), dtype=torch.uint8)
+    addresses = [_ADDRESS + rank * (1 << 30) for rank in range(num_ranks)]
+    return Boxes.over(memory, addresses, max_chunks, shape)
 
 
 def compiled(kernel: Any) -> Any:
@@ -43,13 +48,16 @@ def order_of_additions(asm: Any) -> list[str]:
     (kind,) = set(re.findall(r'"tt\.reduce".*?\(tensor<\w+, (#\w+)>\)', asm["ttgir"], re.S))
     (layout,) = re.findall(rf"^{kind} = (.*)$", asm["ttgir"], re.M)
     steps = re.findall(r"shfl\.sync\.bfly\.b32 .*?, (\d+), (\d+), -1", asm["ptx"])
-    return [layout, *map(" ".join, steps)]
+    # What else is reduced, of integers, comes before, and begins with one step for a warp.
+    last = max((n for n, step in enumerate(steps) if step[0] == "16"), default=0)
+    return [layout, *map(" ".join, steps[last:])]
 
 
 def events(ptx: str) -> str:
     """The order of (l)oads of rows, other loads (o), (d)ependents' start, the (w)ait, (s)tores of
-    rows, (b)arriers, the (f)lag, the (p)olls."""
+    rows, (b)arriers, the (f)lag, the (p)olls of one, the looks for (m)issing data."""
     kinds = {
+        r"ld\.volatile\.global\.v\d": "m",
         r"ld\.global(?:\.cg)?\.v\d": "l",
         r"ld\.global\.sys\.acquire": "p",
         r"ld\.global": "o",
@@ -80,25 +88,42 @@ def check_compiled_before_ranks_meet(ours: PeerCommunicator, fake: FakeDriver) -
     assert (len(fake.loaded), len(fake.launched)) == (3, 3)
 
 
+def pushed(few: PeerCommunicator) -> list[str]:
+    """The events of a matmul that pushes its results, and of the sum behind it."""
+    row_parallel._early_tile = lambda *_, **__: PrefetchTile(32, 4, 8)  # type: ignore
+    row_parallel.supports_tma = lambda _: True  # type: ignore
+    x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (2, 4096))
+    row_parallel.RowParallel(few).linear_norm(x, weight, 16, x, weight[0], 1e-6, "rounded")
+    kernels = prefetch_matmul_kernel, few_rows_norm_kernel
+    return [events(compiled(kernel)["ptx"]) for kernel in kernels]
+
+
 def main() -> None:
     fake = FakeDriver()
     driver.set_active(fake)  # type: ignore[arg-type]
     symmetric.has_dependent_launch = rms_norm.has_dependent_launch = lambda _: True  # type: ignore
     device = torch.device("cpu")
-    ours = PeerCommunicator(LoneRank(_RANK, _NUM_RANKS), device, make_boxes)
+    few, ours = (
+        PeerCommunicator(LoneRank(_RANK, _NUM_RANKS), device, make_boxes, LaunchShape(few_rows=n))
+        for n in (3, 0)
+    )
     ours.reserve((64, 1))
     check_compiled_before_ranks_meet(ours, fake)
+    few.reserve((64, 1))
+    few.connect()
     answer = []
     for name, width, gap in json.loads(sys.argv[1]):
         dtype: torch.dtype = getattr(torch, name)
         x = torch.empty(3, width + gap, dtype=dtype)[:, :width]
         norm = (torch.empty(width, dtype=dtype), 1e-6, "rounded")
+        few.all_reduce_norm(x, x, *norm)
         ours.all_reduce_norm(x, x, *norm)
         rms_norm.add_rms_norm(x, x, *norm)
-        joined, alone = map(compiled, (all_reduce_norm_kernel, rms_norm._norm_kernel))
-        both = [order_of_additions(asm) for asm in (joined, alone)]
-        answer.append([*both, events(joined["ptx"])])
-    print(json.dumps(answer))
+        kernels = few_rows_norm_kernel, all_reduce_norm_kernel, rms_norm._norm_kernel
+        made = [compiled(kernel) for kernel in kernels]
+        orders = [order_of_additions(asm) for asm in made]
+        answer.append([*orders, *(events(asm["ptx"]) for asm in made[:2])])
+    print(json.dumps([answer, pushed(few)]))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagespec.kernels.collectives.boxes import Boxes, LaunchShape
 from pagespec.kernels.collectives.communicator import LoneRank
-from pagespec.kernels.collectives.symmetric import Boxes, LaunchShape, PeerCommunicator
+from pagespec.kernels.collectives.symmetric import PeerCommunicator
 from pagespec.kernels.fused.dispatch import NormForm
 from pagespec.kernels.sampling.sampler import GROUP, VocabShard
 from tests.support.apart import run_apart
@@ -22,7 +23,8 @@ peer_memory = pytest.importorskip("pagespec.kernels.collectives.peer_memory")
 rms_norm = pytest.importorskip("pagespec.kernels.fused.rms_norm")
 gumbel = pytest.importorskip("pagespec.kernels.sampling.gumbel")
 
-MAX_CHUNKS, SHAPE = 16, LaunchShape()
+MAX_CHUNKS = 16
+SHAPE = LaunchShape(few_rows=4, few_row_bytes=12288)
 
 
 class Group:
@@ -32,9 +34,15 @@ class Group:
         self, num_ranks: int, max_chunks: int = MAX_CHUNKS, shape: LaunchShape = SHAPE
     ) -> None:
         self.num_ranks, self._max_chunks, self._shape = num_ranks, max_chunks, shape
-        sizes = Boxes.num_bytes(max_chunks, shape.chunk_bytes, num_ranks)
+        sizes = Boxes.num_bytes(max_chunks, shape, num_ranks)
         self._num_box_bytes = sizes[0]
         self.boxes = [shared(sum(sizes), dtype=torch.uint8) for _ in range(num_ranks)]
+        for rank in range(num_ranks):
+            self._boxes_of(rank).clear()
+
+    def _boxes_of(self, rank: int) -> Boxes:
+        addresses = [memory.data_ptr() for memory in self.boxes]
+        return Boxes.over(self.boxes[rank], addresses, self._max_chunks, self._shape)
 
     def box(self, rank: int) -> Tensor:
         return self.boxes[rank][: self._num_box_bytes]
@@ -42,10 +50,7 @@ class Group:
     def rank(self, rank: int) -> PeerCommunicator:
         def make(max_chunks: int, *_: object) -> Boxes:
             assert max_chunks == self._max_chunks
-            boxes = tuple(memory.data_ptr() for memory in self.boxes)
-            numbers = torch.zeros(max_chunks, dtype=torch.int32)
-            flags = tuple(box + self._num_box_bytes for box in boxes)
-            return Boxes(max_chunks, boxes, flags, numbers, self.boxes[rank])
+            return self._boxes_of(rank)
 
         host = LoneRank(rank, self.num_ranks)
         communicator = PeerCommunicator(host, torch.device("cpu"), make, self._shape)
@@ -135,7 +140,7 @@ def test_a_sum_joined_with_its_norm_has_the_bits_of_two_launches(dtype: torch.dt
 
 
 def test_calls_may_be_cut_otherwise() -> None:
-    num_ranks, shape = 2, LaunchShape(1024, 2, 8)
+    num_ranks, shape = 2, LaunchShape(1024, 2, 8, few_rows=0)
     parts = torch.randn(num_ranks, 3, 1200, generator=torch.Generator().manual_seed(5))
     group = Group(num_ranks, shape=shape)
     sums = [shared(2, *parts.shape[1:]) for _ in range(num_ranks)]
@@ -152,9 +157,9 @@ def test_calls_may_be_cut_otherwise() -> None:
 
 def test_halves_of_a_box_are_used_in_turn_however_calls_are_cut() -> None:
     """A peer may still read what the call before has pushed."""
-    num_ranks, max_chunks = 2, 8
+    num_ranks, max_chunks, shape = 2, 8, LaunchShape(few_rows=0)
     barrier = multiprocessing.get_context("fork").Barrier(num_ranks)
-    group = Group(num_ranks, max_chunks)
+    group = Group(num_ranks, max_chunks, shape)
     generator = torch.Generator().manual_seed(4)
 
     def run(rank: int) -> None:
@@ -180,6 +185,36 @@ def test_halves_of_a_box_are_used_in_turn_however_calls_are_cut() -> None:
     fork_ranks(num_ranks, run)
 
 
+def test_data_that_is_waited_for_may_be_any() -> None:
+    """Of three ranks, calls of one row and of several: NaNs with the bits of the sentinel, widths
+    and dtypes that change. What was read is cleared."""
+    num_ranks = 3
+    calls = [(torch.bfloat16, 2, 300), (torch.float32, 1, 300), (torch.float16, 4, 7)] * 3
+    generator = torch.Generator().manual_seed(6)
+    parts = []
+    for dtype, *size in calls:
+        part = torch.randn(num_ranks, *size, generator=generator).to(dtype)
+        part.view(torch.int16 if dtype.itemsize == 2 else torch.int32)[1:, 0, ::3] = -1
+        parts.append(part)
+    group = Group(num_ranks)
+    found = [shared(*part.shape, dtype=part.dtype) for part in parts]
+
+    def run(rank: int) -> None:
+        communicator = group.rank(rank)
+        for part, total in zip(parts, found, strict=True):
+            zero, weight = torch.zeros_like(part[0]), torch.ones_like(part[0, 0])
+            total[rank] = communicator.all_reduce_norm(part[rank], zero, weight, 1e-6, "wide")[1]
+
+    fork_ranks(num_ranks, run)
+    for part, total in zip(parts, found, strict=True):
+        expected = in_rank_order(list(part)).expand_as(total)
+        assert expected.isnan().any()
+        assert torch.equal(total.isnan(), expected.isnan())
+        assert torch.equal(total.nan_to_num(), expected.nan_to_num())
+    for rank in range(num_ranks):
+        assert (group._boxes_of(rank).own_rows == 0xFF).all()
+
+
 def test_parts_of_different_sizes_are_laid_side_by_side() -> None:
     sizes, num_rows = [5, 1500, 0], 3
     generator = torch.Generator().manual_seed(1)
@@ -201,7 +236,7 @@ def test_a_peer_may_be_a_call_ahead() -> None:
     """It has what it waited for, and has begun the next call before this rank looks."""
     group = Group(2)
     size = 2 * MAX_CHUNKS * SHAPE.chunk_bytes  # of a half of a box
-    box, flags = group.boxes[0][: 2 * size], group.boxes[0][2 * size :].view(torch.int32)
+    box, flags = group.box(0), group._boxes_of(0).own_flags
     for number, value in ((1, 5.0), (2, 7.0)):
         begin = (number % 2) * size + size // 2  # rank 1's part of chunk 0
         box[begin : begin + 32].view(torch.float32).fill_(value)
@@ -214,7 +249,10 @@ def test_a_peer_may_be_a_call_ahead() -> None:
 def test_nothing_waits_for_a_lost_rank() -> None:
     communicator = Group(2).rank(0)
     communicator.end()
-    assert communicator.all_reduce(torch.ones(1, 8)).shape == (1, 8)
+    x = torch.ones(1, 8)
+    assert communicator.all_reduce(x).shape == (1, 8)
+    for _ in range(3):
+        assert communicator.all_reduce_norm(x, x, x[0], 1e-6, "wide")[1].shape == (1, 8)
     assert communicator.all_gather(torch.ones(1, 8), [8, 8]).shape == (1, 16)
 
 
@@ -268,8 +306,17 @@ def test_on_a_gpu_a_row_is_added_up_in_one_order() -> None:
     well that kernels are compiled before ranks meet."""
     script = Path(__file__).with_name("compile_peer_memory.py")
     printed = run_apart(str(script), json.dumps(SHAPES))
-    for shape, (joined, alone, order) in zip(SHAPES, json.loads(printed), strict=True):
-        assert joined == alone, shape
+    answer, (matmul, behind_it) = json.loads(printed)
+    for shape, found in zip(SHAPES, answer, strict=True):
+        few, joined, alone, few_order, order = found
+        assert few == joined == alone, shape
         # The weight is asked for before the wait; the flag comes behind what is pushed, and nothing
         # is loaded between the two.
         assert re.match(r"l+wd[lo]+s+bfp", order), (shape, order)
+        # Of few rows: what is pushed, then the next kernel's start and the looks for what comes.
+        assert re.match(r"l+w[lo]+s+dm+b", few_order), (shape, few_order)
+    # A matmul that pushes asks for its half behind its wait, which lets the sum start; that lets
+    # the next one start, waits for data alone, and at its end for all before it.
+    assert re.search(r"wd[bo]+$", matmul), matmul
+    assert re.match(r"l+do?l+m+b", behind_it), behind_it
+    assert behind_it.endswith("sw"), behind_it

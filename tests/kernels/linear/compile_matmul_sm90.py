@@ -5,6 +5,7 @@ A process of its own, started by ``test_matmul_sm90.py``: there, Triton interpre
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -30,6 +31,8 @@ def ptx_of(
         constants_of(launch.constants, num_rows, "rounded") if has_norm else launch.constants
     )
     names = kernel.arg_names
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    constants |= {each.name: each.default for each in parameters if each.default is not each.empty}
     pointers = [name for name in names if name in _POINTERS]
     kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(pointers, "*bf16")
     kinds |= {

@@ -48,12 +48,11 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
     for shape, tile in MEASURED.items():
         assert choose_prefetch_tile(16, *shape, card) == PrefetchTile(*tile), shape
         assert choose_prefetch_tile(1, *shape, Gpu(132, 227 << 10)) is None
-    for (n, k), tiles in TUNED_PREFETCH.items():
-        has_gate = n in (3072, 12288)
+    for (n, k, has_gate), tiles in TUNED_PREFETCH.items():
         assert all(tile.fits(n, k, has_gate) for tile in tiles.values()), (n, k)
         chosen = [choose_prefetch_tile(rows, n, k, has_gate, card) for rows in (17, 33, 65, 129)]
         assert chosen == [tiles.get(bucket) for bucket in (32, 64, 128, 256)]
-        assert fastest_custom_rows(n * (1 + has_gate), k, card) >= max(tiles)
+        assert fastest_custom_rows(n, k, has_gate, card) >= max(tiles)
         assert choose_prefetch_tile(257, n, k, has_gate, card) is None
     # Other short weights: enough programs, at most 64 rows.
     assert choose_prefetch_tile(20, 2048, 1024, False, card) == PrefetchTile(64, 4, 4, 32)
@@ -87,7 +86,7 @@ def test_it_compiles_for_hopper_and_asks_for_weights_before_it_waits() -> None:
         (False, rows, *shape, *tile, 16) for shape, tile in MEASURED.items() for rows in (2, 16)
     ]
     for n, k in ((1024, 2048), (3072, 1024)):
-        for rows, tile in TUNED_PREFETCH[n, k].items():
+        for rows, tile in TUNED_PREFETCH[n, k, n == 3072].items():
             cases.append((False, rows, n, k, n == 3072, *astuple(tile)))
     cases += [(True, rows, *shape, *WITH_NORM[shape], 16) for shape in WITH_NORM for rows in (2, 4)]
     script = Path(__file__).with_name("compile_matmul_sm90.py")

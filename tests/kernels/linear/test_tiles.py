@@ -33,5 +33,15 @@ def test_a_tile_measured_without_a_gate_is_not_taken_with_one() -> None:
     shape = 6144, 4096
     gated = choose_tile(16, *shape, 2, True, HOPPER)
     assert choose_tile(16, *shape, 2, False, HOPPER) != gated
-    assert choose_prefetch_tile(32, *shape, False, HOPPER) is not None
-    assert choose_prefetch_tile(32, *shape, True, HOPPER) is None
+    plain, joined = (choose_prefetch_tile(32, *shape, has_gate, HOPPER) for has_gate in (0, 1))
+    assert plain is not None
+    assert joined != plain
+    assert choose_prefetch_tile(32, 4096, 4096, True, HOPPER) is None
+
+
+@pytest.mark.parametrize("k_size", [2560, 6144, 25600])
+def test_programs_that_would_take_a_second_turn_share_multiprocessors(k_size: int) -> None:
+    tile = choose_prefetch_tile(2, 5120, k_size, False, HOPPER)
+    assert tile is not None
+    num_bytes = tile.stages * tile.atoms * (tile.part + tile.x_rows) * 128
+    assert 5120 // tile.part <= HOPPER.num_sms * (_LARGE_SHARED_BYTES // num_bytes)

@@ -1,0 +1,125 @@
+"""Linear layers of Qwen3-8B on a GPU, bfloat16 beside FP8: microseconds, GB/s, TFLOP/s, floor.
+
+    python -m benchmarks.matmul [--rows 1 --rows 8 ...]
+
+Each matmul is one of several with weights of its own, 256 MiB or more together, so that none of
+them lies in the L2 cache; they are one CUDA graph, and figures are medians of replays. FP8 rows are
+quantised before, as by the norm or the gate in front of them in a model; what that takes alone is
+in a column of its own. GB/s count the weight, once. The floor is the longer of reading the weight
+and multiplying, at the rates measured on an H200.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+READ_BANDWIDTH = 4.5e12  # bytes/s
+MATRIX_RATES = {"bf16": 790e12, "fp8": 1580e12}  # operations/s
+SHAPES = {
+    "q, k, v": (6144, 4096),
+    "o": (4096, 4096),
+    "gate, up": (24576, 4096),
+    "down": (4096, 12288),
+}
+_POOL_BYTES = 256 << 20
+_DEVICE = "cuda"
+Rows = Annotated[list[int], typer.Option("--rows", help="Repeatable.")]
+
+
+def median_us(calls: list[Callable[[], object]], repeats: int = 15) -> float:
+    """Microseconds of one of ``calls``, which one CUDA graph holds."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def num_copies(num_bytes: int) -> int:
+    return max(4, -(-_POOL_BYTES // num_bytes))
+
+
+def random_rows(num_rows: int, width: int) -> Tensor:
+    return torch.randn(num_rows, width, device=_DEVICE, dtype=torch.bfloat16)
+
+
+def random_fp8(num_outs: int, width: int) -> tuple[Tensor, Tensor]:
+    """A weight as the kernels take it."""
+    from pagespec.kernels.linear import dispatch_fp8
+    from pagespec.kernels.linear.fp8 import quantize_fp8
+
+    weight = torch.randn(num_outs, width, device=_DEVICE) * width**-0.5
+    return dispatch_fp8.pack(quantize_fp8(weight))
+
+
+def measure_bf16(num_rows: int, num_outs: int, width: int) -> float:
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.linear import dispatch
+    from pagespec.kernels.linear.tiles import fastest_custom_rows
+
+    limit = fastest_custom_rows(num_outs, width, Gpu.of(torch.device(_DEVICE)))
+    x = random_rows(num_rows, width)
+    calls = []
+    for _ in range(num_copies(2 * num_outs * width)):
+        weight = random_rows(num_outs, width) * width**-0.5
+        calls.append(lambda w=weight: dispatch.linear(x, w, None, limit))
+    return median_us(calls)
+
+
+def measure_fp8(num_rows: int, num_outs: int, width: int) -> tuple[float, float]:
+    """Of the matmul, and of quantising its rows."""
+    from pagespec.kernels.fused.quantize_rows import quantize_rows
+    from pagespec.kernels.linear import dispatch_fp8
+
+    x = random_rows(num_rows, width)
+    rows = quantize_rows(x)
+    calls = []
+    for _ in range(num_copies(num_outs * width)):
+        parts = random_fp8(num_outs, width)
+        calls.append(lambda p=parts: dispatch_fp8.multiply(rows, x, *p, None))
+    return median_us(calls), median_us([lambda: quantize_rows(x)] * 20)
+
+
+def main(rows: Rows = [1, 8, 64, 256, 512, 8192]) -> None:  # noqa: B006 - typer copies it
+    """Times of linear layers, bfloat16 beside FP8."""
+    print(torch.cuda.get_device_name())
+    print(
+        f"{'weight':<9} {'rows':>5} {'bf16 us':>8} {'GB/s':>6} {'TFLOP/s':>8} "
+        f"{'fp8 us':>8} {'floor':>7} {'GB/s':>6} {'TFLOP/s':>8} {'ratio':>6} {'quantise us':>11}"
+    )
+    with torch.inference_mode():
+        for name, (num_outs, width) in SHAPES.items():
+            size = num_outs * width
+            for num_rows in rows:
+                bf16 = measure_bf16(num_rows, num_outs, width)
+                fp8, quantise = measure_fp8(num_rows, num_outs, width)
+                work = 2 * num_rows * size
+                floor = max(size / READ_BANDWIDTH, work / MATRIX_RATES["fp8"]) * 1e6
+                print(
+                    f"{name:<9} {num_rows:>5} {bf16:>8.2f} {2 * size / bf16 / 1e3:>6.0f} "
+                    f"{work / bf16 / 1e6:>8.0f} {fp8:>8.2f} {floor:>7.2f} {size / fp8 / 1e3:>6.0f} "
+                    f"{work / fp8 / 1e6:>8.0f} {bf16 / fp8:>6.2f} {quantise:>11.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,133 @@
+"""Boxes that are waited for without flags: R4 and R5, in every order of writes of small groups.
+
+One row, sent again and again. In call n each rank pushes its part into the box that every peer
+keeps for it, over the sentinel that must lie there; then, for each peer in order, it waits until
+what lies in its own box is no sentinel, reads it, and puts the sentinel back. A box has halves,
+used in turn. Nobody waits for the readers: may a rank write over what is not read yet?
+
+    python -m spec.sentinel                        # states, violations
+    python -m spec.sentinel --seed-bug one-half    # a broken rule and its shortest counterexample
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BUGS = ("one-half", "no-clear", "clear-late")
+
+
+class State(NamedTuple):
+    """Of N ranks.
+
+    Attributes:
+        calls: the call that each rank is in, from 1.
+        places: what it does next in it, of 3 (N - 1) steps: pushes, then by turns reads and clears.
+        boxes: per owner, sender and half: the call whose part lies there, 0 for the sentinel.
+        broken: "R4" once a part was lost, or one of another call was read.
+    """
+
+    calls: tuple[int, ...]
+    places: tuple[int, ...]
+    boxes: tuple[int, ...]
+    broken: str = ""
+
+
+def initial(num_ranks: int) -> State:
+    return State((1,) * num_ranks, (0,) * num_ranks, (0,) * (2 * num_ranks * num_ranks))
+
+
+def actions(state: State, num_ranks: int, num_calls: int, bug: str) -> Iterator[tuple[str, State]]:
+    """What may happen next: one write, or one read, of any rank."""
+    for rank in range(num_ranks):
+        call, place = state.calls[rank], state.places[rank]
+        if call > num_calls:
+            continue
+        peers = [peer for peer in range(num_ranks) if peer != rank]
+        steps = _steps(peers, call, bug)
+        kind, peer, of_call = steps[place]
+        half = 0 if bug == "one-half" else of_call % 2
+        owner, sender = (peer, rank) if kind == "push" else (rank, peer)
+        at = 2 * (owner * num_ranks + sender) + half
+        found, then, is_broken = state.boxes[at], state.boxes[at], False
+        if kind == "push":
+            then, is_broken = call, found != 0 and bug != "no-clear"
+        elif kind == "read":
+            if found == 0:
+                continue
+            is_broken = found != call
+        else:
+            then = 0
+        place += 1
+        if place == len(steps):
+            call, place = call + 1, 0
+        yield (
+            f"rank {rank}, call {state.calls[rank]}: {kind}, rank {peer}",
+            State(
+                (*state.calls[:rank], call, *state.calls[rank + 1 :]),
+                (*state.places[:rank], place, *state.places[rank + 1 :]),
+                (*state.boxes[:at], then, *state.boxes[at + 1 :]),
+                "R4" if is_broken else "",
+            ),
+        )
+
+
+def _steps(peers: list[int], call: int, bug: str) -> list[tuple[str, int, int]]:
+    """(kind, peer, the call whose half it is in) of all that a rank does in a call."""
+    pushes = [("push", peer, call) for peer in peers]
+    reads = [("read", peer, call) for peer in peers]
+    clears = [("clear", peer, call) for peer in peers]
+    if bug == "no-clear":
+        return pushes + reads
+    if bug == "clear-late":  # in the next call, behind the push that lets the peer go on
+        late = [("clear", peer, call - 1) for peer in peers] if call > 1 else []
+        return pushes + reads + late
+    return pushes + [step for pair in zip(reads, clears, strict=True) for step in pair]
+
+
+def check(num_ranks: int, num_calls: int, bug: str = "") -> tuple[int, str, tuple[str, ...]]:
+    """The number of states, and the first violation with the shortest way to it: R4, or R5 where
+    nothing can happen any more although calls are left; "" for none."""
+    first = initial(num_ranks)
+    come_from: dict[State, tuple[State, str] | None] = {first: None}
+    todo = deque([first])
+    while todo:
+        state = todo.popleft()
+        following = list(actions(state, num_ranks, num_calls, bug))
+        is_done = all(call > num_calls for call in state.calls)
+        broken = state.broken or ("" if following or is_done else "R5")
+        if broken:
+            names = []
+            while (step := come_from[state]) is not None:
+                state, name = step
+                names.append(name)
+            return len(come_from), broken, tuple(reversed(names))
+        for name, after in following:
+            if after not in come_from:
+                come_from[after] = state, name
+                todo.append(after)
+    return len(come_from), "", ()
+
+
+SCOPES = ((2, 6), (3, 3))
+"""Ranks and calls."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed-bug", choices=BUGS, default="")
+    bug = parser.parse_args().seed_bug
+    for num_ranks, num_calls in SCOPES:
+        num_states, broken, path = check(num_ranks, num_calls, bug)
+        found = f"{broken} violated" if broken else "no violation"
+        print(f"{num_ranks} ranks, {num_calls} calls: {num_states:,} states, {found}")
+        if broken:
+            print("\n".join(f"  {name}" for name in path))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

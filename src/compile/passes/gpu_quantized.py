@@ -1,0 +1,39 @@
+"""Kernels for weights that stay quantised on a GPU: a table by the format of the weight.
+
+The formats that are let in at the door are :data:`.quantized_load.GPU_FORMATS`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ...kernels.linear import dispatch_fp8, dispatch_int4
+from ...kernels.linear.cpu_quantized import GROUP
+from ...kernels.linear.fp8 import Fp8Weight
+from ...kernels.linear.plan_cache import LinearPlans
+from ...kernels.linear.plan_int4 import RowLimits
+from .quantize_linear import Kernel, KernelTable, WeightInOrder
+
+
+def _fp8(weight: WeightInOrder) -> Kernel:
+    assert isinstance(weight, Fp8Weight)
+    return Kernel(dispatch_fp8.linear, dispatch_fp8.pack(weight))
+
+
+def _integers(limits: RowLimits, weight: WeightInOrder) -> Kernel:
+    assert not isinstance(weight, Fp8Weight)
+    packed = dispatch_int4.pack(weight)
+    chosen = limits.choose(packed, weight.scales.shape[1] * GROUP)
+    data = (*packed[2:], *chosen)
+    return Kernel(dispatch_int4.linear, packed[:2], data, dispatch_int4.linear_silu_mul)
+
+
+def gpu_kernels(dtype: torch.dtype, plans: LinearPlans) -> KernelTable:
+    """Args:
+    dtype: of the rows that weights are multiplied with.
+    plans: of the matmuls with dequantised weights.
+    """
+    integers = partial(_integers, RowLimits(dtype, plans))
+    return {"fp8": _fp8, "int4": integers, "int8": integers}

@@ -1,0 +1,155 @@
+"""The tensors of a start record: where the next start finds each of a model's.
+
+A parameter or buffer is in the safetensors files under its name, is another one of the model, was
+computed by the module and is in the record, or stands in for a weight that is held quantised
+(:mod:`.fx.stand_in`), which is read from the files as the first start has read it.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.linear.quantized_weight import QuantizedWeight
+from .fx.stand_in import is_stand_in, stand_in
+from .model.checkpoint import Checkpoint
+from .model.gguf_blocks import saved_blocks
+from .model.loaded import named_tensors
+from .model.quantized_layers import is_same_weight, saved_layers
+
+_MAX_COMPUTED_BYTES = 1 << 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class NotRestorable(Exception):
+    """The next start could not restore this model from its files."""
+
+
+def describe_tensors(module: nn.Module, folder: Path) -> Iterator[list[Any]]:
+    """Of each tensor: its name, where it is, whether it is a parameter, and requires a gradient.
+
+    Raises:
+        NotRestorable: one of them is nowhere, or is not what its file has.
+    """
+    checkpoint = Checkpoint(folder)
+    first: dict[int, str] = {}
+    memory: set[int] = set()
+    for name, tensor in named_tensors(module):
+        if id(tensor) in first:
+            yield [name, ["same", first[id(tensor)]], False, False]
+            continue
+        first[id(tensor)] = name
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        where: list[Any]
+        if type(tensor) in (Tensor, nn.Parameter) and is_stand_in(tensor):
+            where = ["quantized", dtype, list(tensor.shape)]
+            yield [name, where, isinstance(tensor, nn.Parameter), tensor.requires_grad]
+            continue
+        if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_contiguous():
+            raise NotRestorable(f"{name} is no plain tensor")
+        if tensor.numel() and tensor.data_ptr() in memory:
+            raise NotRestorable(f"{name} shares its memory")
+        memory.add(tensor.data_ptr())
+        if name in checkpoint:
+            # Where a GPU's memory, which is about to be measured, plays no part.
+            value = tensor.detach().cpu()
+            if not _is_same(checkpoint.read(name, value.dtype, value.device), value):
+                raise NotRestorable(f"{name} is not what its file has")
+            where = ["file", dtype]
+        elif tensor.nbytes <= _MAX_COMPUTED_BYTES:
+            content = bytes(_bits(tensor).cpu().reshape(-1).view(torch.uint8).numpy())
+            text = base64.b64encode(content).decode()
+            where = ["computed", dtype, list(tensor.shape), text]
+        else:
+            raise NotRestorable(f"{name} is in no file")
+        yield [name, where, isinstance(tensor, nn.Parameter), tensor.requires_grad]
+
+
+def read_tensors(folder: Path, described: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
+    """The tensors by name, of what :func:`describe_tensors` has returned.
+
+    Raises:
+        Exception: of any kind, if that cannot be.
+    """
+    dtypes = {name: getattr(torch, where[1]) for name, where, *_ in described if where[0] == "file"}
+    read = Checkpoint(folder).read_all(dtypes.items(), device)
+    weights = dict(zip(dtypes, read, strict=True))
+    tensors: dict[str, Tensor] = {}
+    for name, where, is_parameter, requires_grad in described:
+        kind, *rest = where
+        if kind == "same":
+            tensors[name] = tensors[rest[0]]
+            continue
+        if kind == "quantized":
+            value = stand_in(rest[1], getattr(torch, rest[0]))
+        else:
+            value = weights[name] if kind == "file" else _computed(*rest).to(device)
+        tensors[name] = nn.Parameter(value, requires_grad) if is_parameter else value
+    return tensors
+
+
+def quantized_weights(
+    folder: Path, tensors: Mapping[str, Tensor], quantization: str | None
+) -> dict[str, QuantizedWeight | None]:
+    """What is held quantised, by parameter name, as the first start has read it.
+
+    Args:
+        tensors: of the model. quantization: as the caller has set it.
+
+    Raises:
+        Exception: of any kind, if that cannot be read.
+    """
+    if quantization == "gguf":
+        return dict(saved_blocks(folder))
+    return dict(saved_layers(folder, _quantized_layers(tensors)))
+
+
+def weights_differ(
+    module: nn.Module,
+    held: Mapping[str, QuantizedWeight | None],
+    folder: Path,
+    quantization: str | None,
+) -> str | None:
+    """The name of a weight that :func:`quantized_weights` would read otherwise; None if all are
+    equal in every bit. Reads them one after the other, as the model may fill the memory."""
+    tensors = dict(named_tensors(module))
+    again: Iterator[tuple[str, QuantizedWeight | None]]
+    try:
+        if quantization == "gguf":
+            again = iter(saved_blocks(folder).items())
+        else:
+            again = saved_layers(folder, _quantized_layers(tensors))
+        left = dict(held)
+        for name, weight in again:
+            if name not in left or not is_same_weight(weight, left.pop(name)):
+                return name
+    # Whatever does not read them now would not then.
+    except Exception as error:
+        return f"a weight ({error})"
+    return next(iter(left), None)
+
+
+def _quantized_layers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[int, int]]]:
+    for name, tensor in tensors.items():
+        if is_stand_in(tensor):
+            num_outputs, num_inputs = tensor.shape
+            yield name.removesuffix(".weight"), (num_outputs, num_inputs)
+
+
+def _computed(dtype: str, shape: Sequence[int], text: str) -> Tensor:
+    content = bytearray(base64.b64decode(text))
+    flat = torch.frombuffer(content, dtype=getattr(torch, dtype)) if content else torch.empty(0)
+    return flat.to(getattr(torch, dtype)).reshape(shape).clone()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(_BITS[tensor.dtype.itemsize])
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(_bits(one), _bits(other))

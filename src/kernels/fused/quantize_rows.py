@@ -1,0 +1,202 @@
+"""Rows quantised to e4m3 by token and 128 channels, in Triton: alone, or with what makes them.
+
+A group of 128 channels of a row is divided by its largest magnitude / 448 and rounded to the
+nearest e4m3, ties to even. So a row's numbers follow from that row alone. The norm and the gated
+activation that quantise their results round them first as those do that do not (:mod:`.rms_norm`,
+:mod:`.activation`), so joining changes no bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import as_rows, has_dependent_launch
+from .activation import gelu_tanh
+from .rms_norm import mean_square, num_warps
+from .rounding import EMULATE, rounded, scaled, silu
+
+GROUP = 128
+"""Channels that share a scale."""
+_GROUP = tl.constexpr(GROUP)
+_LARGEST = tl.constexpr(448.0)
+_SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
+_BLOCK = 1024
+
+
+class QuantizedRows(NamedTuple):
+    """Rows ``[M, K]`` of ``values * scale``.
+
+    Attributes:
+        values: ``[M, K]``, float8_e4m3fn; under the interpreter its bits in uint8.
+        scales: float32 ``[ceil(K / 128), M]``.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+@triton.jit
+def nearest_e4m3(x):  # type: ignore[no-untyped-def]
+    """The nearest e4m3 to float32 ``x`` of up to 448, ties to even; under the interpreter, which
+    cuts off, its bits in uint8, got by hand: added to ``x``, a power of two 20 bits above the last
+    digit that stays rounds all others away."""
+    if EMULATE:
+        size = tl.abs(x)
+        exponent = tl.maximum((size.to(tl.uint32, bitcast=True) >> 23).to(tl.int32), 121)
+        digit = ((exponent + 20) << 23).to(tl.float32, bitcast=True)
+        size = (size + digit) - digit
+        bits = size.to(tl.uint32, bitcast=True).to(tl.int32)
+        normal = (bits >> 20) - (120 << 3)
+        tiny = (size * 512.0).to(tl.int32)
+        found = tl.where(size < 0.015625, tiny, normal)
+        sign = (x.to(tl.uint32, bitcast=True) >> 24).to(tl.int32) & 128
+        return (found | sign).to(tl.uint8)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def quantized(x):  # type: ignore[no-untyped-def]
+    """(values, scales) of float32 ``x [groups, 128]``."""
+    largest = tl.max(tl.abs(x), 1)
+    scales = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
+    scales = tl.maximum(scales, _SMALLEST_SCALE)
+    return nearest_e4m3(tl.div_rn(x, tl.broadcast_to(tl.expand_dims(scales, 1), x.shape))), scales
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    x, values, scales, row, num_rows, begin, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Quantise and store the channels of a row from ``begin``, a multiple of 128, on.
+
+    ``x``: float32 ``[BLOCK]``, 0 beyond the end.
+    """
+    GROUPS: tl.constexpr = BLOCK // _GROUP
+    numbers, factors = quantized(tl.reshape(x, (GROUPS, _GROUP)))
+    group = tl.arange(0, GROUPS)
+    at = begin + group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    tl.store(values + row * N + at, numbers, mask=at < N)
+    g = begin // _GROUP + group
+    tl.store(scales + g * num_rows + row, factors, mask=g * _GROUP < N)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    x, up, values, scales, num_rows, x_stride, up_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of ``activation(x) * up``, or of ``x`` if KIND is "none". Grid: ``(rows * tiles of N,)``."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // TILES).to(tl.int64)
+    begin = tl.program_id(0) % TILES * BLOCK
+    i = begin + tl.arange(0, BLOCK)
+    mask = i < N
+    y = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
+    if KIND != "none":
+        factor = tl.load(up + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
+        if KIND == "silu":
+            y = silu(y)
+        else:
+            y = gelu_tanh(y)
+        y = rounded(rounded(y, DTYPE) * factor, DTYPE)
+    _store(y, values, scales, row, num_rows, begin, N, BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_quantize_kernel(  # type: ignore[no-untyped-def]
+    x, residual, weight, hidden, values, scales, num_rows, eps, x_stride, residual_stride,
+    N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As :func:`.rms_norm._norm_kernel`, quantising the normalised row. Grid: ``(rows,)``."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < N
+    h = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        h += tl.load(residual + row * residual_stride + i, mask=mask, other=0.0).to(tl.float32)
+        h = rounded(h, DTYPE)
+        tl.store(hidden + row * N + i, h.to(DTYPE), mask=mask)
+    mean = mean_square(h, N)
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE)
+    _store(y, values, scales, row, num_rows, 0, N, BLOCK)
+
+
+def _new(num_rows: int, width: int, device: torch.device) -> QuantizedRows:
+    dtype = torch.float8_e4m3fn if device.type == "cuda" else torch.uint8
+    values = torch.empty(num_rows, width, dtype=dtype, device=device)
+    groups = triton.cdiv(width, GROUP)
+    return QuantizedRows(values, torch.empty(groups, num_rows, dtype=torch.float32, device=device))
+
+
+def quantize_rows(x: Tensor) -> QuantizedRows:
+    """Of ``x [..., K]`` as rows, which may be strided."""
+    return _launch(x, x, "none")
+
+
+def act_mul_quantize(gate: Tensor, up: Tensor, kind: str) -> QuantizedRows:
+    """Of :func:`.dispatch.act_mul`."""
+    return _launch(gate, up, kind)
+
+
+def _launch(x: Tensor, up: Tensor, kind: str) -> QuantizedRows:
+    rows, up_rows = as_rows(x), as_rows(up)
+    num_rows, width = rows.shape
+    out = _new(num_rows, width, x.device)
+    if num_rows == 0:
+        return out
+    overlap = has_dependent_launch(x.device)
+    _quantize_kernel[(num_rows * triton.cdiv(width, _BLOCK),)](
+        rows, up_rows, out.values, out.scales, num_rows, rows.stride(0), up_rows.stride(0),
+        N=width,
+        BLOCK=_BLOCK,
+        KIND=kind,
+        PDL=overlap,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=overlap,
+    )  # fmt: skip
+    return out
+
+
+def rms_norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: str
+) -> tuple[QuantizedRows, Tensor]:
+    """(the first result of :func:`.dispatch.add_rms_norm`, quantised; its second); without a
+    residual that of :func:`.dispatch.rms_norm`, and ``x``."""
+    rows = as_rows(x)
+    num_rows, width = rows.shape
+    out = _new(num_rows, width, x.device)
+    hidden = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out, hidden
+    residual_rows = rows if residual is None else as_rows(residual)
+    block = triton.next_power_of_2(max(width, GROUP))
+    overlap = has_dependent_launch(x.device)
+    _norm_quantize_kernel[(num_rows,)](
+        rows, residual_rows, weight, hidden, out.values, out.scales, num_rows, eps,
+        rows.stride(0), residual_rows.stride(0),
+        N=width,
+        BLOCK=block,
+        FORM=form,
+        HAS_RESIDUAL=residual is not None,
+        PDL=overlap,
+        num_warps=num_warps(triton.next_power_of_2(width)),
+        enable_fp_fusion=False,
+        launch_pdl=overlap,
+    )  # fmt: skip
+    return out, hidden

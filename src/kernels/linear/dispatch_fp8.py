@@ -1,0 +1,97 @@
+"""Linear layers with FP8 weights on a GPU: rows are quantised, by token and 128 channels, and
+multiplied on the FP8 matrix units.
+
+The bits of a row do not depend on the number of rows: see :mod:`.matmul_fp8` for the order of
+summation and :mod:`..fused.quantize_rows` for the rounding. What comes before, a norm or a gated
+activation, may quantise its own result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..device import Gpu
+from ..fused import quantize_rows as rows_of
+from ..fused.quantize_rows import QuantizedRows
+from .fp8 import BLOCK, Fp8Weight
+from .matmul_fp8 import matmul
+from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile
+
+
+def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
+    """What the functions here take: values, and float32 scales ``[ceil(N / S), ceil(K / 128) or
+    1]``, S being 128 where each 128 outputs share their scales, else 1."""
+    values, scales = weight
+    if values.is_cuda:
+        values = values.view(torch.float8_e4m3fn)
+    firsts = scales[::BLOCK]
+    if torch.equal(firsts.repeat_interleave(BLOCK, 0)[: len(scales)], scales):
+        scales = firsts.contiguous()
+    return values, scales
+
+
+def multiply(
+    rows: QuantizedRows, like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
+    """``[..., N]`` with the leading dims and the dtype of ``like``."""
+    num_rows, (num_outs, k_size) = len(rows.values), values.shape
+    shared = 1 if len(scales) == num_outs else BLOCK
+    has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
+    tile = None
+    if bias is None and like.dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
+        tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
+    if tile is not None:
+        # Gluon is not in every Triton; the card says whether it is.
+        from . import matmul_fp8_sm90
+
+        out = matmul_fp8_sm90.matmul(rows, values, scales, shared=shared, tile=tile)
+    else:
+        of_any = choose_fp8_tile(num_rows, num_outs)
+        out = matmul(rows, values, scales, bias, like.dtype, shared=shared, tile=of_any)
+    return out.view(*like.shape[:-1], num_outs)
+
+
+def linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of ``x [..., K]``, quantised, with a weight that :func:`pack` returned.
+
+    Returns:
+        ``[..., N]`` in the dtype of x.
+    """
+    return multiply(rows_of.quantize_rows(x), x, values, scales, bias)
+
+
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    form: str,
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """:func:`linear` of :func:`.dispatch.rms_norm`, whose arguments come first."""
+    rows, _ = rows_of.rms_norm_quantize(x, None, weight, eps, form)
+    return multiply(rows, x, values, scales, bias)
+
+
+def add_norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    form: str,
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(:func:`linear` of the first result of :func:`.dispatch.add_rms_norm`, its second)."""
+    rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
+    return multiply(rows, x, values, scales, bias), hidden
+
+
+def act_linear(
+    gate: Tensor, up: Tensor, kind: str, values: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
+    """:func:`linear` of :func:`.dispatch.act_mul`, whose arguments come first."""
+    return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)

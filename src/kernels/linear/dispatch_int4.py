@@ -1,0 +1,157 @@
+"""Linear layers with weights in 4 or 8 bits on a GPU: unpacked in the matmul, or before it.
+
+Few rows take the time of reading the weight, and :mod:`.matmul_int4` reads it quantised. For many
+rows it is dequantised into memory once per call and multiplied as any weight (:mod:`.dispatch`).
+Both compute with the same weights in the same order, so the bits are equal, and equal to those of a
+model that holds the weight dequantised in the dtype of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..device import Gpu
+from . import dispatch, tiles
+from .cpu_quantized import GROUP, Blocks, Int4Weight, Int8Weight
+from .matmul import Tile
+from .matmul import matmul as plain_matmul
+from .matmul_int4 import PADDING, PackedWeight, dequantize, matmul, pack_numbers, pack_words
+
+MAX_FUSED_ROWS = 64
+"""Up to here, unpacking in the matmul is the faster way, as far as was measured."""
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def pack(weight: Blocks) -> PackedWeight:
+    """The weight with its own numbers: in the narrowest dtype, and the widest groups, that change
+    none of them."""
+    scales = weight.scales
+    if isinstance(weight, Int8Weight):
+        values, num_bits = weight.values.view(torch.uint8) ^ 128, 8
+        numbers, has_minima = [scales, torch.full_like(scales, 128.0)], False
+    else:
+        values, num_bits = weight.unpacked(), 4
+        zeros = _zero_points(weight)
+        has_minima = zeros is None
+        numbers = [scales, weight.minima if zeros is None else zeros]
+    group = GROUP
+    while group < PADDING and all(_is_paired(part) for part in numbers):
+        numbers = [part[:, ::2] for part in numbers]
+        group *= 2
+    dtype = next((d for d in _HALVES if all(_is_exact(part, d) for part in numbers)), torch.float32)
+    num_groups = -(-values.shape[1] // PADDING) * PADDING // group
+    missing = (0, num_groups - numbers[0].shape[1])
+    held = [torch.nn.functional.pad(part, missing).t() for part in numbers]
+    return PackedWeight(
+        pack_words(values, num_bits),
+        pack_numbers(held[0], held[1], dtype),
+        num_bits,
+        group,
+        str(dtype).removeprefix("torch."),
+        has_minima,
+    )
+
+
+def _zero_points(weight: Int4Weight) -> Tensor | None:
+    """Whole numbers z with ``minima = -z * scale`` to the bit, if there are any."""
+    scales, minima = weight.scales, weight.minima
+    zeros = (-minima / torch.where(scales == 0, 1.0, scales)).round()
+    is_small = bool(((zeros >= 0) & (zeros <= 16)).all())
+    return zeros if is_small and torch.equal(-zeros * scales, minima) else None
+
+
+def _is_paired(numbers: Tensor) -> bool:
+    is_even = numbers.shape[1] % 2 == 0
+    return is_even and torch.equal(numbers[:, ::2], numbers[:, 1::2])
+
+
+def _is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(numbers.to(dtype).float(), numbers)
+
+
+def choose_tile(num_rows: int, num_outs: int, num_inputs: int, has_gate: bool) -> Tile:
+    """The quickest of those tried on an H200 (docs/notes/int4.md). No bits depend on it."""
+    if num_rows <= 16:
+        # What is under way of a long row is enough in smaller steps.
+        return _tile(16, 32, 256 if num_inputs > 8192 else 512, 4, 4)
+    if has_gate and num_outs >= 8192:
+        return _tile(64, 128, 128, 4, 8)
+    return _tile(64, 32, 256, 3, 4)
+
+
+def _tile(m: int, n: int, k: int, stages: int, warps: int) -> Tile:
+    return Tile(block_m=m, block_n=n, block_k=k, num_stages=stages, num_warps=warps)
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    numbers: Tensor,
+    bias: Tensor | None,
+    num_bits: int,
+    group: int,
+    dtype: str,
+    has_minima: bool,
+    max_fused_rows: int = MAX_FUSED_ROWS,
+    max_custom_rows: int = dispatch.ALL_ROWS,
+) -> Tensor:
+    """``F.linear(x, weight, bias)``, x ``[..., K]``, the weight by the fields of its
+    :class:`.PackedWeight`.
+
+    Args:
+        max_fused_rows: up to how many rows it is unpacked in the matmul.
+        max_custom_rows: as of :func:`.dispatch.linear`, above that.
+    """
+    weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
+    return multiply(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=False)
+
+
+def linear_silu_mul(
+    x: Tensor,
+    words: Tensor,
+    numbers: Tensor,
+    bias: Tensor | None,
+    num_bits: int,
+    group: int,
+    dtype: str,
+    has_minima: bool,
+    max_fused_rows: int = MAX_FUSED_ROWS,
+    max_custom_rows: int = dispatch.ALL_ROWS,
+) -> Tensor:
+    """``silu(gate) * up`` of the halves of :func:`linear`."""
+    weight = PackedWeight(words, numbers, num_bits, group, dtype, has_minima)
+    return multiply(x, weight, bias, max_fused_rows, max_custom_rows, has_gate=True)
+
+
+def multiply(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    max_fused_rows: int,
+    max_custom_rows: int,
+    *,
+    has_gate: bool = False,
+) -> Tensor:
+    """:func:`linear` or :func:`linear_silu_mul` with a weight in one piece."""
+    width = x.shape[-1]
+    if x.dtype != torch.float32 and 0 < x.numel() <= max_fused_rows * width:
+        rows = x.reshape(-1, width)
+        num_outs = len(weight.words) // (2 if has_gate else 1)
+        tile = choose_tile(len(rows), num_outs, width, has_gate)
+        out = matmul(rows, weight, bias, tile=tile, has_gate=has_gate)
+        return out.view(*x.shape[:-1], num_outs)
+    plain = dequantize(weight, width, x.dtype)
+    # The plan is of a matmul without a bias.
+    if x.numel() == 0 or (bias is None and x.numel() > max_custom_rows * width):
+        many: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
+        return many(x, plain, bias, 0)
+    # Not by the kernel of :mod:`.matmul_sm90`, which reads weights before the kernel that has just
+    # written them ends.
+    rows = x.reshape(-1, width)
+    num_outs = len(plain) // (2 if has_gate else 1)
+    tile = tiles.choose_tile(len(rows), num_outs, width, x.itemsize, has_gate, Gpu.of(x.device))
+    out = plain_matmul(rows, plain, bias, tile=tile, has_gate=has_gate)
+    return out.view(*x.shape[:-1], num_outs)
