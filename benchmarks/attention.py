@@ -8,7 +8,7 @@ side by side) and flash-attn-4 where it is installed. Decode counts every byte o
 beside the plain read of the card (:mod:`benchmarks.card`). Blocks of a row lie scattered. Each CUDA
 graph holds several calls, which share lengths and block tables as the layers of a model do, over
 caches that together are larger than the L2 cache; figures are medians of replays. Caches that do
-not fit the free memory are left out.
+not fit the free memory are left out. "fp8" is the same over caches of e4m3 numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.card import CardRates, rates_of_this_process
 from benchmarks.gpu_timing import median_of_runs, median_seconds
 from pagespec.errors import InvalidInputError
+from pagespec.kernels import e4m3
 from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import flash
 from pagespec.kernels.attention.backend import AttentionBackend, select_backend
@@ -47,6 +48,7 @@ class Case:
 
     Attributes:
         spread: lengths are uniform in ``context * (1 - spread)`` to ``context * (1 + spread)``.
+        is_fp8: whether the caches hold planes of e4m3 numbers.
 
     Its other attributes are those of an attention call of a model, as
     :class:`pagespec.kernels.attention.spec.AttentionSpec` has them.
@@ -65,6 +67,7 @@ class Case:
     has_sinks: bool = False
     chunk: int = 0
     alibi_slopes: tuple[float, ...] = ()
+    is_fp8: bool = False
 
     @property
     def k_dim(self) -> int:
@@ -80,8 +83,11 @@ class Case:
         return [round(self.context * f) for f in factors.tolist()]
 
     def kv_bytes(self) -> int:
-        width = self.num_kv_heads * self.head_dim * 2 * DTYPE.itemsize
-        return sum(self.lengths()) * width
+        """Scales among them."""
+        size = self.head_dim * DTYPE.itemsize
+        if self.is_fp8:
+            size = self.head_dim + e4m3.SCALE_BYTES
+        return sum(self.lengths()) * self.num_kv_heads * 2 * size
 
     def flops(self) -> int:
         """Of a causal prefill: two products of ``2 * head_dim`` operations a visible pair."""
@@ -119,11 +125,21 @@ def inputs(
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, dtype=DTYPE, device=device)
 
-    heads = (case.num_kv_heads, case.head_dim)
+    def cache() -> Tensor:
+        heads = (num_blocks + 1, block_size, case.num_kv_heads)
+        if not case.is_fp8:
+            return normal(*heads, case.head_dim)
+        sizes = (*heads, case.head_dim + e4m3.SCALE_BYTES)
+        planes = torch.zeros(sizes, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        vectors, scales = e4m3.planes_of(planes)
+        vectors.random_(0, 120)
+        scales.fill_(1e-2)
+        return planes
+
     return [
         (
             normal(int(new.sum()), case.num_q_heads, case.head_dim),
-            PagedKV(*(normal(num_blocks + 1, block_size, *heads) for _ in "kv"), *metadata),
+            PagedKV(*(cache() for _ in "kv"), *metadata),
             AttentionParams(case.head_dim**-0.5, case.window, case.softcap),
         )
         for _ in range(num_layers or max(2, math.ceil(_POOL_BYTES / case.kv_bytes())))
@@ -246,7 +262,7 @@ class Table:
 
     def show_prefill(self, contexts: list[int]) -> None:
         print(
-            f"\n{'prefill, TFLOP/s':<20} {'ms':>9} {'pagespec':>9} {'of rate':>8} "
+            f"\n{'prefill, TFLOP/s':<20} {'ms':>9} {'pagespec':>9} {'of rate':>8} {'fp8':>5} "
             f"{'SDPA flash':>11} {'SDPA cuDNN':>11} {'library':>9}"
         )
         for context in contexts:
@@ -259,6 +275,8 @@ class Table:
                 f"1 x {context:<16,} {ours * 1e3:>9.2f} {rate / 1e12:>9.0f} "
                 f"{rate / self.card.matrix_rate:>8.0%}"
             )
+            fp8 = self.seconds("triton", replace(case, is_fp8=True))
+            line += f" {case.flops() / fp8 / 1e12:>5.0f}" if fp8 else f" {'-':>5}"
             others = [
                 (11, sdpa_seconds(case, SDPBackend.FLASH_ATTENTION)),
                 (11, sdpa_seconds(case, SDPBackend.CUDNN_ATTENTION)),
@@ -272,24 +290,24 @@ class Table:
             torch.cuda.empty_cache()
 
     def show_decode(self, rows: list[int], contexts: list[int]) -> None:
-        """GB/s, and the share of the plain read; a second line a library's."""
+        """GB/s, and the share of the plain read; further lines of e4m3 caches and of a library."""
         print(f"\n{'decode, GB/s':<20}" + "".join(f"{n:>17,}" for n in contexts))
         for num_rows in rows:
-            for name in ("triton", "flash"):
+            labels = {"triton": f"{num_rows} rows", "fp8": "  fp8", "flash": "  by a library"}
+            for name, label in labels.items():
                 cells = [self._decode_cell(name, num_rows, n) for n in contexts]
                 if any(cells):
-                    label = f"{num_rows} rows" if name == "triton" else "  by a library"
                     print(
                         f"{label:<20}" + "".join(f"{cell or '-':>17}" for cell in cells), flush=True
                     )
 
     def _decode_cell(self, name: str, num_rows: int, context: int) -> str:
         """Empty if the caches do not fit, or no such library serves."""
-        case = self.decode_case(num_rows, context)
+        case = replace(self.decode_case(num_rows, context), is_fp8=name == "fp8")
         free, _ = torch.cuda.mem_get_info()
         if case.kv_bytes() > 0.9 * free:
             return ""
-        seconds = self.seconds(name, case)
+        seconds = self.seconds("triton" if case.is_fp8 else name, case)
         torch.cuda.empty_cache()
         if seconds is None:
             return ""
@@ -312,10 +330,9 @@ def main() -> None:
         f"{environment()}; {options.heads[0]} query heads and {options.heads[1]} KV heads of "
         f"{options.head_dim}, blocks of {options.block_size}"
     )
-    table.compile(
-        [table.prefill_case(n) for n in options.prompts]
-        + [table.decode_case(r, n) for r in options.rows for n in options.contexts]
-    )
+    cases = [table.prefill_case(n) for n in options.prompts]
+    cases += [table.decode_case(r, n) for r in options.rows for n in options.contexts]
+    table.compile([replace(case, is_fp8=x) for case in cases for x in (False, True)])
     table.show_prefill(list(options.prompts))
     table.show_decode(list(options.rows), list(options.contexts))
     print(*table.notes, sep="\n")

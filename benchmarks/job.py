@@ -45,6 +45,7 @@ BlockSize = Annotated[int | None, typer.Option(help="Default: the engine's.")]
 MaxNumSeqs = Annotated[
     int | None, typer.Option(help="Default: the requests of the largest workload, 512 at most.")
 ]
+KvCacheDtype = Annotated[str, typer.Option(help="auto or fp8.")]
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Default: the engine's.")]
 MemoryUtilization = Annotated[
     float | None, typer.Option(help="Default on a GPU: 0.9, as the peer's.")

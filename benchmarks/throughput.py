@@ -42,6 +42,7 @@ def main(
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     memory_utilization: options.MemoryUtilization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     peer: options.Peer = None,
     peer_repeat: options.PeerRepeat = None,
     profile: options.Profile = None,
@@ -60,6 +61,7 @@ def main(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         memory_utilization=memory_utilization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     card = card_rates()
     result = run_job(

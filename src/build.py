@@ -123,6 +123,7 @@ def build(
         specs=specs,
         block_size=config.block_size,
         transparent=config.transparent,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     logger.info(attention.reason)
     stats.attention, stats.attention_reason = attention.name, attention.reason
@@ -161,6 +162,9 @@ def build(
                 traced=None if restored is None else restored.traced,
                 communicator=communicator,
                 is_native=_is_native(config, device),
+                # No kernel of a GPU reads latent vectors in e4m3.
+                mla_latent_cache=config.mla_latent_cache
+                and (device.type == "cpu" or config.kv_cache_dtype == "auto"),
             )
             if record is not None and graph_cache is not None:
                 record.write(described, graph_cache.key)
@@ -183,7 +187,7 @@ def build(
         device,
         runner.num_blocks,
         config.block_size,
-        " in fp8" if config.kv_cache_dtype == "fp8" else "",
+        _cache_text(config, captured),
         max_model_len,
     )
     return BuiltEngine(
@@ -304,6 +308,14 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
 def _is_native(config: EngineConfig, device: torch.device) -> bool:
     is_gguf = config.quantization == "gguf" and device.type == "cpu"
     return is_gguf and config.kv_cache_dtype == "auto"
+
+
+def _cache_text(config: EngineConfig, captured: CapturedModel) -> str:
+    """What the KV cache holds, where it is not keys and values as they are."""
+    num_latent = sum(spec.is_latent for spec in captured.specs)
+    latent = f", latent vectors for {num_latent} of {len(captured.specs)} attention calls"
+    fp8 = " in fp8" if config.kv_cache_dtype == "fp8" else ""
+    return (latent if num_latent else "") + fp8
 
 
 def _quantization_text(captured: CapturedModel, scheme: str | None) -> str:

@@ -112,8 +112,11 @@ class LLM:
             them. None does what the checkpoint says: layers that it holds in FP8, or in 4 bits by
             AWQ, GPTQ or compressed-tensors, stay so (docs/quantization.md), and a GGUF file is
             expanded.
-        kv_cache_dtype: "auto" is the model's; "fp8", on a CPU, holds keys and values in e4m3 with a
-            scale for each token and head, in a quarter of float32's memory.
+        kv_cache_dtype: "auto" is the model's; "fp8" holds keys and values in e4m3 with a scale for
+            each token and head, in a quarter of float32's memory, half of bfloat16's. A GPU needs
+            compute capability 8.9.
+        mla_latent_cache: of models with multi-head latent attention, cache the latent vector of a
+            token in place of the keys and values of every head (docs/attention.md).
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
@@ -154,6 +157,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        mla_latent_cache: bool = True,
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
@@ -190,6 +194,7 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            mla_latent_cache=mla_latent_cache,
         )
         build = import_engine(config.device, config.tensor_parallel_size)
         built = build(model, config, on_logits)

@@ -41,7 +41,7 @@ COMPILE = (
     ("fx", "step_inputs"),
 )
 KERNELS = (
-    ("ops",),
+    ("ops", "mla"),
     ("attention", "linear", "recurrent"),
     ("sampling",),
     ("collectives",),

@@ -112,8 +112,14 @@ class EngineOptions:
     kv_cache_dtype: str = option(
         "auto",
         "TYPE",
-        "auto: the model's type. fp8: on a CPU, keys and values in e4m3, with a scale a token "
-        "and head: a quarter of the memory; answers may differ.",
+        "auto: the model's type. fp8: keys and values in e4m3, with a scale a token and head: a "
+        "quarter of float32's memory, half of bfloat16's; answers may differ.",
+    )
+    mla_latent_cache: bool = option(
+        True,
+        None,
+        "Of models with multi-head latent attention, cache a token's latent vector in place of "
+        "every head's key and value.",
     )
     tensor_parallel_size: int = option(
         1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."

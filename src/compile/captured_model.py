@@ -45,6 +45,7 @@ class CapturedModel:
     """A model and how to run it; independent of the number and size of KV blocks.
 
     Attributes:
+        specs: of the attention calls, as the passes left them.
         graph: the graph module after all passes, None for "eager".
         sources: where each argument of the graph comes from, as of :meth:`.Traced.arguments`.
         num_captures: how often Dynamo traced the model: 1, or 0 for "eager" and for a graph that
@@ -109,6 +110,11 @@ class CapturedModel:
         return logits if sizes is None else self.communicator.all_gather(logits, sizes)
 
 
+def _has_latent_attention(device: torch.device, attention: AttentionBackend | None) -> bool:
+    """Whether the backend has attention over latent vectors: on a GPU Triton has."""
+    return device.type == "cpu" or (attention is not None and attention.name == "triton")
+
+
 def capture_model(
     loaded: LoadedModel,
     specs: Sequence[AttentionSpec],
@@ -122,6 +128,7 @@ def capture_model(
     traced: Traced | None = None,
     communicator: Communicator | None = None,
     is_native: bool = False,
+    mla_latent_cache: bool = True,
 ) -> CapturedModel:
     """Capture a probed model.
 
@@ -142,6 +149,8 @@ def capture_model(
         communicator: of this rank, for a sharded model.
         is_native: whether a quantised model may call :mod:`.kernels.native`, which reads float32
             caches and rounds rows to 8 bits.
+        mla_latent_cache: cache latent vectors in place of keys and values, where the graph is that
+            of multi-head latent attention (:mod:`.passes.cache_latents`).
 
     Raises:
         InvalidInputError: unknown mode, or "inductor" without a C++ compiler on a CPU.
@@ -186,6 +195,9 @@ def capture_model(
         matmul_plan_dir,
         loaded.quantized_by_id(),
         is_native=is_native and bool(loaded.quantized) and library() is not None,
+        specs=list(specs),
+        calls={name: s[1] for name, s in traced.sources.items() if s[::2] == ("cache", 0)},
+        caches_latents=mla_latent_cache and _has_latent_attention(loaded.device, attention),
     )
     loaded.quantized.clear()  # the passes let go of what they have packed
     with torch.inference_mode():
@@ -197,6 +209,7 @@ def capture_model(
             begin = time.perf_counter()
             captured.rewrites["regions"], captured.num_compiled = compile_regions(gm)
             captured.compile_s = time.perf_counter() - begin
+    captured.specs = tuple(context.specs)
     captured.weight_formats = context.weight_formats
     captured.float32_matrices = context.float32_matrices
     captured.sources = traced.arguments()

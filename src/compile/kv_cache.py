@@ -1,4 +1,4 @@
-"""The paged KV cache: its tensors, a pair per attention call, and the bytes of a block."""
+"""The paged KV cache: its tensors, one or two per attention call, and the bytes of a block."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def allocate_kv_caches(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
-) -> list[tuple[Tensor, Tensor]]:
-    """One (K, V) pair of ``[num_blocks + 1, block_size, Hkv, D]`` an attention call.
+) -> list[tuple[Tensor, ...]]:
+    """Keys and values, each ``[num_blocks + 1, block_size, Hkv, D]``, an attention call; keys
+    alone of one that is latent.
 
-    Zeroed, and with the null block as the last one. Of uint8, they hold rows of
-    :mod:`.kernels.e4m3`: ``D + 4`` bytes each.
+    Zeroed, and with the null block as the last one. Of uint8 they hold rows, of float8_e4m3fn
+    planes of :mod:`.kernels.e4m3`: ``D + 4`` bytes a vector.
     """
-    num_more = e4m3.SCALE_BYTES if dtype == torch.uint8 else 0
+    num_more = _num_scale_bytes(dtype)
 
     def zeros(num_heads: int, dim: int) -> Tensor:
         dim += num_more
@@ -38,21 +39,30 @@ def allocate_kv_caches(
         pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(pages).view(dtype).view(shape)
 
-    return [
-        (zeros(spec.num_kv_heads, spec.k_dim), zeros(spec.num_kv_heads, spec.v_dim))
-        for spec in specs
-    ]
+    return [tuple(zeros(spec.num_kv_heads, dim) for dim in _dims(spec)) for spec in specs]
+
+
+def _dims(spec: AttentionSpec) -> tuple[int, ...]:
+    """The head size of each tensor of a call."""
+    return (spec.k_dim,) if spec.is_latent else (spec.k_dim, spec.v_dim)
 
 
 def kv_dtype(loaded: LoadedModel, kv_cache_dtype: str) -> torch.dtype:
-    """Of the caches' tensors: the model's, or uint8 for "fp8"."""
-    return torch.uint8 if kv_cache_dtype == "fp8" else loaded.dtype
+    """Of the caches' tensors: the model's, or for "fp8" uint8 on a CPU and float8_e4m3fn on a
+    GPU."""
+    if kv_cache_dtype != "fp8":
+        return loaded.dtype
+    return torch.uint8 if loaded.device.type == "cpu" else torch.float8_e4m3fn
+
+
+def _num_scale_bytes(dtype: torch.dtype) -> int:
+    return e4m3.SCALE_BYTES if dtype in (torch.uint8, torch.float8_e4m3fn) else 0
 
 
 def kv_bytes_per_block(dtype: torch.dtype, specs: Sequence[AttentionSpec], block_size: int) -> int:
     """Bytes one block of ``block_size`` tokens takes in the caches of all attention calls, of the
     dtype that :func:`kv_dtype` gave."""
     num_bytes = sum(spec.num_kv_elements for spec in specs) * dtype.itemsize
-    if dtype == torch.uint8:
-        num_bytes += sum(2 * spec.num_kv_heads for spec in specs) * e4m3.SCALE_BYTES
+    num_scales = sum(len(_dims(spec)) * spec.num_kv_heads for spec in specs)
+    num_bytes += num_scales * _num_scale_bytes(dtype)
     return num_bytes * block_size

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-KVCaches = Sequence[tuple[Tensor, Tensor]]
+KVCaches = Sequence[tuple[Tensor, ...]]
+"""Of each attention call: (keys, values), or of a latent one (keys,)."""
 
 
 class RecurrentStates(NamedTuple):

@@ -100,6 +100,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    mla_latent_cache: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -109,8 +110,6 @@ class EngineConfig:
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_device(self.device)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.device.startswith("cuda"):
-            self._check_gpu()
         if self.quantization is not None:
             self._check_quantization()
         _check_count("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
@@ -138,6 +137,7 @@ class EngineConfig:
             limit = "must be a number above 0 and at most 1"
             raise InvalidInputError("memory_utilization", share, limit)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        _check_bool("mla_latent_cache", self.mla_latent_cache)
         self._check_states()
         _check_bool("transparent", self.transparent)
         if self.overlap is not None and not isinstance(self.overlap, bool):
@@ -182,11 +182,6 @@ class EngineConfig:
                 given = f"{limit}; {name} is {getattr(self, name)!r}"
                 raise InvalidInputError("quantization", self.quantization, given)
 
-    def _check_gpu(self) -> None:
-        if self.kv_cache_dtype != "auto":
-            limit = "is for a CPU: no kernel of a GPU reads such a cache"
-            raise InvalidInputError("kv_cache_dtype", self.kv_cache_dtype, limit)
-
     @property
     def num_tokens_a_step(self) -> int:
         """The token budget: as given, or 2,048 (more if ``max_num_seqs`` is more)."""
@@ -199,11 +194,6 @@ class EngineConfig:
         return self.state_interval or blocks
 
     def for_gpu(self) -> EngineConfig:
-        """The same with the defaults of a GPU: it takes more tokens to keep one busy.
-
-        Raises:
-            InvalidInputError: a setting is for a CPU.
-        """
-        self._check_gpu()
+        """The same with the defaults of a GPU: it takes more tokens to keep one busy."""
         budget = self.max_num_batched_tokens or max(_GPU_BUDGET, self.max_num_seqs)
         return replace(self, max_num_batched_tokens=budget)

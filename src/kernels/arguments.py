@@ -22,6 +22,16 @@ class PagedKV(NamedTuple):
     block_tables: Tensor
 
 
+class LatentKV(NamedTuple):
+    """Latent vectors in blocks of slots (:mod:`.mla.dispatch`), and which of them belong to which
+    row."""
+
+    cache: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
 class AttentionParams(NamedTuple):
     """Constants of an attention layer; 0 for no window, softcap or chunk, None for no sinks or
     slopes."""

@@ -1,11 +1,18 @@
-"""e4m3 numbers on a CPU: 8-bit floats, 4 bits of exponent and 3 of mantissa, with float32 scales.
+"""e4m3 numbers in torch: 8-bit floats, 4 bits of exponent and 3 of mantissa, with float32 scales.
 
 A number stands for ``e4m3 * scale``. The bits are held as uint8, for which torch has every
 operation. torch's own conversion takes 3 ns a number on a Zen 4; here the bits are moved to where
 float16 has them, which is 0.25 ns.
 
-A *row* is a vector of numbers and their scale behind them, all in bytes: what a KV cache holds of a
-token's head, so that blocks are copied and slots gathered as those of any other type.
+A KV cache of such numbers is ``[blocks, block size, Hkv, D + 4]`` bytes, in one of two orders:
+
+- *rows*, on a CPU, of dtype uint8: a vector and its scale behind it, so that slots are gathered as
+  those of any other type;
+- *planes*, on a GPU, of dtype float8_e4m3fn: in each block the vectors ``[Hkv, block size, D]``,
+  then the scales, float32 ``[Hkv, block size]``. What a program reads of a head is one piece, and
+  all of it is aligned; see docs/notes/attention.md.
+
+Blocks are copied, shared and counted alike.
 """
 
 from __future__ import annotations
@@ -66,6 +73,41 @@ def are_rows(cache: Tensor) -> bool:
     return cache.dtype == torch.uint8
 
 
+def are_planes(cache: Tensor) -> bool:
+    """Whether a KV cache holds planes."""
+    return cache.dtype == torch.float8_e4m3fn
+
+
 def head_dim(cache: Tensor) -> int:
-    """Numbers of a vector in a KV cache ``[.., D]``, or of rows ``[.., D + 4]``."""
-    return cache.shape[-1] - SCALE_BYTES * are_rows(cache)
+    """Numbers of a vector in a KV cache ``[.., D]``, or one of bytes, ``[.., D + 4]``."""
+    return cache.shape[-1] - SCALE_BYTES * (are_rows(cache) or are_planes(cache))
+
+
+def planes_of(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a cache of planes: vectors, uint8 ``[blocks, Hkv, block size, D]``, and scales,
+    float32 ``[blocks, Hkv, block size]``."""
+    num_blocks, size, num_heads, num_bytes = cache.shape
+    dim = num_bytes - SCALE_BYTES
+    blocks = cache.view(torch.uint8).view(num_blocks, -1)
+    vectors, scales = blocks.split((size * num_heads * dim, size * num_heads * SCALE_BYTES), 1)
+    return (
+        vectors.view(num_blocks, num_heads, size, dim),
+        scales.view(torch.float32).view(num_blocks, num_heads, size),
+    )
+
+
+def store_planes(cache: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Write ``x [T, Hkv, D]`` into the slots, int64 ``[T]``, of a cache of planes."""
+    vectors, scales = planes_of(cache)
+    rows = encode_rows(x)
+    blocks, offsets = slots // cache.shape[1], slots % cache.shape[1]
+    vectors[blocks, :, offsets] = rows[..., :-SCALE_BYTES]
+    scales[blocks, :, offsets] = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)[..., 0]
+
+
+def load_planes(cache: Tensor, slots: Tensor) -> Tensor:
+    """float32 ``[T, Hkv, D]`` of the slots, int64 ``[T]``, of a cache of planes."""
+    vectors, scales = planes_of(cache)
+    blocks, offsets = slots // cache.shape[1], slots % cache.shape[1]
+    factors = scales[blocks, :, offsets].unsqueeze(-1)
+    return decode(vectors[blocks, :, offsets]).mul_(factors * DECODED_UNIT)

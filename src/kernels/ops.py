@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import e4m3
 from .arguments import AttentionParams, PagedKV
 from .attention import reference
 from .attention.backend import triton_limit
@@ -73,7 +74,7 @@ def _kv_store_cuda(
 
 def _paged_attention_cuda(query: Tensor, *rest: Any) -> Tensor:
     kv, params = PagedKV(*rest[:5]), AttentionParams(*rest[5:])
-    widest = max(query.shape[2], kv.v_cache.shape[3])
+    widest = max(query.shape[2], e4m3.head_dim(kv.v_cache))
     limit = triton_limit(query.device, query.dtype, widest, kv.k_cache.shape[1])
     if limit is None and not params.is_reference_only:
         from .attention import launch

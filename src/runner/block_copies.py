@@ -41,11 +41,11 @@ class BlockCopier:
     """Copies blocks of one set of caches.
 
     Args:
-        kv_caches: pairs of ``[blocks, ...]``, contiguous; they stay where they are.
+        kv_caches: of each call tensors of ``[blocks, ...]``, contiguous; they stay where they are.
     """
 
-    def __init__(self, kv_caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        caches = [cache for pair in kv_caches for cache in pair]
+    def __init__(self, kv_caches: Sequence[tuple[Tensor, ...]]) -> None:
+        caches = [cache for call in kv_caches for cache in call]
         num_bytes = [cache[0].nbytes for cache in caches]
         self._is_wide = all(count % 8 == 0 for count in num_bytes)
         num_words = [count // (8 if self._is_wide else 2) for count in num_bytes]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import allocate_kv_caches
+from ..compile.kv_cache import allocate_kv_caches, kv_dtype
 from ..compile.step_inputs import MIN_SIZE, NO_STATES, StepInputs, StepOutputs
 from ..engine.plan import StepPlan, StepResult
 from ..kernels.jit.compile_pool import current_compilers
@@ -80,6 +80,7 @@ class GpuRunner:
         block_size: tokens a KV block. num_blocks: blocks besides the null block.
         max_num_tokens: most tokens of a step. max_num_rows: most requests of a step.
         max_num_blocks: most blocks of a request.
+        kv_cache_dtype: "fp8" for caches of planes (:mod:`.kernels.e4m3`).
         transparent: keep float32 sums in matmuls.
         overlap: plan and queue a step before the tokens of the one before are known.
         processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
@@ -96,6 +97,7 @@ class GpuRunner:
         max_num_tokens: int,
         max_num_rows: int,
         max_num_blocks: int,
+        kv_cache_dtype: str = "auto",
         overlap: bool = True,
         transparent: bool = True,
         processed_logprobs: bool = False,
@@ -106,7 +108,11 @@ class GpuRunner:
         self.captured = captured
         self.block_size, self.num_blocks = block_size, num_blocks
         self.kv_caches = allocate_kv_caches(
-            captured.specs, num_blocks, block_size, loaded.dtype, loaded.device
+            captured.specs,
+            num_blocks,
+            block_size,
+            kv_dtype(loaded, kv_cache_dtype),
+            loaded.device,
         )
         self._forward: Callable[[StepInputs], StepOutputs] = captured.bind(
             self.kv_caches, NO_STATES

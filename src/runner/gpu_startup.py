@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..compile.captured_model import CapturedModel
-from ..compile.kv_cache import kv_bytes_per_block
+from ..compile.kv_cache import kv_bytes_per_block, kv_dtype
 from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
 from ..engine.stats import Clock, EngineStats
@@ -51,6 +51,7 @@ def make_gpu_runner(
             max_num_tokens=config.num_tokens_a_step,
             max_num_rows=config.max_num_seqs,
             max_num_blocks=-(-max_model_len // config.block_size),
+            kv_cache_dtype=config.kv_cache_dtype,
             overlap=config.overlap is not False,
             transparent=config.transparent,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
@@ -71,7 +72,7 @@ def make_gpu_runner(
         num_blocks = config.num_blocks or blocks_in(profile.left_for_kv, config, captured, limit)
         num_blocks = communicator.least(num_blocks)
         num_kv_bytes = (num_blocks + 1) * kv_bytes_per_block(
-            captured.loaded.dtype, captured.specs, config.block_size
+            kv_dtype(captured.loaded, config.kv_cache_dtype), captured.specs, config.block_size
         )
         if num_kv_bytes > profile.left_on_device:
             raise InvalidInputError(

@@ -36,6 +36,17 @@ def check(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str) -> Non
             assert torch.equal(cache, old)
 
 
+def test_calls_may_have_one_cache() -> None:
+    """That of latent vectors."""
+    caches = [(torch.randn(4, 2, 1, 24),), (torch.randn(4, 2, 2, 8), torch.randn(4, 2, 2, 6))]
+    before = [tuple(cache.clone() for cache in call) for call in caches]
+    BlockCopier(caches).copy(torch.tensor([1, 3], dtype=torch.int32))
+    for call, old_call in zip(caches, before, strict=True):
+        for cache, old in zip(call, old_call, strict=True):
+            old[3] = old[1]
+            assert torch.equal(cache, old)
+
+
 def test_no_copy_is_no_launch() -> None:
     caches = [(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1, 4))]
     BlockCopier(caches).copy(torch.empty(0, dtype=torch.int32))

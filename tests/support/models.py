@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from pagespec.compile.model.load import auto_class
+from tests.support.latent_models import LATENT
 from tests.support.recurrent_models import RECURRENT
 
 VOCAB_SIZE = 320
@@ -172,6 +173,7 @@ def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
             **_SPECIFIC.get(arch, {}),
             **_OTHERS.get(arch, {}),
             **RECURRENT.get(arch, {}),
+            **LATENT.get(arch, {}),
         }
     )
     config = AutoConfig.for_model(arch, **{**options, **overrides})

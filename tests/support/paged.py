@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagespec.kernels import ops
+from pagespec.kernels import e4m3, ops
 from pagespec.kernels.arguments import AttentionParams, PagedKV
+from pagespec.kernels.fused.dispatch import kv_store
 
 Rows = list[tuple[int, int]]
 """(tokens already in the cache, new tokens) of each row of a batch."""
@@ -33,6 +34,7 @@ class Shape:
     has_sinks: bool = False
     chunk: int = 0
     has_slopes: bool = False
+    is_e4m3: bool = False  # caches hold planes of it
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -43,6 +45,7 @@ class Shape:
         words += ["sinks"] if self.has_sinks else []
         words += [f"c{self.chunk}"] if self.chunk else []
         words += ["slopes"] if self.has_slopes else []
+        words += ["e4m3"] if self.is_e4m3 else []
         return " ".join([*words, str(self.dtype).removeprefix("torch.")])
 
     @property
@@ -90,8 +93,18 @@ def make_batch(
     def nans(*sizes: int) -> Tensor:
         return torch.full(sizes, math.nan, dtype=s.dtype, device=device)
 
-    k_cache = nans(num_blocks + 1, size, s.hkv, s.dk)
-    v_cache = nans(num_blocks + 1, size, s.hkv, s.dv)
+    def cache(dim: int) -> Tensor:
+        if not s.is_e4m3:
+            return nans(num_blocks + 1, size, s.hkv, dim)
+        shape = (num_blocks + 1, size, s.hkv, dim + e4m3.SCALE_BYTES)
+        ones = torch.full(shape, 255, dtype=torch.uint8, device=device)  # NaN of either type
+        return ones.view(torch.float8_e4m3fn)
+
+    def held(x: Tensor) -> Tensor:
+        """What a cache makes of it."""
+        return e4m3.decode_rows(e4m3.encode_rows(x)) if s.is_e4m3 else x
+
+    k_cache, v_cache = cache(s.dk), cache(s.dv)
     key, value = (
         nans(num_tokens + num_padding, s.hkv, s.dk),
         nans(num_tokens + num_padding, s.hkv, s.dv),
@@ -106,13 +119,12 @@ def make_batch(
         positions = torch.arange(start + n)
         own = (mine[positions // size].long() * size + positions % size).to(device)
         k, v = normal(start + n, s.hkv, s.dk), normal(start + n, s.hkv, s.dv)
-        k_cache.view(-1, s.hkv, s.dk)[own[:start]] = k[:start]
-        v_cache.view(-1, s.hkv, s.dv)[own[:start]] = v[:start]
+        kv_store(k[:start], v[:start], k_cache, v_cache, own[:start])
         first = starts[-1]
         key[first : first + n], value[first : first + n] = k[start:], v[start:]
         slots[first : first + n] = own[start:]
         starts.append(first + n)
-        histories.append((k, v))
+        histories.append((held(k), held(v)))
     query = normal(num_tokens + num_padding, s.hq, s.dk)
     contexts = torch.tensor([start + n for start, n in rows], dtype=torch.int32)
     return Batch(

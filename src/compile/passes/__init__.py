@@ -1,11 +1,11 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``quantize_linear`` and, for native
-kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU
-``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
-``split_head``. Weights that stay quantised are ``quantize_linear``'s on both; a GPU's kernels for
-them are the table in ``gpu_quantized``.
+``latent_pattern`` and ``cache_latents``, ``merge_linear``, ``bind_collectives``; on a CPU
+``lower_cpu``, ``quantize_linear`` and, for native kernels, some of the ``fuse_*`` passes and
+``replay_native``; on a GPU ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and
+``lower_gpu``; after all passes ``split_head``. Weights that stay quantised are the work of
+``quantize_linear`` on both; a GPU's kernels for them are the table in ``gpu_quantized``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from torch.fx import GraphModule
 
 from .bind_collectives import bind_collectives
+from .cache_latents import cache_latents
 from .cleanup import cleanup
 from .context import PassContext
 from .lower_cpu import lower_cpu
@@ -27,6 +28,7 @@ GraphPass = Callable[[GraphModule, PassContext], int]
 # Valid for every way to run the graph.
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
+    "cache_latents": cache_latents,
     "merge_linear": merge_linear,
     "bind_collectives": bind_collectives,
 }

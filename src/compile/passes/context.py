@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ...kernels.attention.backend import AttentionBackend
+from ...kernels.attention.spec import AttentionSpec
 from ...kernels.collectives.communicator import Communicator
 from ...kernels.linear.cpu_quantized import Int4Weight, PermutedInt4Weight, fits_int4
 from ...kernels.linear.fp8 import Fp8Weight
@@ -38,6 +39,9 @@ class PassContext:
         weight_formats: where there are such weights, how many numbers are held in which format.
         float32_matrices: names of the parameters that then stay float32, on a GPU in the model's
             dtype, but for vectors.
+        specs: of the attention calls; a pass that changes what a call caches changes its spec.
+        calls: of the placeholder of each cache of keys, the attention call.
+        caches_latents: whether latent vectors may be cached in place of keys and values.
     """
 
     module: nn.Module
@@ -51,6 +55,9 @@ class PassContext:
     is_native: bool = False
     weight_formats: dict[str, int] = field(default_factory=dict)
     float32_matrices: list[str] = field(default_factory=list)
+    specs: list[AttentionSpec] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    caches_latents: bool = False
 
     def constant(self, node: object) -> Tensor | None:
         """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""

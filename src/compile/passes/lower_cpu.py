@@ -30,6 +30,8 @@ from ...kernels.fused import dispatch as fused
 from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
 from ...kernels.linear.recipe_cache import Recipes
+from ...kernels.mla import dispatch as mla
+from ...kernels.mla.head_matmul import choose_recipe
 from ...kernels.native import calls as native
 from ..fx.nodes import (
     calls_op,
@@ -91,9 +93,8 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
             node.target = _NATIVE.get(node.target, native.attention)
             count += 1
             continue
-        if calls_op(node, "paged_attention"):
-            query, k_cache, v_cache, *batch = node.args[:6]
-            params: Any = AttentionParams(*node.args[6:])
+        if (call := _attention_call(node)) is not None:
+            query, k_cache, v_cache, batch, params, v_dim = call
             slopes = None if params.alibi_slopes is None else tuple(params.alibi_slopes)
             mask = params.window, params.chunk, slopes
             value = example(query) if isinstance(query, Node) else None
@@ -105,7 +106,7 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
                     )
                 replacement = graph.call_function(
                     attend,
-                    (query, k_cache, v_cache, layouts[key], *params[:3:2], params.sinks),
+                    (query, k_cache, v_cache, layouts[key], *params[:3:2], params.sinks, v_dim),
                 )
         elif calls_op(node, "kv_store"):
             node.target = fused.kv_store
@@ -123,6 +124,19 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
         count += 1
     quantized.release_weights()
     return count
+
+
+def _attention_call(node: Node) -> tuple[Any, ...] | None:
+    """(query, keys, values or None, batch, :class:`.AttentionParams`, size of values that lie
+    within keys) of a call of attention."""
+    if node.target is mla.attention:
+        args: Any = node.args
+        query, kv, scale, rank = args
+        return query, kv[0], None, kv[1:], AttentionParams(scale), rank
+    if not calls_op(node, "paged_attention"):
+        return None
+    params: Any = node.args[6:]
+    return *node.args[:3], node.args[3:6], AttentionParams(*params), 0
 
 
 _NATIVE: dict[object, Callable[..., Any]] = {
@@ -188,6 +202,15 @@ class _InvariantCalls:
         if columns is not None:
             recipe = self._recipe(columns[0], (-2, -1))
             return invariant_linear.left_matmul, (*columns, recipe), {}
+        if node.target in (mla.latent_query, mla.head_values):
+            rows, weight = node.args
+            value: Any = example(weight)  # type: ignore[arg-type]
+            is_transposed = value.stride(1) == 1
+            return (
+                node.target,
+                (rows, weight, choose_recipe(*value.shape, value.dtype, is_transposed)),
+                {},
+            )
         if node.target in (torch.addmm, "addmm") and not node.kwargs:
             bias, rows, weight = node.args
             if isinstance(weight, Node):

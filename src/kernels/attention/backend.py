@@ -114,6 +114,27 @@ def triton_limit(
     return None
 
 
+def planes_limit(
+    device: torch.device, specs: Sequence[AttentionSpec], block_size: int
+) -> str | None:
+    """Why a GPU cannot hold keys and values as e4m3 numbers, or None if it can.
+
+    Args:
+        specs: the attention calls. block_size: slots a block.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return f"fp8 needs compute capability 8.9, this GPU has {major}.{minor}"
+    for spec in specs:
+        for dim in (spec.k_dim, spec.v_dim):
+            if block_size * spec.num_kv_heads * dim % 4:  # scales would not be aligned
+                return (
+                    f"fp8 needs blocks of a multiple of 4 bytes, not block_size {block_size} x "
+                    f"{spec.num_kv_heads} heads x {dim}"
+                )
+    return None
+
+
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
@@ -126,6 +147,7 @@ def select_backend(
     specs: Sequence[AttentionSpec],
     block_size: int,
     transparent: bool,
+    kv_cache_dtype: str = "auto",
 ) -> AttentionBackend:
     """Choose for a model whose attention calls are ``specs``.
 
@@ -138,16 +160,25 @@ def select_backend(
         device: of the model. dtype: of queries and caches.
         specs: the attention calls, none of a model without attention. block_size: slots a block.
         transparent: whether outputs must not depend on how requests are scheduled.
+        kv_cache_dtype: "fp8" for caches of e4m3 numbers, which FlashAttention does not read.
 
     Raises:
+        InvalidInputError: field "kv_cache_dtype": this GPU, these head sizes or this block size
+            have no such caches.
         InvalidInputError: field "attention": ``requested`` is none of those, or it is "triton" or
             "flash" and cannot serve; the limit says why.
     """
     if requested not in REQUESTS:
         raise InvalidInputError("attention", requested, f"must be one of {', '.join(REQUESTS)}")
+    has_planes = kv_cache_dtype == "fp8" and device.type == "cuda"
+    if has_planes and (limit := planes_limit(device, specs, block_size)) is not None:
+        raise InvalidInputError("kv_cache_dtype", kv_cache_dtype, limit)
     if requested == "reference":
         return _reference("it was asked for")
     if requested == "flash":
+        if has_planes:
+            limit = 'FlashAttention here reads no cache of kv_cache_dtype "fp8"'
+            raise InvalidInputError("attention", requested, limit)
         chosen = _flash(flash.LIBRARIES, device, dtype, specs, block_size)
         if isinstance(chosen, str):
             raise InvalidInputError("attention", requested, chosen)
@@ -156,13 +187,15 @@ def select_backend(
     limit = triton_limit(device, dtype, widest, block_size)
     if limit is None and (lacking := reference_only(specs)):
         limit = f"the Triton kernels {lacking}"
+    if limit is None and has_planes and any(spec.k_dim % 2 or spec.v_dim % 2 for spec in specs):
+        limit = "the Triton kernels take e4m3 numbers in pairs: even head sizes"
     if requested == "triton":
         if limit is not None:
             raise InvalidInputError("attention", requested, limit)
         return _triton("it was asked for")
     if device.type != "cuda":
         return _reference(f'device "{device}" is not an NVIDIA GPU')
-    if not transparent:
+    if not transparent and not has_planes:
         major, _ = torch.cuda.get_device_capability(device)
         worthy = [name for name in flash.LIBRARIES if has_merit(MERITS, name, major)]
         chosen = _flash(worthy, device, dtype, specs, block_size)

@@ -22,10 +22,11 @@ class Scoring(NamedTuple):
     """How scores are masked, scaled and capped."""
 
     window: Any  # or None
-    factor: Any  # turns scores into logarithms to base 2
+    factor: Any  # turns scores into logarithms to base 2; of e4m3 keys, one a line
     cap_in: Any  # of a softcap, or None
     cap_out: Any
     PRECISION: Any  # of tl.dot
+    unit: Any = None  # of e4m3 keys, what products with them are in units of, one a line
 
 
 class TileShape(NamedTuple):
@@ -35,15 +36,19 @@ class TileShape(NamedTuple):
     DV: Any
     DK_PAD: Any
     DV_PAD: Any
-    K_WIDTH: Any  # elements of a slot in the cache, of all KV heads
+    K_WIDTH: Any  # elements from a slot of the cache to the next in its block
     V_WIDTH: Any
+    K_BLOCK: Any  # elements from a block to the next
+    V_BLOCK: Any
     PAGE: Any
     BLOCK_N: Any
 
 
 class HeadPages(NamedTuple):
-    """Pointers to the pages of one KV head, in the first slot, and to the row's block table."""
+    """Pointers to the pages of one KV head, in the first block, and to the row's block table."""
 
     k_cache: Any
     v_cache: Any
     table: Any
+    k_scales: Any  # bytes from k_cache to the head's scales, of e4m3 caches
+    v_scales: Any

@@ -159,23 +159,28 @@ def build_layout(
 def attend(
     query: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     layout: AlignedLayout,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    v_dim: int = 0,
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]``; returns ``[T, Hq, Dv]``, computed in float32.
 
     Tokens that belong to no row (padding) get zeros.
+
+    Args:
+        v_cache: None if the values are the first ``v_dim`` elements of the keys.
     """
     num_q_heads = query.shape[1]
-    v_dim = e4m3.head_dim(v_cache)
+    if v_cache is not None:
+        v_dim = e4m3.head_dim(v_cache)
     out = query.new_empty(query.shape[0], num_q_heads, v_dim)
     out[layout.num_tokens :] = 0
     for gather in layout.gathers:
         keys = _gathered("keys", k_cache, gather)
-        values = _gathered("values", v_cache, gather)
+        values = keys[..., :v_dim] if v_cache is None else _gathered("values", v_cache, gather)
         for group in gather.groups:
             out[group.tokens] = _attend(
                 query[group.tokens], keys, values, group, scale, softcap, sinks, layout.slopes

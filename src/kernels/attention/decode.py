@@ -24,8 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..fused.e4m3_store import block_width, is_e4m3, slot_width
 from ..fused.norm_rope_store import HeadNorm, norm_and_rotate, partners_of
-from .bundles import HeadPages, Scoring, Splits, TileShape
+from .bundles import Scoring, Splits, TileShape
 from .combine import combine, is_last_arrival
 from .decode_prologue import (
     KEYS,
@@ -37,6 +38,7 @@ from .decode_prologue import (
     prefetch_tile,
     store_new,
 )
+from .e4m3_tiles import attend_e4m3_tiles, line_factors, scaled_queries
 from .online_softmax import (
     attend_tiles,
     block_ids,
@@ -45,11 +47,13 @@ from .online_softmax import (
     dot_size,
     finish,
     fold,
+    head_size,
     segment_begin,
     segments_of,
     split_begin,
     splits_in_first,
 )
+from .pages import head_pages
 
 
 @triton.jit
@@ -63,7 +67,7 @@ def _nth_longest(contexts, num_rows, n, ROWS: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """(row, token, position) of a unit; position -1 if there is nothing to do.
 
     A unit is a token if BY_TOKEN (then at most B units), else a row, served if it has one query.
@@ -133,10 +137,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     # Whether rows of cos and sin can be read 8 elements at once.
     ANGLES: tl.constexpr = 8 if cos_step is None else 1
     PDL: tl.constexpr = TRIGGER != ""
-    DK_PAD: tl.constexpr = dot_size(DK)
-    DV_PAD: tl.constexpr = dot_size(DV)
+    IS_E4M3: tl.constexpr = is_e4m3(k_cache.dtype.element_ty)
+    DK_PAD: tl.constexpr = head_size(DK, IS_E4M3)
+    DV_PAD: tl.constexpr = head_size(DV, IS_E4M3)
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
-    SHAPE: tl.constexpr = TileShape(DK, DV, DK_PAD, DV_PAD, HKV * DK, HKV * DV, PAGE, BLOCK_N)
+    SHAPE: tl.constexpr = TileShape(
+        DK, DV, DK_PAD, DV_PAD, slot_width(IS_E4M3, HKV, DK), slot_width(IS_E4M3, HKV, DV),
+        block_width(IS_E4M3, PAGE, HKV, DK), block_width(IS_E4M3, PAGE, HKV, DV), PAGE, BLOCK_N,
+    )  # fmt: skip
+    PRECISION: tl.constexpr = dot_precision(query.dtype.element_ty)
     G: tl.constexpr = HQ // HKV
     GROUP: tl.constexpr = triton.next_power_of_2(G)
     BLOCK_M: tl.constexpr = dot_size(G)
@@ -155,7 +164,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         worker = tl.program_id(0) // HKV
     # The batch's own tensors are written by the first kernel of a step, which lets none start
     # before it has ended, and weights never. So both are read already.
-    row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
     num_first = splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)
     low, first_segment, last_segment = segments_of(seen, window, num_first, SPLITS)
@@ -175,8 +184,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, KEYS, DTYPE, FORM)
         if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
             if position >= 0:
-                prefetch_tile(k_cache + head * DK, blocks, begin, HKV * DK, DK, PAGE, BLOCK_N)
-                prefetch_tile(v_cache + head * DV, blocks, begin, HKV * DV, DV, PAGE, BLOCK_N)
+                pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)
+                prefetch_tile(
+                    pages.k_cache, blocks, begin, SHAPE.K_WIDTH, SHAPE.K_BLOCK, DK, PAGE, BLOCK_N
+                )
+                prefetch_tile(
+                    pages.v_cache, blocks, begin, SHAPE.V_WIDTH, SHAPE.V_BLOCK, DV, PAGE, BLOCK_N
+                )
     if PDL:
         tl.extra.cuda.gdc_wait()
         if TRIGGER == "early":
@@ -237,6 +251,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if TRIGGER == "late":
         tl.extra.cuda.gdc_launch_dependents()
 
+    if IS_E4M3:
+        q_even, q_odd, q_unit = scaled_queries(q)
+        q_factors = line_factors(q_unit, factor, cap_in)
+        factor = 1.0  # row_max is a logarithm
     positions = tl.zeros((BLOCK_M,), tl.int32) + position
     for behind in range(worker, last_segment - first_segment + 1, num_workers):
         segment = last_segment - behind
@@ -244,12 +262,20 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         next_begin = segment_begin(next_segment, low, num_first, SPLITS, BLOCK_N)
         next_blocks = block_ids(table, next_begin, position, PAGE, BLOCK_N)
         end = split_begin(segment + num_first, SPLITS)
-        total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
-            q, HeadPages(k_cache + head * DK, v_cache + head * DV, table), blocks, begin,
-            tl.minimum(end, position + 1), position, positions,
-            Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)), SPLITS,
-            SHAPE, FOLD,
-        )  # fmt: skip
+        end = tl.minimum(end, position + 1)
+        pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)
+        if IS_E4M3:
+            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_e4m3_tiles(
+                q_even, q_odd, pages, blocks, begin, end, position, positions,
+                Scoring(window, q_factors, cap_in, cap_out, PRECISION, q_unit), SPLITS, SHAPE,
+                FOLD,
+            )  # fmt: skip
+        else:
+            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc = attend_tiles(
+                q, pages, blocks, begin, end, position, positions,
+                Scoring(window, factor, cap_in, cap_out, PRECISION), SPLITS, SHAPE,
+                FOLD,
+            )  # fmt: skip
         begin = next_begin
         blocks = next_blocks
         # The last split of the segment, if its end was not reached; else empty, which is harmless.

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..device import vector_strides
 from ..fused import norm_rope_store
+from ..fused.e4m3_store import is_e4m3, store_vectors
 from ..fused.norm_rope_store import norm_and_rotate
 from .online_softmax import split_of
 
@@ -129,6 +130,7 @@ def prefetch_tile(  # type: ignore[no-untyped-def]
     blocks,
     start,
     WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -140,7 +142,7 @@ def prefetch_tile(  # type: ignore[no-untyped-def]
     LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth  # 128 bytes
     lines = tl.arange(0, triton.next_power_of_2((D + LINE - 1) // LINE)) * LINE
     offsets = tl.arange(0, BLOCK_N)
-    base = cache + blocks.to(tl.int64) * (PAGE * WIDTH)
+    base = cache + blocks.to(tl.int64) * BLOCK
     if PAGE >= BLOCK_N:
         rows = base + (start & (PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
     else:
@@ -172,7 +174,7 @@ def store_new(  # type: ignore[no-untyped-def]
         position: of ``token``, 0 for padding.
         dims, partners: of a head, ``[DK_PAD]``.
     """
-    DTYPE: tl.constexpr = k_cache.dtype.element_ty
+    DTYPE: tl.constexpr = new.key.dtype.element_ty
     v_dims = tl.arange(0, shape.DV_PAD)
     for first in range(new.first_new, new.end_new, KEYS):
         tokens = first + tl.arange(0, KEYS)
@@ -192,14 +194,21 @@ def store_new(  # type: ignore[no-untyped-def]
         v_rows += head * (new.v_head_stride * new.STEP)
         new_value = tl.load(v_rows + v_dims[None, :], mask=v_mask, other=0.0)
         new_key = norm_and_rotate(x, y, norm, c, s, dims, shape.DK, angles.R, DTYPE)
-        k_slots = k_cache + (slots * HKV + head)[:, None] * shape.DK
-        v_slots = v_cache + (slots * HKV + head)[:, None] * shape.DV
-        tl.store(k_slots + dims[None, :], new_key, mask=k_mask)
-        tl.store(v_slots + v_dims[None, :], new_value, mask=v_mask)
+        if is_e4m3(k_cache.dtype.element_ty):
+            store_vectors(k_cache, slots, head, new_key, dims, mine, HKV, shape.DK, shape.PAGE)
+            store_vectors(v_cache, slots, head, new_value, v_dims, mine, HKV, shape.DV, shape.PAGE)
+        else:
+            k_slots = k_cache + (slots * HKV + head)[:, None] * shape.DK
+            v_slots = v_cache + (slots * HKV + head)[:, None] * shape.DV
+            tl.store(k_slots + dims[None, :], new_key, mask=k_mask)
+            tl.store(v_slots + v_dims[None, :], new_value, mask=v_mask)
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor, has_norm: bool) -> bool:
-    """Whether one launch gives the bits of two: by shapes, strides and dtypes alone.
+def fits(
+    query: Tensor, key: Tensor, value: Tensor, has_norm: bool, are_planes: bool = False
+) -> bool:
+    """Whether one launch gives the bits of two, into caches of numbers or of planes: by shapes,
+    strides and dtypes alone.
 
     - float32 matmuls are compiled to other instructions where contraction is off, as it is here.
     - A norm adds up its squares in an order that follows from how Triton spreads a tile over the
@@ -210,7 +219,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, has_norm: bool) -> bool:
     """
     _, num_heads, dim = query.shape
     padded = triton.next_power_of_2(dim)
-    if query.dtype == torch.float32 or padded < _KEYS:
+    if query.dtype == torch.float32 or padded < _KEYS * (1 + are_planes):
         return False
     if not has_norm:
         return True

@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .. import e4m3
 from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import (
     count_sms,
@@ -56,7 +57,8 @@ def paged_attention(
         ValueError: the block size is no power of two, or there are too few counters.
     """
     num_tokens, num_q_heads, k_dim = query.shape
-    page, num_kv_heads, v_dim = kv.v_cache.shape[1:]
+    page, num_kv_heads = kv.v_cache.shape[1:3]
+    v_dim = e4m3.head_dim(kv.v_cache)
     num_rows = len(kv.block_tables)
     if page & (page - 1):
         raise ValueError(f"block size {page}: the Triton kernels need a power of two")
@@ -66,7 +68,7 @@ def paged_attention(
     if num_tokens == 0 or num_rows == 0:
         return out.zero_()
     by_token = num_tokens <= num_rows
-    t = tiling or choose_tiling(query.dtype, k_dim, v_dim)
+    t = tiling or choose_tiling(query.dtype, k_dim, v_dim, kv.v_cache.dtype)
     shared = _shared(query, kv.v_cache, params, t)
     _decode(query, kv, out, shared | _WITHOUT_ROPE, t, arrival_counters, by_token)
     if not by_token:
@@ -121,7 +123,7 @@ def fused_rope_attention(
     """
     query, key, value, cos, sin, rotary_dim, q_weight, k_weight, eps, form = inputs
     num_tokens, num_heads, dim = query.shape
-    page, _, v_dim = kv.v_cache.shape[1:]
+    page, v_dim = kv.v_cache.shape[1], e4m3.head_dim(kv.v_cache)
     num_rows = len(kv.block_tables)
     if not 0 < num_tokens <= num_rows:
         raise ValueError(f"{num_tokens} tokens of {num_rows} rows: one to as many as rows needed")
@@ -129,7 +131,7 @@ def fused_rope_attention(
         raise ValueError(f"block size {page}: the Triton kernels need a power of two")
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     out = query.new_empty(num_tokens, num_heads, v_dim)
-    t = tiling or choose_tiling(query.dtype, dim, v_dim)
+    t = tiling or choose_tiling(query.dtype, dim, v_dim, kv.v_cache.dtype)
     shared = _shared(query, kv.v_cache, params, t)
     *strides, step = vector_strides(query, key, value)
     angles = 8 if all(x.stride(2) == 1 and x.stride(1) % 8 == 0 for x in (cos, sin)) else 1
@@ -170,7 +172,7 @@ def _shared(query: Tensor, v_cache: Tensor, params: AttentionParams, t: Tiling) 
     """What the decode and the prefill kernel are given alike."""
     scale, window, softcap, sinks = params[:4]
     _, num_q_heads, k_dim = query.shape
-    page, num_kv_heads, v_dim = v_cache.shape[1:]
+    page, num_kv_heads = v_cache.shape[1:3]
     token_stride, head_stride, step = vector_strides(query)
     return {
         "sinks": sinks,
@@ -184,7 +186,7 @@ def _shared(query: Tensor, v_cache: Tensor, params: AttentionParams, t: Tiling) 
         "HQ": num_q_heads,
         "HKV": num_kv_heads,
         "DK": k_dim,
-        "DV": v_dim,
+        "DV": e4m3.head_dim(v_cache),
         "BLOCK_N": t.block_n,
         "NEAR_SPLIT": t.near_split,
         "FAR_SPLIT": t.far_split,
@@ -209,7 +211,8 @@ def _decode(
         ValueError: there are too few counters.
     """
     num_tokens, num_heads, _ = query.shape
-    page, num_kv_heads, v_dim = kv.v_cache.shape[1:]
+    page, num_kv_heads = kv.v_cache.shape[1:3]
+    v_dim = e4m3.head_dim(kv.v_cache)
     num_rows, table_width = kv.block_tables.shape
     num_units = num_tokens if by_token else num_rows
     spread = choose_spread(
@@ -239,9 +242,9 @@ def _decode(
     grid: tuple[int, ...] = (num_kv_heads * spread.num_workers, num_units)
     if is_sorted:  # the second workers, most of which find nothing to do, behind all first ones
         grid = (num_kv_heads, num_units, spread.num_workers)
-    options: dict[str, int] = {}
-    if is_unsplit and shared["key"] is None and t.unsplit_registers:
-        options["maxnreg"] = t.unsplit_registers
+    is_whole = is_unsplit and shared["key"] is None
+    registers = t.unsplit_registers if is_whole else t.decode_registers
+    options = {"maxnreg": registers} if registers else {}
     decode_kernel[grid](
         query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
         *kv[2:],

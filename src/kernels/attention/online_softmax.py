@@ -19,6 +19,8 @@ a query independent of how it was scheduled (decode, extend, prefill; alone or w
 State of a split or a total: ``row_max [M]``, the largest score so far; ``row_sum [M, W]``, the sum
 of the weights exp(score - row_max), the same in all W columns; ``acc [M, DV]``, the sum of weighted
 values. All float32. ``factor`` turns scores into logarithms to base 2.
+
+Of caches of e4m3 numbers :mod:`.e4m3_tiles` takes the same steps.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ ONES = tl.constexpr(MIN_DOT)  # columns of the matrix of ones that sums the weig
 def dot_size(size):  # type: ignore[no-untyped-def]
     """``size``, padded to what ``tl.arange`` and a matrix instruction take."""
     return max(MIN_DOT, triton.next_power_of_2(size))
+
+
+@triton.constexpr_function
+def head_size(size, IS_E4M3):  # type: ignore[no-untyped-def]
+    """:func:`dot_size` of a head, of whose e4m3 numbers each half is an operand."""
+    return 2 * dot_size((size + 1) // 2) if IS_E4M3 else dot_size(size)
 
 
 @triton.constexpr_function
@@ -178,17 +186,18 @@ def block_ids(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  #
 @triton.jit
 def load_rows(  # type: ignore[no-untyped-def]
     cache, blocks, start, last,
-    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, ZEROED: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_N, D_PAD]`` of one KV head, zeros beyond D, and beyond ``last`` if ZEROED.
 
-    ``cache`` points to that head; WIDTH are the elements of a slot. The kernels are bound by
-    instructions where they are not by memory: what can be a constant of the loop is one.
+    ``cache`` points to that head; WIDTH are the elements from a slot to the next, BLOCK those from
+    a block to the next. The kernels are bound by instructions where they are not by memory: what
+    can be a constant of the loop is one.
     """
     dims = tl.arange(0, D_PAD)
     offsets = tl.arange(0, BLOCK_N)
-    base = cache + blocks.to(tl.int64) * (PAGE * WIDTH)
+    base = cache + blocks.to(tl.int64) * BLOCK
     if PAGE >= BLOCK_N:
         rows = base + (start & (PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
     else:  # the tile begins where a block begins
@@ -211,11 +220,11 @@ def load_tile(pages, blocks, start, last, shape):  # type: ignore[no-untyped-def
     # Keys of unused slots, NaN perhaps, are masked as scores. Values have to be numbers.
     k = load_rows(
         pages.k_cache, blocks, start, last,
-        shape.DK, shape.DK_PAD, shape.K_WIDTH, shape.PAGE, shape.BLOCK_N, False,
+        shape.DK, shape.DK_PAD, shape.K_WIDTH, shape.K_BLOCK, shape.PAGE, shape.BLOCK_N, False,
     )  # fmt: skip
     v = load_rows(
         pages.v_cache, blocks, start, last,
-        shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.PAGE, shape.BLOCK_N, True,
+        shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK, shape.PAGE, shape.BLOCK_N, True,
     )  # fmt: skip
     return k, v
 

@@ -21,7 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .bundles import HeadPages, Scoring, Splits, TileShape
+from ..fused.e4m3_store import block_width, is_e4m3, slot_width
+from .bundles import Scoring, Splits, TileShape
+from .e4m3_tiles import attend_e4m3_tiles_fold_late, line_factors, scaled_queries
 from .online_softmax import (
     ONES,
     add_tile,
@@ -31,9 +33,11 @@ from .online_softmax import (
     dot_size,
     finish,
     fold,
+    head_size,
     load_tile,
     score,
 )
+from .pages import head_pages
 
 
 @triton.jit
@@ -131,7 +135,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
     ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
     """
-    DK_PAD: tl.constexpr = dot_size(DK)
+    IS_E4M3: tl.constexpr = is_e4m3(k_cache.dtype.element_ty)
+    DK_PAD: tl.constexpr = head_size(DK, IS_E4M3)
     PART: tl.constexpr = dot_size(DV) // PARTS
     PART_USED: tl.constexpr = DV // PARTS
     G: tl.constexpr = HQ // HKV
@@ -179,20 +184,28 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         mask=is_line[:, None] & (k_dims < DK)[None, :],
         other=0.0,
     )
-    total_row_max, total_row_sum, total_acc = attend_tiles_fold_late(
-        q,
-        HeadPages(
-            k_cache + head * DK,
-            v_cache + head * DV + part,
-            tables + row.to(tl.int64) * table_stride,
-        ),
-        low // BLOCK_N * BLOCK_N,
-        start + first,
-        last,
-        positions,
-        Scoring(window, factor, cap_in, cap_out, dot_precision(query.dtype.element_ty)),
-        Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE),
-        TileShape(DK, PART_USED, DK_PAD, PART, HKV * DK, HKV * DV, PAGE, BLOCK_N),
-    )
+    table = tables + row.to(tl.int64) * table_stride
+    pages = head_pages(k_cache, v_cache, table, head, part, HKV, DK, DV, PAGE)
+    begin_tile = low // BLOCK_N * BLOCK_N
+    PRECISION: tl.constexpr = dot_precision(query.dtype.element_ty)
+    SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    SHAPE: tl.constexpr = TileShape(
+        DK, PART_USED, DK_PAD, PART,
+        slot_width(IS_E4M3, HKV, DK), slot_width(IS_E4M3, HKV, DV),
+        block_width(IS_E4M3, PAGE, HKV, DK), block_width(IS_E4M3, PAGE, HKV, DV), PAGE, BLOCK_N,
+    )  # fmt: skip
+    if IS_E4M3:
+        q_even, q_odd, unit = scaled_queries(q)
+        total_row_max, total_row_sum, total_acc = attend_e4m3_tiles_fold_late(
+            q_even, q_odd, pages, begin_tile, start + first, last, positions,
+            Scoring(window, line_factors(unit, factor, cap_in), cap_in, cap_out, PRECISION, unit),
+            SPLITS, SHAPE,
+        )  # fmt: skip
+        factor = 1.0  # row_max is a logarithm
+    else:
+        total_row_max, total_row_sum, total_acc = attend_tiles_fold_late(
+            q, pages, begin_tile, start + first, last, positions,
+            Scoring(window, factor, cap_in, cap_out, PRECISION), SPLITS, SHAPE,
+        )  # fmt: skip
     result = finish(total_row_max, total_row_sum, total_acc, sinks, heads, is_line, factor)
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

@@ -188,17 +188,23 @@ def _query_tiles(
 def attend(
     query: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     layout: AttentionLayout,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    v_dim: int = 0,
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]`` over the slots of ``layout``; returns ``[T, Hq, Dv]``.
 
     Tokens that belong to no row (padding) get zeros.
+
+    Args:
+        v_cache: None if the values are the first ``v_dim`` elements of the keys.
     """
-    num_kv_heads, v_dim = v_cache.shape[2], e4m3.head_dim(v_cache)
+    num_kv_heads = k_cache.shape[2]
+    if v_cache is not None:
+        v_dim = e4m3.head_dim(v_cache)
     num_q_heads, k_dim = query.shape[1:]
     group_size = num_q_heads // num_kv_heads
     plain = softcap == 0 and sinks is None and layout.slopes is None
@@ -210,10 +216,12 @@ def attend(
         # The query heads that share a KV head stand where several queries would: no head of K or
         # V is copied or expanded.
         q = query[group.tokens].reshape(rows, num_kv_heads, group_size, k_dim)
-        k = _gathered(k_cache, group.slots, query.dtype)
-        k = k.view(rows, -1, num_kv_heads, k_dim).transpose(1, 2)
-        v = _gathered(v_cache, group.slots, query.dtype)
-        v = v.view(rows, -1, num_kv_heads, v_dim).transpose(1, 2)
+        keys = _gathered(k_cache, group.slots, query.dtype)
+        values = (
+            keys[..., :v_dim] if v_cache is None else _gathered(v_cache, group.slots, query.dtype)
+        )
+        k = keys.view(rows, -1, num_kv_heads, k_dim).transpose(1, 2)
+        v = values.unflatten(0, (rows, -1)).transpose(1, 2)
         if plain:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias, scale=scale)
         else:
@@ -225,10 +233,11 @@ def attend(
 
     for tile in layout.tiles:
         q = query[tile.begin : tile.end].transpose(0, 1).unsqueeze(0)
-        k = _gathered(k_cache, tile.slots, query.dtype)
-        k = k.view(1, -1, num_kv_heads, k_dim).transpose(1, 2)
-        v = _gathered(v_cache, tile.slots, query.dtype)
-        v = v.view(1, -1, num_kv_heads, v_dim).transpose(1, 2)
+        keys = _gathered(k_cache, tile.slots, query.dtype)
+        values = (
+            keys[..., :v_dim] if v_cache is None else _gathered(v_cache, tile.slots, query.dtype)
+        )
+        k, v = (x.unsqueeze(0).transpose(1, 2) for x in (keys, values))
         causal = tile.mask is None
         if plain:
             o = F.scaled_dot_product_attention(
@@ -248,6 +257,8 @@ def attend(
 
 def _gathered(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """``[len(slots), Hkv, D]``."""
+    if e4m3.are_planes(cache):
+        return e4m3.load_planes(cache, slots).to(dtype)
     num_heads, dim = cache.shape[2:]
     found = cache.view(-1, num_heads * dim).index_select(0, slots).view(-1, num_heads, dim)
     return e4m3.decode_rows(found).to(dtype) if e4m3.are_rows(cache) else found

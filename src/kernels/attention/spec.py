@@ -22,6 +22,8 @@ class AttentionSpec:
         chunk: positions of a chunk, counted from 0, of which a query sees its own; 0 means all.
         alibi_slopes: of each query head, what a score falls by per position between query and key
             (ALiBi); empty for none.
+        is_latent: whether the values are the first ``v_dim`` elements of the keys, which alone are
+            cached (:mod:`..mla.dispatch`).
     """
 
     call: int
@@ -35,11 +37,12 @@ class AttentionSpec:
     has_sinks: bool = False
     chunk: int = 0
     alibi_slopes: tuple[float, ...] = ()
+    is_latent: bool = False
 
     @property
     def num_kv_elements(self) -> int:
         """Elements of K and V a token leaves in the caches of this call."""
-        return self.num_kv_heads * (self.k_dim + self.v_dim)
+        return self.num_kv_heads * (self.k_dim + (0 if self.is_latent else self.v_dim))
 
 
 def reference_only(specs: Sequence[AttentionSpec]) -> str | None:

@@ -27,9 +27,10 @@ class Tiling:
     Attributes:
         block_n: keys per tile. near_split: keys per split up to position ``split_change``,
             far_split: beyond; multiples of block_n. These four decide the bits.
-        decode_warps, decode_stages: of the decode kernel. unsplit_registers: those that a thread of
-            it may have where each program reads a whole context, None for as many as the compiler
-            likes. With fewer, more programs share a multiprocessor. Changes no bits.
+        decode_warps, decode_stages: of the decode kernel. decode_registers: those that a thread of
+            it may have, None for as many as the compiler likes; unsplit_registers: alike, where
+            each program reads a whole context and fuses no RoPE. With fewer, more programs share a
+            multiprocessor. Changes no bits.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
@@ -57,6 +58,7 @@ class Tiling:
     block_m: int
     prefill_warps: int
     prefill_stages: int
+    decode_registers: int | None = None
     unsplit_registers: int | None = None
     prefill_parts: int = 1
     near_split: int = 128
@@ -84,9 +86,16 @@ class Tiling:
 
 
 @cache
-def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
-    """The tiling for ``dtype`` and head sizes, by what fits shared memory and registers."""
+def choose_tiling(
+    dtype: torch.dtype, k_dim: int, v_dim: int, cache_dtype: torch.dtype | None = None
+) -> Tiling:
+    """The tiling for queries of ``dtype`` and head sizes, by what fits shared memory and registers.
+
+    Args:
+        cache_dtype: None if that of the queries.
+    """
     widest = triton.next_power_of_2(max(k_dim, v_dim))
+    is_e4m3 = cache_dtype == torch.float8_e4m3fn
     if dtype == torch.float32:
         return Tiling(
             block_n=16,
@@ -113,7 +122,8 @@ def choose_tiling(dtype: torch.dtype, k_dim: int, v_dim: int) -> Tiling:
         block_m=128,
         prefill_warps=8,
         prefill_stages=3,
-        unsplit_registers=168,
+        decode_registers=128 if is_e4m3 else None,
+        unsplit_registers=128 if is_e4m3 else 168,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import e4m3
 from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import count_sms
 from ..fused.norm_rope_store import norm_rope_store
@@ -46,7 +47,8 @@ class TritonBackend:
         """
         query, key, value = inputs[:3]
         is_decode = 0 < len(query) == len(kv.block_tables) <= _MAX_FUSED
-        if is_decode and fits(query, key, value, inputs.q_weight is not None):
+        has_norm, are_planes = inputs.q_weight is not None, e4m3.are_planes(kv.k_cache)
+        if is_decode and fits(query, key, value, has_norm, are_planes):
             return fused_rope_attention(
                 inputs, slot_mapping, kv, params, arrival_counters=self._counters(query)
             )

@@ -152,11 +152,14 @@ def kv_store(
 ) -> None:
     """Write ``key [T, Hkv, Dk]`` and ``value [T, Hkv, Dv]`` into the caches at ``slot_mapping``.
 
-    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``, or hold rows of
-    :mod:`.e4m3`, on a CPU; ``slot_mapping`` is int64
-    ``[T]``, slot = block id * block_size + offset. Slots that repeat (those of padding tokens, in
-    the null block) end with any one of the values.
+    Caches are contiguous ``[num_blocks + 1, block_size, Hkv, D]``, or hold rows or planes of
+    :mod:`.e4m3`; ``slot_mapping`` is int64 ``[T]``, slot = block id * block_size + offset. Slots
+    that repeat (those of padding tokens, in the null block) end with any one of the values.
     """
+    if e4m3.are_planes(k_cache):
+        e4m3.store_planes(k_cache, slot_mapping, key)
+        e4m3.store_planes(v_cache, slot_mapping, value)
+        return
     if e4m3.are_rows(k_cache):
         key, value = e4m3.encode_rows(key), e4m3.encode_rows(value)
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, key)

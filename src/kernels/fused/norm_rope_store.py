@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..arguments import RopeInputs
 from ..device import has_dependent_launch
+from .e4m3_store import is_e4m3, store_vectors
 from .rounding import rounded, scaled
 
 _TILE = 1024  # elements of a program, 8 a thread: one 16-byte load in bfloat16
@@ -90,8 +91,10 @@ def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
     cos,  # pointers to D_PAD elements
     sin, eps, head_stride, offsets, heads,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr,
+    slot, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target."""
+    """``[heads, D]`` of one token, normalised if FORM and rotated, from source to target; given
+    PAGE, to the slot of a cache of planes, the target."""
     partners = partners_of(offsets, R)
     mask = (heads < H)[:, None] & (offsets < D)[None, :]
     start = source + heads[:, None] * head_stride
@@ -104,16 +107,27 @@ def _norm_and_rotate_heads(  # type: ignore[no-untyped-def]
     c = tl.load(cos, mask=offsets < R, other=0.0)[None, :]
     s = tl.load(sin, mask=offsets < R, other=0.0)[None, :]
     result = norm_and_rotate(x, y, HeadNorm(w, w_partner, eps, FORM), c, s, offsets, D, R, DTYPE)
-    tl.store(target + heads[:, None] * D + offsets[None, :], result, mask=mask)
+    if PAGE > 0:
+        slots = slot + tl.zeros_like(heads)
+        store_vectors(target, slots, heads, result, offsets, heads < H, H, D, PAGE)
+    else:
+        tl.store(target + heads[:, None] * D + offsets[None, :], result, mask=mask)
 
 
 @triton.jit
 def _copy_heads(  # type: ignore[no-untyped-def]
-    source, target, head_stride, offsets, heads, H: tl.constexpr, D: tl.constexpr
-):
+    source, target, head_stride, offsets, heads, H: tl.constexpr, D: tl.constexpr,
+    slot, PAGE: tl.constexpr,
+):  # fmt: skip
     mask = (heads < H)[:, None] & (offsets < D)[None, :]
-    x = tl.load(source + heads[:, None] * head_stride + offsets[None, :], mask=mask)
-    tl.store(target + heads[:, None] * D + offsets[None, :], x, mask=mask)
+    pointers = source + heads[:, None] * head_stride + offsets[None, :]
+    if PAGE > 0:
+        x = tl.load(pointers, mask=mask, other=0.0)
+        slots = slot + tl.zeros_like(heads)
+        store_vectors(target, slots, heads, x, offsets, heads < H, H, D, PAGE)
+    else:
+        x = tl.load(pointers, mask=mask)
+        tl.store(target + heads[:, None] * D + offsets[None, :], x, mask=mask)
 
 
 @triton.jit(
@@ -127,7 +141,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, cos_stride, cos_step,
     sin_stride, sin_step,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
-    TABLE: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+    TABLE: tl.constexpr, FORM: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``rope(norm(q))`` to ``out``, ``rope(norm(k))`` and ``v`` to their slots of the caches, with
     ``norm(x) = x / sqrt(mean(x**2) + eps) * weight`` and
@@ -135,12 +149,16 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
 
     Grid: ``(T * tiles,)``, tiles of heads of queries, keys and values. Shapes: query and out
     ``[T, HQ, D]``, key ``[T, HKV, D]``, value ``[T, HKV, DV]``, cos and sin ``[T, TABLE]``, caches
-    ``[blocks, PAGE, HKV, D or DV]``, slot_mapping ``[T]``.
+    ``[blocks, PAGE, HKV, D or DV]`` or planes of :mod:`..e4m3`, slot_mapping ``[T]``.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = out.dtype.element_ty
+    # Slots of a block of planes; else 0, and a token's heads lie one behind another.
+    PLANES: tl.constexpr = PAGE if is_e4m3(k_cache.dtype.element_ty) else 0
+    K_WIDTH: tl.constexpr = 0 if PLANES else HKV * D
+    V_WIDTH: tl.constexpr = 0 if PLANES else HKV * DV
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     DV_PAD: tl.constexpr = triton.next_power_of_2(DV)
     HEADS: tl.constexpr = heads_at_once(max(HQ, HKV), D_PAD)
@@ -161,18 +179,19 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     if tile < Q_TILES:
         _norm_and_rotate_heads(
             query + token * q_stride, out + token * HQ * D, q_weight, cos, sin, eps, q_head_stride,
-            offsets, tile * HEADS + lane, HQ, D, R, FORM, DTYPE,
+            offsets, tile * HEADS + lane, HQ, D, R, FORM, DTYPE, slot, 0,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         _norm_and_rotate_heads(
-            key + token * k_stride, k_cache + slot * HKV * D, k_weight, cos, sin, eps,
+            key + token * k_stride, k_cache + slot * K_WIDTH, k_weight, cos, sin, eps,
             k_head_stride, offsets, (tile - Q_TILES) * HEADS + lane, HKV, D, R, FORM, DTYPE,
+            slot, PLANES,
         )  # fmt: skip
     else:
         _copy_heads(
-            value + token * v_stride, v_cache + slot * HKV * DV, v_head_stride,
+            value + token * v_stride, v_cache + slot * V_WIDTH, v_head_stride,
             tl.arange(0, DV_PAD),
-            (tile - Q_TILES - K_TILES) * V_HEADS + tl.arange(0, V_HEADS), HKV, DV,
+            (tile - Q_TILES - K_TILES) * V_HEADS + tl.arange(0, V_HEADS), HKV, DV, slot, PLANES,
         )  # fmt: skip
 
 
@@ -213,6 +232,7 @@ def norm_rope_store(
         R=rotary_dim,
         TABLE=cos.shape[2],
         FORM="" if q_weight is None else form,
+        PAGE=k_cache.shape[1],
         PDL=overlap,
         num_warps=4,
         enable_fp_fusion=False,

@@ -35,22 +35,34 @@ _ALIGNED = {*_BF16, "partial", "stats", "arrival_counters"}
 _STRIDES = {f"{x}_{kind}" for x in "qkv" for kind in ("stride", "head_stride")}
 
 
-def build(kernel: Any, constants: dict[str, Any], *, contract: bool, num_stages: int = 3) -> Any:
+def build(
+    kernel: Any,
+    constants: dict[str, Any],
+    *,
+    contract: bool,
+    num_stages: int = 3,
+    num_warps: int = 4,
+    cache: str = "*bf16",
+    registers: int | None = None,
+) -> Any:
+    """Compiled for Hopper; ``cache``: what caches point to, ``registers``: of a thread at most."""
     names = kernel.arg_names
+    types = _POINTERS | dict.fromkeys(("k_cache", "v_cache"), cache)
     signature, attributes = {}, {}
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = _POINTERS.get(name) or ("fp32" if name in _FLOATS else "i32")
+        signature[name] = types.get(name) or ("fp32" if name in _FLOATS else "i32")
         if name in _ALIGNED | _STRIDES:
             attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in constants.items()}
     options = {
-        "num_warps": 4,
+        "num_warps": num_warps,
         "num_stages": num_stages,
         "enable_fp_fusion": contract,
         "launch_pdl": True,
+        **({} if registers is None else {"maxnreg": registers}),
     }
     source = ASTSource(kernel, signature, values, attributes)
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -88,7 +100,7 @@ def rope_constants(case: dict[str, Any]) -> dict[str, Any]:
     hq, hkv, dim = case["hq"], case["hkv"], case["dim"]
     return {
         "HQ": hq, "HKV": hkv, "D": dim, "DV": dim, "R": dim, "TABLE": dim,
-        "FORM": "rounded", "PDL": True,
+        "FORM": "rounded", "PAGE": 16, "PDL": True,
     }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from pagespec.kernels.attention import launch, reference
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused import kv_store
+from tests.support.interpreter import numbers
 from tests.support.paged import (
     Batch,
     Rows,
@@ -102,7 +103,7 @@ def _dot(_: object, a: Any, b: Any, d: Any, *__: object) -> TensorHandle:
 
     The interpreter's own asks BLAS, whose order of summation changes from row to row of a tile.
     """
-    products = a.data.astype(np.float32)[:, :, None] * b.data.astype(np.float32)[None]
+    products = numbers(a)[:, :, None] * numbers(b)[None]
     return TensorHandle(products.sum(axis=1) + d.data, d.dtype.scalar)
 
 

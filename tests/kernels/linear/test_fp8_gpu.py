@@ -80,7 +80,7 @@ def by_every_tile(x: Tensor, weight: Fp8Weight) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("width", [4096, 12288, 300])
+@pytest.mark.parametrize("width", [4096, 300])
 def test_rows_are_rounded_as_on_a_cpu(width: int) -> None:
     from pagespec.kernels.fused.quantize_rows import quantize_rows
 
@@ -102,7 +102,7 @@ def test_weights_are_rounded_as_on_a_cpu() -> None:
         assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("width", [300, 1024, 4096, 12288])
+@pytest.mark.parametrize("width", [300, 4096])
 def test_what_makes_rows_quantises_what_it_would_have_stored(width: int) -> None:
     from pagespec.kernels.fused import quantize_rows
 
@@ -128,12 +128,10 @@ def test_what_makes_rows_quantises_what_it_would_have_stored(width: int) -> None
 @pytest.mark.parametrize(
     ("num_outs", "width", "kind"),
     [
-        (256, 512, "blocks"),
         (256, 512, "channels"),
         (1024, 4096, "blocks"),
         (200, 336, "rows"),
         (33, 300, "blocks"),
-        (33, 300, "channels"),
     ],
 )
 def test_every_tile_matches_float64_and_has_the_same_bits(
@@ -152,8 +150,10 @@ def test_every_tile_matches_float64_and_has_the_same_bits(
             assert torch.equal(out, first[:rows]), (name, rows)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "channels"])
-@pytest.mark.parametrize(("num_outs", "width"), [(6144, 4096), (4096, 12288), (640, 576)])
+@pytest.mark.parametrize(
+    ("num_outs", "width", "kind"),
+    [(6144, 4096, "blocks"), (4096, 12288, "channels"), (640, 576, "blocks")],
+)
 def test_a_row_has_its_bits_among_1_to_512(num_outs: int, width: int, kind: str) -> None:
     from pagespec.kernels.linear import dispatch_fp8
 
@@ -185,7 +185,7 @@ def test_bias_and_other_dtypes() -> None:
             assert torch.equal(dispatch_fp8.linear(x[:rows], *parts, bias.to(dtype)), whole[:rows])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 40, 100, 256])
+@pytest.mark.parametrize("rows", [1, 8, 40, 256])
 def test_a_captured_chain_waits_for_its_rows(rows: int) -> None:
     """Kernels that start before their input is there must wait for it."""
     from pagespec.kernels.linear import dispatch_fp8

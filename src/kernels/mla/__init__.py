@@ -1,0 +1,8 @@
+"""Multi-head latent attention in absorbed form (DeepSeek-V2, 2024): one cached vector a token.
+
+``dispatch`` is what a graph calls: store, queries in the latent space, attention, values of the
+heads. On a CPU that is :mod:`..attention` with one KV head, and ``head_matmul``; on a GPU
+``head_matmul_kernel``, and ``launch`` with ``decode``, ``prefill`` and ``tiles``.
+
+Imports ``attention``, ``linear``, ``arguments``, ``device``. Imported by ``compile``.
+"""

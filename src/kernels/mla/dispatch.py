@@ -1,0 +1,106 @@
+"""What a graph with latent caches calls: plain functions, put there by ``passes.cache_latents``.
+
+Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): of a token the model makes
+a latent vector c of R elements and one rotated key k' of P elements, and from c each head's key and
+value, ``W_k[h] c`` and ``W_v[h] c``. In the absorbed form neither is ever made:
+
+    q[h] . (W_k[h] c) = (q[h] W_k[h]) . c        sum_j p_j W_v[h] c_j = W_v[h] (sum_j p_j c_j)
+
+So queries go into the latent space (:func:`latent_query`), attention runs over the cached vectors
+``[c, k']`` as one KV head of R + P elements whose values are their first R (:func:`attention`), and
+what comes out is mapped to each head's values (:func:`head_values`). The scale of the scores is the
+model's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import e4m3
+from ..arguments import LatentKV
+from ..attention import reference
+from ..device import Gpu
+from .head_matmul import HeadMatmulRecipe, head_matmul
+
+_LARGEST_RANK, _LARGEST_ROPE = 512, 64
+_FEWEST_SHARED_BYTES = 160 << 10  # two tiles of vectors, and the queries
+
+
+def is_served(rank: int, rope_dim: int, device: torch.device) -> bool:
+    """Whether attention over vectors of such sizes runs on ``device``: but for GPUs on all."""
+    if device.type != "cuda":  # "meta" in the graph of a model that was restored
+        return True
+    is_small = rank <= _LARGEST_RANK and rope_dim <= _LARGEST_ROPE
+    return is_small and Gpu.of(device).num_shared_bytes >= _FEWEST_SHARED_BYTES
+
+
+def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write ``[latent, rope]`` into the cache, in place.
+
+    Args:
+        latent: ``[.., T, R]``. rope: ``[.., T, P]``; leading dimensions of size 1.
+        cache: ``[num_blocks + 1, block_size, 1, R + P]``, or rows of :mod:`..e4m3` on a CPU.
+        slot_mapping: int64 ``[T]``.
+    """
+    latent, rope = (x.reshape(-1, x.shape[-1]) for x in (latent, rope))
+    if cache.is_cuda:
+        from .store_kernel import store_latent as store
+
+        store(latent, rope, cache, slot_mapping)
+        return
+    vectors = torch.cat((latent, rope), -1)
+    if e4m3.are_rows(cache):
+        vectors = e4m3.encode_rows(vectors)
+    cache.view(-1, cache.shape[3]).index_copy_(0, slot_mapping, vectors)
+
+
+def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None = None) -> Tensor:
+    """Queries in the space of the cached vectors.
+
+    Args:
+        query: ``[T, H, N + P]``, the last P rotated. weight: W_k, ``[H, N, R]``, any strides.
+        recipe: of the matmul on a CPU; None where bits may follow T.
+
+    Returns:
+        ``[T, H, R + P]``.
+    """
+    if query.is_cuda:
+        from .head_matmul_kernel import latent_query as by_kernel
+
+        return by_kernel(query, weight)
+    num_absorbed = weight.shape[1]
+    absorbed = head_matmul(query[..., :num_absorbed], weight, recipe)
+    return torch.cat((absorbed, query[..., num_absorbed:]), -1)
+
+
+def attention(query: Tensor, kv: LatentKV, scale: float, rank: int) -> Tensor:
+    """Causal attention of packed rows over cached vectors, whose first ``rank`` elements are the
+    values; rows and padding as in :mod:`..ops`.
+
+    Args:
+        query: ``[T, H, R + P]``. kv: its cache as :func:`store_latent` has it.
+        scale: factor on the scores.
+
+    Returns:
+        ``[T, H, R]``.
+    """
+    if query.is_cuda:
+        from .launch import attention as by_kernels
+
+        return by_kernels(query, kv, scale, rank)
+    layout = reference.build_layout(*kv[1:], kv.cache.shape[1], query.dtype, 0)
+    return reference.attend(query, kv.cache, None, layout, scale, 0.0, None, rank)
+
+
+def head_values(out: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None = None) -> Tensor:
+    """``[T, H, V]``, contiguous, of ``out [T, H, R]``, by W_v ``[H, R, V]`` of any strides.
+
+    Args:
+        recipe: as of :func:`latent_query`.
+    """
+    if out.is_cuda:
+        from .head_matmul_kernel import head_matmul as by_kernel
+
+        return by_kernel(out, weight)
+    return head_matmul(out, weight, recipe).contiguous()

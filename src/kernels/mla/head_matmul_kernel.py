@@ -1,0 +1,120 @@
+"""Matmul of each head's rows with a matrix of the head's own, as a Triton kernel.
+
+A program computes one tile of one head and runs over the inputs in order into one float32
+accumulator: a row's bits depend neither on the number of rows nor on its place among them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import vector_strides
+
+
+@triton.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=["num_rows", "x_row_stride", "x_head_stride"],
+)
+def _head_matmul_kernel(  # type: ignore[no-untyped-def]
+    x, weight, out, num_rows,
+    x_row_stride,  # in units of STEP elements
+    x_head_stride,
+    HEADS: tl.constexpr, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
+    TAIL: tl.constexpr,  # elements of x behind the inputs, copied behind the outputs
+    W_HEAD: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,  # strides of weight
+    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``out[t, h] = [x[t, h, :NUM_IN] @ weight[h], x[t, h, NUM_IN:]]``.
+
+    Grid: ``(tiles of rows, tiles of outputs and one for the tail, HEADS)``. Shapes: x
+    ``[T, HEADS, NUM_IN + TAIL]``, weight ``[HEADS, NUM_IN, NUM_OUT]``, out
+    ``[T, HEADS, NUM_OUT + TAIL]``, contiguous.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(2)
+    is_row = (rows < num_rows)[:, None]
+    source = x + rows.to(tl.int64)[:, None] * (x_row_stride * STEP)
+    source += head.to(tl.int64) * (x_head_stride * STEP)
+    target = out + (rows.to(tl.int64)[:, None] * HEADS + head) * (NUM_OUT + TAIL)
+    if TAIL:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if tl.program_id(1) == (NUM_OUT + BLOCK_N - 1) // BLOCK_N:
+            i = tl.arange(0, triton.next_power_of_2(TAIL))[None, :]
+            mask = is_row & (i < TAIL)
+            tl.store(target + NUM_OUT + i, tl.load(source + NUM_IN + i, mask=mask), mask=mask)
+            return
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = columns < NUM_OUT
+    ks = tl.arange(0, BLOCK_K)
+    base = weight + head.to(tl.int64) * W_HEAD
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, NUM_IN, BLOCK_K):
+        here = k + ks
+        is_in = here < NUM_IN
+        a = tl.load(source + here[None, :], mask=is_row & is_in[None, :], other=0.0)
+        if W_IN == 1:
+            b = tl.load(
+                base + columns[:, None] * W_OUT + here[None, :],
+                mask=is_column[:, None] & is_in[None, :],
+                other=0.0,
+            )
+            b = tl.trans(b)
+        else:
+            b = tl.load(
+                base + here[:, None] * W_IN + columns[None, :] * W_OUT,
+                mask=is_in[:, None] & is_column[None, :],
+                other=0.0,
+            )
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    tl.store(
+        target + columns[None, :], acc.to(out.dtype.element_ty), mask=is_row & is_column[None, :]
+    )
+
+
+def head_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """``[T, H, O]``, contiguous, of ``x [T, H, I]`` and ``weight [H, I, O]`` of one dtype; float32
+    is multiplied as such, not as TF32."""
+    return _launch(x, weight)
+
+
+def latent_query(query: Tensor, weight: Tensor) -> Tensor:
+    """As :func:`.dispatch.latent_query`, in one launch."""
+    return _launch(query, weight)
+
+
+def _launch(x: Tensor, weight: Tensor) -> Tensor:
+    num_rows, num_heads, width = x.shape
+    _, num_in, num_out = weight.shape
+    tail = width - num_in
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    out = x.new_empty(num_rows, num_heads, num_out + tail)
+    if num_rows == 0:
+        return out
+    is_wide = x.dtype == torch.float32
+    # Without influence on the result.
+    block_m = 16 if num_rows <= 32 or is_wide else 64
+    block_n = 32 if is_wide else 64
+    row_stride, head_stride, step = vector_strides(x)
+    tiles = triton.cdiv(num_out, block_n) + bool(tail)
+    _head_matmul_kernel[(triton.cdiv(num_rows, block_m), tiles, num_heads)](
+        x, weight, out, num_rows, row_stride, head_stride,
+        HEADS=num_heads,
+        NUM_IN=num_in,
+        NUM_OUT=num_out,
+        TAIL=tail,
+        W_HEAD=weight.stride(0),
+        W_IN=weight.stride(1),
+        W_OUT=weight.stride(2),
+        STEP=step,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=32 if is_wide else 64,
+        PRECISION="ieee" if is_wide else "tf32",
+        num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,169 @@
+"""Host side of attention over latent vectors: tiles, grids and launches.
+
+Everything here follows shapes and dtypes alone. Nothing waits for the device, so that calls can be
+captured in a CUDA graph and replayed with other contents.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from ..arguments import LatentKV
+from ..attention.online_softmax import LOG2E
+from ..device import Gpu
+from .decode import combine_kernel, latent_decode_kernel
+from .prefill import latent_prefill_kernel
+
+_COMBINE_CHUNK = 16
+_MAX_PARTIAL_BYTES = 1 << 30  # of states of splits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentTiling:
+    """Tile sizes of one dtype; measured in docs/notes/mla.md.
+
+    Attributes:
+        block_n: vectors a tile. near_split: positions of a split up to position ``split_change``,
+            far_split: beyond; multiples of block_n. These four decide the bits.
+        ones: rows of the matrix of ones that sums the weights.
+        decode_lines, prefill_lines: heads, or queries and heads, that a program serves.
+        decode_warps, prefill_warps, num_stages: of the kernels.
+        prefill_halves: 2 if a launch of prefill has the sums of one half of the values' dimensions,
+            so that those of more lines fit the registers; both compute all scores.
+        unsplit_from: decode programs from which each reads its whole context.
+        num_programs: with fewer units, about so many programs share their contexts.
+    """
+
+    block_n: int
+    ones: int
+    decode_lines: int
+    decode_warps: int
+    prefill_lines: int
+    prefill_warps: int
+    num_stages: int
+    prefill_halves: int = 1
+    near_split: int = 128
+    far_split: int = 512
+    split_change: int = 4096
+    unsplit_from: int = 128
+    num_programs: int = 264
+
+    def num_splits(self, num_positions: int) -> int:
+        """Splits that begin below ``num_positions``."""
+        near = math.ceil(min(num_positions, self.split_change) / self.near_split)
+        return near + math.ceil(max(num_positions - self.split_change, 0) / self.far_split)
+
+
+@cache
+def choose_tiling(
+    dtype: torch.dtype, num_heads: int, rank: int, device: torch.device
+) -> LatentTiling:
+    """The tiling for latents of ``dtype`` and ``rank``, and queries of ``num_heads``."""
+    if dtype == torch.float32:
+        return LatentTiling(
+            block_n=16,
+            ones=16,
+            decode_lines=16,
+            decode_warps=8,
+            prefill_lines=16,
+            prefill_warps=8,
+            num_stages=1,
+        )
+    is_large = Gpu.of(device).is_large
+    is_many = num_heads > 16
+    return LatentTiling(
+        block_n=64 if is_large else 32,
+        ones=64 if is_large else 16,
+        decode_lines=32 if is_many else 16,
+        decode_warps=8 if is_many else 4,
+        prefill_lines=64 if is_large else 16,
+        prefill_warps=8 if is_large else 4,
+        num_stages=2,
+        prefill_halves=2 if is_large and rank == 512 else 1,
+    )
+
+
+def attention(
+    query: Tensor, kv: LatentKV, scale: float, rank: int, tiling: LatentTiling | None = None
+) -> Tensor:
+    """As :func:`.dispatch.attention`; any block size that is a power of two.
+
+    Args:
+        tiling: to try another than :func:`choose_tiling` gives; may change the bits.
+
+    Raises:
+        ValueError: the block size is another, or the cache of another dtype than the query.
+    """
+    num_tokens, num_heads, width = query.shape
+    page = kv.cache.shape[1]
+    num_rows, table_width = kv.block_tables.shape
+    if page & (page - 1):
+        raise ValueError(f"block size {page}: the Triton kernels need a power of two")
+    if kv.cache.dtype != query.dtype:
+        raise ValueError(f"a cache of {kv.cache.dtype} for queries of {query.dtype}")
+    query = query.contiguous()
+    out = query.new_empty(num_tokens, num_heads, rank)
+    if num_tokens == 0 or num_rows == 0:
+        return out.zero_()
+    t = tiling or choose_tiling(query.dtype, num_heads, rank, query.device)
+    factor = scale * LOG2E.value
+    shared = {
+        "H": num_heads,
+        "R": rank,
+        "NEAR_SPLIT": t.near_split,
+        "FAR_SPLIT": t.far_split,
+        "SPLIT_CHANGE": t.split_change,
+    }
+    tiles = {"P": width - rank, "PAGE": page, "BLOCK_N": t.block_n, "ONES": t.ones}
+    by_token = num_tokens <= num_rows
+    num_units = num_tokens if by_token else num_rows
+    num_groups = triton.cdiv(num_heads, t.decode_lines)
+    max_splits = t.num_splits(table_width * page)
+    is_split = max_splits > 1 and num_units * num_groups < t.unsplit_from
+    is_split &= num_units * num_heads * max_splits * rank * 4 <= _MAX_PARTIAL_BYTES
+    num_workers = 1
+    if is_split:
+        num_workers = min(max_splits, triton.cdiv(t.num_programs, num_units * num_groups))
+    # With whole contexts nothing is combined: these are empty, of the dtype they always have.
+    shape = (num_units if is_split else 0, num_heads, max_splits)
+    partial = torch.empty(*shape, rank, dtype=torch.float32, device=query.device)
+    stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    latent_decode_kernel[(num_groups * num_workers, num_units)](
+        query, kv.cache, out, partial, stats, *kv[1:], factor,
+        kv.block_tables.stride(0), num_rows, num_workers, max_splits,
+        **shared,
+        **tiles,
+        LINES=t.decode_lines,
+        BY_TOKEN=by_token,
+        IS_SPLIT=is_split,
+        num_warps=t.decode_warps,
+        num_stages=t.num_stages,
+    )  # fmt: skip
+    if is_split:
+        combine_kernel[(num_heads, num_units)](
+            partial, stats, out, *kv[1:3], factor, num_rows, num_workers, max_splits,
+            **shared,
+            CHUNK=_COMBINE_CHUNK,
+            BY_TOKEN=by_token,
+            num_warps=4,
+        )  # fmt: skip
+    for half in () if by_token else range(t.prefill_halves):
+        latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
+            query, kv.cache, out, *kv[1:], factor,
+            kv.block_tables.stride(0), num_tokens, num_rows,
+            **shared,
+            **tiles,
+            LINES=t.prefill_lines,
+            ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
+            HALVES=t.prefill_halves,
+            IS_SECOND=half == 1,
+            num_warps=t.prefill_warps,
+            num_stages=t.num_stages,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,87 @@
+"""Prefill attention over latent vectors: rows of several queries.
+
+A program serves LINES consecutive lines of one row: of its first query all heads, of its second all
+heads, and so on. It reads all splits in view and folds them in order, by the steps of the decode
+kernel (:mod:`.tiles`), so the bits are those of decode. The grid holds enough tiles for any row
+lengths; each program finds its row from ``query_starts``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..attention.bundles import Splits
+from ..attention.online_softmax import dot_precision, dot_size
+from .tiles import Vectors, VectorShape, attend_vectors, load_lines
+
+
+@triton.jit
+def _row_of(starts, num_rows, tile, H: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The last row whose tiles begin at ``tile`` or before: row i's begin at
+    ``starts[i] * H // LINES + i``."""
+    count = 0
+    for first in range(0, num_rows + 1, WIDTH):
+        i = first + tl.arange(0, WIDTH)
+        begins = tl.load(starts + i, mask=i <= num_rows, other=0) * H // LINES + i
+        count += tl.sum(((begins <= tile) & (i <= num_rows)).to(tl.int32))
+    return count - 1
+
+
+@triton.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=["table_stride", "num_tokens", "num_rows"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+)
+def latent_prefill_kernel(  # type: ignore[no-untyped-def]
+    query, cache, out, starts, contexts, tables, factor, table_stride, num_tokens, num_rows,
+    H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
+    LINES: tl.constexpr, BLOCK_N: tl.constexpr, ONES: tl.constexpr,
+    NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
+    ROWS: tl.constexpr,  # rows looked at together
+    HALVES: tl.constexpr,  # 2: a launch has one half of the values' dimensions
+    IS_SECOND: tl.constexpr,
+):  # fmt: skip
+    """As :func:`.decode.latent_decode_kernel`, causal, for rows of several queries; zeros for the
+    tokens behind the last row. Grid: ``(T * H // LINES + B + 2,)``."""
+    SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    SHAPE: tl.constexpr = VectorShape(
+        R, P, dot_size(R), dot_size(P), PAGE, BLOCK_N, ONES, dot_precision(query.dtype.element_ty),
+        HALVES, IS_SECOND,
+    )  # fmt: skip
+    USED: tl.constexpr = R // HALVES
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    tile = tl.program_id(0)
+    row = _row_of(starts, num_rows, tile, H, LINES, ROWS)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+    end = tl.where(row < num_rows, end, num_tokens)
+    num_queries = end - begin
+    # The last tile first, which sees the most.
+    behind = tile - (begin * H // LINES + row)
+    first = ((num_queries * H + LINES - 1) // LINES - 1 - behind) * LINES
+    if first < 0:
+        return
+    if (row < num_rows) & (num_queries == 1):  # the decode kernel's
+        return
+    lines = first + tl.arange(0, LINES)
+    is_line = lines < num_queries * H
+    queries, heads = lines // H, lines % H
+    tokens = (begin + queries).to(tl.int64)
+    dims = tl.arange(0, SHAPE.R_PAD // HALVES)
+    mask = (dims < USED)[:, None] & is_line[None, :]
+    first_dim = USED if IS_SECOND else 0
+    target = out + (tokens * H + heads)[None, :] * R + first_dim + dims[:, None]
+    if row == num_rows:
+        tl.store(target, tl.zeros((SHAPE.R_PAD // HALVES, LINES), DTYPE), mask=mask)
+        return
+    start = tl.load(contexts + row) - num_queries
+    last = start + tl.minimum((first + LINES - 1) // H, num_queries - 1)
+    positions = tl.minimum(start + queries, last)
+    loaded = load_lines(query, tokens, heads, is_line, H * (R + P), R + P, SHAPE)
+    _, row_sum, acc = attend_vectors(
+        loaded, Vectors(cache, tables + row.to(tl.int64) * table_stride),
+        0, last + 1, last, positions, factor, SPLITS, SHAPE,
+    )  # fmt: skip
+    result = acc * (1.0 / tl.max(row_sum, 0))[None, :]
+    tl.store(target, result.to(DTYPE), mask=mask)

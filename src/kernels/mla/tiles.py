@@ -1,0 +1,164 @@
+"""Attention over latent vectors tile by tile: device functions that decode and prefill share.
+
+The online softmax of :mod:`..attention.online_softmax`, with its rules for equal bits, turned on
+its side: *lines* (a query and a head each) are columns, so that the keys of a tile, and then the
+dimensions of values, are the long side of the matrix instructions, 16 lines suffice, and a tile is
+read from memory once: its first R elements are keys and values both.
+
+State of a split or a total, all float32: ``row_max [M]``; ``row_sum [W, M]``, the sum of the
+weights, the same in all W rows; ``acc [R, M]``; M lines.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..attention.online_softmax import block_ids
+
+
+class Vectors(NamedTuple):
+    """Where the cached vectors of a row lie: pointers."""
+
+    cache: Any
+    table: Any
+
+
+class VectorShape(NamedTuple):
+    """Sizes of a tile of cached vectors: constants."""
+
+    R: Any  # elements of a latent, which are the values
+    P: Any  # rotated elements behind them
+    R_PAD: Any
+    P_PAD: Any
+    PAGE: Any
+    BLOCK_N: Any
+    ONES: Any  # rows of the matrix of ones that sums the weights
+    PRECISION: Any  # of tl.dot
+    HALVES: Any = 1  # 2: a program has the sums of one half of the values' dimensions
+    IS_SECOND: Any = False
+
+
+class Lines(NamedTuple):
+    """Queries of the lines.
+
+    Attributes:
+        first, second: in the latent space, ``[M, R_PAD]``, or its halves. rope: ``[M, P_PAD]``.
+    """
+
+    first: Any
+    second: Any
+    rope: Any
+
+
+@triton.jit
+def _load_part(  # type: ignore[no-untyped-def]
+    cache, blocks, start, last, D: tl.constexpr, D_PAD: tl.constexpr, shape
+):
+    """``[BLOCK_N, D_PAD]``: D elements of each vector of the tile at ``start``, from ``cache`` on;
+    zeros beyond D and ``last``."""
+    WIDTH: tl.constexpr = shape.R + shape.P
+    dims = tl.arange(0, D_PAD)
+    offsets = tl.arange(0, shape.BLOCK_N)
+    base = cache + blocks.to(tl.int64) * (shape.PAGE * WIDTH)
+    if shape.PAGE >= shape.BLOCK_N:
+        rows = base + (start & (shape.PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
+    else:  # the tile begins where a block begins
+        rows = base[:, None] + ((offsets & (shape.PAGE - 1)) * WIDTH)[:, None]
+    exists = (offsets <= last - start)[:, None]
+    mask = exists if D == D_PAD else exists & (dims < D)[None, :]
+    return tl.load(rows + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor):  # type: ignore[no-untyped-def]
+    """:func:`..attention.online_softmax.fold`, on its side."""
+    new_row_max = tl.maximum(total_row_max, row_max)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    a = tl.exp2((total_row_max - base) * factor)[None, :]
+    b = tl.exp2((row_max - base) * factor)[None, :]
+    total_row_sum = tl.fma(row_sum, b, total_row_sum * a)
+    total_acc = tl.fma(acc, b, total_acc * a)
+    return new_row_max, total_row_sum, total_acc
+
+
+@triton.jit
+def attend_vectors(  # type: ignore[no-untyped-def]
+    lines, vectors, begin, end, last, positions, factor, splits, shape
+):
+    """The total of the splits from ``begin`` to ``end``.
+
+    Args:
+        lines: :class:`Lines`.
+        begin: first position, where a split begins. end: one behind the last.
+        last: last position any of the lines sees. positions: of the lines, ``[M]``.
+        factor: turns scores into logarithms to base 2.
+    """
+    LINES: tl.constexpr = lines.rope.shape[0]
+    HALF: tl.constexpr = shape.R_PAD // shape.HALVES
+    USED: tl.constexpr = shape.R // shape.HALVES
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    DTYPE: tl.constexpr = vectors.cache.dtype.element_ty
+    offsets = tl.arange(0, BLOCK_N)
+    ones = tl.full((shape.ONES, BLOCK_N), 1.0, DTYPE)
+    total_row_max = tl.full((LINES,), float("-inf"), tl.float32)
+    total_row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
+    total_acc = tl.zeros((HALF, LINES), tl.float32)
+    row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
+    blocks = block_ids(vectors.table, begin, last, shape.PAGE, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N):
+        # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
+        latents = _load_part(vectors.cache, blocks, start, last, USED, HALF, shape)
+        scores = tl.dot(latents, tl.trans(lines.first), input_precision=shape.PRECISION)
+        if shape.HALVES == 2:
+            second = _load_part(vectors.cache + USED, blocks, start, last, USED, HALF, shape)
+            scores = tl.dot(second, tl.trans(lines.second), scores, input_precision=shape.PRECISION)
+            if shape.IS_SECOND:
+                latents = second
+        ropes = _load_part(
+            vectors.cache + shape.R, blocks, start, last, shape.P, shape.P_PAD, shape
+        )
+        # One tile ahead: an address must not wait for the load of its block id.
+        blocks = block_ids(vectors.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
+        scores = tl.dot(ropes, tl.trans(lines.rope), scores, input_precision=shape.PRECISION)
+        visible = (start + offsets)[:, None] <= positions[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+        new_row_max = tl.maximum(row_max, tl.max(scores, 0))
+        # Lines that have seen nothing yet: without this, -inf - -inf.
+        base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+        weights = tl.exp2(tl.fma(scores, factor, -(base * factor)[None, :])).to(DTYPE)
+        rescale = tl.exp2((row_max - base) * factor)[None, :]
+        row_max = new_row_max
+        row_sum = tl.dot(ones, weights, row_sum * rescale, input_precision=shape.PRECISION)
+        acc = tl.dot(tl.trans(latents), weights, acc * rescale, input_precision=shape.PRECISION)
+        behind = start + BLOCK_N
+        size = tl.where(behind <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
+        if (behind & (size - 1)) == 0:
+            total_row_max, total_row_sum, total_acc = fold_lines(
+                total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+            )
+            row_max = tl.full((LINES,), float("-inf"), tl.float32)
+            row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
+            acc = tl.zeros((HALF, LINES), tl.float32)
+    # The last split, if its end was not reached; else empty, which changes nothing.
+    return fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor)
+
+
+@triton.jit
+def load_lines(  # type: ignore[no-untyped-def]
+    query, tokens, heads, is_line, token_stride, head_stride, shape
+):
+    """The :class:`Lines`, zeros where there is no line."""
+    USED: tl.constexpr = shape.R // shape.HALVES
+    rows = query + (tokens * token_stride + heads.to(tl.int64) * head_stride)[:, None]
+    r = tl.arange(0, shape.R_PAD // shape.HALVES)[None, :]
+    p = tl.arange(0, shape.P_PAD)[None, :]
+    mask = is_line[:, None] & (r < USED)
+    rope = tl.load(rows + shape.R + p, mask=is_line[:, None] & (p < shape.P), other=0.0)
+    first = tl.load(rows + r, mask=mask, other=0.0)
+    second = first  # not read if there are no halves
+    if shape.HALVES == 2:
+        second = tl.load(rows + USED + r, mask=mask, other=0.0)
+    return Lines(first, second, rope)
