@@ -70,8 +70,9 @@ _MANY = 1 << 30
 # Changes of the tiling. The first kind changes no bits, the last does.
 _SAME_BITS: dict[str, dict[str, Any]] = {
     "rows in order": {"sorted_rows": 0},
-    "workers beside each other, rows in order": {"sorted_rows": 0, "workers_last": False},
-    "1,024 programs at most, rows in order": {"sorted_rows": 0, "max_programs": 1024},
+    "any registers": {"unsplit_registers": None},
+    "8 warps": {"decode_warps": 8},
+    "4 stages": {"decode_stages": 4},
     "1,024 programs at most": {"max_programs": 1024},
 }
 _OTHER_BITS: dict[str, dict[str, Any]] = {

@@ -122,16 +122,16 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     TABLE: tl.constexpr,
     FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    WORKERS_LAST: tl.constexpr,  # of Tiling
     SORTED_ROWS: tl.constexpr,  # where the longest rows start first: no fewer than there are; or 0
     TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
 
-    Grid: ``(HKV * num_workers, units)``, a unit being a token if BY_TOKEN, else a row. Shapes:
-    query ``[T, HQ, DK]``, out ``[T, HQ, DV]``, caches ``[blocks, PAGE, HKV, DK or DV]``, starts
-    ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``; key ``[T, HKV, DK]`` and value alike, cos and
-    sin ``[1, T, TABLE]``, slot_mapping ``[T]``.
+    Grid: ``(HKV * num_workers, units)``, or ``(HKV, units, num_workers)`` with SORTED_ROWS, a unit
+    being a token if BY_TOKEN, else a row. Shapes: query ``[T, HQ, DK]``, out ``[T, HQ, DV]``,
+    caches ``[blocks, PAGE, HKV, DK or DV]``, starts ``[B + 1]``, contexts ``[B]``, tables
+    ``[B, M]``; key ``[T, HKV, DK]`` and value alike, cos and sin ``[1, T, TABLE]``, slot_mapping
+    ``[T]``.
     """
     FUSE_ROPE: tl.constexpr = key is not None
     # Whether rows of cos and sin can be read 8 elements at once.
@@ -154,11 +154,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits
     unit = tl.program_id(1)
-    head = tl.program_id(0) % HKV
-    worker = tl.program_id(2) if WORKERS_LAST else tl.program_id(0) // HKV
-    if SORTED_ROWS > 0:  # noqa: SIM102 (one is known when compiling, the other is not)
+    if SORTED_ROWS > 0:
+        head = tl.program_id(0)
+        worker = tl.program_id(2)
         if worker == 0:  # the others have nothing to do, mostly
             unit = _nth_longest(contexts, num_rows, unit, SORTED_ROWS)
+    else:
+        head = tl.program_id(0) % HKV
+        worker = tl.program_id(0) // HKV
     # The batch's own tensors are written by the first kernel of a step, which lets none start
     # before it has ended, and weights never. So both are read already.
     row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)

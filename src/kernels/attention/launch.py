@@ -238,14 +238,13 @@ def _decode(
     is_late = shared["key"] is not None and triggers_dependents_late(num_tokens)
     trigger = "" if not overlap else "late" if is_late else "early"
     is_unsplit = spread.first_splits == ALL_SPLITS.value
-    is_sorted = is_unsplit or spread.unsplit_below > 0
-    is_sorted &= num_tokens == num_rows <= t.sorted_rows
+    is_sorted = spread.unsplit_below > 0 and num_tokens == num_rows <= t.sorted_rows
+    grid: tuple[int, ...] = (num_kv_heads * spread.num_workers, num_units)
+    if is_sorted:  # the second workers, most of which find nothing to do, behind all first ones
+        grid = (num_kv_heads, num_units, spread.num_workers)
     is_whole = is_unsplit and shared["key"] is None
     registers = t.unsplit_registers if is_whole else t.decode_registers
     options = {"maxnreg": registers} if registers else {}
-    grid = (num_kv_heads * spread.num_workers, num_units, 1)
-    if t.workers_last:
-        grid = (num_kv_heads, num_units, spread.num_workers)
     decode_kernel[grid](
         query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
         *kv[2:],
@@ -256,7 +255,6 @@ def _decode(
         **shared,
         CHUNK=t.combine_chunk_of(group * dot_size(v_dim)),
         BY_TOKEN=by_token,
-        WORKERS_LAST=t.workers_last,
         SORTED_ROWS=t.sorted_rows if is_sorted else 0,
         FIRST_SPLITS=spread.first_splits,
         UNSPLIT_BELOW=spread.unsplit_below,

@@ -19,7 +19,7 @@ beyond a query are masked; of the last step's values, those beyond ``last`` are 
 memory, by each warpgroup for itself, which writes what the other writes.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-redef"
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from typing import Any

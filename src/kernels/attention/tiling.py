@@ -48,7 +48,7 @@ class Tiling:
         workers: programs that share a context of many segments, or more where there are few: up to
             ``few_programs`` altogether. Those without a segment cost time, too.
         sorted_rows: up to so many rows, where contexts below ``unsplit_below`` are read whole, the
-            longest start first: the last programs to start are short ones then.
+            longest start first, so that those which start last are short. Changes no bits.
         max_programs: what contexts of many segments are spread over at most.
     """
 
@@ -72,7 +72,6 @@ class Tiling:
     long_context: int = 4096
     workers: int = 16
     few_programs: int = 136
-    workers_last: bool = True
     sorted_rows: int = 64
     max_programs: int = 4096
 
