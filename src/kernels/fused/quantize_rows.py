@@ -24,7 +24,7 @@ GROUP = 128
 """Channels that share a scale."""
 _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(448.0)
-SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
+_SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 _BLOCK = 1024
 
 
@@ -64,7 +64,7 @@ def quantized(x):  # type: ignore[no-untyped-def]
     """(values, scales) of float32 ``x [groups, 128]``."""
     largest = tl.max(tl.abs(x), 1)
     scales = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
-    scales = tl.maximum(scales, SMALLEST_SCALE)
+    scales = tl.maximum(scales, _SMALLEST_SCALE)
     return nearest_e4m3(tl.div_rn(x, tl.broadcast_to(tl.expand_dims(scales, 1), x.shape))), scales
 
 

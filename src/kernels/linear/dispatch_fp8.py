@@ -11,17 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import Gpu, as_rows
+from ..device import Gpu
 from ..fused import quantize_rows as rows_of
 from ..fused.quantize_rows import QuantizedRows
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
-from .tiles_fp8 import (
-    choose_fp8_tile,
-    choose_gated_tile,
-    choose_rounding_tile,
-    choose_sm90_tile,
-)
+from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -41,9 +36,10 @@ def multiply(
 ) -> Tensor:
     """``[..., N]`` with the leading dims and the dtype of ``like``."""
     num_rows, (num_outs, k_size) = len(rows.values), values.shape
-    shared = _num_sharing(values, scales)
+    shared = 1 if len(scales) == num_outs else BLOCK
+    has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
     tile = None
-    if _suits_sm90(like, values, scales, bias):
+    if bias is None and like.dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
         tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
     if tile is not None:
         # Gluon is not in every Triton; the card says whether it is.
@@ -56,34 +52,12 @@ def multiply(
     return out.view(*like.shape[:-1], num_outs)
 
 
-def _num_sharing(values: Tensor, scales: Tensor) -> int:
-    """Outputs that share a row of ``scales``."""
-    return 1 if len(scales) == len(values) else BLOCK
-
-
-def _suits_sm90(like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
-    """Whether :mod:`.matmul_fp8_sm90` may have a tile for it."""
-    has_whole_blocks = _num_sharing(values, scales) == BLOCK and len(values) % BLOCK == 0
-    has_form = has_whole_blocks or scales.shape[1] == 1
-    return bias is None and like.dtype == torch.bfloat16 and has_form
-
-
 def linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` of ``x [..., K]``, quantised, with a weight that :func:`pack` returned.
 
     Returns:
         ``[..., N]`` in the dtype of x.
     """
-    if _suits_sm90(x, values, scales, bias):
-        num_outs, k_size = values.shape
-        num_rows = x.numel() // k_size
-        tile = choose_rounding_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
-        if tile is not None:
-            from . import matmul_fp8_sm90
-
-            shared = _num_sharing(values, scales)
-            out = matmul_fp8_sm90.round_matmul(as_rows(x), values, scales, shared=shared, tile=tile)
-            return out.view(*x.shape[:-1], num_outs)
     return multiply(rows_of.quantize_rows(x), x, values, scales, bias)
 
 
@@ -121,35 +95,3 @@ def act_linear(
 ) -> Tensor:
     """:func:`linear` of :func:`.dispatch.act_mul`, whose arguments come first."""
     return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)
-
-
-def add_norm_mlp(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    form: str,
-    up_values: Tensor,
-    up_scales: Tensor,
-    up_bias: Tensor | None,
-    values: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`add_norm_linear` with a weight of gate and up, then :func:`act_linear` of its halves
-    with "silu" and a second weight; and the sum."""
-    rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
-    num_outs, tile = len(up_values) // 2, None
-    if _suits_sm90(x, up_values, up_scales, up_bias) and num_outs % BLOCK == 0:
-        card = Gpu.of(values.device)
-        tile = choose_gated_tile(len(rows.values), num_outs, up_values.shape[1], card)
-    if tile is None:
-        gate, up = multiply(rows, x, up_values, up_scales, up_bias).chunk(2, -1)
-        return act_linear(gate, up, "silu", values, scales, bias), hidden
-    from . import matmul_fp8_sm90
-
-    shared = _num_sharing(up_values, up_scales)
-    gated = matmul_fp8_sm90.matmul(
-        rows, up_values, up_scales, shared=shared, tile=tile, has_gate=True
-    )
-    return linear(gated.view(*x.shape[:-1], num_outs), values, scales, bias), hidden

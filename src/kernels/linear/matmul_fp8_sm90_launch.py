@@ -22,8 +22,8 @@ class FewTile:
     """How a matmul of few FP8 rows is cut.
 
     Attributes:
-        part: rows of the weight (of each half, with a gate) a program; a power of two from 8 to
-            128. x_rows: rows of x; from 8 to 64. Up to 8 rows take 8.
+        part: rows of the weight a program; a power of two from 8 to 128. x_rows: rows of x; from 8
+            to 64. Up to 8 rows take 8.
         atoms: of 128 summands, in a stage: 1, 2 or 4. stages: in shared memory at once.
     """
 
@@ -32,41 +32,18 @@ class FewTile:
     stages: int
     x_rows: int = 16
 
-    def fits(self, num_outs: int, k_size: int, has_gate: bool = False) -> bool:
-        """Whether shape and tile suit each other, and shared memory suffices."""
-        num_steps, rest = divmod(k_size, GROUP * self.atoms)
-        rows = self.part * (2 if has_gate else 1)
-        if rest or num_outs % self.part or num_steps < self.stages or rows > 128:
-            return False
-        num_staged = self.stages * self.atoms
-        left = 64 if rows <= 64 else 128
-        # x, or what the last operand reads beyond; scales; and what stores go through.
-        behind = max(num_staged * self.x_rows, left - rows) * GROUP
-        scales = 4 * self.x_rows * triton.next_power_of_2(k_size // GROUP) * (1 + has_gate)
-        through = 2 * left * (self.x_rows + 8)
-        used = num_staged * rows * GROUP + behind + scales + through + 1024
-        return used <= _LARGE_SHARED_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class RoundingTile:
-    """How a matmul of up to four rows that it rounds itself is cut; attributes as of
-    :class:`FewTile`."""
-
-    part: int
-    atoms: int
-    stages: int
-
     def fits(self, num_outs: int, k_size: int) -> bool:
         """Whether shape and tile suit each other, and shared memory suffices."""
         num_steps, rest = divmod(k_size, GROUP * self.atoms)
         if rest or num_outs % self.part or num_steps < self.stages:
             return False
+        num_staged = self.stages * self.atoms
         left = 64 if self.part <= 64 else 128
-        # Rows, or what the last operand reads beyond; scales; and what stores go through.
-        behind = max(8 * k_size, (left - self.part) * GROUP)
-        scales = 32 * triton.next_power_of_2(k_size // GROUP)
-        used = self.stages * self.atoms * self.part * GROUP + behind + scales + 32 * left + 2048
+        # x, or what the last operand reads beyond; scales; and what stores go through.
+        behind = max(num_staged * self.x_rows, left - self.part) * GROUP
+        scales = 4 * self.x_rows * triton.next_power_of_2(k_size // GROUP)
+        through = 2 * left * (self.x_rows + 8)
+        used = num_staged * self.part * GROUP + behind + scales + through + 1024
         return used <= _LARGE_SHARED_BYTES
 
 
@@ -107,16 +84,12 @@ class Launch:
         return self._describe(weight, self.weight_box)
 
     def _describe(self, matrix: Tensor, box: list[int]) -> TensorDescriptor:
-        """``[R, K]``; or as ``[K / 128, R, 128]``, or ``[K / 128, halves, R / halves, 128]``, for a
-        box of that many dimensions."""
+        """``[R, K]``, or as ``[K / 128, R, 128]`` for a box of that many dimensions."""
         num_rows, k_size = matrix.shape
         layout = gl.NVMMASharedLayout(128, 8, len(box))
         if len(box) == 2:
             return TensorDescriptor(matrix, [num_rows, k_size], [k_size, 1], box, layout)
         shape, strides = [k_size // GROUP, num_rows, GROUP], [GROUP, k_size, 1]
-        if len(box) == 4:
-            num_outs = num_rows // box[1]
-            shape[1:2], strides[1:2] = [box[1], num_outs], [num_outs * k_size, k_size]
         return TensorDescriptor(matrix, shape, strides, box, layout)
 
 
@@ -126,15 +99,12 @@ def plan_launch(
     k_size: int,
     num_w_groups: int,
     shared: int,
-    tile: FewTile | ManyTile | RoundingTile,
+    tile: FewTile | ManyTile,
     overlap: bool,
     num_sms: int,
-    has_gate: bool = False,
 ) -> Launch:
     """Raises ValueError if the tile does not fit the shape."""
-    halves = 2 if has_gate else 1
-    fits = tile.fits(num_outs, k_size, *([has_gate] if isinstance(tile, FewTile) else []))
-    if not fits or (has_gate and not isinstance(tile, FewTile)):
+    if not tile.fits(num_outs, k_size):
         raise ValueError(f"{tile} does not fit {num_rows} x {k_size} by {num_outs} x {k_size}")
     constants: dict[str, object] = {
         "N": num_outs,
@@ -153,35 +123,24 @@ def plan_launch(
             4,  # of the first warpgroup; the others are its workers
             constants | {"X_ROWS": MANY_ROWS},
         )
-    constants |= {
-        "ATOMS": tile.atoms,
-        "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs * halves, k_size, tile),
-        "GROUPS": triton.next_power_of_2(k_size // GROUP),
-        "LATE_TRIGGER": triggers_dependents_late(num_rows),
-    }
-    num_warps = 4 if tile.part * halves <= 64 else 8
-    if isinstance(tile, RoundingTile):
-        rows = triton.next_power_of_2(num_rows)
-        # The largest power of two in K that leaves a thread its registers.
-        chunk = min(k_size & -k_size, 1024 * num_warps // rows)
-        return Launch(
-            [],
-            [tile.atoms, 1, tile.part, GROUP],
-            num_outs // tile.part,
-            num_warps,
-            constants | {"ROWS": rows, "CHUNK": chunk},
-        )
     x_rows = 8 if num_rows <= 8 else tile.x_rows
     return Launch(
         [tile.atoms, x_rows, GROUP],
-        [tile.atoms, halves, tile.part, GROUP],
+        [tile.atoms, tile.part, GROUP],
         num_outs // tile.part * -(-num_rows // x_rows),
-        num_warps,
-        constants | {"X_ROWS": x_rows, "HALVES": halves},
+        4 if tile.part <= 64 else 8,
+        constants
+        | {
+            "X_ROWS": x_rows,
+            "ATOMS": tile.atoms,
+            "PREFETCH_STAGES": _stages_ahead(num_rows, num_outs, k_size, tile),
+            "GROUPS": triton.next_power_of_2(k_size // GROUP),
+            "LATE_TRIGGER": triggers_dependents_late(num_rows),
+        },
     )
 
 
-def _stages_ahead(num_rows: int, num_outs: int, k_size: int, tile: FewTile | RoundingTile) -> int:
+def _stages_ahead(num_rows: int, num_outs: int, k_size: int, tile: FewTile) -> int:
     """Stages of weights loaded before the wait; as of :mod:`.matmul_sm90_launch`."""
     if not triggers_dependents_late(num_rows) or tile.stages * tile.atoms * GROUP < k_size:
         return tile.stages

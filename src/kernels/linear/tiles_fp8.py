@@ -12,11 +12,9 @@ from .fp8 import BLOCK
 from .matmul import Tile
 
 if TYPE_CHECKING:
-    from .matmul_fp8_sm90_launch import FewTile, ManyTile, RoundingTile
+    from .matmul_fp8_sm90_launch import FewTile, ManyTile
 
 _MAX_FEW_ROWS = 64
-MAX_ROUNDED_ROWS = 2
-"""Up to which a matmul rounds its rows itself."""
 _MANY_PROGRAMS = 96
 _STAGED_BYTES = 192 << 10
 _SHARED_STAGED_BYTES = 96 << 10  # where two programs are to have a multiprocessor
@@ -78,44 +76,4 @@ def _few_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile |
             tile = FewTile(part, atoms, stages, x_rows)
             if tile.fits(num_outs, k_size):
                 return tile
-    return None
-
-
-def choose_rounding_tile(
-    num_rows: int, num_outs: int, k_size: int, card: Gpu
-) -> RoundingTile | None:
-    """The tile of a matmul that rounds its rows itself; None where there is none, or two launches
-    are quicker."""
-    if not card.has_prefetch or k_size % BLOCK or not 0 < num_rows <= MAX_ROUNDED_ROWS:
-        return None
-    from .matmul_fp8_sm90_launch import RoundingTile
-
-    atoms = next(a for a in (4, 2, 1) if k_size % (a * BLOCK) == 0)
-    for part in (64, 32, 16):
-        if num_outs // part < (64 if k_size <= 4096 else _MANY_PROGRAMS) and part > 16:
-            continue
-        a_stage = atoms * BLOCK * part
-        room = _STAGED_BYTES - 8 * k_size
-        tile = RoundingTile(part, atoms, min(room // a_stage, k_size // (atoms * BLOCK)))
-        if tile.stages > 0 and tile.fits(num_outs, k_size):
-            return tile
-    return None
-
-
-def choose_gated_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile | None:
-    """The tile of a matmul with gate and up, 2 N rows of weight, that applies the gate; None where
-    there is none, or an activation that rounds its result for the next matmul is quicker."""
-    if not card.has_prefetch or k_size % BLOCK or not 0 < num_rows <= MAX_ROUNDED_ROWS:
-        return None
-    from .matmul_fp8_sm90_launch import FewTile
-
-    atoms = next(a for a in (4, 2, 1) if k_size % (a * BLOCK) == 0)
-    for part in (32, 16, 8):
-        if num_outs // part < _MANY_PROGRAMS and part > 8:
-            continue
-        room = _STAGED_BYTES if num_outs // part <= card.num_sms else _SHARED_STAGED_BYTES
-        stages = room // (atoms * BLOCK * (2 * part + 16))
-        tile = FewTile(part, atoms, min(stages, k_size // (atoms * BLOCK)))
-        if tile.stages > 0 and tile.fits(num_outs, k_size, has_gate=True):
-            return tile
     return None

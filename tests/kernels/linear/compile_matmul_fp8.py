@@ -24,13 +24,11 @@ from pagespec.kernels.linear.matmul_fp8_sm90_few import few_rows_kernel
 from pagespec.kernels.linear.matmul_fp8_sm90_launch import (
     FewTile,
     ManyTile,
-    RoundingTile,
     plan_launch,
 )
 from pagespec.kernels.linear.matmul_fp8_sm90_many import many_rows_kernel
-from pagespec.kernels.linear.matmul_fp8_sm90_rounding import rounding_kernel
 
-_POINTERS = ("x_scales", "w_scales", "out", "x", "weight", "x_stride")
+_POINTERS = ("x_scales", "w_scales", "out", "x", "weight")
 
 
 def described(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, Any]:
@@ -73,31 +71,28 @@ def source_of(make: Any, kernel: Any, kinds: dict[str, str], constants: dict[str
 TILES = {
     "FewTile": (FewTile, few_rows_kernel),
     "ManyTile": (ManyTile, many_rows_kernel),
-    "RoundingTile": (RoundingTile, rounding_kernel),
 }
 
 
 def in_gluon(
-    rows: int, outs: int, k_size: int, has_blocks: bool, has_gate: bool, name: str, *tile: int
+    rows: int, outs: int, k_size: int, has_blocks: bool, name: str, *tile: int
 ) -> dict[str, Any]:
     kind, kernel = TILES[name]
     num_groups, shared = (k_size // 128, 128) if has_blocks else (1, 1)
     launch = plan_launch(
-        rows, outs, k_size, num_groups, shared, kind(*tile), True, 132, has_gate=has_gate
+        rows, outs, k_size, num_groups, shared, kind(*tile), overlap=True, num_sms=132
     )
     layouts = [
         f"tensordesc<fp8e4nv{box},{gl.NVMMASharedLayout(128, 8, len(box))!r}>"
         for box in (launch.x_box, launch.weight_box)
     ]
     kinds = {
-        "x": "*bf16",
         "x_desc": layouts[0],
         "w_desc": layouts[1],
         "x_scales": "*fp32",
         "w_scales": "*fp32",
         "out": "*bf16",
         "num_rows": "i32",
-        "x_stride": "i32",
     }
     source = source_of(GluonASTSource, kernel, kinds, launch.constants)
     return described(source, launch.num_warps)

@@ -23,7 +23,6 @@ TILES = [
 ]
 # part, atoms, stages, x_rows
 FEW = [(32, 4, 1), (64, 2, 2), (16, 1, 3), (128, 1, 4, 32), (64, 2, 2, 64)]
-ROUNDING = [(32, 4, 1), (64, 2, 2), (128, 1, 2)]
 MANY = [(128, 6), (64, 6), (64, 2)]
 
 
@@ -59,7 +58,7 @@ def by_every_tile(x: Tensor, weight: Fp8Weight) -> dict[str, Tensor]:
     from pagespec.kernels.fused.quantize_rows import quantize_rows
     from pagespec.kernels.linear import dispatch_fp8, matmul_fp8, matmul_fp8_sm90
     from pagespec.kernels.linear.matmul import Tile
-    from pagespec.kernels.linear.matmul_fp8_sm90_launch import FewTile, ManyTile, RoundingTile
+    from pagespec.kernels.linear.matmul_fp8_sm90_launch import FewTile, ManyTile
 
     values, scales = dispatch_fp8.pack(weight)
     (num_outs, width), rows = values.shape, quantize_rows(x)
@@ -78,15 +77,10 @@ def by_every_tile(x: Tensor, weight: Fp8Weight) -> dict[str, Tensor]:
                 found[str(tile_90)] = matmul_fp8_sm90.matmul(
                     rows, values, scales, shared=shared, tile=tile_90
                 )
-        for tile_rounding in (RoundingTile(*t) for t in ROUNDING):
-            if tile_rounding.fits(num_outs, width) and len(x) <= 4:
-                found[str(tile_rounding)] = matmul_fp8_sm90.round_matmul(
-                    x, values, scales, shared=shared, tile=tile_rounding
-                )
     return found
 
 
-@pytest.mark.parametrize("width", [4096, 12288, 300])
+@pytest.mark.parametrize("width", [4096, 300])
 def test_rows_are_rounded_as_on_a_cpu(width: int) -> None:
     from pagespec.kernels.fused.quantize_rows import quantize_rows
 
@@ -108,7 +102,7 @@ def test_weights_are_rounded_as_on_a_cpu() -> None:
         assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("width", [300, 1024, 4096, 12288])
+@pytest.mark.parametrize("width", [300, 4096])
 def test_what_makes_rows_quantises_what_it_would_have_stored(width: int) -> None:
     from pagespec.kernels.fused import quantize_rows
 
@@ -134,12 +128,10 @@ def test_what_makes_rows_quantises_what_it_would_have_stored(width: int) -> None
 @pytest.mark.parametrize(
     ("num_outs", "width", "kind"),
     [
-        (256, 512, "blocks"),
         (256, 512, "channels"),
         (1024, 4096, "blocks"),
         (200, 336, "rows"),
         (33, 300, "blocks"),
-        (33, 300, "channels"),
     ],
 )
 def test_every_tile_matches_float64_and_has_the_same_bits(
@@ -158,8 +150,10 @@ def test_every_tile_matches_float64_and_has_the_same_bits(
             assert torch.equal(out, first[:rows]), (name, rows)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "channels"])
-@pytest.mark.parametrize(("num_outs", "width"), [(6144, 4096), (4096, 12288), (640, 576)])
+@pytest.mark.parametrize(
+    ("num_outs", "width", "kind"),
+    [(6144, 4096, "blocks"), (4096, 12288, "channels"), (640, 576, "blocks")],
+)
 def test_a_row_has_its_bits_among_1_to_512(num_outs: int, width: int, kind: str) -> None:
     from pagespec.kernels.linear import dispatch_fp8
 
@@ -191,31 +185,7 @@ def test_bias_and_other_dtypes() -> None:
             assert torch.equal(dispatch_fp8.linear(x[:rows], *parts, bias.to(dtype)), whole[:rows])
 
 
-@pytest.mark.parametrize("kind", ["blocks", "channels"])
-def test_a_gate_where_its_sums_are_stored(kind: str) -> None:
-    """The bits of two launches, and of a whole MLP whichever way it goes."""
-    from pagespec.kernels.fused.quantize_rows import quantize_rows
-    from pagespec.kernels.linear import dispatch_fp8, matmul_fp8_sm90
-    from pagespec.kernels.linear.matmul_fp8_sm90_launch import FewTile
-
-    up, down = weight_of(kind, 2048, 512), weight_of("blocks", 512, 1024)
-    parts, down_parts = dispatch_fp8.pack(up), dispatch_fp8.pack(down)
-    x, residual, scale = rows_of(70, 512), normal(70, 512, seed=5), normal(512, seed=4)
-    rows = quantize_rows(x)
-    plain = fused.act_mul(*dispatch_fp8.multiply(rows, x, *parts, None).chunk(2, -1), "silu")
-    shared = 1 if len(parts[1]) == 2048 else 128
-    for tile in (FewTile(32, 4, 1), FewTile(16, 2, 2), FewTile(64, 1, 3), FewTile(8, 1, 4, 64)):
-        found = matmul_fp8_sm90.matmul(rows, *parts, shared=shared, tile=tile, has_gate=True)
-        assert torch.equal(found, plain), tile
-    arguments = (scale, 1e-6, "rounded", *parts, None, *down_parts, None)
-    whole, total = dispatch_fp8.add_norm_mlp(x, residual, *arguments)
-    for count in (1, 2, 3, 8, 65):
-        out, hidden = dispatch_fp8.add_norm_mlp(x[:count], residual[:count], *arguments)
-        assert torch.equal(out, whole[:count]), count
-        assert torch.equal(hidden, total[:count])
-
-
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 40, 100, 256])
+@pytest.mark.parametrize("rows", [1, 8, 40, 256])
 def test_a_captured_chain_waits_for_its_rows(rows: int) -> None:
     """Kernels that start before their input is there must wait for it."""
     from pagespec.kernels.linear import dispatch_fp8
@@ -228,9 +198,10 @@ def test_a_captured_chain_waits_for_its_rows(rows: int) -> None:
     def chain(x: Tensor, wait: bool) -> Tensor:
         hidden = x
         for up, down in zip(ups, downs, strict=True):
-            x, hidden = dispatch_fp8.add_norm_mlp(
-                x, hidden, scale, 1e-6, "rounded", *up, None, *down, None
-            )
+            y, hidden = dispatch_fp8.add_norm_linear(x, hidden, scale, 1e-6, "rounded", *up, None)
+            if wait:
+                torch.cuda.synchronize()
+            x = dispatch_fp8.act_linear(*y.chunk(2, -1), "silu", *down, None)
             if wait:
                 torch.cuda.synchronize()
             x = dispatch_fp8.linear(x, *square)

@@ -62,8 +62,6 @@ def test_they_compile_for_hopper() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.tiles_fp8 import (
         choose_fp8_tile,
-        choose_gated_tile,
-        choose_rounding_tile,
         choose_sm90_tile,
     )
 
@@ -74,14 +72,7 @@ def test_they_compile_for_hopper() -> None:
             for rows in (1, 64, 256, 8192):
                 tile = choose_sm90_tile(rows, *shape, card)
                 assert tile is not None
-                cases.append((rows, *shape, has_blocks, False, type(tile).__name__, *astuple(tile)))
-            for rows in (1, 2):
-                rounding = choose_rounding_tile(rows, *shape, card)
-                assert rounding is not None
-                cases.append((rows, *shape, has_blocks, False, "RoundingTile", *astuple(rounding)))
-        gated = choose_gated_tile(1, 12288, 4096, card)
-        assert gated is not None
-        cases.append((1, 12288, 4096, has_blocks, True, "FewTile", *astuple(gated)))
+                cases.append((rows, *shape, has_blocks, type(tile).__name__, *astuple(tile)))
     plain = []
     for rows in (1, 32, 64, 128, 8192):
         tile = choose_fp8_tile(rows, 6144)
@@ -96,4 +87,4 @@ def test_they_compile_for_hopper() -> None:
         assert not made["serialised"], case
         assert made["shared"] <= 227 << 10, case
     for case, made in zip(cases, in_gluon, strict=True):
-        assert (made["ahead"] > 0) == (case[5] != "ManyTile"), case
+        assert (made["ahead"] > 0) == (case[4] != "ManyTile"), case
