@@ -34,8 +34,6 @@ class LatentTiling:
         ones: rows of the matrix of ones that sums the weights.
         decode_lines, prefill_lines: heads, or queries and heads, that a program serves.
         decode_warps, prefill_warps, num_stages: of the kernels.
-        prefill_halves: 2 if a launch of prefill has the sums of one half of the values' dimensions,
-            so that those of more lines fit the registers; both compute all scores.
         unsplit_from: decode programs from which each reads its whole context.
         num_programs: with fewer units, about so many programs share their contexts.
     """
@@ -47,10 +45,9 @@ class LatentTiling:
     prefill_lines: int
     prefill_warps: int
     num_stages: int
-    prefill_halves: int = 1
-    near_split: int = 128
+    near_split: int = 256
     far_split: int = 512
-    split_change: int = 4096
+    split_change: int = 2048
     unsplit_from: int = 128
     num_programs: int = 264
 
@@ -61,10 +58,8 @@ class LatentTiling:
 
 
 @cache
-def choose_tiling(
-    dtype: torch.dtype, num_heads: int, rank: int, device: torch.device
-) -> LatentTiling:
-    """The tiling for latents of ``dtype`` and ``rank``, and queries of ``num_heads``."""
+def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> LatentTiling:
+    """The tiling for vectors of ``dtype`` and queries of ``num_heads``."""
     if dtype == torch.float32:
         return LatentTiling(
             block_n=16,
@@ -82,10 +77,9 @@ def choose_tiling(
         ones=64 if is_large else 16,
         decode_lines=32 if is_many else 16,
         decode_warps=8 if is_many else 4,
-        prefill_lines=64 if is_large else 16,
-        prefill_warps=8 if is_large else 4,
+        prefill_lines=16,
+        prefill_warps=4,
         num_stages=2,
-        prefill_halves=2 if is_large and rank == 512 else 1,
     )
 
 
@@ -111,7 +105,7 @@ def attention(
     out = query.new_empty(num_tokens, num_heads, rank)
     if num_tokens == 0 or num_rows == 0:
         return out.zero_()
-    t = tiling or choose_tiling(query.dtype, num_heads, rank, query.device)
+    t = tiling or choose_tiling(query.dtype, num_heads, query.device)
     factor = scale * LOG2E.value
     shared = {
         "H": num_heads,
@@ -153,7 +147,7 @@ def attention(
             BY_TOKEN=by_token,
             num_warps=4,
         )  # fmt: skip
-    for half in () if by_token else range(t.prefill_halves):
+    if not by_token:
         latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
             query, kv.cache, out, *kv[1:], factor,
             kv.block_tables.stride(0), num_tokens, num_rows,
@@ -161,8 +155,6 @@ def attention(
             **tiles,
             LINES=t.prefill_lines,
             ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
-            HALVES=t.prefill_halves,
-            IS_SECOND=half == 1,
             num_warps=t.prefill_warps,
             num_stages=t.num_stages,
         )  # fmt: skip

@@ -39,17 +39,13 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, ONES: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
     ROWS: tl.constexpr,  # rows looked at together
-    HALVES: tl.constexpr,  # 2: a launch has one half of the values' dimensions
-    IS_SECOND: tl.constexpr,
 ):  # fmt: skip
     """As :func:`.decode.latent_decode_kernel`, causal, for rows of several queries; zeros for the
     tokens behind the last row. Grid: ``(T * H // LINES + B + 2,)``."""
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     SHAPE: tl.constexpr = VectorShape(
-        R, P, dot_size(R), dot_size(P), PAGE, BLOCK_N, ONES, dot_precision(query.dtype.element_ty),
-        HALVES, IS_SECOND,
-    )  # fmt: skip
-    USED: tl.constexpr = R // HALVES
+        R, P, dot_size(R), dot_size(P), PAGE, BLOCK_N, ONES, dot_precision(query.dtype.element_ty)
+    )
     DTYPE: tl.constexpr = out.dtype.element_ty
     tile = tl.program_id(0)
     row = _row_of(starts, num_rows, tile, H, LINES, ROWS)
@@ -68,12 +64,11 @@ def latent_prefill_kernel(  # type: ignore[no-untyped-def]
     is_line = lines < num_queries * H
     queries, heads = lines // H, lines % H
     tokens = (begin + queries).to(tl.int64)
-    dims = tl.arange(0, SHAPE.R_PAD // HALVES)
-    mask = (dims < USED)[:, None] & is_line[None, :]
-    first_dim = USED if IS_SECOND else 0
-    target = out + (tokens * H + heads)[None, :] * R + first_dim + dims[:, None]
+    dims = tl.arange(0, SHAPE.R_PAD)
+    mask = (dims < R)[:, None] & is_line[None, :]
+    target = out + (tokens * H + heads)[None, :] * R + dims[:, None]
     if row == num_rows:
-        tl.store(target, tl.zeros((SHAPE.R_PAD // HALVES, LINES), DTYPE), mask=mask)
+        tl.store(target, tl.zeros((SHAPE.R_PAD, LINES), DTYPE), mask=mask)
         return
     start = tl.load(contexts + row) - num_queries
     last = start + tl.minimum((first + LINES - 1) // H, num_queries - 1)

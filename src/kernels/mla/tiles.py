@@ -37,19 +37,16 @@ class VectorShape(NamedTuple):
     BLOCK_N: Any
     ONES: Any  # rows of the matrix of ones that sums the weights
     PRECISION: Any  # of tl.dot
-    HALVES: Any = 1  # 2: a program has the sums of one half of the values' dimensions
-    IS_SECOND: Any = False
 
 
 class Lines(NamedTuple):
     """Queries of the lines.
 
     Attributes:
-        first, second: in the latent space, ``[M, R_PAD]``, or its halves. rope: ``[M, P_PAD]``.
+        latent: in the latent space, ``[M, R_PAD]``. rope: ``[M, P_PAD]``.
     """
 
-    first: Any
-    second: Any
+    latent: Any
     rope: Any
 
 
@@ -97,26 +94,19 @@ def attend_vectors(  # type: ignore[no-untyped-def]
         factor: turns scores into logarithms to base 2.
     """
     LINES: tl.constexpr = lines.rope.shape[0]
-    HALF: tl.constexpr = shape.R_PAD // shape.HALVES
-    USED: tl.constexpr = shape.R // shape.HALVES
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     DTYPE: tl.constexpr = vectors.cache.dtype.element_ty
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((shape.ONES, BLOCK_N), 1.0, DTYPE)
     total_row_max = tl.full((LINES,), float("-inf"), tl.float32)
     total_row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
-    total_acc = tl.zeros((HALF, LINES), tl.float32)
+    total_acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
     row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
     blocks = block_ids(vectors.table, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
-        latents = _load_part(vectors.cache, blocks, start, last, USED, HALF, shape)
-        scores = tl.dot(latents, tl.trans(lines.first), input_precision=shape.PRECISION)
-        if shape.HALVES == 2:
-            second = _load_part(vectors.cache + USED, blocks, start, last, USED, HALF, shape)
-            scores = tl.dot(second, tl.trans(lines.second), scores, input_precision=shape.PRECISION)
-            if shape.IS_SECOND:
-                latents = second
+        latents = _load_part(vectors.cache, blocks, start, last, shape.R, shape.R_PAD, shape)
+        scores = tl.dot(latents, tl.trans(lines.latent), input_precision=shape.PRECISION)
         ropes = _load_part(
             vectors.cache + shape.R, blocks, start, last, shape.P, shape.P_PAD, shape
         )
@@ -141,7 +131,7 @@ def attend_vectors(  # type: ignore[no-untyped-def]
             )
             row_max = tl.full((LINES,), float("-inf"), tl.float32)
             row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
-            acc = tl.zeros((HALF, LINES), tl.float32)
+            acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
     # The last split, if its end was not reached; else empty, which changes nothing.
     return fold_lines(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor)
 
@@ -151,14 +141,9 @@ def load_lines(  # type: ignore[no-untyped-def]
     query, tokens, heads, is_line, token_stride, head_stride, shape
 ):
     """The :class:`Lines`, zeros where there is no line."""
-    USED: tl.constexpr = shape.R // shape.HALVES
     rows = query + (tokens * token_stride + heads.to(tl.int64) * head_stride)[:, None]
-    r = tl.arange(0, shape.R_PAD // shape.HALVES)[None, :]
+    r = tl.arange(0, shape.R_PAD)[None, :]
     p = tl.arange(0, shape.P_PAD)[None, :]
-    mask = is_line[:, None] & (r < USED)
+    latent = tl.load(rows + r, mask=is_line[:, None] & (r < shape.R), other=0.0)
     rope = tl.load(rows + shape.R + p, mask=is_line[:, None] & (p < shape.P), other=0.0)
-    first = tl.load(rows + r, mask=mask, other=0.0)
-    second = first  # not read if there are no halves
-    if shape.HALVES == 2:
-        second = tl.load(rows + USED + r, mask=mask, other=0.0)
-    return Lines(first, second, rope)
+    return Lines(latent, rope)

@@ -79,7 +79,7 @@ def attend(batch: tuple, shape: Shape, tiling: LatentTiling = SMALL, **changes: 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_float64(shape: Shape, rows: Rows) -> None:
     batch = latent_batch(rows, shape)
-    wide = {"block_n": 32, "near_split": 32, "prefill_lines": 16, "prefill_halves": 2}
+    wide = {"block_n": 32, "near_split": 32, "prefill_lines": 16}
     for changes in ({}, wide) if shape.hq < 16 else ({},):
         out = attend(batch.attend, shape, **changes)
         error = (out[: batch.num_tokens].double() - expected(batch, rows, shape)).abs()
@@ -104,9 +104,7 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
     whole = attend(batch.attend, shape)
     cuts = [0, 1, 8, length - 16, length - 15, length]
     assert torch.equal(attend(rescheduled(batch, list(pairwise(cuts))), shape), whole)
-    for lines, halves in ((16, 1), (32, 2)):
-        changes = {"prefill_lines": lines, "prefill_halves": halves}
-        assert torch.equal(attend(batch.attend, shape, **changes), whole)
+    assert torch.equal(attend(batch.attend, shape, prefill_lines=16), whole)
     tokens = [p for p in (0, 15, 16, 35, 63, 64, 74) if p < length]
     decodes = [(p, p + 1) for p in tokens]
     for spread in SPREADS.values():

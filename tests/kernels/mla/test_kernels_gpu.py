@@ -23,7 +23,6 @@ TOLERANCE = {torch.float32: 2e-5, BF16: 1.6e-2, FP16: 2e-3}
 ROWS: dict[str, Rows] = {
     "ragged decode": [(0, 1), (1, 1), (15, 1), (4999, 1), (511, 1), (512, 1), (1023, 1), (700, 1)],
     "mixed": [(0, 5), (17, 1), (1020, 9), (3, 1), (0, 1), (2048, 1), (440, 2), (0, 0), (77, 600)],
-    "prefill": [(0, 1337), (0, 2), (0, 64)],
     "empty rows": [(5, 1), (0, 0), (0, 4), (0, 0), (0, 0), (0, 0), (0, 0), (600, 2)],
 }
 SHAPES = [
@@ -43,7 +42,7 @@ def _poisoned() -> Iterator[None]:
 
 def attend(batch: tuple, shape: Shape, **changes: Any) -> Tensor:
     given = arguments(batch, shape.dv)
-    tiling = launch.choose_tiling(shape.dtype, shape.hq, shape.dv, given[0].device)
+    tiling = launch.choose_tiling(shape.dtype, shape.hq, given[0].device)
     return launch.attention(*given, tiling=replace(tiling, **changes))
 
 
@@ -71,9 +70,9 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
     chunks = list(pairwise(cuts))
     for changes in (WHOLE, SPLIT):
         assert torch.equal(attend(rescheduled(batch, chunks), shape, **changes), whole)
-    for step in (97, 13, 1):
+    for step in (97, 7):
         decodes = [(p, p + 1) for p in range(0, length, step)]
-        for changes in (WHOLE, SPLIT) if step > 1 else (WHOLE,):
+        for changes in (WHOLE, SPLIT):
             out = attend(rescheduled(batch, decodes), shape, **changes)
             assert torch.equal(out, whole[::step]), (step, changes)
     for position in (0, 127, 128, 512, 1299):
@@ -85,7 +84,7 @@ def test_another_split_has_other_bits() -> None:
     """What the tests above compare would differ if splits followed the schedule."""
     shape = SHAPES[0]
     batch = latent_batch([(0, 1300)], shape, num_padding=0, device="cuda")
-    changed = attend(batch.attend, shape, near_split=256)
+    changed = attend(batch.attend, shape, near_split=128)
     assert not torch.equal(changed, attend(batch.attend, shape))
 
 
