@@ -151,11 +151,12 @@ def _only_gate(node: Node) -> Node | None:
 
 def _is_halving(node: Node) -> bool:
     """Does ``node`` cut its last dimension, whose size is even, in two equal parts?"""
-    if not calls(node, "split", "chunk") or len(node.args) != 2:
+    if not calls(node, "split", "chunk") or len(node.args) not in (2, 3):
         return False
-    source, sizes = node.args
+    source, sizes, *rest = node.args
     tensor = tensor_of(source)
-    is_last = tensor is not None and node.kwargs.get("dim", 0) in (-1, tensor.dim() - 1)
+    dim = rest[0] if rest else node.kwargs.get("dim", 0)
+    is_last = tensor is not None and dim in (-1, tensor.dim() - 1)
     if calls(node, "chunk"):
         return is_last and sizes == 2 and (last_size(source) or 1) % 2 == 0
     # The halves of a merged weight, which ``merge_linear`` cuts along their last dimension.

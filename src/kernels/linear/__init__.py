@@ -8,8 +8,8 @@ and ``plan_cache`` (up to how many rows our kernels serve); ``cublas`` (its sett
 ``cpu_invariant``, ``recipe_cache``, ``cpu_few_rows`` (a CPU's); ``quantized_weight``, ``fp8``,
 ``cpu_quantized`` and ``cpu_expanded`` (weights that stay quantised there); ``dispatch_fp8``,
 ``matmul_fp8``, ``matmul_fp8_sm90`` with its ``_few``, ``_many`` and ``_launch``, and ``tiles_fp8``
-(FP8 on a GPU); ``dispatch_int4``, ``int4_packing``, ``matmul_int4`` and ``plan_int4`` (4 and 8 bits on
-a GPU).
+(FP8 on a GPU); ``dispatch_int4``, ``int4_packing``, ``matmul_int4`` and ``plan_int4`` (4 and 8 bits
+on a GPU).
 
 May be imported by ``compile`` and ``runner``.
 """
