@@ -255,13 +255,15 @@ def compare(llm: LLM, num_rounds: int, reference: Reference, watcher: Watcher) -
             row.max_relative_error = float(largest)
 
 
-def check(row: GoldenRow, condition: Condition) -> None:
+def check(
+    row: GoldenRow, condition: Condition, max_relative_error: float = MAX_RELATIVE_ERROR
+) -> None:
     """Fails unless the row is equal to the reference and its condition was met."""
     assert row.num_wrong_tokens == 0, str(row)
     assert row.trace is not None, "no trace was written"
     assert not row.trace.property_id, f"the specification refuses the run: {row.trace}"
     assert row.trace.num_steps == row.num_steps, "the trace is not of this run"
-    assert row.max_relative_error <= MAX_RELATIVE_ERROR, str(row)
+    assert row.max_relative_error <= max_relative_error, str(row)
     assert row.num_preemptions or not condition.must_preempt, f"nothing was preempted: {row}"
     assert row.num_cached_tokens or not condition.must_hit, f"nothing was cached: {row}"
     assert row.num_chunks or not condition.must_chunk, f"nothing was chunked: {row}"

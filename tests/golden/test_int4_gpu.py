@@ -102,10 +102,18 @@ def test_answers_do_not_depend_on_the_schedule() -> None:
         settings = {"check_invariants": True, "max_model_len": 512, **arguments}
         return LLM(path, device="cuda", dtype="bfloat16", **settings)
 
-    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=16, size=QUANTIZED_GATE_SIZE)
+    # In bfloat16 so small a model's control is equal, too; tests/verify/test_gate_gpu.py has one
+    # that is not.
+    report = run_gate(
+        make_llm,
+        vocabulary=VOCAB_SIZE,
+        block_size=16,
+        size=QUANTIZED_GATE_SIZE,
+        with_control=False,
+    )
     assert [f.first_difference for f in report.groups if f.num_different] == []
+    assert all(group.num_cases > 0 for group in report.groups)
     assert report.is_transparent
-    assert report.has_power
 
 
 @pytest.mark.parametrize("form", ["Q4_1", "Q8_0"])

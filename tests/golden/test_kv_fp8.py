@@ -77,13 +77,10 @@ def subject_of(arch: str, transparent: bool = True) -> Subject:
 
 @pytest.mark.parametrize("condition", QUANTIZED_CONDITIONS, ids=lambda c: c.name.replace(" ", "-"))
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_equals_generate_with_keys_and_values_quantised(
-    arch: str, condition: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.golden.harness.MAX_RELATIVE_ERROR", MAX_RELATIVE_ERROR)
+def test_equals_generate_with_keys_and_values_quantised(arch: str, condition: Any) -> None:
     row = subject_of(arch).run(condition, expected_of(arch))
     print(row)
-    check(row, condition)
+    check(row, condition, MAX_RELATIVE_ERROR)
 
 
 def test_without_transparency() -> None:
