@@ -1,0 +1,307 @@
+"""Every load of one model on one engine, pagespec or vLLM, by the same calls of the same names.
+
+    python -m benchmarks.loads pagespec --model 8b --load nano --load one --json ours.json
+    PYTHONPATH=$SITE:. python -m benchmarks.loads vllm --model 8b --load nano --json theirs.json
+    python -m benchmarks.loads table ours.json theirs.json
+
+A file is written anew after each load, so that what was measured outlives a process that is cut
+off. Both engines have random weights, bfloat16, no prefix cache, and 0.9 of the card's memory.
+``--model tiny --load tiny`` with pagespec proves on a CPU that this runs and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.workload import (
+    LARGEST_TOKEN_ID,
+    LATENCY,
+    LOADS,
+    MODELS,
+    Workload,
+    latency_workload,
+    make_workload,
+    model_folder,
+)
+
+MAX_NUM_SEQS = 512
+# Prompts of one length that are computed for one token each; all together so many tokens.
+_PREFILL_LENGTHS = {"512": 512, "2k": 2048, "8k": 8192, "32k": 32_000}
+_NUM_PREFILL_TOKENS = 65_536
+_LOGPROBS = {"nano-logprobs0": 0, "nano-logprobs5": 5}
+ONE = "one"
+PREFILLS = tuple(f"prefill-{name}" for name in _PREFILL_LENGTHS)
+NAMES = (*LOADS, ONE, *PREFILLS, *_LOGPROBS)
+
+app = typer.Typer(pretty_exceptions_enable=False, help=(__doc__ or "").splitlines()[0])
+Model = Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")]
+Load = Annotated[
+    list[str], typer.Option(help=f"Repeatable; NAME or NAME@RUNS, of {', '.join(NAMES)}.")
+]
+Json = Annotated[Path, typer.Option(help="Everything measured is written to this file.")]
+Quantization = Annotated[str | None, typer.Option(help="fp8, or none.")]
+KvCacheDtype = Annotated[str, typer.Option(help="auto or fp8.")]
+
+
+@app.command()
+def pagespec(
+    model: Model,
+    load: Load,
+    json: Json,
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+) -> None:
+    """Measure pagespec."""
+    runs = parsed(load)
+    import torch
+
+    import pagespec as engine
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    if quantization is not None:
+        settings["quantization"] = quantization
+    with model_folder(model) as folder:
+        begin = time.perf_counter()
+        llm = engine.LLM(
+            str(folder),
+            load_format="dummy",
+            max_model_len=longest(runs),
+            max_num_seqs=most_requests(runs),
+            enable_prefix_caching=False,
+            **settings,
+        )
+        start_s = time.perf_counter() - begin
+        about = {
+            "engine": f"pagespec, torch {torch.__version__}",
+            "kv_tokens": llm.num_blocks * llm.config.block_size,
+            "memory_bytes": llm.stats().memory_bytes,
+        }
+        measure(
+            llm.generate,
+            engine.SamplingParams,
+            runs,
+            json,
+            {**about, "gpu": gpu, "start_s": start_s, **named(model, quantization, kv_cache_dtype)},
+        )
+
+
+@app.command()
+def vllm(
+    model: Model,
+    load: Load,
+    json: Json,
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+) -> None:
+    """Measure vLLM, which has to be in PYTHONPATH."""
+    runs = parsed(load)
+    # Its engine in this process, no look-ups, no kernels that are not there; read when imported.
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_DEEP_GEMM": "0",
+        "VLLM_PLUGINS": "",
+    }.items():
+        os.environ.setdefault(name, value)
+    import torch
+    import vllm as engine
+
+    with model_folder(model) as folder:
+        begin = time.perf_counter()
+        llm = engine.LLM(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            seed=0,
+            max_model_len=longest(runs),
+            gpu_memory_utilization=0.9,
+            enable_prefix_caching=False,
+            attention_config={"backend": "FLASH_ATTN"},
+            disable_log_stats=True,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        start_s = time.perf_counter() - begin
+        config = llm.llm_engine.vllm_config
+        about = {
+            "engine": f"vLLM {engine.__version__}, torch {torch.__version__}",
+            "kv_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        }
+        measure(
+            llm.generate,
+            engine.SamplingParams,
+            runs,
+            json,
+            {
+                **about,
+                "gpu": torch.cuda.get_device_name(),
+                "start_s": start_s,
+                **named(model, quantization, kv_cache_dtype),
+            },
+        )
+
+
+def named(model: str, quantization: str | None, kv_cache_dtype: str) -> dict[str, str]:
+    parts = [model]
+    if quantization is not None:
+        parts.append(quantization)
+    if kv_cache_dtype != "auto":
+        parts.append(f"cache {kv_cache_dtype}")
+    return {"model": ", ".join(parts)}
+
+
+def parsed(loads: list[str]) -> dict[str, int]:
+    """Runs of each load.
+
+    Raises:
+        typer.BadParameter: a load is unknown, or its runs are no number from 1.
+    """
+    runs = {}
+    for text in loads:
+        name, _, count = text.partition("@")
+        if name not in NAMES:
+            raise typer.BadParameter(f"--load must be of {', '.join(NAMES)}, not {name}")
+        if count and (not count.isdigit() or count == "0"):
+            raise typer.BadParameter(f"--load {text}: runs must be a number from 1")
+        runs[name] = int(count or 3)
+    return runs
+
+
+def workload(name: str) -> Workload:
+    if name == ONE:
+        return latency_workload(*LATENCY.prompt[:1], *LATENCY.output[:1])
+    if name in PREFILLS:
+        length = _PREFILL_LENGTHS[name.removeprefix("prefill-")]
+        rng = random.Random(2)
+        prompts = [
+            [rng.randint(0, LARGEST_TOKEN_ID) for _ in range(length)]
+            for _ in range(_NUM_PREFILL_TOKENS // length)
+        ]
+        return Workload(name, prompts, [1] * len(prompts))
+    return make_workload("nano" if name in _LOGPROBS else name)
+
+
+def longest(runs: dict[str, int]) -> int:
+    """Tokens that the longest request may have; as in the peer's own scripts at least 4,096."""
+    return max(LATENCY.max_model_len, *(workload(name).longest for name in runs))
+
+
+def most_requests(runs: dict[str, int]) -> int:
+    return min(MAX_NUM_SEQS, max(len(workload(name).prompts) for name in runs))
+
+
+def measure(
+    generate: Callable[..., Any],
+    sampling_params: Callable[..., Any],
+    runs: dict[str, int],
+    path: Path,
+    about: dict[str, Any],
+) -> None:
+    """Run each load: seconds of its runs, for batch 1 those of its first token alone, too."""
+    result: dict[str, Any] = {**about, "seconds": {}}
+    print(about, flush=True)
+
+    def timed(load: Workload, temperature: float, **asked: Any) -> float:
+        params = [
+            sampling_params(
+                temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False, **asked
+            )
+            for n in load.num_outputs
+        ]
+        prompts = [{"prompt_token_ids": prompt} for prompt in load.prompts]
+        begin = time.perf_counter()
+        outputs = generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        got = [len(output.outputs[0].token_ids) for output in outputs]
+        if got != load.num_outputs:
+            raise RuntimeError(f"{load.name}: {sum(got)} tokens, not {load.num_output_tokens}")
+        return seconds
+
+    timed(Workload("warm-up", [[1, 2, 3, 4]], [16]), 1.0)
+    for name, count in runs.items():
+        load = workload(name)
+        if name == ONE:
+            timed(Workload("warm-up", load.prompts, [16]), 0.0)
+            first = Workload("first token", load.prompts, [1])
+            result["seconds"]["first"] = [timed(first, 0.0) for _ in range(count)]
+        asked = {"logprobs": _LOGPROBS[name]} if name in _LOGPROBS else {}
+        temperature = 0.0 if name == ONE else 0.6
+        if name in PREFILLS:
+            timed(load, temperature)
+        result["seconds"][name] = [timed(load, temperature, **asked) for _ in range(count)]
+        print(name, [round(s, 3) for s in result["seconds"][name]], flush=True)
+        path.write_text(json.dumps(result) + "\n")
+
+
+@app.command()
+def table(files: Annotated[list[Path], typer.Argument(help="What was measured.")]) -> None:
+    """One table per model: medians (smallest to largest) and pagespec's ratio, above 1 if ahead."""
+    results = [json.loads(path.read_text()) for path in files if path.exists()]
+    for model in dict.fromkeys(result["model"] for result in results):
+        columns = [result for result in results if result["model"] == model]
+        typer.echo(f"\n{model}, random weights, {columns[0]['gpu']}")
+        for result in columns:
+            typer.echo(
+                f"  {result['engine']}: started in {result['start_s']:.1f} s, "
+                f"{result['kv_tokens']:,} KV tokens"
+            )
+        for name in dict.fromkeys(name for result in columns for name in result["seconds"]):
+            if name != "first":
+                typer.echo(line(name, columns))
+
+
+def line(name: str, columns: list[dict[str, Any]]) -> str:
+    cells = [values(name, result["seconds"]) for result in columns]
+    text = f"  {name + unit(name):<28}"
+    medians = [statistics.median(cell) if cell else 0.0 for cell in cells]
+    for cell, median in zip(cells, medians, strict=True):
+        digits = 3 if name == ONE else 0
+        text += (
+            f" {median:>12,.{digits}f} ({min(cell):,.{digits}f} to {max(cell):,.{digits}f})"
+            if median
+            else f" {'-':>12}"
+        )
+    if len(medians) == 2 and all(medians):
+        ratio = medians[0] / medians[1]
+        text += f"  {1 / ratio if name == ONE else ratio:.2f}"
+    return text
+
+
+def unit(name: str) -> str:
+    if name == ONE:
+        return ", ms per token"
+    return ", prompt tok/s" if name in PREFILLS else ", tok/s"
+
+
+def values(name: str, seconds: dict[str, list[float]]) -> list[float]:
+    """Of each run: tokens per second, of prompts where they are what was measured; of batch 1
+    milliseconds per token behind the first."""
+    load = workload(name)
+    runs = seconds.get(name, [])
+    if name == ONE:
+        first = statistics.median(seconds.get("first", [0.0]))
+        return [(s - first) / (load.num_output_tokens - 1) * 1e3 for s in runs]
+    num_tokens = load.num_prompt_tokens if name in PREFILLS else load.num_output_tokens
+    return [num_tokens / s for s in runs]
+
+
+if __name__ == "__main__":
+    app()
