@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,8 @@ class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
     ``num_state_slots``, ``state_interval``: 0 of a model without recurrent layers.
     ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
-    runner. ``model_type``: of the model's config."""
+    runner. ``model_type``: of the model's config. ``default_sampling``: what its generation config asks
+    for."""
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -65,6 +66,7 @@ class BuiltEngine:
     can_score: bool = True
     grammars: Grammars | None = None
     model_type: str | None = None
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build(
@@ -205,6 +207,7 @@ def build(
         can_score=captured.head is not None,
         grammars=runner.grammars if shard.num_ranks == 1 else None,
         model_type=loaded.model_type,
+        default_sampling=loaded.default_sampling,
     )
 
 

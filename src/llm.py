@@ -206,6 +206,7 @@ class LLM:
         self.device = str(built.device)
         self._device = built.device
         self._runner = built.runner
+        self._default_sampling = built.default_sampling
         self.reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
         self.chat_reader = ChatReader(
             self.reader,
@@ -258,7 +259,8 @@ class LLM:
                 ``"cache_salt"``, text: the prefix cache is not shared across salts; and
                 ``"priority"``, 0 (the most urgent, default) to 256: under ``policy="priority"``
                 one of p lets those of 0 among the next 16 p arrivals go first.
-            sampling_params: one for all, or one a prompt.
+            sampling_params: one for all, or one a prompt; by default those of
+                :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
@@ -266,10 +268,19 @@ class LLM:
             EngineError: a step failed, or one that another call took.
         """
         items = split_prompts(prompts)
-        params = pair_params(items, sampling_params, SamplingParams())
+        params = pair_params(items, sampling_params, self.get_default_sampling_params())
         return self._loop.run(
             self.reader.read_all(items, [truncation_of(p) for p in params]), params, use_tqdm
         )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """New ones with what the model's generation config asks for: temperature, top-p, top-k,
+        min-p, repetition penalty and the number of new tokens.
+
+        Raises:
+            InvalidInputError: a value there is refused.
+        """
+        return SamplingParams(**self._default_sampling)
 
     def score(self, prompts: Any, *, use_tqdm: bool = True) -> list[ScoreOutput]:
         """The log-probability of each token of each prompt but the first, given those before it:
@@ -308,7 +319,7 @@ class LLM:
         """
         is_many = is_list(messages) and bool(messages) and is_list(messages[0])
         conversations = list(messages) if is_many else [messages]
-        params = pair_params(conversations, sampling_params, SamplingParams())
+        params = pair_params(conversations, sampling_params, self.get_default_sampling_params())
         schemas = read_tools(tools)
         inputs = [
             self.chat_reader.read(
@@ -391,7 +402,9 @@ class LLM:
         """
         if self.tokenizer is None:
             raise InvalidInputError("prompt", prompt, "this model has no tokenizer: no text")
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = sampling_params
+        if params is None:
+            params = self.get_default_sampling_params()
         return self._loop.stream(self._read(prompt, params), params, self.tokenizer)
 
     def _read(self, prompt: Any, params: Any) -> PromptInput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from tests.support.cli_fakes import FakeTokenizer, chat_reader
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+ASKED = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,22 @@ def test_a_model_without_tokenizer_takes_token_ids_and_gives_no_text(llm: LLM) -
         llm.generate([1], SamplingParams(stop="x"))
     with pytest.raises(InvalidInputError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_requests_without_parameters_take_those_of_the_generation_config(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.generation_config.update(**ASKED, max_new_tokens=5, do_sample=True)
+    model.save_pretrained(tmp_path)
+    # The second start is restored from the record of the first.
+    for _ in range(2):
+        llm = LLM(str(tmp_path), max_num_seqs=4, num_blocks=40, seed=1)
+        params = llm.get_default_sampling_params()
+        assert params == SamplingParams(**ASKED, max_tokens=5)
+        assert len(ids(llm.generate([5, 6, 7]))[0]) == 5
+
+
+def test_a_model_without_such_defaults_has_those_of_the_class(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams()
 
 
 def test_stop_tokens_end_a_request_and_are_kept(llm: LLM) -> None:

@@ -52,7 +52,7 @@ from .start_tensors import (
 
 logger = logging.getLogger("pagespec")
 
-_VERSION = 2
+_VERSION = 3
 _OWN_FOLDERS = ("capture", "fx", "model")
 _MAX_RECORDS = 64
 # Where a program registers classes of its own for a type of model.
@@ -127,6 +127,7 @@ class StartRecord:
             noted["max_position_embeddings"],
             model_type=noted["model_type"],
             quantization=noted["quantization"],
+            default_sampling=noted["default_sampling"],
         )
         weights = quantized_weights(self._source, tensors, self._quantization)
         loaded.quantized.update(weights)
@@ -164,6 +165,7 @@ class StartRecord:
                 "specs": [asdict(spec) for spec in specs],
                 "recurrent": [asdict(spec) for spec in loaded.recurrent],
                 "quantization": loaded.quantization,
+                "default_sampling": loaded.default_sampling,
                 "tensors": tensors,
                 "code": [
                     [name, file := file_of_module(name), code_of_file(file), code_of_module(name)]

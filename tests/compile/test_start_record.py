@@ -125,7 +125,7 @@ def test_a_restored_model_computes_the_same(arch: str, tmp_path: Path) -> None:
     loaded, of_module = restored.loaded, first.loaded
     for field in ("eos_token_ids", "vocab_size", "max_position_embeddings", "model_type"):
         assert getattr(loaded, field) == getattr(of_module, field)
-    for field in ("architecture", "dtype", "device"):
+    for field in ("architecture", "dtype", "device", "default_sampling"):
         assert getattr(loaded, field) == getattr(of_module, field)
     second = capture_restored(restored)
     assert second.specs == first.specs  # by then those of the passes

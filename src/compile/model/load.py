@@ -23,6 +23,7 @@ from transformers import (
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from .gguf_blocks import check_gguf, kept_blocks
+from .default_sampling import default_sampling
 from .loaded import WHOLE, LoadedModel, Shard, longest_context
 from .quantized_load import (
     check_capability,
@@ -357,4 +358,5 @@ def _described(
         int(text_config.vocab_size),
         limit,
         model_type=config.model_type,
+        default_sampling=default_sampling(generation_config),
     )

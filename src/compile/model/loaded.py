@@ -50,6 +50,7 @@ class LoadedModel:
         recurrent: its recurrent calls, once it was probed.
         quantized: weights to keep quantised, by parameter name; or None for float16. Empty once the
             model was captured.
+        default_sampling: what the generation config asks for, by names of ``SamplingParams``.
         quantization: of a checkpoint's layers, whose parameters are stand-ins (:mod:`.stand_in`):
             how they are held, in words.
         module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
@@ -68,6 +69,7 @@ class LoadedModel:
     recurrent: list[RecurrentSpec] = field(default_factory=list)
     quantized: dict[str, QuantizedWeight | None] = field(default_factory=dict)
     quantization: str | None = None
+    default_sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
