@@ -43,8 +43,10 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 def test_metrics_are_filled_in(llm: LLM) -> None:
     prompt = [7, 8, 9] * 16
     llm.generate(prompt, GREEDY, use_tqdm=False)
-    metrics = llm.generate(prompt, GREEDY, use_tqdm=False)[0].metrics
+    (again,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    metrics = again.metrics
     assert metrics.num_cached_tokens == 32, "two full blocks of 16; one token is always computed"
+    assert again.num_cached_tokens == 32
     assert metrics.num_preemptions == 0
     assert 0 <= metrics.queue_time_s <= metrics.time_to_first_token_s <= metrics.total_time_s
     assert metrics.tokens_per_second > 0

@@ -114,6 +114,11 @@ class RequestOutput:
     finished: bool = True
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache: ``metrics.num_cached_tokens`` by vLLM's name."""
+        return self.metrics.num_cached_tokens
+
 
 @dataclass(slots=True)
 class ScoreOutput:
