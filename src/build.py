@@ -49,8 +49,8 @@ class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
     ``num_state_slots``, ``state_interval``: 0 of a model without recurrent layers.
     ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
-    runner. ``model_type``: of the model's config. ``default_sampling``: what its generation config asks
-    for."""
+    runner. ``model_type``: of the model's config. ``default_sampling``: what its generation config
+    asks for."""
 
     runner: TimedRunner
     tokenizer: Any | None

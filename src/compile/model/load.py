@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from .gguf_blocks import check_gguf, kept_blocks
 from .default_sampling import default_sampling
+from .gguf_blocks import check_gguf, kept_blocks
 from .loaded import WHOLE, LoadedModel, Shard, longest_context
 from .quantized_load import (
     check_capability,
