@@ -52,6 +52,7 @@ class LoadedModel:
             model was captured.
         quantization: of a checkpoint's layers, whose parameters are stand-ins (:mod:`.stand_in`):
             how they are held, in words.
+        is_quantized_at_load: they were made so here, as the caller asked; the checkpoint is not.
         module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
             and None.
     """
@@ -68,6 +69,7 @@ class LoadedModel:
     recurrent: list[RecurrentSpec] = field(default_factory=list)
     quantized: dict[str, QuantizedWeight | None] = field(default_factory=dict)
     quantization: str | None = None
+    is_quantized_at_load: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
