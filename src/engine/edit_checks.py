@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -90,6 +90,19 @@ def checked_min_tokens(value: object, max_tokens: int | None) -> None:
         raise InvalidInputError("min_tokens", value, "must be an integer of 0 or more")
     if value > (math.inf if max_tokens is None else max_tokens):
         raise InvalidInputError("min_tokens", value, f"must be at most max_tokens = {max_tokens}")
+
+
+def checked_beside_a_constraint(min_tokens: int, bad_words: Sequence[str]) -> None:
+    """Refuses what bans tokens where ``structured_outputs`` may allow no others."""
+    if min_tokens:
+        limit = (
+            "must be 0 with structured_outputs: behind a text that is complete, nothing but an end "
+            "token may follow"
+        )
+        raise InvalidInputError("min_tokens", min_tokens, limit)
+    if bad_words:
+        limit = "must be empty with structured_outputs, which may allow nothing else at a place"
+        raise InvalidInputError("bad_words", list(bad_words), limit)
 
 
 def checked_truncation(value: object) -> None:

@@ -86,7 +86,7 @@ class SamplingParams(UnsupportedParams):
         truncate_prompt_tokens: keep that many of the prompt's last tokens; -1 as many as leave
             room for one token of output.
         structured_outputs: a JSON schema, regex, choice or grammar that the text meets, unless it
-            is cut by its length.
+            is cut by its length. Not with ``min_tokens`` or ``bad_words``.
 
     Precedence when several conditions are met by one token: stop token, stop string, length.
 
@@ -173,6 +173,8 @@ class SamplingParams(UnsupportedParams):
         if outputs is not None and not isinstance(outputs, StructuredOutputs):
             limit = "must be a StructuredOutputs"
             raise InvalidInputError("structured_outputs", outputs, limit)
+        if outputs is not None:
+            checks.checked_beside_a_constraint(self.min_tokens, self.bad_words or ())
         self.refuse_unsupported()
 
     @property

@@ -230,7 +230,9 @@ class Matchers:
         for i, (row, text) in enumerate(zip(constrained.rows, constrained.texts, strict=True)):
             request = plan.requests[row]
             if not (text.failure or is_allowed[i]):
-                text.failure = f"token {sampled[i]} is not allowed"
+                text.failure = (
+                    f"token {sampled[i]} is not allowed, and other parameters ban all that are"
+                )
             if text.failure:
                 failures[request.request_id] = f"structured_outputs: {text.failure}"
             elif self._texts.get(request.request_id) is text:

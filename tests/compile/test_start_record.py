@@ -401,3 +401,17 @@ def test_the_second_start_imports_nothing_that_it_does_not_need(
     heavy = imported & set(HEAVY)
     assert not heavy
     assert len(imported) < 2000, "2,900 with the module"
+
+
+def test_experts_are_restored_in_a_process_that_knows_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their operation is not torch's own: a model's module would have registered it."""
+    monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))
+    tiny_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    first, second = (
+        json.loads(run_apart("-c", _PROGRAM, str(tmp_path / "model"), "")) for _ in range(2)
+    )
+    assert second[:2] == first[:2]
+    assert "transformers.modeling_utils" in first[3]
+    assert "transformers.modeling_utils" not in second[3]

@@ -131,6 +131,12 @@ TP_OVERRIDES: dict[str, dict[str, Any]] = {
 WITHOUT_PLAN = ("gpt2", "gpt_oss")
 # Not in the golden table: what the probe refuses, and what has a test of its own.
 _OTHERS: dict[str, dict[str, Any]] = {
+    "falcon": {
+        "ffn_hidden_size": 200,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+    },
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
     "llama4_text": {
         "head_dim": 8,

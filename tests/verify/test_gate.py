@@ -111,6 +111,41 @@ def test_groups_without_hits_or_preemptions_show_nothing(
     assert report.is_transparent == (not idle)
 
 
+@pytest.mark.usefixtures("_one_capture", "_packing_bytes")
+@pytest.mark.parametrize(
+    ("arch", "_packing_bytes"),
+    [
+        ("falcon", 1 << 30),
+        pytest.param("falcon", 0, marks=pytest.mark.nightly),
+        ("llama4_text", 0),
+        pytest.param("llama4_text", 1 << 30, marks=pytest.mark.nightly),
+        ("aria_text", 1 << 30),
+        pytest.param("aria_text", 0, marks=pytest.mark.nightly),
+    ],
+    indirect=["_packing_bytes"],
+)
+def test_answers_of_models_with_matmuls_of_their_own_do_not_depend_on_the_schedule(
+    arch: str,
+) -> None:
+    """``x @ weight.T``, ``bmm`` and ``x @ weight``; widths that 16 does not divide."""
+    model = tiny_model(arch, hidden_size=72, intermediate_size=40)
+    size = GateSize(
+        max_batch=3,
+        neighbour_lengths=(65,),
+        cuts=(1,),
+        budgets=(5,),
+        num_tokens=4,
+        both_overlaps=False,
+    )
+
+    def make_llm(**arguments: Any) -> LLM:
+        return LLM(model, device="cpu", check_invariants=True, **arguments)
+
+    report = run_gate(make_llm, vocabulary=VOCAB_SIZE, block_size=8, size=size, with_control=False)
+    assert [f.first_difference for f in report.groups if f.num_different] == []
+    assert report.is_transparent, report.idle
+
+
 @pytest.mark.usefixtures("_one_capture")
 @pytest.mark.parametrize(
     "arch",

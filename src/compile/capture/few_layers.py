@@ -27,8 +27,8 @@ from ..kv_cache import allocate_kv_caches
 from ..model.attention import ATTENTION_NAME, attention_implementation
 from ..model.forward import PackedForward
 from ..model.layers import FEWEST_LAYERS, describe_layer, find_layers
+from ..model.linear_weights import expanded_linears
 from ..model.loaded import LoadedModel, named_tensors
-from ..model.quantized_load import expanded_linears
 from ..step_inputs import NO_STATES, BoundGraph, KVCaches, StepInputs
 from .dynamo import Traced, forward, trace
 from .repeat_layers import LayersDiffer, repeat_layers

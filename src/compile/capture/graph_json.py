@@ -25,6 +25,8 @@ from .traced import Traced
 
 # Modules whose functions a graph may call by name.
 _ROOTS = frozenset({"_operator", "math", "operator", "torch", "transformers"})
+# Of operations that are not torch's own: what registers them. It imports much, but less than the model.
+_REGISTERED_BY = {"transformers": "transformers.integrations.moe"}
 
 
 def encode(traced: Traced, names: dict[int, str]) -> dict[str, Any]:
@@ -176,6 +178,8 @@ def _target_name(target: Any) -> list[str]:
 def _target(name: list[str]) -> Callable[..., Any]:
     kind, *parts = name
     if kind == "op":
+        if parts[0] in _REGISTERED_BY and not hasattr(getattr(torch.ops, parts[0]), parts[1]):
+            importlib.import_module(_REGISTERED_BY[parts[0]])
         return operator.attrgetter(".".join(parts))(torch.ops)  # type: ignore[no-any-return]
     module, *rest = parts[0].split(".")
     if module not in _ROOTS or not rest:

@@ -167,7 +167,7 @@ def written_nodes(graph: Graph) -> set[Node]:
     stack = [
         node.args[0]
         for node in graph.nodes
-        if node.op in ("call_method", "call_function") and node.args and _is_in_place(node)
+        if node.op in ("call_method", "call_function") and node.args and is_in_place(node)
     ]
     while stack:
         node = stack.pop()
@@ -180,7 +180,8 @@ def written_nodes(graph: Graph) -> set[Node]:
     return written
 
 
-def _is_in_place(node: Node) -> bool:
+def is_in_place(node: Node) -> bool:
+    """May the call of ``node`` change its first argument?"""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in _IN_PLACE_OPERATORS or node.kwargs.get("inplace") or "out" in node.kwargs:
         return True

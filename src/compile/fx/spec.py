@@ -22,9 +22,9 @@ from .nodes import (
     grouped_operands,
     is_linear,
     is_ours,
-    left_matmul_operands,
     linear_operands,
 )
+from .products import constant_nodes, product_of
 
 Stage = Literal["common", "cpu", "gpu"]
 """After the passes for all devices, and those for a CPU or a GPU."""
@@ -85,9 +85,14 @@ def _is_recorded(node: Node, _: Bindings) -> bool:
     return example(node) is not None or all(map(needs_none, node.users))
 
 
-def _is_no_matmul(node: Node, _: Bindings) -> bool:
-    is_matmul = is_linear(node) or grouped_operands(node) or node.target == torch.addmm
-    return is_ours(node) or not (is_matmul or left_matmul_operands(node))
+def _is_no_matmul(node: Node, bound: Bindings) -> bool:
+    """Of two results of a step there is none that the number of rows could change: all are of a
+    token, or of attention."""
+    if is_ours(node):
+        return True
+    if is_linear(node) or grouped_operands(node):
+        return False
+    return product_of(node, lambda n: n in constant_nodes(node.graph, bound.constants)) is None
 
 
 def _has_no_constant_weight(node: Node, bound: Bindings) -> bool:

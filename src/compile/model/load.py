@@ -29,6 +29,7 @@ from .quantized_load import (
     check_capability,
     check_quantized,
     load_quantized,
+    quantization_of,
     quantize_module,
     stays_quantised,
 )
@@ -119,7 +120,7 @@ def load_model(
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
     elif is_quantised:
         weights, scheme = quantize_module(module)
-        described = replace(described, quantization=scheme)
+        described = replace(described, quantization=scheme, is_quantized_at_load=True)
         described.quantized.update(weights)
     return described
 
@@ -161,7 +162,8 @@ def _quantized(
 
         module, weights, scheme = load_quantized(source, name, config, build, dtype, device)
     described = _described(module.eval(), _tokenizer(source, name), max_model_len)
-    described = replace(described, quantization=scheme)
+    is_made = quantization_of(config) is None
+    described = replace(described, quantization=scheme, is_quantized_at_load=is_made)
     described.quantized.update(weights)
     return described
 

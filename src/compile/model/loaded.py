@@ -53,6 +53,7 @@ class LoadedModel:
         default_sampling: what the generation config asks for, by names of ``SamplingParams``.
         quantization: of a checkpoint's layers, whose parameters are stand-ins (:mod:`.stand_in`):
             how they are held, in words.
+        is_quantized_at_load: they were made so here, as the caller asked; the checkpoint is not.
         module, config: of a model that was restored (:mod:`.start_record`), a :class:`TensorTree`
             and None.
     """
@@ -70,6 +71,7 @@ class LoadedModel:
     quantized: dict[str, QuantizedWeight | None] = field(default_factory=dict)
     quantization: str | None = None
     default_sampling: dict[str, Any] = field(default_factory=dict)
+    is_quantized_at_load: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

@@ -33,10 +33,10 @@ from transformers.cache_utils import DynamicLayer
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.stand_in import is_stand_in
+from .linear_weights import expanded_linears
 from .loaded import LoadedModel
 from .masks import MaskFunction, MaskPattern, alibi_slopes, pattern_of_mask
 from .probe_pass import ProbePass, all_same, local_attention, registered
-from .quantized_load import expanded_linears
 from .reach_probe import check_reach
 from .recurrent_probe import RecurrentRecorder
 from .thresholds import ReachPlan

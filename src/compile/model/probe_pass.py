@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ...errors import UnsupportedModelError
+from ...errors import PagespecError, UnsupportedModelError
 from .attention import attention_implementation
 from .forward import PackedForward
 from .loaded import LoadedModel
@@ -38,7 +38,7 @@ class ProbePass:
         name = self._loaded.architecture
         try:
             logits = self._forward(ids.unsqueeze(0), positions.unsqueeze(0), rows)
-        except (UnsupportedModelError, torch.OutOfMemoryError):
+        except (PagespecError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise UnsupportedModelError(

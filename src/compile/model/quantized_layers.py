@@ -18,26 +18,33 @@ Layer = tuple[str, tuple[int, int]]
 
 
 def read_layers(
-    checkpoint: Checkpoint, scheme: Scheme, layers: Iterable[Layer], device: torch.device
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    layers: Iterable[tuple[str, str, tuple[int, int]]],
+    device: torch.device,
 ) -> Iterator[tuple[str, QuantizedWeight]]:
     """The weights of ``layers`` by parameter name, one after the other, made on ``device``.
+
+    Args:
+        layers: each one's name, its name in the checkpoint, and the shape of its weight.
 
     Raises:
         InvalidInputError: the tensors of a layer are not those of the scheme.
     """
     known = [part.removesuffix("?") for part in scheme.parts]
-    for layer, shape in layers:
+    for layer, file, shape in layers:
         parts = {
-            part: checkpoint.get(f"{layer}.{part}").to(device)
+            part: checkpoint.get(f"{file}.{part}").to(device)
             for part in known
-            if f"{layer}.{part}" in checkpoint
+            if f"{file}.{part}" in checkpoint
         }
         yield f"{layer}.weight", read_layer(scheme, layer, parts, shape)
 
 
 def saved_layers(folder: Path, layers: Iterable[Layer]) -> Iterator[tuple[str, QuantizedWeight]]:
     """:func:`read_layers`, of the checkpoint in a folder, by its config.json; those of one that is
-    not quantised become FP8. Whether the config excludes a layer is not asked.
+    not quantised become FP8. Whether the config excludes a layer is not asked. Layers have the same
+    names in the checkpoint, or cannot be read so.
 
     Raises:
         Exception: of any kind, if there is no such checkpoint.
@@ -47,7 +54,8 @@ def saved_layers(folder: Path, layers: Iterable[Layer]) -> Iterator[tuple[str, Q
         return iter(())
     found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
     scheme = fp8_at_load("") if found is None else scheme_of(str(folder), found)
-    return read_layers(Checkpoint(folder), scheme, layers, torch.device("cpu"))
+    named = [(layer, layer, shape) for layer, shape in layers]
+    return read_layers(Checkpoint(folder), scheme, named, torch.device("cpu"))
 
 
 def is_same_weight(one: QuantizedWeight | None, other: QuantizedWeight | None) -> bool:

@@ -8,15 +8,12 @@ own quantiser, which would put other modules in place of the layers, is not aske
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -25,10 +22,12 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from ...kernels.linear.quantized_weight import QuantizedWeight, expanded
+from ...kernels.linear.quantized_weight import QuantizedWeight
 from ..fx.stand_in import is_stand_in, stand_in
 from .checkpoint import Checkpoint
-from .loaded import LoadedModel, Shard
+from .checkpoint_names import CheckpointNames
+from .linear_weights import check_readers
+from .loaded import Shard
 from .quantization_schemes import Scheme, fp8_at_load, scheme_of
 from .quantized_layers import read_layer, read_layers
 
@@ -124,8 +123,10 @@ def load_quantized(
     with torch.device("meta"):
         skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=dtype)
     linears = _linears(skeleton)
-    if found is None:
+    is_made = found is None
+    if is_made:
         scheme = fp8_at_load(_head_of(skeleton))
+        check_readers(skeleton, [n for n in linears if not scheme.is_excluded(n)], is_made=True)
     check_capability(scheme.format, device)
     folder = Path(source)
     if not folder.is_dir():
@@ -133,23 +134,32 @@ def load_quantized(
 
         folder = Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
     checkpoint = Checkpoint(folder)
-    layers = _layers(checkpoint, scheme, linears, name, is_made=found is None)
-    state = _plain_tensors(checkpoint, scheme, layers, name)
-    shapes = {layer: (linears[layer].out_features, linears[layer].in_features) for layer in layers}
-    for layer in layers:
-        bias = state.get(f"{layer}.bias")
+    names = CheckpointNames(skeleton)
+    files = _layers(checkpoint, scheme, linears, name, names, is_made=is_made)
+    if not is_made:
+        check_readers(skeleton, files, is_made=False)
+    state = _plain_tensors(checkpoint, scheme, set(files.values()), name)
+    shapes = {layer: (linears[layer].out_features, linears[layer].in_features) for layer in files}
+    for layer, file in files.items():
+        bias = state.get(f"{file}.bias")
         if bias is not None and linears[layer].bias is None and bool(bias.any()):
             raise UnsupportedModelError(f"{name}: {layer} has a bias, and no use for it")
-    state |= {f"{layer}.weight": stand_in(shape, dtype) for layer, shape in shapes.items()}
+        state[f"{file}.weight"] = stand_in(shapes[layer], dtype)
     module = build(type(skeleton), plain, state)
     if (folder / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(folder)
-    for layer in layers:
+    for layer in files:
         parameter = module.get_submodule(layer).weight
         if not isinstance(parameter, Tensor) or not is_stand_in(parameter):
             raise UnsupportedModelError(f"{name}: transformers changes {layer} as it loads it")
-    weights = dict(read_layers(checkpoint, scheme, shapes.items(), device))
+    to_read = [(layer, file, shapes[layer]) for layer, file in files.items()]
+    weights = dict(read_layers(checkpoint, scheme, to_read, device))
     _move(module, device)
+    if is_made:
+        # What transformers makes of several tensors, or of a part of one.
+        weights |= _quantize(module, scheme)
+        if not weights:
+            raise UnsupportedModelError(f"{name}: has no linear layer but its head")
     return module, weights, scheme.name
 
 
@@ -164,16 +174,21 @@ def quantize_module(
     """
     scheme = fp8_at_load(_head_of(module))
     check_capability(scheme.format, module.device)
+    return _quantize(module, scheme), scheme.name
+
+
+def _quantize(module: PreTrainedModel, scheme: Scheme) -> dict[str, QuantizedWeight]:
+    """Of the linear layers that hold their weight, with stand-ins put in."""
     weights: dict[str, QuantizedWeight] = {}
     for layer, linear in _linears(module).items():
-        if scheme.is_excluded(layer):
+        weight = linear.weight.data
+        if scheme.is_excluded(layer) or is_stand_in(weight):
             continue
         shape = (linear.out_features, linear.in_features)
-        weight = linear.weight.data
         weights[f"{layer}.weight"] = read_layer(scheme, layer, {"weight": weight}, shape)
         linear.weight.data = stand_in(shape, weight.dtype, weight.device)
         del weight
-    return weights, scheme.name
+    return weights
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -198,36 +213,43 @@ def _move(module: nn.Module, device: torch.device) -> None:
 def _layers(
     checkpoint: Checkpoint,
     scheme: Scheme,
-    linears: dict[str, nn.Linear],
+    linears: Mapping[str, nn.Linear],
     name: str,
+    names: CheckpointNames,
     *,
     is_made: bool,
-) -> list[str]:
-    """The names of the layers that are quantised."""
+) -> dict[str, str]:
+    """The layers whose weights are read quantised, or made so as they are read, by name; with
+    their names in the checkpoint."""
     end = f".{scheme.marker}"
-    if is_made:
-        marked = [n for n in linears if f"{n}{end}" in checkpoint and not scheme.is_excluded(n)]
-        if not marked:
-            raise UnsupportedModelError(f"{name}: no tensor has the name of a linear layer")
-        return marked
     marked = [n.removesuffix(end) for n in checkpoint.names if n.endswith(end)]
     if not marked:
         raise InvalidInputError("model", name, f"has no {scheme.marker} at all: {scheme.name}")
-    for layer in marked:
-        if layer not in linears:
-            raise UnsupportedModelError(f"{name}: {layer} is quantised, and no linear layer")
-        if scheme.is_excluded(layer):
+    found: dict[str, str] = {}
+    for file in marked:
+        layer = (names.parameter(f"{file}.weight") or "").removesuffix(".weight")
+        is_excluded = scheme.is_excluded(layer) or scheme.is_excluded(file)
+        if layer in linears and layer not in found and not is_excluded:
+            found[layer] = file
+        elif is_made:
+            continue
+        elif is_excluded:
             limit = f"has {scheme.marker}, and its quantization_config says it is not quantised"
-            raise InvalidInputError("model", layer, limit)
-    return marked
+            raise InvalidInputError("model", file, limit)
+        else:
+            raise UnsupportedModelError(f"{name}: {file} is quantised, and no linear layer")
+    return found
 
 
 def _plain_tensors(
-    checkpoint: Checkpoint, scheme: Scheme, layers: list[str], name: str
+    checkpoint: Checkpoint, scheme: Scheme, quantized: set[str], name: str
 ) -> dict[str, Tensor]:
-    """What the module is built from, beside its quantised layers' weights."""
+    """What the module is built from, beside its quantised layers' weights.
+
+    Args:
+        quantized: names of layers in the checkpoint.
+    """
     known = {part.removesuffix("?") for part in scheme.parts}
-    quantized = set(layers)
     state: dict[str, Tensor] = {}
     for key in checkpoint.names:
         layer, _, part = key.rpartition(".")
@@ -241,40 +263,3 @@ def _plain_tensors(
             raise InvalidInputError("model", key, limit)
         state[key] = tensor
     return state
-
-
-class _ExpandedLinears(TorchFunctionMode):
-    """``F.linear`` with a stand-in multiplies with the weight it stands for, expanded for the
-    call."""
-
-    def __init__(self, weights: dict[int, QuantizedWeight]) -> None:
-        super().__init__()
-        self._weights = weights
-
-    def __torch_function__(
-        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            weight = self._weights.get(id(operands["weight"]))
-            if weight is not None:
-                matrix = expanded(weight).to(operands["input"].dtype)
-                return func(operands["input"], matrix, operands.get("bias"))
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def expanded_linears(loaded: LoadedModel) -> Iterator[None]:
-    """In the block, the module computes with its quantised weights, one layer expanded at a
-    time."""
-    weights = {
-        id(parameter): weight
-        for name, parameter in loaded.module.named_parameters()
-        if is_stand_in(parameter) and (weight := loaded.quantized.get(name)) is not None
-    }
-    if not weights:
-        yield
-        return
-    with _ExpandedLinears(weights):
-        yield

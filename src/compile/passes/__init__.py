@@ -1,11 +1,12 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``latent_pattern`` and ``cache_latents``, ``merge_linear``, ``bind_collectives``; on a CPU
-``lower_cpu``, ``quantize_linear`` and, for native kernels, some of the ``fuse_*`` passes and
-``replay_native``; on a GPU ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and
-``lower_gpu``; after all passes ``split_head``. Weights that stay quantised are the work of
-``quantize_linear`` on both; a GPU's kernels for them are the table in ``gpu_quantized``.
+``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``merge_linear``,
+``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``, ``quantize_linear`` and, for
+native kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU ``rms_norm``
+(recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
+``split_head``. Weights that stay quantised are the work of ``quantize_linear`` on both; a GPU's
+kernels for them are the table in ``gpu_quantized``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """
@@ -22,12 +23,14 @@ from .cleanup import cleanup
 from .context import PassContext
 from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
+from .write_as_linear import write_as_linear
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
 # Valid for every way to run the graph.
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
+    "write_as_linear": write_as_linear,
     "cache_latents": cache_latents,
     "merge_linear": merge_linear,
     "bind_collectives": bind_collectives,

@@ -3,9 +3,8 @@
 - ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
   (chunk, slopes), not once a layer;
 - ``kv_store`` is called without going through the dispatcher;
-- matmuls, and the activations whose bits depend on where an element lies, become calls of
-  :mod:`.cpu_invariant` if the context is transparent, with packed weights as far as
-  the context has room for them; if not, ``linear`` with a float32
+- matmuls, and the activations whose bits depend on where an element lies, become batch-invariant
+  calls if the context is transparent (:mod:`.invariant_calls`); if not, ``linear`` with a float32
   constant weight becomes :func:`~.cpu_few_rows.linear_few_rows`;
 - matmuls whose weights are to be kept quantised become calls of :mod:`.cpu_quantized`
   (:mod:`.quantize_linear`), in both cases;
@@ -25,24 +24,13 @@ from torch.fx import GraphModule, Node
 from ...kernels.arguments import AttentionParams
 from ...kernels.attention import cpu_invariant as invariant_attention
 from ...kernels.attention import reference
-from ...kernels.fused import cpu_activation
 from ...kernels.fused import dispatch as fused
-from ...kernels.linear import cpu_invariant as invariant_linear
 from ...kernels.linear.cpu_few_rows import linear_few_rows
-from ...kernels.linear.recipe_cache import Recipes
 from ...kernels.mla import dispatch as mla
-from ...kernels.mla.head_matmul import choose_recipe
 from ...kernels.native import calls as native
-from ..fx.nodes import (
-    calls_op,
-    example,
-    grouped_operands,
-    is_linear,
-    left_matmul_operands,
-    linear_operands,
-    tensor_of,
-)
+from ..fx.nodes import calls_op, example, is_linear, linear_operands, tensor_of
 from .context import PassContext
+from .invariant_calls import InvariantCalls
 from .quantize_linear import QuantizedCalls
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -82,7 +70,7 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
     attend: Callable[..., Tensor] = (
         invariant_attention.attend if context.transparent else reference.attend
     )
-    rewritten = _InvariantCalls(context) if context.transparent else _FastCalls(context)
+    rewritten = InvariantCalls(graph, context) if context.transparent else _FastCalls(context)
     quantized = QuantizedCalls(graph, context)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method"):
@@ -122,6 +110,8 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
         node.replace_all_uses_with(replacement)
         graph.erase_node(node)
         count += 1
+    if isinstance(rewritten, InvariantCalls):
+        rewritten.erase_unused()
     quantized.release_weights()
     return count
 
@@ -176,85 +166,3 @@ class _FastCalls:
         if weight is None or weight.dtype != torch.float32 or not weight.is_contiguous():
             return None
         return linear_few_rows, operands, {}
-
-
-class _InvariantCalls:
-    """Calls with the same bits for a row in any batch. A recipe is chosen once for all weights of
-    one shape, and kept."""
-
-    def __init__(self, context: PassContext) -> None:
-        self._context = context
-        self._room = context.packing_bytes
-        self._packed: dict[Node, Node] = {}
-        self._recipes = Recipes(context.matmul_plan_dir)
-
-    def __call__(self, node: Node) -> _Call | None:
-        if is_linear(node):
-            x, matrix, addend = linear_operands(node)
-            recipe = self._recipe(matrix, (0, 1), may_pack=self._has_room(matrix))
-            if recipe.is_packed:
-                matrix = self._packed_weight(matrix)
-            return invariant_linear.linear, (x, matrix, addend, recipe), {}
-        grouped = grouped_operands(node)
-        if grouped is not None:
-            return invariant_linear.grouped_mm, (*grouped, self._recipe(grouped[1], (2, 1))), {}
-        columns = left_matmul_operands(node)
-        if columns is not None:
-            recipe = self._recipe(columns[0], (-2, -1))
-            return invariant_linear.left_matmul, (*columns, recipe), {}
-        if node.target in (mla.latent_query, mla.head_values):
-            rows, weight = node.args
-            value: Any = example(weight)  # type: ignore[arg-type]
-            is_transposed = value.stride(1) == 1
-            return (
-                node.target,
-                (rows, weight, choose_recipe(*value.shape, value.dtype, is_transposed)),
-                {},
-            )
-        if node.target in (torch.addmm, "addmm") and not node.kwargs:
-            bias, rows, weight = node.args
-            if isinstance(weight, Node):
-                recipe = self._recipe(weight, (1, 0))
-                return invariant_linear.addmm, (bias, rows, weight, recipe), {}
-        name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
-        # In float32 rsqrt is the same everywhere, and its input one number a row.
-        is_float32 = getattr(example(node), "dtype", None) == torch.float32
-        is_in_place = bool(node.kwargs.get("inplace"))
-        is_even = name == "rsqrt" and is_float32
-        if name in cpu_activation.ELEMENTWISE and not is_in_place and not is_even:
-            kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
-            return cpu_activation.elementwise, (name, *node.args), kwargs
-        return None
-
-    def _has_room(self, weight: Node) -> bool:
-        value = self._context.constant(weight)
-        return weight in self._packed or (value is not None and value.nbytes <= self._room)
-
-    def _packed_weight(self, weight: Node) -> Node:
-        """A placeholder for the packed copy of a constant."""
-        if weight not in self._packed:
-            value = self._context.constants[weight.name]
-            self._room -= value.nbytes
-            with weight.graph.inserting_before(weight):
-                packed = weight.graph.placeholder(f"packed_{weight.name}")
-            packed.meta["example_value"] = example(weight)
-            self._context.constants[packed.name] = invariant_linear.pack(value)
-            self._packed[weight] = packed
-        return self._packed[weight]
-
-    def _recipe(
-        self, weight: Node, dims: tuple[int, int], *, may_pack: bool = False
-    ) -> invariant_linear.MatmulRecipe:
-        """For the weight whose outputs and inputs lie at ``dims``."""
-        value: Any = example(weight)
-        num_outputs, num_inputs = (int(value.shape[dim]) for dim in dims)
-        is_contiguous = dims[0] < dims[1] and value.is_contiguous()
-        if dims == (2, 1):
-            is_contiguous = value.stride(1) == 1
-        return self._recipes.choose(
-            num_outputs,
-            num_inputs,
-            value.dtype,
-            is_contiguous=is_contiguous,
-            may_pack=may_pack,
-        )

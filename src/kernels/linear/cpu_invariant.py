@@ -220,27 +220,3 @@ def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, recipe: MatmulRecipe)
             out[start:end] = _multiply(rows[start:end], weight[expert].t(), recipe)
         start = end
     return out
-
-
-def left_matmul(weight: Tensor, columns: Tensor, recipe: MatmulRecipe) -> Tensor:
-    """``weight @ columns``, each column with the same bits whatever the number of columns.
-
-    Args:
-        weight: ``[out, in]``, or ``[N, ..., out, in]``. columns: ``[..., in, T]``; of N weights, as
-            many.
-
-    Returns:
-        ``[..., out, T]``, contiguous.
-    """
-    if weight.dim() == 2:
-        out = linear(columns.transpose(-1, -2), weight, None, recipe)
-        return out.transpose(-1, -2).contiguous()
-    parts = zip(weight, columns, strict=True)
-    return torch.stack([left_matmul(*part, recipe) for part in parts])
-
-
-def addmm(bias: Tensor, rows: Tensor, weight: Tensor, recipe: MatmulRecipe) -> Tensor:
-    """``bias + rows @ weight``: ``rows [M, in]``, ``weight [in, out]``, ``bias [out]``."""
-    out = _multiply(rows, weight.t(), recipe)
-    out += bias
-    return out

@@ -1,0 +1,152 @@
+"""Runs a module whose linear layers are held quantised, and finds those whose weight is read by
+more than ``F.linear``, of which nothing here could keep the weight quantised.
+
+A transpose may be read: ``x @ weight.T`` is written as ``linear`` in the graph
+(:mod:`..passes.write_as_linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, PreTrainedModel
+
+from ...errors import InvalidInputError, PagespecError, UnsupportedModelError
+from ...kernels.linear.quantized_weight import QuantizedWeight, expanded
+from ..fx.stand_in import is_stand_in
+from .attention import attention_implementation
+from .forward import PackedForward
+from .loaded import LoadedModel
+from .probe_pass import local_attention, local_recurrence
+
+_TRANSPOSES = (
+    Tensor.T.__get__,  # type: ignore[attr-defined]
+    Tensor.mT.__get__,  # type: ignore[attr-defined]
+    Tensor.t,
+    torch.t,
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.permute,
+    torch.permute,
+)
+_NAME = "pagespec_readers"
+_NUM_TOKENS = 4
+
+
+class _WatchedWeights(TorchFunctionMode):
+    """What reads the weights by name, of the ``id`` of their parameters, is ``F.linear`` or a
+    transpose.
+
+    Args:
+        held: by the same, weights to multiply with, each expanded for the call.
+        refuse: makes the error that is raised for another reader, of the parameter's name.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        held: Mapping[int, QuantizedWeight],
+        refuse: Callable[[str], Exception],
+    ) -> None:
+        super().__init__()
+        self._names = names
+        self._held = held
+        self._refuse = refuse
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            held = self._held.get(id(operands["weight"]))
+            if held is None:
+                return func(*args, **kwargs)
+            matrix = expanded(held).to(operands["input"].dtype)
+            return func(operands["input"], matrix, operands.get("bias"))
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._names]
+        if not read:
+            return func(*args, **kwargs)
+        if func in _TRANSPOSES and read[0] is args[0]:
+            held = self._held.get(id(read[0]))
+            matrix = read[0] if held is None else expanded(held).to(read[0].dtype)
+            return func(matrix, *args[1:], **kwargs)
+        result = func(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            raise self._refuse(self._names[id(read[0])])
+        return result  # a size or a dtype
+
+
+def _refusal(architecture: str, parameter: str, is_made: bool) -> PagespecError:
+    layer = parameter.removesuffix(".weight")
+    reason = f"{architecture} reads the weight of {layer} by more than its linear layer"
+    if is_made:
+        return InvalidInputError("quantization", "fp8", f"{reason}, so it must stay what it is")
+    return UnsupportedModelError(f"{reason}, and it is quantised")
+
+
+@contextmanager
+def expanded_linears(loaded: LoadedModel) -> Iterator[None]:
+    """In the block, the module computes with its quantised weights, one layer expanded at a time.
+
+    Raises:
+        InvalidInputError, UnsupportedModelError: the module reads one in another way.
+    """
+    held, names = {}, {}
+    for name, parameter in loaded.module.named_parameters():
+        weight = loaded.quantized.get(name)
+        if is_stand_in(parameter) and weight is not None:
+            held[id(parameter)], names[id(parameter)] = weight, name
+    if not held:
+        yield
+        return
+    is_made = loaded.is_quantized_at_load
+    with _WatchedWeights(names, held, lambda name: _refusal(loaded.architecture, name, is_made)):
+        yield
+
+
+def check_readers(skeleton: PreTrainedModel, layers: Iterable[str], *, is_made: bool) -> None:
+    """Refuses a module that reads the weights of these layers by more than their linear layers,
+    before any is read from a file.
+
+    Args:
+        skeleton: on the meta device. Where what it does depends on what it computes, nothing may be
+            found; :func:`expanded_linears` will.
+        is_made: the caller asked for what is to be quantised; else it is the checkpoint that is.
+
+    Raises:
+        InvalidInputError, UnsupportedModelError: it does.
+    """
+    wanted = {f"{layer}.weight" for layer in layers}
+    names = {id(p): name for name, p in skeleton.named_parameters() if name in wanted}
+    architecture = type(skeleton).__name__
+    mode = _WatchedWeights(names, {}, lambda name: _refusal(architecture, name, is_made))
+    ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
+    found: PagespecError | None = None
+    # Without a mask function of the same name, transformers makes no masks, whose making looks at
+    # positions.
+    AttentionInterface.register(_NAME, _attention)
+    try:
+        with suppress(Exception), attention_implementation(skeleton, _NAME, local_recurrence):
+            try:
+                with torch.inference_mode(), mode:
+                    PackedForward(skeleton)(ids, ids, ids[0])
+            except PagespecError as error:
+                found = error
+    finally:
+        AttentionInterface._global_mapping.pop(_NAME, None)
+    if found is not None:
+        raise found
+
+
+def _attention(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    return local_attention(query, key, value), None
