@@ -1,7 +1,7 @@
 """SmolLM2-135M on the CPU: up to 16 requests at once, pagespec beside Hugging Face `generate`.
 
     python benchmarks/cpu.py [--engines graph graph-free inductor] [--repeat 3]
-    python benchmarks/cpu.py --engines graph graph-gguf --requests 1 --without-peer
+    python benchmarks/cpu.py --engines graph graph-gguf --requests 1 --without-peer --llama-cpp
 
 An engine is a compile mode; "-free" behind it is ``transparent=False``, "-gguf" is
 ``quantization="gguf"``.
@@ -9,7 +9,9 @@ An engine is a compile mode; "-free" behind it is ``transparent=False``, "-gguf"
 Greedy, float32, end tokens ignored, the same prompts and output lengths for all; peers in the same
 process, one after the other, each warmed up once. Tokens a second count output tokens over the
 whole call, prompts included. Also printed: the floor of a decode step, which has to read every
-weight once, over the read bandwidth measured here.
+weight once, over the read bandwidth measured here. llama.cpp (``pip install llama-cpp-python``)
+reads the same file with as many threads, a request at a time; its tokens may differ, as those of
+"-gguf" may: both round rows to 8 bits, each in its own way.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -67,6 +72,18 @@ def timed(
     return times, tokens
 
 
+def llama_cpp(path: Path) -> Any:
+    """The file's model in llama.cpp."""
+    try:
+        from llama_cpp import Llama
+    except ImportError as error:
+        raise SystemExit(f"pip install llama-cpp-python ({error})") from error
+    num_threads = torch.get_num_threads()
+    return Llama(
+        str(path), n_ctx=512, n_threads=num_threads, n_threads_batch=num_threads, verbose=False
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -77,6 +94,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--without-peer", action="store_true", help="no Hugging Face generate")
+    parser.add_argument("--llama-cpp", action="store_true", help="llama.cpp on the same file, too")
     arguments = parser.parse_args()
     path = embedded_model_path()
     if path is None:
@@ -117,6 +135,16 @@ def main() -> None:
     def hf_one_by_one() -> list[list[int]]:
         return [hf_generate([prompt])[0] for prompt in prompts]
 
+    llama = llama_cpp(path) if arguments.llama_cpp else None
+
+    def llama_one_by_one() -> list[list[int]]:
+        assert llama is not None
+        outputs = []
+        for prompt in prompts:
+            llama.reset()
+            outputs.append(list(islice(llama.generate(prompt, temp=0.0), NUM_OUTPUT_TOKENS)))
+        return outputs
+
     num_tokens = len(prompts) * NUM_OUTPUT_TOKENS
     functions = {
         f"pagespec ({name})": partial(pagespec_batch, llm) for name, llm in engines.items()
@@ -124,6 +152,8 @@ def main() -> None:
     if not arguments.without_peer:
         functions["HF generate, padded batch"] = hf_padded
         functions["HF generate, one by one"] = hf_one_by_one
+    if llama is not None:
+        functions["llama.cpp, one by one"] = llama_one_by_one
     seconds, outputs = timed(functions, arguments.repeat)
     rows = [(n, statistics.median(s), min(s), max(s)) for n, s in seconds.items()]
 
@@ -140,7 +170,9 @@ def main() -> None:
         f"{weight_bytes / bandwidth * 1e3:.0f} ms a decode step at least"
     )
     print(f"\n{'':<34} {'tok/s':>8} {'median s':>9} {'min s':>7} {'max s':>7} {'equal tokens':>13}")
-    reference = outputs[list(functions)[-1 if not arguments.without_peer else 0]]
+    reference = outputs[
+        next(iter(functions)) if arguments.without_peer else "HF generate, one by one"
+    ]
     for name, median, fastest, slowest in rows:
         equal = sum(
             a == b
