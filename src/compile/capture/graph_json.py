@@ -25,7 +25,7 @@ from .traced import Traced
 
 # Modules whose functions a graph may call by name.
 _ROOTS = frozenset({"_operator", "math", "operator", "torch", "transformers"})
-# Of operations that are not torch's own: what registers them. It imports much, but less than the model.
+# What registers operations that are not torch's own. It imports much, but less than the model.
 _REGISTERED_BY = {"transformers": "transformers.integrations.moe"}
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.nodes import example, is_ours
+from ..fx.nodes import example, is_in_place, is_ours
 from .compile_region import Compiler, inductor, is_on_cpu
 
 _MATMULS = frozenset(
@@ -139,7 +139,11 @@ def find_regions(graph: Graph) -> list[Region]:
     regions: list[Region] = []
     run: list[Node] = []
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or is_opaque(node):
+        if (
+            node.op in ("placeholder", "output")
+            or is_opaque(node)
+            or _writes_outside(node, set(run))
+        ):
             regions.append(Region(run))
             run = []
         else:
@@ -151,6 +155,17 @@ def find_regions(graph: Graph) -> list[Region]:
         if _is_worth_it(region) and all(_is_tensor(node) for node in region.outputs):
             found.append(region)
     return found
+
+
+def _writes_outside(node: Node, run: set[Node]) -> bool:
+    """May ``node`` change a tensor that ``run`` has not made? A view of it that the region is
+    given, too, would be another input of the same memory, which Inductor takes for separate."""
+    if node.op not in ("call_method", "call_function") or not is_in_place(node):
+        return False
+    written: Any = node.args[0] if node.args and "out" not in node.kwargs else None
+    while written in run and _is_view(written):
+        written = written.args[0]
+    return written not in run
 
 
 def _is_worth_it(region: Region) -> bool:

@@ -262,3 +262,33 @@ def test_compiled_rows_are_the_same_in_any_batch(verdicts: list[bool]) -> None:
         assert recorder.logits
         for key, logits in recorder.logits.items():
             assert torch.equal(logits, together[key])
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_what_changes_a_tensor_from_outside_bounds_a_region(is_own: bool) -> None:
+    """Of ``out.add_(x)`` and a view of ``out``, both from outside, a region has two inputs."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    out = graph.call_function(weigh, (x,))
+    changed = graph.call_function(torch.exp, (out,)) if is_own else out
+    side = graph.call_function(torch.sin, (x,))
+    added = graph.call_method("add_", (changed, side))
+    seen = graph.call_method("view", (changed, 16))
+    result = graph.call_function(torch.cos, (seen,))
+    for node in graph.nodes:
+        node.meta["example_value"] = torch.ones(16 if node in (seen, result) else (4, 4)).to("meta")
+    graph.output(result)
+    assert any(added in region.nodes for region in find_regions(graph)) == is_own
+
+
+@needs_compiler
+def test_experts_that_are_added_in_place_compute_the_same() -> None:
+    """Llama 4 adds what its routed experts give to what its shared one gives."""
+    loaded = [load_model(tiny_model("llama4_text")) for _ in range(2)]
+    found, expected = (
+        logits_of(capture_model(model, probe_model(model), compile=mode))
+        for model, mode in zip(loaded, ("inductor", "graph"), strict=True)
+    )
+    assert found.keys() == expected.keys()
+    for key, logits in expected.items():
+        torch.testing.assert_close(found[key], logits)
