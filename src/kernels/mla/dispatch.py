@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import e4m3
 from ..arguments import LatentKV
-from ..attention import reference
+from ..attention import cpu_invariant, reference
 from ..device import Gpu
 from .head_matmul import HeadMatmulRecipe, head_matmul
 
@@ -74,13 +74,16 @@ def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None 
     return torch.cat((absorbed, query[..., num_absorbed:]), -1)
 
 
-def attention(query: Tensor, kv: LatentKV, scale: float, rank: int) -> Tensor:
+def attention(
+    query: Tensor, kv: LatentKV, scale: float, rank: int, indices: Tensor | None = None
+) -> Tensor:
     """Causal attention of packed rows over cached vectors, whose first ``rank`` elements are the
     values; rows and padding as in :mod:`..ops`.
 
     Args:
         query: ``[T, H, R + P]``. kv: its cache as :func:`store_latent` has it.
         scale: factor on the scores.
+        indices: of :func:`..ops.index_topk`, on a CPU; None for all positions in view.
 
     Returns:
         ``[T, H, R]``.
@@ -89,6 +92,10 @@ def attention(query: Tensor, kv: LatentKV, scale: float, rank: int) -> Tensor:
         from .launch import attention as by_kernels
 
         return by_kernels(query, kv, scale, rank)
+    if indices is not None:
+        aligned = cpu_invariant.build_layout(*kv[1:], kv.cache.shape[1], 0)
+        more = scale, 0.0, None, rank, indices
+        return cpu_invariant.attend(query, kv.cache, None, aligned, *more)
     layout = reference.build_layout(*kv[1:], kv.cache.shape[1], query.dtype, 0)
     return reference.attend(query, kv.cache, None, layout, scale, 0.0, None, rank)
 
