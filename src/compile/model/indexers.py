@@ -231,7 +231,8 @@ def _cut(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Cut
         return part(**given, **{_CACHE: cache})
 
     try:
-        with torch.no_grad():
+        # Nothing is computed: what modes do with quantised weights is of no matter.
+        with torch.no_grad(), torch._C.DisableTorchFunction():
             export: Any = torch._dynamo.export(
                 with_cache, tracing_mode="symbolic", assume_static_by_default=False
             )
