@@ -36,8 +36,8 @@ class IndexScores(NamedTuple):
     num_chosen: int
 
 
-def find_index_scores(gm: GraphModule, keys: Node, num_keys: int) -> IndexScores:
-    """Walks up from the graph's only result to ``keys``, ``[1, num_keys, D]``.
+def find_index_scores(gm: GraphModule, keys: Node) -> IndexScores:
+    """Walks up from the graph's only result to ``keys``, ``[1, any, D]``.
 
     Raises:
         NoIndexer: it is computed otherwise.
@@ -47,8 +47,6 @@ def find_index_scores(gm: GraphModule, keys: Node, num_keys: int) -> IndexScores
     if not calls(picked, "getitem") or picked.args[1] != 1 or not calls(picked.args[0], "topk"):
         raise NoIndexer(f"a result of {_name(picked)!r}")
     num_chosen = _num_chosen(picked.args[0])
-    if num_chosen >= num_keys:
-        raise NoIndexer("a choice of all keys")
     masked = picked.args[0].args[0]
     if not calls(masked, "add") or not _is_input(masked.args[1]):
         raise NoIndexer(f"a mask from {_name(masked)!r}")
@@ -96,7 +94,7 @@ def _num_chosen(topk: Node) -> int:
 
 
 def _are_columns(node: Any, keys: Node) -> bool:
-    """Are these the keys as ``[1, 1, D, num_keys]``?"""
+    """Are these the keys as ``[1, 1, D, any]``?"""
     steps = []
     while node is not keys:
         if calls(node, *_CASTS):

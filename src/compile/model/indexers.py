@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_structure
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
@@ -28,11 +28,12 @@ from ...errors import UnsupportedModelError
 from ...kernels import ops
 from ..fx.nodes import calls_function
 from .current_step import current
-from .index_scores import NoIndexer, find_index_scores
+from .index_scores import IndexScores, NoIndexer, find_index_scores
 from .plain_attention import masks_are_tensors
 
 _NUM_TOKENS = 13  # which is no other size, or a trace would take one for the other
-_NUM_KEYS = 1 << 24  # no indexer chooses as many
+# More than there are tokens, as in a decode; of the many, no indexer takes all.
+_FEW_KEYS, _MANY_KEYS = 17, (1 << 24) - 3
 _UPDATE, _CACHE = "update_indexer", "past_key_values"
 _NAME = "pagespec_indexers"
 
@@ -209,26 +210,49 @@ def _arguments(
 
 
 @torch._dynamo.allow_in_graph
-def _cached_keys(keys: Tensor) -> Tensor:
-    """As many as no text has; nobody looks at them."""
-    return keys.new_empty(keys.shape[0], _NUM_KEYS, keys.shape[2])
+def _cached_keys(keys: Tensor, num_keys: int) -> Tensor:
+    """As many; nobody looks at them."""
+    return keys.new_empty(keys.shape[0], num_keys, keys.shape[2])
 
 
 class _Cache:
-    """A cache that holds a long text."""
+    """A cache that holds a text of so many tokens, those of the pass included."""
+
+    def __init__(self, num_keys: int) -> None:
+        self._num_keys = num_keys
 
     def update_indexer(self, keys: Tensor, *_: Any, **__: Any) -> Tensor:
-        return _cached_keys(keys)
+        return _cached_keys(keys, self._num_keys)
 
 
 def _cut(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Cut:
     names = tuple(inspect.signature(type(part).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     given.pop(_CACHE, None)
-    cache = _Cache()
+    gm, update, scores = _traced(part, given, _MANY_KEYS)
+    of_few = _traced(part, given, _FEW_KEYS)[2]
+    expected = scores._replace(num_chosen=min(scores.num_chosen, _FEW_KEYS))
+    if scores.num_chosen >= _MANY_KEYS or of_few[3:] != expected[3:]:
+        numbers = f"{of_few.num_chosen} of {_FEW_KEYS} keys and {scores.num_chosen} of {_MANY_KEYS}"
+        raise _refusal(part, f"takes {numbers}")
+    output = next(iter(reversed(gm.graph.nodes)))
+    operands = [scores.query, update.args[0], scores.weights, scores.mask]
+    output.args = (operands,)
+    codegen: Any = gm.graph._codegen  # which puts results into the form of the module's own
+    codegen.pytree_info = codegen.pytree_info._replace(out_spec=tree_structure(operands))
+    gm.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    gm.recompile()
+    return _Cut(gm, names, scores.scale, scores.num_chosen)
+
+
+def _traced(
+    part: nn.Module, given: dict[str, Any], num_keys: int
+) -> tuple[GraphModule, Node, IndexScores]:
+    """The graph of an indexer with so many keys, where these come into it, and what it computes."""
+    cache = _Cache(num_keys)
 
     def with_cache(**given: Any) -> Any:
-        return part(**given, **{_CACHE: cache})
+        return part.forward(**given, **{_CACHE: cache})
 
     try:
         # Nothing is computed: what modes do with quantised weights is of no matter.
@@ -244,17 +268,9 @@ def _cut(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Cut
     if len(updates) != 1:
         raise _refusal(part, f"hands keys to its cache {len(updates)} times")
     try:
-        scores = find_index_scores(gm, updates[0], _NUM_KEYS)
+        return gm, updates[0], find_index_scores(gm, updates[0])
     except NoIndexer as error:
         raise _refusal(part, f"has {error}") from error
-    output = next(iter(reversed(gm.graph.nodes)))
-    operands = [scores.query, updates[0].args[0], scores.weights, scores.mask]
-    output.args = (operands,)
-    codegen: Any = gm.graph._codegen  # which puts results into the form of the module's own
-    codegen.pytree_info = codegen.pytree_info._replace(out_spec=tree_structure(operands))
-    gm.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    gm.recompile()
-    return _Cut(gm, names, scores.scale, scores.num_chosen)
 
 
 def _refusal(part: nn.Module, reason: str) -> UnsupportedModelError:
