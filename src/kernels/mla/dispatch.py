@@ -31,7 +31,7 @@ def is_served(rank: int, rope_dim: int, device: torch.device) -> bool:
     """Whether attention over vectors of such sizes runs on ``device``: but for GPUs on all."""
     if device.type != "cuda":  # "meta" in the graph of a model that was restored
         return True
-    is_small = rank <= _LARGEST_RANK and rope_dim <= _LARGEST_ROPE
+    is_small = rank <= _LARGEST_RANK and 0 < rope_dim <= _LARGEST_ROPE
     return is_small and Gpu.of(device).num_shared_bytes >= _FEWEST_SHARED_BYTES
 
 
@@ -43,7 +43,8 @@ def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tens
         cache: ``[num_blocks + 1, block_size, 1, R + P]``, or rows of :mod:`..e4m3` on a CPU.
         slot_mapping: int64 ``[T]``.
     """
-    latent, rope = (x.reshape(-1, x.shape[-1]) for x in (latent, rope))
+    latent = latent.reshape(-1, latent.shape[-1])
+    rope = rope.reshape(len(latent), rope.shape[-1])  # of no elements in a layer without positions
     if cache.is_cuda:
         from .store_kernel import store_latent as store
 
