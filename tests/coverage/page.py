@@ -77,8 +77,8 @@ Windows and chunks are shrunk to 24 tokens, so that prompts pass them. What this
 other settings of a config than its defaults, weights that were trained, other dtypes, GPUs.
 
 Models with an indexer have 16 index heads here, and are served on a CPU only
-([attention.md](attention.md#keys-that-an-indexer-chooses)). With few heads many scores are 0, and which of
-equal scores transformers takes depends on the length of the prompt.
+([attention.md](attention.md#keys-that-an-indexer-chooses)). With few heads many scores are 0, and
+which of equal scores transformers takes depends on the length of the prompt.
 """
 
 
