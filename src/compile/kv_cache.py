@@ -1,9 +1,9 @@
-"""The paged KV cache: its tensors, one or two per attention call, and the bytes of a block."""
+"""The paged KV cache: its tensors, one to three per attention call, and the bytes of a block."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,15 +22,14 @@ def allocate_kv_caches(
     device: torch.device | str,
 ) -> list[tuple[Tensor, ...]]:
     """Keys and values, each ``[num_blocks + 1, block_size, Hkv, D]``, an attention call; keys
-    alone of one that is latent.
+    alone of one that is latent; and last the index keys of one with an indexer.
 
     Zeroed, and with the null block as the last one. Of uint8 they hold rows, of float8_e4m3fn
-    planes of :mod:`.kernels.e4m3`: ``D + 4`` bytes a vector.
+    planes of :mod:`.kernels.e4m3`: ``D + 4`` bytes a vector. Index keys have a dtype of their own.
     """
     num_more = _num_scale_bytes(dtype)
 
-    def zeros(num_heads: int, dim: int) -> Tensor:
-        dim += num_more
+    def zeros(num_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
         shape = (num_blocks + 1, block_size, num_heads, dim)
         if torch.device(device).type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -39,12 +38,23 @@ def allocate_kv_caches(
         pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(pages).view(dtype).view(shape)
 
-    return [tuple(zeros(spec.num_kv_heads, dim) for dim in _dims(spec)) for spec in specs]
+    def of_call(spec: AttentionSpec) -> Iterator[Tensor]:
+        for dim in _dims(spec):
+            yield zeros(spec.num_kv_heads, dim + num_more, dtype)
+        if spec.index_dim:
+            yield zeros(1, spec.index_dim, _index_dtype(spec))
+
+    return [tuple(of_call(spec)) for spec in specs]
 
 
 def _dims(spec: AttentionSpec) -> tuple[int, ...]:
-    """The head size of each tensor of a call."""
+    """The head size of each tensor of a call, but for index keys."""
     return (spec.k_dim,) if spec.is_latent else (spec.k_dim, spec.v_dim)
+
+
+def _index_dtype(spec: AttentionSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.index_dtype)
+    return dtype
 
 
 def kv_dtype(loaded: LoadedModel, kv_cache_dtype: str) -> torch.dtype:
@@ -65,4 +75,5 @@ def kv_bytes_per_block(dtype: torch.dtype, specs: Sequence[AttentionSpec], block
     num_bytes = sum(spec.num_kv_elements for spec in specs) * dtype.itemsize
     num_scales = sum(len(_dims(spec)) * spec.num_kv_heads for spec in specs)
     num_bytes += num_scales * _num_scale_bytes(dtype)
+    num_bytes += sum(s.index_dim * _index_dtype(s).itemsize for s in specs if s.index_dim)
     return num_bytes * block_size

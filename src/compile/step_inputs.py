@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 KVCaches = Sequence[tuple[Tensor, ...]]
-"""Of each attention call: (keys, values), or of a latent one (keys,)."""
+"""Of each attention call: (keys, values), or of a latent one (keys,); behind these the index keys
+of one with an indexer."""
 
 
 class RecurrentStates(NamedTuple):

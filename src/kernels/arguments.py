@@ -33,8 +33,8 @@ class LatentKV(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """Constants of an attention layer; 0 for no window, softcap or chunk, None for no sinks or
-    slopes."""
+    """Constants of an attention layer, 0 for no window, softcap or chunk, None for no sinks or
+    slopes; and the positions that an indexer chose for each query, None for all in view."""
 
     scale: float
     window: int = 0
@@ -42,11 +42,12 @@ class AttentionParams(NamedTuple):
     sinks: Tensor | None = None
     chunk: int = 0
     alibi_slopes: Sequence[float] | None = None
+    indices: Tensor | None = None
 
     @property
     def is_reference_only(self) -> bool:
         """Whether the kernels for GPUs cannot serve such calls."""
-        return self.chunk > 0 or self.alibi_slopes is not None
+        return self.chunk > 0 or self.alibi_slopes is not None or self.indices is not None
 
 
 class RopeInputs(NamedTuple):

@@ -1,5 +1,6 @@
-"""The custom ops a captured graph calls: ``pagespec::kv_store``, ``pagespec::paged_attention``, and
-in a sharded model ``pagespec::all_reduce`` and ``pagespec::all_gather``.
+"""The custom ops a captured graph calls: ``pagespec::kv_store``, ``pagespec::paged_attention``, of
+a model with indexers ``pagespec::index_topk`` and in a sharded model ``pagespec::all_reduce`` and
+``pagespec::all_gather``.
 
 Shapes: T tokens of B rows lie back to back; row b owns tokens ``[query_starts[b],
 query_starts[b + 1])``; tokens from ``query_starts[B]`` on are padding. Caches are contiguous
@@ -9,7 +10,7 @@ of padding tokens point. slot = block id * block_size + offset.
 A step stores before it attends: ``context_lens[b]`` counts the row's own new tokens. The j-th
 query of a row with n queries sits at position ``context_lens[b] - n + j`` and sees positions up to
 its own, the last ``window`` of them if ``window > 0``, those of its own chunk of ``chunk``
-positions if ``chunk > 0``. Padding tokens yield zeros.
+positions if ``chunk > 0``, of these the ones in ``indices`` if given. Padding tokens yield zeros.
 
 Called as they are, the ops run the Triton kernels for tensors on a GPU that those can serve, and
 the reference for all others. An engine replaces them in its graph by the functions of a
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from . import e4m3
 from .arguments import AttentionParams, PagedKV
-from .attention import reference
+from .attention import cpu_invariant, indexer, reference
 from .attention.backend import triton_limit
 from .collectives.communicator import current_communicator
 from .fused import dispatch as fused
@@ -45,7 +46,13 @@ _LIBRARY.define(
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, Tensor query_starts, "
     "Tensor context_lens, Tensor block_tables, float scale, int window, float softcap, "
-    "Tensor? sinks, int chunk=0, float[]? alibi_slopes=None) -> Tensor",
+    "Tensor? sinks, int chunk=0, float[]? alibi_slopes=None, Tensor? indices=None) -> Tensor",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    "index_topk(Tensor query, Tensor key, Tensor weights, Tensor(a!) cache, Tensor slot_mapping, "
+    "Tensor query_starts, Tensor context_lens, Tensor block_tables, float scale, int num_chosen) "
+    "-> Tensor",
     tags=_TAGS,
 )
 _LIBRARY.define("all_reduce(Tensor partial) -> Tensor", tags=_TAGS)
@@ -53,9 +60,20 @@ _LIBRARY.define("all_gather(Tensor part, int[] sizes) -> Tensor", tags=_TAGS)
 
 
 def _paged_attention(query: Tensor, *rest: Any) -> Tensor:
-    return reference.paged_attention(query, PagedKV(*rest[:5]), AttentionParams(*rest[5:]))
+    kv, params = PagedKV(*rest[:5]), AttentionParams(*rest[5:])
+    by = reference if params.indices is None else cpu_invariant
+    return by.paged_attention(query, kv, params)
 
 
+def _index_topk(
+    query: Tensor, key: Tensor, weights: Tensor, cache: Tensor, slots: Tensor, *rest: Any
+) -> Tensor:
+    starts, lens, tables, scale, num_chosen = rest
+    layout = cpu_invariant.build_layout(starts, lens, tables, cache.shape[1], 0)
+    return indexer.index_topk(query, key, weights, cache, slots, layout, scale, num_chosen)
+
+
+_LIBRARY.impl("index_topk", _index_topk, "CPU")
 _LIBRARY.impl("kv_store", fused.kv_store, "CompositeExplicitAutograd")
 _LIBRARY.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
 
@@ -119,6 +137,11 @@ def _paged_attention_fake(query: Tensor, _k_cache: Tensor, v_cache: Tensor, *_: 
     return query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
 
 
+@torch.library.register_fake("pagespec::index_topk", lib=_LIBRARY)
+def _index_topk_fake(query: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(query.shape[0], rest[-1], dtype=torch.int32)
+
+
 def kv_store(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> None:
@@ -145,6 +168,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     chunk: int = 0,
     alibi_slopes: Sequence[float] | None = None,
+    indices: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of packed rows over paged caches.
 
@@ -157,6 +181,8 @@ def paged_attention(
         sinks: ``[Hq]``, one more logit a head that takes probability only, or None.
         chunk: 0 for none.
         alibi_slopes: Hq numbers; ``slope * (key position - query position)`` is added to a score.
+        indices: int32 ``[T, K]`` of :func:`index_topk`, or None; on a CPU, without window, chunk
+            and slopes.
 
     Returns:
         ``[T, Hq, Dv]``.
@@ -174,8 +200,48 @@ def paged_attention(
         sinks,
         chunk,
         alibi_slopes,
+        indices,
     )
     return out
+
+
+def index_topk(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    num_chosen: int,
+) -> Tensor:
+    """Write new index keys into the cache, in place, and choose the positions of highest score for
+    each query (:mod:`.attention.indexer`).
+
+    Args:
+        query: ``[T, H, D]``. key: ``[T, D]``. weights: ``[T, H]``.
+        cache: ``[num_blocks + 1, block_size, 1, D]``. slot_mapping: int64 ``[T]``.
+        query_starts, context_lens, block_tables: as of :func:`paged_attention`.
+        scale: factor on the products. num_chosen: K.
+
+    Returns:
+        int32 ``[T, K]``, in no order; -1 behind the last of a query that sees fewer.
+    """
+    chosen: Tensor = torch.ops.pagespec.index_topk(
+        query,
+        key,
+        weights,
+        cache,
+        slot_mapping,
+        query_starts,
+        context_lens,
+        block_tables,
+        scale,
+        num_chosen,
+    )
+    return chosen
 
 
 def all_reduce(partial: Tensor) -> Tensor:

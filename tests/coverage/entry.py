@@ -150,6 +150,7 @@ def notes_of(loaded: LoadedModel, specs: list[AttentionSpec]) -> str:
         "chunks": any(spec.chunk for spec in specs),
         "ALiBi": any(spec.alibi_slopes for spec in specs),
         "sinks": any(spec.has_sinks for spec in specs),
+        "indexer": any(spec.num_chosen for spec in specs),
         "latent attention": any(spec.k_dim != spec.v_dim for spec in specs),
         "several head sizes": len({(spec.k_dim, spec.v_dim) for spec in specs}) > 1,
         "recurrent": bool(loaded.recurrent),

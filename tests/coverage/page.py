@@ -20,7 +20,7 @@ _CLASSES = (
     ),
     ("attention without a mask", "Attention that is not causal"),
     ("needs a package", "A package that is not installed"),
-    ("takes the tensor", "Attention with a tensor of its own: selected keys, a bias"),
+    ("takes the tensor", "Attention with a tensor of its own"),
     ("its cache holds", "A cache with a window that the masks have not"),
     ("mask is neither", "Masks that are neither causal nor a window or chunk"),
     ("a bias or a mask of its own", "A mask or bias of the layer's own"),
@@ -75,6 +75,10 @@ of its largest,
 
 Windows and chunks are shrunk to 24 tokens, so that prompts pass them. What this does not show:
 other settings of a config than its defaults, weights that were trained, other dtypes, GPUs.
+
+Models with an indexer have 16 index heads here, and are served on a CPU only
+([attention.md](attention.md#keys-that-an-indexer-chooses)). With few heads many scores are 0, and
+which of equal scores transformers takes depends on the length of the prompt.
 """
 
 

@@ -12,7 +12,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
 # layers with copies of the config; writes its attention out, with ALiBi or a mask of its own; has
 # chunks; calls a module twice; has a vision tower; has a cache with a window
-# that hides nothing; sets a buffer to itself; has short convolutions.
+# that hides nothing; sets a buffer to itself; has short convolutions; has indexers.
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -22,6 +22,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
         "bloom",
         "gpt_neo",
         "lfm2",
+        "glm_moe_dsa",
         pytest.param("granite_swa", marks=pytest.mark.nightly),
         pytest.param("openai-gpt", marks=pytest.mark.nightly),
         pytest.param("llama4_text", marks=pytest.mark.nightly),
@@ -42,7 +43,7 @@ def test_entries_that_are_equal(model_type: str) -> None:
     ("model_type", "class_"),
     [
         ("recurrent_gemma", "Layers that are no attention"),
-        ("glm_moe_dsa", "Attention with a tensor of its own: selected keys, a bias"),
+        ("inkling_text", "Attention with a tensor of its own"),
         ("doge", "A mask or bias of the layer's own"),
         ("deepseek_v4", "Attention over other tokens than those of the pass"),
         ("prophetnet", "Attention written out in another form than a masked softmax"),

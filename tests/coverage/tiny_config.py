@@ -38,7 +38,10 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"qk_head_dim", 24),
     (r"v_head_dim", 12),
     (r".*(head_dim|d_head|dim_head|head_size|kv_channels|headdim)|d_kv|linear_.*_head_dim", 16),
-    (r"(.*_)?(n|num)_?(attention_)?heads?|.*attention_heads|index_n_heads", _HEADS),
+    # With few heads many index scores are 0, and which of equal ones are taken follows the length
+    # of the prompt.
+    (r"index_n_heads", 16),
+    (r"(.*_)?(n|num)_?(attention_)?heads?|.*attention_heads", _HEADS),
     (r"num_kv_shared_layers", 2),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
     (r"max_window_layers", 1),

@@ -25,6 +25,7 @@ from tests.golden.subjects import (
 )
 from tests.support.models import ARCHITECTURES
 from tests.support.recurrent_models import RECURRENT
+from tests.support.sparse_models import SPARSE
 
 
 def print_thresholds() -> None:
@@ -74,7 +75,7 @@ def main() -> int:
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     num_failed = 0
     print(GoldenRow.HEADER)
-    for name in sys.argv[2:] or [*ARCHITECTURES, *RECURRENT, "smollm2"]:
+    for name in sys.argv[2:] or [*ARCHITECTURES, *SPARSE, *RECURRENT, "smollm2"]:
         if name == "smollm2":
             subject, usual = smollm2(device)
             runs = [(condition, usual) for condition in SMOLLM2_CONDITIONS]

@@ -21,6 +21,7 @@ from transformers import (
 from pagespec.compile.model.load import auto_class
 from tests.support.latent_models import LATENT
 from tests.support.recurrent_models import RECURRENT
+from tests.support.sparse_models import SPARSE
 
 VOCAB_SIZE = 320
 WINDOW = 24
@@ -180,6 +181,7 @@ def tiny_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
             **_OTHERS.get(arch, {}),
             **RECURRENT.get(arch, {}),
             **LATENT.get(arch, {}),
+            **SPARSE.get(arch, {}),
         }
     )
     config = AutoConfig.for_model(arch, **{**options, **overrides})

@@ -98,7 +98,7 @@ def trace(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced:
         ):
             torch.compile(fresh, fullgraph=True, backend=backend)(inputs, kv_caches, states)
     except _Captured:
-        return _described(loaded, *given[0], inputs, kv_caches, states)
+        return _described(loaded, specs, *given[0], inputs, kv_caches, states)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -145,6 +145,7 @@ def forward(
 
 def _described(
     loaded: LoadedModel,
+    specs: Sequence[AttentionSpec],
     gm: GraphModule,
     examples: list[Any],
     inputs: StepInputs,
@@ -156,9 +157,11 @@ def _described(
     places: dict[int, Source] = {}
     for name in (*INPUT_NAMES, STATE_TABLES):
         places[id(getattr(inputs, name))] = ("input", name)
-    for call, pair in enumerate(kv_caches):
-        for which, cache in enumerate(pair):
+    for call, caches in enumerate(kv_caches):
+        for which, cache in enumerate(caches):
             places[id(cache)] = ("cache", call, which)
+        if specs[call].index_dim:  # last, also where a pass leaves no values
+            places[id(caches[-1])] = ("cache", call, -1)
     for call, state in enumerate(states.tensors):
         places[id(state)] = ("state", call)
     owned = {id(t) for t in [*module.parameters(), *module.buffers()]}

@@ -37,6 +37,8 @@ _OWN_SOURCES = (
     "../model/attention.py",
     "../model/current_step.py",
     "../model/forward.py",
+    "../model/index_scores.py",
+    "../model/indexers.py",
     "../model/layers.py",
     "../model/loaded.py",
     "../model/plain_attention.py",

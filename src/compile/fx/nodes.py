@@ -51,7 +51,7 @@ def calls_function(node: object, *functions: Any) -> TypeGuard[Any]:
 
 
 def calls_op(node: object, name: str) -> TypeGuard[Any]:
-    """Does ``node`` call our operator of this name: ``paged_attention`` or ``kv_store``?"""
+    """Does ``node`` call our operator of this name, ``paged_attention`` say?"""
     op = getattr(torch.ops.pagespec, name)
     return calls_function(node, op, op.default)
 

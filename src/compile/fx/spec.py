@@ -109,9 +109,11 @@ RULES = (
     Rule("arguments are nodes and plain data", _ALL, _takes_data),
     Rule("what a call that is not ours reads is on record", _ALL, _is_recorded),
     Rule(
-        "attention and KV store are lowered",
+        "attention, KV store and indexers are lowered",
         ("cpu", "gpu"),
-        lambda node, _: not calls_op(node, "paged_attention") and not calls_op(node, "kv_store"),
+        lambda node, _: (
+            not any(calls_op(node, op) for op in ("paged_attention", "kv_store", "index_topk"))
+        ),
     ),
     Rule("all matmuls are ours", ("cpu",), _is_no_matmul),
     Rule("all matmuls with constant weights are ours", ("gpu",), _has_no_constant_weight),

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from ...kernels import ops
 from .current_step import current
 from .forward import positions_inside
+from .indexers import IndexFunction, choose_on_caches, indexers_replaced
 from .plain_attention import plain_attention_replaced
 from .recurrent import RecurrentFunction, recurrences_replaced, run_on_states
 
@@ -33,6 +34,7 @@ def paged_attention_forward(
     attention_mask: Tensor | None,  # noqa: ARG001 (models may pass it by name)
     *,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention contract: ``query [1, Hq, T, Dk]``, ``key [1, Hkv, T, Dk]``,
@@ -51,7 +53,7 @@ def paged_attention_forward(
         calls: Any = module.pagespec_calls
         call = calls[turn]
     spec = specs[call]
-    k_cache, v_cache = kv_caches[call]
+    k_cache, v_cache = kv_caches[call][:2]
     ops.kv_store(
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),
@@ -72,6 +74,7 @@ def paged_attention_forward(
         s_aux if spec.has_sinks else None,
         spec.chunk,
         spec.alibi_slopes or None,
+        None if indices is None else indices.squeeze(0),
     )
     return out.unsqueeze(0), None
 
@@ -91,10 +94,13 @@ def _configs(module: PreTrainedModel) -> list[PreTrainedConfig]:
 
 @contextmanager
 def attention_implementation(
-    module: PreTrainedModel, name: str, recurrence: RecurrentFunction = run_on_states
+    module: PreTrainedModel,
+    name: str,
+    recurrence: RecurrentFunction = run_on_states,
+    choose: IndexFunction = choose_on_caches,
 ) -> Iterator[None]:
-    """Have ``module`` call the attention function ``name``, and ``recurrence`` for each recurrence,
-    inside the block; restore both after.
+    """Have ``module`` call the attention function ``name``, ``recurrence`` for each recurrence and
+    ``choose`` for each indexer inside the block; restore all after.
 
     The model may be the caller's own, and goes back to what it was.
 
@@ -119,6 +125,7 @@ def attention_implementation(
                     config._attn_implementation_internal = name
             stack.enter_context(positions_inside(module))
             stack.enter_context(recurrences_replaced(module, recurrence))
+            stack.enter_context(indexers_replaced(module, name, configs, choose))
             yield
     finally:
         for config, implementation in before:

@@ -20,7 +20,7 @@ from ..fx.nodes import PLAIN
 # With fewer there is nothing to gain.
 FEWEST_LAYERS = 6
 # A layer's number and its call's, which are what tells it from others.
-_NUMBERS = frozenset({"layer_idx", "pagespec_call", "pagespec_calls"})
+_NUMBERS = frozenset({"layer_idx", "pagespec_call", "pagespec_calls", "pagespec_index_call"})
 _CONTAINERS = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN = (*PLAIN, torch.dtype, torch.device)
 _SHARED = (PreTrainedConfig, FunctionType, BuiltinFunctionType, type)

@@ -24,6 +24,7 @@ from transformers import (
 from ...errors import InvalidInputError, UnsupportedModelError
 from .default_sampling import default_sampling
 from .gguf_blocks import check_gguf, kept_blocks
+from .indexers import check_indexers
 from .loaded import WHOLE, LoadedModel, Shard, longest_context
 from .quantized_load import (
     check_capability,
@@ -94,12 +95,15 @@ def load_model(
             limit = "needs a model in files: a module in memory has its weights already"
             raise InvalidInputError("quantization", quantization, limit)
         given: Any = model
+        check_indexers(type(model), device)
         module: PreTrainedModel = given.to(device).eval()
         if torch_dtype is not None:
             _cast(module, torch_dtype)
         return _described(module, None, max_model_len)
 
     name, source, config = _config_of(model, cache_dir)
+    if (kind := _class_of(config)) is not None:
+        check_indexers(kind, device)
     is_quantised = quantization == "fp8" or (load_format == "auto" and stays_quantised(config))
     if is_quantised:
         check_quantized(name, config, quantization, torch_dtype, device, shard)
@@ -246,6 +250,15 @@ def auto_class(config: PreTrainedConfig) -> Any:
     is_seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if is_seeing and not is_text else AutoModelForCausalLM
+
+
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """What :func:`auto_class` builds; None if it is not known before."""
+    try:
+        kind = auto_class(config)._model_mapping[type(config)]
+    except KeyError:
+        return None
+    return kind if isinstance(kind, type) else None
 
 
 def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

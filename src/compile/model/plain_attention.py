@@ -76,7 +76,7 @@ def plain_attention_replaced(
     for part, forward in rewritten.forwards.items():
         part.forward = forward  # type: ignore[method-assign]
     try:
-        with _masks_are_tensors(name) if rewritten.has_bool_masks else nullcontext():
+        with masks_are_tensors(name) if rewritten.has_bool_masks else nullcontext():
             yield
     finally:
         for part in rewritten.forwards:
@@ -84,7 +84,7 @@ def plain_attention_replaced(
 
 
 @contextmanager
-def _masks_are_tensors(name: str) -> Iterator[None]:
+def masks_are_tensors(name: str) -> Iterator[None]:
     """In the block, the masks for the attention function ``name`` are tensors: where there would be
     none, of one element."""
     before = AttentionMaskInterface._global_mapping.get(name)

@@ -1,13 +1,14 @@
-"""Finds the attention and recurrent calls of a model, on stand-ins for both.
+"""Finds the attention calls of a model, its recurrences and indexers, on stand-ins for them.
 
 No KV cache and no graph. On eight tokens, with the whole model:
 
 1. *record*: every attention call in order, its shapes, scale, softcap, sinks, the window or chunk,
-   read off the mask closure that reaches this very call, and the slopes of a bias; and every
-   recurrence in order;
-2. *poison*: with an attention and recurrences that mix no tokens, NaN in one token's embedding must
-   reach no other token's logits. So nothing else mixes tokens: no recurrence or convolution but
-   those known here (:mod:`.recurrent`), no token shift, no attention that bypasses the interface.
+   read off the mask closure that reaches this very call, and the slopes of a bias; every recurrence
+   in order; and which indexer chose what a call sees (:mod:`.index_probe`);
+2. *poison*: with attention, recurrences and indexers that mix no tokens, NaN in one token's
+   embedding must reach no other token's logits. So nothing else mixes tokens: no recurrence or
+   convolution but those known here (:mod:`.recurrent`), no token shift, no attention that bypasses
+   the interface.
    NaN shows however small the weights are;
 3. *permute*: the packed tokens in another order must give the same queries, keys, values and
    logits in that order, so explicit position ids are followed.
@@ -33,6 +34,7 @@ from transformers.cache_utils import DynamicLayer
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.stand_in import is_stand_in
+from .index_probe import IndexRecorder, MaskMarker
 from .linear_weights import expanded_linears
 from .loaded import LoadedModel
 from .masks import MaskFunction, MaskPattern, alibi_slopes, pattern_of_mask
@@ -44,7 +46,7 @@ from .thresholds import ReachPlan
 _NUM_PROBE_TOKENS = 8
 _REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 # Tensor arguments whose meaning is known; any other would be dropped silently.
-_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", "alibi", "logits_to_keep"})
+_KNOWN_TENSOR_KWARGS = frozenset({"s_aux", "position_ids", "alibi", "logits_to_keep", "indices"})
 # Numbers whose meaning is known. Flags (bool), strings and None carry no numerics.
 _KNOWN_NUMBER_KWARGS = frozenset(
     {
@@ -54,19 +56,13 @@ _KNOWN_NUMBER_KWARGS = frozenset(
 )
 
 
-class _Marker(Tensor):
-    """A mask that a model hands to its attention, known again as a mask of booleans too."""
-
-    def to(self, *_: Any, **__: Any) -> Tensor:
-        return self
-
-
 class _Recorder:
-    """The attention, mask and recurrent functions of the first run, and what they saw."""
+    """The attention, mask, recurrent and index functions of the first run, and what they saw."""
 
     def __init__(self, architecture: str, num_tokens: int) -> None:
         self.architecture = architecture
         self.recurrent = RecurrentRecorder(self.refuse, num_tokens)
+        self.indexers = IndexRecorder(self.refuse, num_tokens)
         self.masks: list[tuple[Tensor, MaskFunction]] = []
         self.patterns: dict[tuple[int, int], MaskPattern | None] = {}
         self.modules: list[nn.Module] = []
@@ -79,7 +75,7 @@ class _Recorder:
         q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
         # One number in memory: thousands of tokens have no room for their square.
         marker = torch.zeros(1, 1, 1, 1, device=kwargs.get("device"))
-        marker = marker.expand(1, 1, int(q_length), int(kv_length)).as_subclass(_Marker)
+        marker = marker.expand(1, 1, int(q_length), int(kv_length)).as_subclass(MaskMarker)
         self.masks.append((marker, mask_function))
         return marker
 
@@ -108,6 +104,13 @@ class _Recorder:
             if pattern != MaskPattern():
                 raise self.refuse(f"its attention has a window of its own within {pattern}")
             pattern = MaskPattern(kwargs["own_window"])
+        index_mask = self.indexers.mask()
+        if index_mask is not None and index_mask is not attention_mask:
+            raise self.refuse("its indexer has another mask than its attention")
+        of_indexers = self.indexers.attend(len(self.specs), kwargs.get("indices"))
+        slopes = self._slopes(kwargs.get("alibi"), query)
+        if of_indexers and (pattern != MaskPattern() or slopes):
+            raise self.refuse(f"its indexer chooses within {pattern} and slopes {slopes}")
         self.modules.append(module)
         self.specs.append(
             AttentionSpec(
@@ -121,7 +124,8 @@ class _Recorder:
                 softcap=float(kwargs.get("softcap") or 0.0),
                 has_sinks=sinks is not None,
                 chunk=pattern.chunk,
-                alibi_slopes=self._slopes(kwargs.get("alibi"), query),
+                alibi_slopes=slopes,
+                **of_indexers,
             )
         )
         return local_attention(query, key, value), None
@@ -174,8 +178,8 @@ def probe_model(loaded: LoadedModel) -> list[AttentionSpec]:
     """Find what each attention call of the model needs, or refuse the model.
 
     Sets ``pagespec_call``, the call's number, on each attention module, on those that make several
-    calls a pass ``pagespec_calls``, the numbers of all, and ``loaded.recurrent``; changes nothing
-    else.
+    calls a pass ``pagespec_calls``, the numbers of all, on each indexer ``pagespec_index_call``,
+    the number of the call that it chooses for, and ``loaded.recurrent``; changes nothing else.
 
     Returns:
         One spec an attention call, in order of execution.
@@ -218,6 +222,9 @@ def _probe(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPlan]:
                 numbers = tuple(spec.call for spec in specs)
                 attention_module.pagespec_calls = numbers  # type: ignore[assignment]
 
+        for indexer, number in recorder.indexers.modules.items():
+            indexer.pagespec_index_call = number  # type: ignore[assignment]
+
         def check_calls_again(ids: Tensor) -> None:
             of_calls = recorder.calls()
             again = _record(loaded, probe_pass, ids, f": with {len(ids)} tokens in a pass")
@@ -241,7 +248,13 @@ def _record(loaded: LoadedModel, probe_pass: ProbePass, ids: Tensor, where: str 
     rows = torch.tensor([1, len(ids) - 1, 1], device=ids.device)
     recurrent = recorder.recurrent
     with (
-        registered(loaded.module, recorder.attention, recorder.mask, recurrent.recurrence),
+        registered(
+            loaded.module,
+            recorder.attention,
+            recorder.mask,
+            recurrent.recurrence,
+            recorder.indexers.choose,
+        ),
         recurrent.watching(loaded.module),
     ):
         probe_pass.logits(ids, torch.arange(len(ids), device=ids.device), rows)

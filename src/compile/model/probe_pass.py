@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ...errors import PagespecError, UnsupportedModelError
 from .attention import attention_implementation
 from .forward import PackedForward
+from .indexers import IndexCall, IndexFunction
 from .loaded import LoadedModel
 from .recurrent import RecurrentCall, RecurrentFunction
 
@@ -53,14 +54,14 @@ class ProbePass:
     @contextmanager
     def stand_in(self) -> Iterator[None]:
         """In the block, attention is :func:`local_attention`, a recurrence is
-        :func:`local_recurrence`, and :meth:`results` can be called."""
-        local = self._local
-        with registered(self._loaded.module, local.attention, _no_mask, local.recurrence):
+        :func:`local_recurrence`, an indexer chooses nothing, and :meth:`results` can be called."""
+        local, module = self._local, self._loaded.module
+        with registered(module, local.attention, _no_mask, local.recurrence, local.choose):
             yield
 
     def results(self, ids: Tensor, positions: Tensor) -> list[Tensor]:
         """The logits, and queries, keys and values of every attention call, and what every
-        recurrence reads of a token; dim 0 is the token."""
+        recurrence and indexer reads of a token; dim 0 is the token."""
         self._local.seen.clear()
         logits = self.logits(ids, positions, torch.arange(len(ids), device=ids.device))
         return [logits, *self._local.seen]
@@ -88,6 +89,16 @@ class _LocalCalls:
     def recurrence(self, call: RecurrentCall) -> Tensor:
         self.seen.extend(x.clone() for x in per_token(call))
         return local_recurrence(call)
+
+    def choose(self, _module: nn.Module, call: IndexCall) -> Tensor:
+        self.seen.extend(x.clone() for x in (call.query, call.key, call.weights))
+        return no_choice(call)
+
+
+def no_choice(call: IndexCall) -> Tensor:
+    """As much as an indexer would choose, of which :func:`local_attention` reads nothing."""
+    chosen = call.query.new_zeros(1, 1, 1, dtype=torch.int32)
+    return chosen.expand(1, len(call.query), call.num_chosen)
 
 
 def local_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -140,12 +151,13 @@ def registered(
     attention: AttentionFunction,
     mask: Callable[..., Any],
     recurrence: RecurrentFunction,
+    choose: IndexFunction,
 ) -> Iterator[None]:
     """Have the model call these stand-in functions for the length of the block."""
     AttentionInterface.register(_PROBE_NAME, attention)
     AttentionMaskInterface.register(_PROBE_NAME, mask)
     try:
-        with attention_implementation(module, _PROBE_NAME, recurrence):
+        with attention_implementation(module, _PROBE_NAME, recurrence, choose):
             yield
     finally:
         AttentionInterface._global_mapping.pop(_PROBE_NAME, None)

@@ -10,7 +10,8 @@ is rewritten to, with W_k ``[H, N, R]`` and W_v ``[H, R, V]`` views of W (:mod:`
     out = head_values(attention(q, cache), W_v)
 
 The attention has to be plain (no window, chunk, softcap, sinks, slopes), of one dtype, and the only
-one over its caches: a graph that differs anywhere stays as it is.
+one over its caches: a graph that differs anywhere stays as it is. An indexer may choose what it
+sees.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def cache_latents(gm: GraphModule, context: PassContext) -> int:
 
 def _is_plain(spec: AttentionSpec, attention: Node) -> bool:
     args: Any = attention.args
-    params = AttentionParams(*args[6:])
+    params = AttentionParams(*args[6:])._replace(indices=None)
     plain = AttentionParams(params.scale)
     masks = spec.window or spec.chunk or spec.softcap or spec.has_sinks or spec.alibi_slopes
     return params == plain and not masks and not attention.kwargs
@@ -129,7 +130,8 @@ def _replace(
     with graph.inserting_before(attention):
         absorbed = graph.call_function(mla.latent_query, (query, to_latent))
         kv: Any = LatentKV(k_cache, *batch)
-        mixed = graph.call_function(mla.attention, (absorbed, kv, args[6], rank))
+        indices = AttentionParams(*args[6:]).indices
+        mixed = graph.call_function(mla.attention, (absorbed, kv, args[6], rank, indices))
         out = graph.call_function(mla.head_values, (mixed, to_values))
     num_tokens, num_heads, _ = _sizes(query)
     for node, width in ((absorbed, rank + rope_dim), (mixed, rank)):

@@ -2,6 +2,8 @@
 
 - ``paged_attention`` becomes an ``attend`` on a layout that is built once a step for each window,
   (chunk, slopes), not once a layer;
+- ``index_topk`` becomes a call on such a layout, in any context an invariant one, and so does
+  attention over what it chose;
 - ``kv_store`` is called without going through the dispatcher;
 - matmuls, and the activations whose bits depend on where an element lies, become batch-invariant
   calls if the context is transparent (:mod:`.invariant_calls`); if not, ``linear`` with a float32
@@ -19,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.arguments import AttentionParams
 from ...kernels.attention import cpu_invariant as invariant_attention
-from ...kernels.attention import reference
+from ...kernels.attention import indexer, reference
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear.cpu_few_rows import linear_few_rows
 from ...kernels.mla import dispatch as mla
@@ -65,11 +67,7 @@ def _invariant_layout_of_step(
 def lower_cpu(gm: GraphModule, context: PassContext) -> int:
     """Rewrites, and returns the number of calls replaced."""
     graph, count = gm.graph, 0
-    layouts: dict[tuple[object, ...], Node] = {}
-    build_layout = _invariant_layout_of_step if context.transparent else _layout_of_step
-    attend: Callable[..., Tensor] = (
-        invariant_attention.attend if context.transparent else reference.attend
-    )
+    layouts = _Layouts(graph)
     rewritten = InvariantCalls(graph, context) if context.transparent else _FastCalls(context)
     quantized = QuantizedCalls(graph, context)
     for node in list(graph.nodes):
@@ -85,16 +83,21 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
             query, k_cache, v_cache, batch, params, v_dim = call
             slopes = None if params.alibi_slopes is None else tuple(params.alibi_slopes)
             mask = params.window, params.chunk, slopes
-            value = example(query) if isinstance(query, Node) else None
-            key = (*batch, *mask, getattr(value, "dtype", None))
+            is_invariant = context.transparent or params.indices is not None
+            attend = invariant_attention.attend if is_invariant else reference.attend
+            more = (params.indices,) if is_invariant else ()
             with graph.inserting_before(node):
-                if key not in layouts:
-                    layouts[key] = graph.call_function(
-                        build_layout, (query, k_cache, *batch, *mask)
-                    )
+                layout = layouts.get(query, k_cache, batch, mask, is_invariant)
                 replacement = graph.call_function(
                     attend,
-                    (query, k_cache, v_cache, layouts[key], *params[:3:2], params.sinks, v_dim),
+                    (query, k_cache, v_cache, layout, *params[:3:2], params.sinks, v_dim, *more),
+                )
+        elif calls_op(node, "index_topk"):
+            args: Any = node.args
+            with graph.inserting_before(node):
+                layout = layouts.get(args[0], args[3], args[5:8], (0, 0, None), True)
+                replacement = graph.call_function(
+                    indexer.index_topk, (*args[:5], layout, *args[8:])
                 )
         elif calls_op(node, "kv_store"):
             node.target = fused.kv_store
@@ -116,13 +119,34 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
     return count
 
 
+class _Layouts:
+    """What builds the layouts of a step, once for each kind."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._nodes: dict[tuple[object, ...], Node] = {}
+
+    def get(
+        self, query: Any, cache: Any, batch: Any, mask: tuple[Any, ...], is_invariant: bool
+    ) -> Node:
+        """The node for a batch under (window, chunk, slopes), made at the insertion point."""
+        value = example(query) if isinstance(query, Node) else None
+        dtype = None if is_invariant else getattr(value, "dtype", None)
+        key = (*batch, *mask, is_invariant, dtype)
+        if key not in self._nodes:
+            build: Any = _invariant_layout_of_step if is_invariant else _layout_of_step
+            node = self._graph.call_function(build, (query, cache, *batch, *mask))
+            self._nodes[key] = node
+        return self._nodes[key]
+
+
 def _attention_call(node: Node) -> tuple[Any, ...] | None:
     """(query, keys, values or None, batch, :class:`.AttentionParams`, size of values that lie
     within keys) of a call of attention."""
     if node.target is mla.attention:
         args: Any = node.args
-        query, kv, scale, rank = args
-        return query, kv[0], None, kv[1:], AttentionParams(scale), rank
+        query, kv, scale, rank, indices = args
+        return query, kv[0], None, kv[1:], AttentionParams(scale, indices=indices), rank
     if not calls_op(node, "paged_attention"):
         return None
     params: Any = node.args[6:]

@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import e4m3
+from ..arguments import AttentionParams, PagedKV
 from ..device import MKL_ROW_UNIT
 from .reference import first_seen, grouped_by_length
 
-_TILE = 64
+TILE = 64
 _QUERY_TILE = 128
 # What the tiles' shares of an output may take before they are added up.
 _PART_ELEMENTS = 1 << 18
@@ -97,10 +98,9 @@ def build_layout(
     decode = [row for row, n in enumerate(num_queries) if n == 1]
     # The first tile that the first query of a row sees, and how many from there to its last.
     lows = [
-        first_seen(c - n, window, chunk) // _TILE
-        for c, n in zip(contexts, num_queries, strict=True)
+        first_seen(c - n, window, chunk) // TILE for c, n in zip(contexts, num_queries, strict=True)
     ]
-    counts = [-(-c // _TILE) - low for c, low in zip(contexts, lows, strict=True)]
+    counts = [-(-c // TILE) - low for c, low in zip(contexts, lows, strict=True)]
 
     def gather(rows: list[int], tiles: list[tuple[int, int]]) -> Gather:
         """``tiles``: ranges of the rows' queries, counted from each row's first."""
@@ -108,8 +108,8 @@ def build_layout(
         index = torch.tensor(rows, device=device)
         low = torch.tensor([lows[row] for row in rows], device=device)
         last = torch.tensor([contexts[row] - 1 for row in rows], device=device)
-        offsets = torch.arange(num_tiles * _TILE, device=device).view(num_tiles, 1, _TILE)
-        positions = low.view(1, -1, 1) * _TILE + offsets
+        offsets = torch.arange(num_tiles * TILE, device=device).view(num_tiles, 1, TILE)
+        positions = low.view(1, -1, 1) * TILE + offsets
         # Positions after the last are not settled: read the last one there, and hide it.
         settled = torch.minimum(positions, last.view(1, -1, 1))
         blocks = block_tables[index.view(1, -1, 1), settled // block_size].long()
@@ -117,15 +117,14 @@ def build_layout(
         groups = []
         for a, b in tiles:
             ends = [contexts[row] - num_queries[row] + b for row in rows]
-            seen = max(-(-e // _TILE) - lows[row] for e, row in zip(ends, rows, strict=True))
+            seen = max(-(-e // TILE) - lows[row] for e, row in zip(ends, rows, strict=True))
             first = torch.tensor([e - (b - a) for e in ends], device=device)
             queries = (first[:, None] + torch.arange(b - a, device=device))[None, :, :, None]
             # Without a window or chunk, what is not seen lies behind the first query.
             begin_hidden = 0
             if not window and not chunk:
                 begin_hidden = min(
-                    (e - (b - a) + 1) // _TILE - lows[row]
-                    for e, row in zip(ends, rows, strict=True)
+                    (e - (b - a) + 1) // TILE - lows[row] for e, row in zip(ends, rows, strict=True)
                 )
             keys = positions[begin_hidden:seen, :, None, :]
             hidden = keys > queries
@@ -165,6 +164,7 @@ def attend(
     softcap: float,
     sinks: Tensor | None,
     v_dim: int = 0,
+    indices: Tensor | None = None,
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]``; returns ``[T, Hq, Dv]``, computed in float32.
 
@@ -172,6 +172,8 @@ def attend(
 
     Args:
         v_cache: None if the values are the first ``v_dim`` elements of the keys.
+        indices: int32 ``[T, K]``, the positions each query sees of those in view, or -1; None for
+            all. For layouts from position 0.
     """
     num_q_heads = query.shape[1]
     if v_cache is not None:
@@ -179,16 +181,35 @@ def attend(
     out = query.new_empty(query.shape[0], num_q_heads, v_dim)
     out[layout.num_tokens :] = 0
     for gather in layout.gathers:
-        keys = _gathered("keys", k_cache, gather)
-        values = keys[..., :v_dim] if v_cache is None else _gathered("values", v_cache, gather)
+        keys = gathered("keys", k_cache, gather)
+        values = keys[..., :v_dim] if v_cache is None else gathered("values", v_cache, gather)
         for group in gather.groups:
-            out[group.tokens] = _attend(
-                query[group.tokens], keys, values, group, scale, softcap, sinks, layout.slopes
-            ).to(out.dtype)
+            unseen = None if indices is None else _unseen(indices[group.tokens], group)
+            more = scale, softcap, sinks, layout.slopes, unseen
+            mixed = _attend(query[group.tokens], keys, values, group, *more)
+            out[group.tokens] = mixed.to(out.dtype)
     return out
 
 
-def _gathered(which: str, cache: Tensor, gather: Gather) -> Tensor:
+def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
+    """Layout and attention in one; shapes as in :mod:`.ops`."""
+    scale, window, softcap, sinks, chunk, slopes, indices = params
+    layout = build_layout(*kv[2:], kv.k_cache.shape[1], window, chunk, slopes)
+    more = scale, softcap, sinks, 0, indices
+    return attend(query, kv.k_cache, kv.v_cache, layout, *more)
+
+
+def _unseen(indices: Tensor, group: QueryGroup) -> Tensor:
+    """Bool ``[num_tiles, R, n, 1, 64]``, True where a query's indices ``[R * n, K]`` are not."""
+    num_positions = group.num_tiles * TILE
+    unseen = indices.new_ones(len(indices), num_positions + 1, dtype=torch.bool)
+    at = torch.where(indices < 0, num_positions, indices).long()
+    unseen = unseen.scatter_(1, at, False)[:, :num_positions]
+    unseen = unseen.reshape(group.num_rows, -1, group.num_tiles, TILE)
+    return unseen.permute(2, 0, 1, 3).unsqueeze(3)
+
+
+def gathered(which: str, cache: Tensor, gather: Gather) -> Tensor:
     """``[num_tiles * R, 64, Hkv, D]``, contiguous, float32; good until the next call with the same
     ``which``."""
     num_heads, dim = cache.shape[2:]
@@ -198,7 +219,7 @@ def _gathered(which: str, cache: Tensor, gather: Gather) -> Tensor:
     # Whole slots: gathered head by head they cost 1.5 to 3 times as much.
     flat = cache.view(-1, num_heads * dim)
     found = torch.index_select(flat, 0, gather.slots, out=gather.buffers[key])
-    found = found.view(-1, _TILE, num_heads, dim)
+    found = found.view(-1, TILE, num_heads, dim)
     return e4m3.decode_rows(found) if e4m3.are_rows(cache) else found.float()
 
 
@@ -211,6 +232,7 @@ def _attend(
     softcap: float,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    unseen: Tensor | None,
 ) -> Tensor:
     """One group: ``query [R * n, Hq, Dk]`` over ``[num_tiles or more * R, 64, Hkv, D]``."""
     num_rows, num_tiles, num_kv_heads = group.num_rows, group.num_tiles, keys.shape[2]
@@ -228,15 +250,15 @@ def _attend(
     rows = q.shape[2]
 
     # A head's matmuls of all tiles and rows are one batch.
-    scores = q.new_empty(num_kv_heads, num_tiles, num_rows, rows, _TILE)
+    scores = q.new_empty(num_kv_heads, num_tiles, num_rows, rows, TILE)
     every = q.unsqueeze(1).expand(-1, num_tiles, -1, -1, -1)
     every = every.reshape(num_kv_heads, num_matmuls, rows, k_dim)
-    per_head = scores.view(num_kv_heads, num_matmuls, rows, _TILE)
+    per_head = scores.view(num_kv_heads, num_matmuls, rows, TILE)
     keys = keys[:num_matmuls].permute(2, 0, 3, 1)
     for left, right, out in zip(every.unbind(), keys.unbind(), per_head.unbind(), strict=True):
         torch.bmm(left, right, out=out)
     real = scores[..., :used, :].view(
-        num_kv_heads, num_tiles, num_rows, num_queries, group_size, _TILE
+        num_kv_heads, num_tiles, num_rows, num_queries, group_size, TILE
     )
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
@@ -244,6 +266,8 @@ def _attend(
         # A product and a sum, each rounded, whatever vectors they are computed in.
         real += slopes.view(num_kv_heads, 1, 1, 1, group_size, 1) * group.distances
     real[:, group.first_hidden :].masked_fill_(group.hidden, _NEG_INF)
+    if unseen is not None:
+        real.masked_fill_(unseen, _NEG_INF)
     highest = scores.amax((1, 4))
     sink = None
     if sinks is not None:

@@ -329,6 +329,6 @@ def _float32_attention(
 
 def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
     """Layout and attention in one; shapes as in :mod:`.ops`."""
-    scale, window, softcap, sinks, chunk, slopes = params
+    scale, window, softcap, sinks, chunk, slopes = params[:6]
     layout = build_layout(*kv[2:], kv.k_cache.shape[1], query.dtype, window, chunk, slopes)
     return attend(query, kv.k_cache, kv.v_cache, layout, scale, softcap, sinks)

@@ -24,6 +24,10 @@ class AttentionSpec:
             (ALiBi); empty for none.
         is_latent: whether the values are the first ``v_dim`` elements of the keys, which alone are
             cached (:mod:`..mla.dispatch`).
+        num_chosen: positions a query sees at most, which an indexer chose (:mod:`.indexer`); 0
+            means all.
+        index_dim: elements of the key that an indexer of the call's own leaves of a token; 0 if it
+            has none. index_dtype: of these, by name.
     """
 
     call: int
@@ -38,6 +42,9 @@ class AttentionSpec:
     chunk: int = 0
     alibi_slopes: tuple[float, ...] = ()
     is_latent: bool = False
+    num_chosen: int = 0
+    index_dim: int = 0
+    index_dtype: str = ""
 
     @property
     def num_kv_elements(self) -> int:
@@ -51,4 +58,6 @@ def reference_only(specs: Sequence[AttentionSpec]) -> str | None:
         return "have no attention within chunks"
     if any(spec.alibi_slopes for spec in specs):
         return "have no ALiBi slopes"
+    if any(spec.num_chosen for spec in specs):
+        return "have no keys that an indexer chooses"
     return None

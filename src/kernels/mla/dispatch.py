@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import e4m3
 from ..arguments import LatentKV
-from ..attention import reference
+from ..attention import cpu_invariant, reference
 from ..device import Gpu
 from .head_matmul import HeadMatmulRecipe, head_matmul
 
@@ -31,7 +31,7 @@ def is_served(rank: int, rope_dim: int, device: torch.device) -> bool:
     """Whether attention over vectors of such sizes runs on ``device``: but for GPUs on all."""
     if device.type != "cuda":  # "meta" in the graph of a model that was restored
         return True
-    is_small = rank <= _LARGEST_RANK and rope_dim <= _LARGEST_ROPE
+    is_small = rank <= _LARGEST_RANK and 0 < rope_dim <= _LARGEST_ROPE
     return is_small and Gpu.of(device).num_shared_bytes >= _FEWEST_SHARED_BYTES
 
 
@@ -43,7 +43,8 @@ def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tens
         cache: ``[num_blocks + 1, block_size, 1, R + P]``, or rows of :mod:`..e4m3` on a CPU.
         slot_mapping: int64 ``[T]``.
     """
-    latent, rope = (x.reshape(-1, x.shape[-1]) for x in (latent, rope))
+    latent = latent.reshape(-1, latent.shape[-1])
+    rope = rope.reshape(len(latent), rope.shape[-1])  # of no elements in a layer without positions
     if cache.is_cuda:
         from .store_kernel import store_latent as store
 
@@ -74,13 +75,16 @@ def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None 
     return torch.cat((absorbed, query[..., num_absorbed:]), -1)
 
 
-def attention(query: Tensor, kv: LatentKV, scale: float, rank: int) -> Tensor:
+def attention(
+    query: Tensor, kv: LatentKV, scale: float, rank: int, indices: Tensor | None = None
+) -> Tensor:
     """Causal attention of packed rows over cached vectors, whose first ``rank`` elements are the
     values; rows and padding as in :mod:`..ops`.
 
     Args:
         query: ``[T, H, R + P]``. kv: its cache as :func:`store_latent` has it.
         scale: factor on the scores.
+        indices: of :func:`..ops.index_topk`, on a CPU; None for all positions in view.
 
     Returns:
         ``[T, H, R]``.
@@ -89,6 +93,10 @@ def attention(query: Tensor, kv: LatentKV, scale: float, rank: int) -> Tensor:
         from .launch import attention as by_kernels
 
         return by_kernels(query, kv, scale, rank)
+    if indices is not None:
+        aligned = cpu_invariant.build_layout(*kv[1:], kv.cache.shape[1], 0)
+        more = scale, 0.0, None, rank, indices
+        return cpu_invariant.attend(query, kv.cache, None, aligned, *more)
     layout = reference.build_layout(*kv[1:], kv.cache.shape[1], query.dtype, 0)
     return reference.attend(query, kv.cache, None, layout, scale, 0.0, None, rank)
 

@@ -138,7 +138,7 @@ PLANTED = {
     "a constant has its own shape and dtype on record": _other_shape,
     "arguments are nodes and plain data": _tensor_argument,
     "what a call that is not ours reads is on record": _no_record,
-    "attention and KV store are lowered": _attention_op,
+    "attention, KV store and indexers are lowered": _attention_op,
     "all matmuls are ours": _matmul,
 }
 

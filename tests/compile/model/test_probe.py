@@ -235,7 +235,7 @@ def test_refuses_rope_that_depends_on_the_batch(rope_type: str) -> None:
     ("arch", "options"),
     [
         ("rwkv", {"attention_hidden_size": 32}),
-        ("deepseek_v32", {"num_local_experts": 2}),
+        ("xlstm", {}),
     ],
 )
 def test_refuses_other_families(arch: str, options: dict[str, Any]) -> None:

@@ -99,3 +99,9 @@ def test_a_way_that_follows_the_rows_is_not_chosen(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(head_matmul, "head_matmul", follows)
     recipe = head_matmul.choose_recipe.__wrapped__(3, 24, 40, torch.float32, False)
     assert recipe.is_tiled
+
+
+def test_a_layer_without_positions_has_latents_alone() -> None:
+    cache, latent = torch.zeros(3, 4, 1, 5), torch.randn(1, 1, 2, 5)
+    mla.store_latent(latent, latent[..., :0], cache, torch.tensor([1, 6]))
+    assert torch.equal(cache.view(-1, 5)[[1, 6]], latent[0, 0])
