@@ -90,8 +90,10 @@ def test_int4_is_near_linear_layers_that_round_to_bfloat16(layout: str) -> None:
     "layout",
     [
         "fp8 blocks",
-        "packed int4",
-        *(pytest.param(x, marks=pytest.mark.nightly) for x in ("fp8 channels", "awq", "gptq")),
+        *(
+            pytest.param(layout, marks=pytest.mark.nightly)
+            for layout in ("fp8 channels", "awq", "gptq", "packed int4")
+        ),
     ],
 )
 def test_answers_do_not_depend_on_the_schedule(layout: str) -> None:

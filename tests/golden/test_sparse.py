@@ -134,6 +134,7 @@ def _topk_of_the_layout(scores: Tensor, visible: Tensor, num_chosen: int) -> Ten
     return at
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_control", [False, True])
 def test_equal_scores_are_told_apart_without_the_schedule(
     is_control: bool, monkeypatch: pytest.MonkeyPatch
@@ -194,8 +195,15 @@ def test_equal_scores_are_told_apart_as_transformers_decodes(
     )
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("mla_latent_cache", [True, False])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "mla_latent_cache"),
+    [
+        ("auto", True),
+        pytest.param("fp8", True, marks=pytest.mark.nightly),
+        pytest.param("auto", False, marks=pytest.mark.nightly),
+        pytest.param("fp8", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_continuations_of_one_prompt_share_its_blocks(
     kv_cache_dtype: str, mla_latent_cache: bool
 ) -> None:

@@ -50,7 +50,7 @@ def _packing_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     ("arch", "dtype", "_packing_bytes"),
     [
         pytest.param("llama", torch.float32, 0, marks=pytest.mark.nightly),
-        ("llama", torch.float32, 1 << 30),
+        pytest.param("llama", torch.float32, 1 << 30, marks=pytest.mark.nightly),
         ("llama", torch.bfloat16, 0),
         ("mistral", torch.float32, 0),
         ("qwen3_moe", torch.float32, 1 << 30),
@@ -119,7 +119,7 @@ def test_groups_without_hits_or_preemptions_show_nothing(
         pytest.param("falcon", 0, marks=pytest.mark.nightly),
         ("llama4_text", 0),
         pytest.param("llama4_text", 1 << 30, marks=pytest.mark.nightly),
-        ("aria_text", 1 << 30),
+        pytest.param("aria_text", 1 << 30, marks=pytest.mark.nightly),
         pytest.param("aria_text", 0, marks=pytest.mark.nightly),
     ],
     indirect=["_packing_bytes"],
