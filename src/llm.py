@@ -268,7 +268,7 @@ class LLM:
             EngineError: a step failed, or one that another call took.
         """
         items = split_prompts(prompts)
-        params = pair_params(items, sampling_params, self.get_default_sampling_params())
+        params = pair_params(items, sampling_params, self.get_default_sampling_params)
         return self._loop.run(
             self.reader.read_all(items, [truncation_of(p) for p in params]), params, use_tqdm
         )
@@ -319,7 +319,7 @@ class LLM:
         """
         is_many = is_list(messages) and bool(messages) and is_list(messages[0])
         conversations = list(messages) if is_many else [messages]
-        params = pair_params(conversations, sampling_params, self.get_default_sampling_params())
+        params = pair_params(conversations, sampling_params, self.get_default_sampling_params)
         schemas = read_tools(tools)
         inputs = [
             self.chat_reader.read(

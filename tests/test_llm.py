@@ -74,6 +74,15 @@ def test_requests_without_parameters_take_those_of_the_generation_config(tmp_pat
         assert len(ids(llm.generate([5, 6, 7]))[0]) == 5
 
 
+def test_a_bad_generation_config_is_refused_where_it_is_asked_for_alone(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"min_p": 7.0}')
+    llm = LLM(str(tmp_path), max_num_seqs=4, num_blocks=40)
+    assert len(ids(llm.generate([5, 6, 7], GREEDY))[0]) == 6
+    with pytest.raises(InvalidInputError, match="min_p"):
+        llm.generate([5, 6, 7])
+
+
 def test_a_model_without_such_defaults_has_those_of_the_class(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams()
 

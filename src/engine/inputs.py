@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,14 +67,19 @@ def split_prompts(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def pair_params(prompts: Sequence[Any], params: Any, default: SamplingParams) -> list[Any]:
+def pair_params(
+    prompts: Sequence[Any], params: Any, default: Callable[[], SamplingParams]
+) -> list[Any]:
     """One set of sampling parameters a prompt; those of a list are not looked at.
+
+    Args:
+        default: makes them where none are given.
 
     Raises:
         InvalidInputError: neither parameters nor a list, or one of another length than ``prompts``.
     """
     if params is None:
-        params = default
+        params = default()
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if not is_list(params):

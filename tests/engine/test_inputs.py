@@ -97,11 +97,11 @@ def test_prompts_of_all_shapes() -> None:
 def test_unequal_lists_are_refused() -> None:
     params = [SamplingParams()] * 2
     with pytest.raises(InvalidInputError, match="2 given for 3 prompts"):
-        pair_params(["a", "b", "c"], params, params[0])
-    assert pair_params(["a", "b"], None, params[0]) == params
+        pair_params(["a", "b", "c"], params, lambda: params[0])
+    assert pair_params(["a", "b"], None, lambda: params[0]) == params
 
 
 @pytest.mark.parametrize("params", [5, 0, "", b"", {}])
 def test_parameters_of_no_prompt_are_looked_at(params: Any) -> None:
     with pytest.raises(InvalidInputError, match="must be a SamplingParams"):
-        pair_params([], params, SamplingParams())
+        pair_params([], params, SamplingParams)

@@ -139,11 +139,7 @@ def find_regions(graph: Graph) -> list[Region]:
     regions: list[Region] = []
     run: list[Node] = []
     for node in graph.nodes:
-        if (
-            node.op in ("placeholder", "output")
-            or is_opaque(node)
-            or _writes_outside(node, set(run))
-        ):
+        if node.op in ("placeholder", "output") or is_opaque(node) or _writes_outside(node, run):
             regions.append(Region(run))
             run = []
         else:
@@ -157,7 +153,7 @@ def find_regions(graph: Graph) -> list[Region]:
     return found
 
 
-def _writes_outside(node: Node, run: set[Node]) -> bool:
+def _writes_outside(node: Node, run: list[Node]) -> bool:
     """May ``node`` change a tensor that ``run`` has not made? A view of it that the region is
     given, too, would be another input of the same memory, which Inductor takes for separate."""
     if node.op not in ("call_method", "call_function") or not is_in_place(node):
