@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -58,3 +59,19 @@ def _quiet_dynamo() -> Iterator[None]:
     logger.disabled = True
     yield
     logger.disabled = before
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each tensor of a checkpoint was read."""
+    from pagespec.compile.model.checkpoint import Checkpoint
+
+    found: Counter[str] = Counter()
+    get = Checkpoint.get
+
+    def counted(self: Checkpoint, name: str) -> torch.Tensor:
+        found[name] += 1
+        return get(self, name)
+
+    monkeypatch.setattr(Checkpoint, "get", counted)
+    return found

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
 from pagespec.compile.model import quantized_load
-from pagespec.compile.model.checkpoint import Checkpoint
 from pagespec.compile.model.load import load_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
@@ -42,20 +41,6 @@ def save(folder: Path, arch: str) -> PreTrainedModel:
         for weight in linear_weights(model).values():
             weight.copy_(fp8_blocks(weight)[1])
     return model
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each tensor of a checkpoint was read."""
-    found: Counter[str] = Counter()
-    get = Checkpoint.get
-
-    def counted(self: Checkpoint, name: str) -> Tensor:
-        found[name] += 1
-        return get(self, name)
-
-    monkeypatch.setattr(Checkpoint, "get", counted)
-    return found
 
 
 @pytest.mark.parametrize("arch", ["kimi_linear", "nemotron_h", "hrm_text", "falcon"])

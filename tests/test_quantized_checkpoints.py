@@ -19,7 +19,6 @@ from pagespec import LLM, SamplingParams
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.spec import Bindings, verify_graph
 from pagespec.compile.model import quantization_schemes
-from pagespec.compile.model.checkpoint import Checkpoint
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.loaded import Shard
 from pagespec.compile.model.probe import probe_model
@@ -55,20 +54,6 @@ def plain_checkpoint(folder: Path) -> nn.Module:
         with torch.no_grad():
             parameter.copy_(fp8_blocks(tensors[name])[1] if is_made else tensors[name])
     return model
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each tensor of a checkpoint was read."""
-    found: Counter[str] = Counter()
-    get = Checkpoint.get
-
-    def counted(self: Checkpoint, name: str) -> Tensor:
-        found[name] += 1
-        return get(self, name)
-
-    monkeypatch.setattr(Checkpoint, "get", counted)
-    return found
 
 
 def test_fp8_at_load_equals_generate(tmp_path: Path) -> None:

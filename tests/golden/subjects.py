@@ -55,6 +55,13 @@ QUANTIZED_CONDITIONS = [
     for condition in conditions(longest=106, pool_tokens=112)
     if condition.name in {condition.name for condition in FEW_CONDITIONS}
 ]
+GATE_SIZE = GateSize(
+    max_batch=5,
+    neighbour_lengths=(1, 3, 65, 300),
+    cuts=(1, 3, 23, 62, 63),
+    budgets=(2, 5, 33),
+    num_tokens=4,
+)
 QUANTIZED_GATE_SIZE = GateSize(
     max_batch=5, neighbour_lengths=(1, 3, 65), cuts=(1, 3, 32, 63), budgets=(2, 33), num_tokens=4
 )

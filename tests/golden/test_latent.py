@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams, build
 from pagespec.compile.captured_model import CapturedModel
-from pagespec.verify import GateSize, run_gate
+from pagespec.verify import run_gate
 from tests.golden.harness import Condition, check, mixed_prompts
-from tests.golden.subjects import TINY_CONDITIONS, tiny
+from tests.golden.subjects import GATE_SIZE, TINY_CONDITIONS, tiny
 from tests.support.captures import graph_cache
 from tests.support.latent_models import LATENT
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -34,13 +34,6 @@ _RUNS = [
     for arch in LATENT
     for condition in TINY_CONDITIONS
 ]
-GATE_SIZE = GateSize(
-    max_batch=5,
-    neighbour_lengths=(1, 3, 65, 300),
-    cuts=(1, 3, 23, 62, 63),
-    budgets=(2, 5, 33),
-    num_tokens=4,
-)
 _Captured = list[CapturedModel]
 
 

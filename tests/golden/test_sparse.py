@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from pagespec import LLM, SamplingParams
-from pagespec.verify import GateSize, run_gate
+from pagespec.verify import run_gate
 from tests.golden.harness import (
     Condition,
     Reference,
@@ -26,6 +26,7 @@ from tests.golden.harness import (
 )
 from tests.golden.subjects import (
     BEYOND_CONDITIONS,
+    GATE_SIZE,
     TINY_CONDITIONS,
     beyond,
     lengths_beyond,
@@ -47,13 +48,6 @@ _RUNS = [
     for arch in SPARSE
     for condition in TINY_CONDITIONS
 ]
-GATE_SIZE = GateSize(
-    max_batch=5,
-    neighbour_lengths=(1, 3, 65, 300),
-    cuts=(1, 3, 23, 62, 63),
-    budgets=(2, 5, 33),
-    num_tokens=4,
-)
 _GATE: dict[str, Any] = {"vocabulary": VOCAB_SIZE, "block_size": 8, "size": GATE_SIZE}
 # So few index heads that many scores are 0, and equal.
 _TIES: dict[str, Any] = {"index_n_heads": 2}
