@@ -1,6 +1,6 @@
-"""Tries tiles of the matmul kernels for the weights that a rank has, on the GPU at hand.
+"""Tries tiles of the matmul kernels for weights of models, or of a rank, on the GPU at hand.
 
-    python -m benchmarks.matmul_sweep [--model 32b/2 | 8b/2 ...] [--rows 2 16 ...] [--seconds 60]
+    python -m benchmarks.matmul_sweep [--model 32b/2 | 8b/2 | heads] [--rows 2 16] [--seconds 60]
 
 For each weight and number of rows: the floor (the weight once at 4.54 TB/s, or the operations at
 790 TFLOP/s, whichever takes longer; both measured on an H200), cuBLAS as the engine has it (no
@@ -47,6 +47,10 @@ WEIGHTS: dict[str, list[tuple[str, int, int, bool]]] = {
         ("o", 4096, 2048, False),
         ("gate up", 6144, 4096, True),
         ("down", 4096, 6144, False),
+    ],
+    "heads": [
+        ("0.6b", 151936, 1024, False),
+        ("8b", 151936, 4096, False),
     ],
 }
 ROWS = (2, 256, 64, 128, 16, 32)
@@ -209,8 +213,9 @@ def main() -> None:
         (f"{model} {name}", *shape) for model in options.model for name, *shape in WEIGHTS[model]
     ]
     with without_split_k(), torch.inference_mode():
+        largest = max(num_outs * k_size * (1 + gate) for _, num_outs, k_size, gate in weights)
         memory = torch.randn(1 << 28, device="cuda").bfloat16() / 64
-        memory = memory.repeat(2)
+        memory = memory.repeat(max(2, -(-2 * largest // len(memory))))
         compile_all(memory, weights, options.rows)
         begin = time.monotonic()
         for num_rows in options.rows:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_timing import copy_bandwidth
 from pagespec import LLM, SamplingParams
 from pagespec.kernels.arguments import AttentionParams, LatentKV, PagedKV
 from pagespec.kernels.attention import launch as paged
@@ -79,13 +80,6 @@ def seconds_of(call: Callable[[], Any], repeats: int = 20, calls: int = 1) -> fl
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times) / calls
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source))
 
 
 class Rows:

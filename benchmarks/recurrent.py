@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.attention import environment
+from benchmarks.gpu_timing import copy_bandwidth, median_seconds
 from pagespec.kernels.recurrent import ops
-
-from .attention import copy_bandwidth, environment, median_seconds
 
 _POOL_BYTES = 400 << 20
 _MOST_LAYERS = 64
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
-    copy = copy_bandwidth()
+    copy = copy_bandwidth() / 1e9
     print(environment())
     print(f"copy: {copy:,.0f} GB/s")
     if options.kernels or not options.layers:

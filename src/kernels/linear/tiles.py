@@ -66,8 +66,9 @@ def choose_prefetch_tile(
     Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
     tried on an H100 (docs/notes/matmul.md): all of K in shared memory if a part of the
     weight that keeps 32 programs busy leaves room for it, else stages that are used again; of less
-    shared memory, where programs of all of it would take a second turn. Beyond, and for weights of
-    which others were measured to be quicker, those, and what is like them for other short ones.
+    shared memory, where programs of all of it would take a second turn; two programs to a
+    multiprocessor for heads, where they take many. Beyond, and for weights of which others were
+    measured to be quicker, those, and what is like them for other short ones.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -97,7 +98,8 @@ def choose_prefetch_tile(
         for tile in tiles:
             if 96 <= num_outs // part <= 512 and tile.fits(num_outs, k_size, has_gate):
                 return tile
-    return None
+    tile = PrefetchTile(parts[0], 2, 5)  # two to a multiprocessor
+    return tile if num_outs > 512 * parts[0] and tile.fits(num_outs, k_size, has_gate) else None
 
 
 def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> PrefetchTile | None:

@@ -99,8 +99,8 @@ class PrefetchTile:
         return (num_staged * rows + behind) * 128 + 1024 <= _LARGE_SHARED_BYTES
 
 
-# As TUNED, and measured like it; the weights of a rank of two of Qwen3-8B and 32B on an H200
-# (`benchmarks.matmul_sweep`, docs/notes/tensor-parallel.md). The third part of a key: whether N is
+# As TUNED, and measured like it; the weights of a rank of two of Qwen3-8B and 32B, and the head of
+# Qwen3-0.6B, on an H200 (`benchmarks.matmul_sweep`, docs/notes/tensor-parallel.md and matmul.md). The third part of a key: whether N is
 # that of gate and up, each.
 TUNED_PREFETCH: Mapping[tuple[int, int, bool], Mapping[int, PrefetchTile]] = MappingProxyType(
     {
@@ -136,6 +136,10 @@ TUNED_PREFETCH: Mapping[tuple[int, int, bool], Mapping[int, PrefetchTile]] = Map
             128: PrefetchTile(64, 2, 4, 64),
         },
         (4096, 12288, False): {32: PrefetchTile(64, 4, 4, 32), 64: PrefetchTile(64, 4, 4, 32)},
+        (151936, 1024, False): {
+            32: PrefetchTile(64, 1, 6, 64),
+            64: PrefetchTile(64, 1, 6, 64),
+        },
         (3072, 4096, False): {
             16: PrefetchTile(32, 4, 9),
             32: PrefetchTile(64, 2, 9, 32),

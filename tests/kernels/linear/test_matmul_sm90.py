@@ -66,7 +66,11 @@ def test_a_tile_takes_what_shared_memory_holds() -> None:
         assert chosen.stages * chosen.atoms * 64 == k
         rows = chosen.part * (1 + has_gate)
         assert (rows + 16) * k * 2 + 1024 <= 227 << 10
-    assert choose_prefetch_tile(1, 151936, 1024, False, card) is None  # too many programs
+    for n, k, has_gate in ((151936, 1024, False), (128256, 4096, False), (25600, 5120, True)):
+        chosen = choose_prefetch_tile(1, n, k, has_gate, card)
+        assert chosen is not None
+        assert chosen.part * (1 + has_gate) == 64, "two programs to a multiprocessor"
+    assert choose_prefetch_tile(1, 50257, 1024, False, card) is None  # no whole parts
     assert choose_prefetch_tile(1, 1024, 1000, False, card) is None  # no whole atoms
     assert choose_prefetch_tile(1, 512, 16384, False, card) is None  # too few
     assert not PrefetchTile(128, 1, 4).fits(4096, 1024, has_gate=True)  # 256 rows
