@@ -1,0 +1,302 @@
+"""Matmul of many bfloat16 rows for Hopper by specialised warps, with or without a gate.
+
+A program computes tile after tile. One warp keeps the stages of shared memory filled, the next
+tile's too. Each consumer warpgroup multiplies 64 of the tile's rows by all its weights: one float32
+accumulator over all of K, 16 summands an instruction, so that any tile has the bits of
+:mod:`.matmul_sm90` and of cuBLAS without split-K.
+
+What follows a tile, the gate above all, takes a while in which a warpgroup would not multiply. So
+with ``DEFER`` it is put off: the rounded sums stay in registers, half as many as the sums, and are
+gated and stored piece by piece in the next tile, each beside a stage's matmuls. ptxas allows that
+as long as nothing but matmuls touches the accumulator (else its warning C7515, and all wait for
+all).
+
+With a gate a tile's weights are ``PART`` rows of the gate and the same ones of up, so that a thread
+has both of an output.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra import libdevice
+
+OUT_BUFFERS = gl.constexpr(2)  # of a warpgroup, 64 rows by 64 outputs each
+
+
+@gluon.jit
+def _place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, BAND: gl.constexpr):
+    """(first row of x, first output) of a tile. They go in bands of BAND tiles of rows, so that
+    what runs at a time shares both operands."""
+    num_row_tiles = (num_rows + 127) // 128
+    num_a_band = BAND * ((N + PART - 1) // PART)
+    top = tile // num_a_band * BAND
+    height = gl.minimum(num_row_tiles - top, BAND)
+    return (top + tile % num_a_band % height) * 128, tile % num_a_band // height * PART
+
+
+@gluon.jit
+def _next(slot, phase, STAGES: gl.constexpr):
+    wraps = slot == STAGES - 1
+    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _load(
+    ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+):  # fmt: skip
+    """Keeps the stages filled, 64 summands in each."""
+    x_smem, w_smem, full, empty, x_desc, w_desc, num_rows, num_tiles = ring
+    BYTES: gl.constexpr = (128 + w_smem.shape[1]) * 128
+    slot = 0
+    phase = 1
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        begin_m, begin = _place(tile, num_rows, N, PART, BAND)
+        for step in range(K // 64):
+            mbarrier.wait(empty.index(slot), phase)
+            bar = full.index(slot)
+            mbarrier.expect(bar, BYTES)
+            for half in gl.static_range(2):
+                target = x_smem.index(slot * 2 + half)
+                at = [begin_m + half * 64, step * 64]
+                tma.async_copy_global_to_shared(x_desc, at, bar, target)
+            target = w_smem.index(slot)
+            target = target._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
+            tma.async_copy_global_to_shared(w_desc, [0, begin, step * 64], bar, target)
+            slot, phase = _next(slot, phase, STAGES)
+
+
+@gluon.jit
+def silu_of_bfloat16(x, FORM: gl.constexpr):
+    """silu of float32 that holds a bfloat16: rounded to bfloat16, the bits of
+    :func:`..fused.rounding.silu` rounded.
+
+    Without the branch for each element of a rounded division: with a reciprocal of which one step
+    of Newton's has removed the error, the product rounds to the same bfloat16. There are 65,536
+    cases, which were all tried, with errors of the instruction of up to two units. A quarter of the
+    divisor, as the reciprocal of all of it may be below the normal numbers.
+    """
+    if FORM & 1:
+        e = gl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, True, 1
+        )
+    else:
+        e = libdevice.exp(-x)
+    quarter = gl.fma(e, 0.25 + gl.zeros_like(e), 0.25 + gl.zeros_like(e))
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], gl.float32, True, 1
+    )
+    if FORM < 2:
+        error = gl.fma(-quarter, inverse, 1.0 + gl.zeros_like(e))
+        inverse = gl.fma(inverse, error, inverse)
+        inverse = gl.where(e < float("inf"), inverse, 0.0)
+    return x * 0.25 * inverse
+
+
+@gluon.jit
+def _packed(x):
+    """Columns of float32, rounded to bfloat16 and two in an int32."""
+    even, odd = x.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
+    return _pair(even, odd)
+
+
+@gluon.jit
+def _pair(even, odd):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1
+    )
+
+
+@gluon.jit
+def _unpacked(pairs):
+    """Even and odd columns, as float32."""
+    even = (pairs << 16).to(gl.float32, bitcast=True)
+    return even, (pairs & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _halves(x):
+    """The left and the right half of columns; registers stay where they are."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _part(x, i: gl.constexpr, WIDE: gl.constexpr):
+    """Part ``i`` of parts of ``WIDE`` columns."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    if x.shape[1] == WIDE:
+        found = x
+    elif i * WIDE < HALF:
+        found = _part(_halves(x)[0], i, WIDE)
+    else:
+        found = _part(_halves(x)[1], i - HALF // WIDE, WIDE)
+    return found
+
+
+@gluon.jit
+def _gated(sums, i: gl.constexpr, SILU: gl.constexpr):
+    """Part ``i`` of silu(gate) * up, 32 outputs; every operation is rounded."""
+    gate, up = _halves(sums)
+    even, odd = _unpacked(_part(gate, i, 16))
+    even, odd = _unpacked(_pair(silu_of_bfloat16(even, SILU), silu_of_bfloat16(odd, SILU)))
+    even_up, odd_up = _unpacked(_part(up, i, 16))
+    return _pair(even * even_up, odd * odd_up)
+
+
+@gluon.jit
+def _store_async(pairs, buffer, out_desc, first, begin):
+    """Store 64 outputs of 64 rows. TMA leaves out what lies beyond the last row."""
+    tma.store_wait(OUT_BUFFERS - 1)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    buffer._reinterpret(gl.int32, [64, 32], LAYOUT).store(pairs)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [first, begin], buffer)
+
+
+@gluon.jit
+def _finish_part(
+    i: gl.constexpr, sums, before, out_smem, out_desc, first, begin, HALF: gl.constexpr,
+    HALVES: gl.constexpr, SILU: gl.constexpr,
+):  # fmt: skip
+    """Store part ``i``, of 64 sums; with a gate, which makes 32 outputs of them, every second time
+    with those of ``before``. Returns what the next one needs."""
+    PIECE: gl.constexpr = i // HALVES
+    buffer = out_smem.index(HALF * OUT_BUFFERS + PIECE % OUT_BUFFERS)
+    if HALVES == 1:
+        _store_async(_part(sums, i, 32), buffer, out_desc, first, begin + PIECE * 64)
+        after = before
+    else:
+        after = _gated(sums, i, SILU)
+        if i % 2:
+            pairs = gl.join(before, after).permute([0, 2, 1]).reshape([64, 32])
+            _store_async(pairs, buffer, out_desc, first, begin + PIECE * 64)
+    return after
+
+
+@gluon.jit
+def _add(x_smem, w_smem, slot, total, HALF: gl.constexpr, FROM_ZERO: gl.constexpr):
+    """total + the matmul of a stage, or that alone; not waited for."""
+    return warpgroup_mma(
+        x_smem.index(slot * 2 + HALF),
+        w_smem.index(slot).permute((1, 0)),
+        total,
+        use_acc=not FROM_ZERO,
+        is_async=True,
+    )
+
+
+@gluon.jit
+def _multiply(
+    shared, HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
+    PART: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, DEFER: gl.constexpr,
+    SILU: gl.constexpr,
+):  # fmt: skip
+    """64 rows of each tile."""
+    x_smem, w_smem, out_smem, full, empty, out_desc, num_rows, num_tiles = shared
+    WIDE: gl.constexpr = HALVES * PART
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    PARTS: gl.constexpr = WIDE // 64
+    slot = 0
+    phase = 0
+    zeros = gl.zeros([64, WIDE], gl.float32, SUM)
+    sums = _packed(zeros)
+    # Before the first tile: nowhere.
+    first = num_rows + 64
+    column = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        begin_m, begin = _place(tile, num_rows, N, PART, BAND)
+        mbarrier.wait(full.index(slot), phase)
+        total = _add(x_smem, w_smem, slot, zeros, HALF, True)
+        last = slot
+        slot, phase = _next(slot, phase, STAGES)
+        if DEFER:
+            before = sums
+            for i in gl.static_range(PARTS):
+                # Waiting here keeps matmuls before what runs beside them: ptxas mixes what lies
+                # between two branches.
+                mbarrier.wait(full.index(slot), phase)
+                before = _finish_part(
+                    i, sums, before, out_smem, out_desc, first, column, HALF, HALVES, SILU
+                )
+                total = _add(x_smem, w_smem, slot, total, HALF, False)
+                total = warpgroup_mma_wait(1, deps=(total,))
+                mbarrier.arrive(empty.index(last), count=1)
+                last = slot
+                slot, phase = _next(slot, phase, STAGES)
+        else:
+            total = warpgroup_mma_wait(1, deps=(total,))
+        for _ in range(PARTS + 1 if DEFER else 1, K // 64):
+            mbarrier.wait(full.index(slot), phase)
+            total = _add(x_smem, w_smem, slot, total, HALF, False)
+            total = warpgroup_mma_wait(1, deps=(total,))
+            mbarrier.arrive(empty.index(last), count=1)
+            last = slot
+            slot, phase = _next(slot, phase, STAGES)
+        total = warpgroup_mma_wait(0, deps=(total,))
+        mbarrier.arrive(empty.index(last), count=1)
+        sums = _packed(total)
+        first = begin_m + HALF * 64
+        column = begin
+        if not DEFER:
+            before = sums
+            for i in gl.static_range(PARTS):
+                before = _finish_part(
+                    i, sums, before, out_smem, out_desc, first, column, HALF, HALVES, SILU
+                )
+    if DEFER:
+        before = sums
+        for i in gl.static_range(PARTS):
+            before = _finish_part(
+                i, sums, before, out_smem, out_desc, first, column, HALF, HALVES, SILU
+            )
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def many_rows_kernel(
+    x_desc,  # [M, K], boxes [64, 64]
+    w_desc,  # [HALVES, N, K], boxes [HALVES, PART, 64]
+    out_desc,  # [M, N], boxes [64, 64]
+    num_rows,
+    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr, PART: gl.constexpr,
+    STAGES: gl.constexpr, BAND: gl.constexpr, DEFER: gl.constexpr, SILU: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``. Grid: a program for each
+    multiprocessor at most; they share ceil(N / PART) * ceil(M / 128) tiles."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    num_tiles = (num_rows + 127) // 128 * ((N + PART - 1) // PART)
+    x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, 64, 64], OPERAND)
+    w_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HALVES * PART, 64], OPERAND)
+    out_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * OUT_BUFFERS, 64, 64], OPERAND)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    fence_async_shared()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    ring = (x_smem, w_smem, full, empty, x_desc, w_desc, num_rows, num_tiles)
+    shared = (x_smem, w_smem, out_smem, full, empty, out_desc, num_rows, num_tiles)
+    gl.warp_specialize(
+        [
+            (_multiply, (shared, 0, N, K, HALVES, PART, STAGES, BAND, DEFER, SILU)),
+            (_multiply, (shared, 1, N, K, HALVES, PART, STAGES, BAND, DEFER, SILU)),
+            (_load, (ring, N, K, PART, STAGES, BAND)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
