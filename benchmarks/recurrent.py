@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from torch import Tensor
 from pagespec.kernels.recurrent import ops
 
 from .attention import copy_bandwidth, environment, median_seconds
+from .other_models import qwen3_next
 
 _POOL_BYTES = 400 << 20
 _MOST_LAYERS = 64
@@ -163,38 +163,7 @@ def print_kernels(copy: float, repeats: int) -> None:
             torch.cuda.empty_cache()
 
 
-# Qwen/Qwen3-Next-80B-A3B-Instruct, with four layers of its 48.
-QWEN3_NEXT: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "dtype": "bfloat16",
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 4,
-    "full_attention_interval": 4,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"],
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 262144,
-    "rope_theta": 10000000,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
+QWEN3_NEXT = qwen3_next(4)
 
 
 def floor_ms(num_rows: int, num_tokens: int, copy: float) -> float:
