@@ -11,77 +11,18 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.card import CardRates, card_rates
-from benchmarks.workload import MODELS, WORKLOADS, Workload, make_workload, model_config
-
-_NUM_BYTES = 2  # bfloat16
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """What the arithmetic needs of a decoder with gated MLPs, or experts, and grouped heads.
-
-    Attributes:
-        num_layer_weights: elements of the matrices of all layers that every token meets; norms are
-            left out.
-        num_head_weights: elements of the LM head.
-        num_expert_weights: elements of one expert of each layer, all layers together.
-        num_experts: of a layer, 0 for none. top_k: those of a token.
-    """
-
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_layer_weights: int
-    num_head_weights: int
-    num_expert_weights: int = 0
-    num_experts: int = 0
-    top_k: int = 0
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ModelSize:
-        hidden, head_dim = config["hidden_size"], config["head_dim"]
-        num_q_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        attention = hidden * head_dim * (2 * num_q_heads + 2 * num_kv_heads)
-        num_layers = config["num_hidden_layers"]
-        num_experts = config.get("num_experts", 0)
-        if num_experts:
-            mlp = hidden * num_experts  # the router
-            expert = 3 * hidden * config["moe_intermediate_size"]
-        else:
-            mlp, expert = 3 * hidden * config["intermediate_size"], 0
-        return cls(
-            num_layers,
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            num_layers * (attention + mlp),
-            config["vocab_size"] * hidden,
-            num_layers * expert,
-            num_experts,
-            config.get("num_experts_per_tok", 0),
-        )
-
-    @property
-    def kv_bytes_a_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _NUM_BYTES
-
-    @property
-    def num_layer_weights_a_token(self) -> int:
-        """Elements of the layers' matrices that one token is multiplied by."""
-        return self.num_layer_weights + self.top_k * self.num_expert_weights
-
-    def num_weights_read(self, num_rows: int) -> float:
-        """Elements that a step of ``num_rows`` reads at least: of the experts those with a row,
-        as many as one expects if each row's are drawn evenly."""
-        dense = self.num_layer_weights + self.num_head_weights
-        if not self.num_experts:
-            return dense
-        missed = (1 - self.top_k / self.num_experts) ** num_rows
-        return dense + self.num_experts * (1 - missed) * self.num_expert_weights
+from benchmarks.model_size import NUM_BYTES, ModelSize
+from benchmarks.workload import (
+    LATENCY,
+    MODELS,
+    WORKLOADS,
+    Workload,
+    latency_workload,
+    make_workload,
+    model_config,
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +35,8 @@ class Floor:
             whichever takes longer; all requests run at once.
         prefill_s: multiplying the layers' weights by all prompt tokens.
         attention_s: the two products of prefill attention over the visible pairs.
+        states_s: writing the states of recurrent layers once a prompt, and reading and writing
+            them in decode steps.
     """
 
     num_output_tokens: int
@@ -103,10 +46,11 @@ class Floor:
     weights_s: float
     prefill_s: float
     attention_s: float
+    states_s: float
 
     @property
     def total_s(self) -> float:
-        return self.kv_s + self.weights_s + self.prefill_s + self.attention_s
+        return self.kv_s + self.weights_s + self.prefill_s + self.attention_s + self.states_s
 
     @property
     def tokens_per_second(self) -> float:
@@ -116,8 +60,9 @@ class Floor:
         return (
             f"KV {self.kv_bytes / 1e12:.2f} TB {self.kv_s:.3f} s + weights of "
             f"{self.num_steps} steps {self.weights_s:.3f} s + prefill {self.prefill_s:.3f} s + "
-            f"prefill attention {self.attention_s:.3f} s = {self.total_s:.3f} s for "
-            f"{self.num_output_tokens:,} tokens = {self.tokens_per_second:,.0f} tok/s"
+            f"prefill attention {self.attention_s:.3f} s + states {self.states_s:.3f} s = "
+            f"{self.total_s:.3f} s for {self.num_output_tokens:,} tokens = "
+            f"{self.tokens_per_second:,.0f} tok/s"
         )
 
 
@@ -131,6 +76,7 @@ def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Fl
     )
     num_visible_pairs = sum(n * (n + 1) // 2 for n in lengths)
     kv_bytes = num_read * size.kv_bytes_a_token
+    state_bytes = sum(2 * n - 1 for n in workload.num_outputs) * size.state_bytes
     weights_s, num_steps = _weights_seconds(workload.num_outputs, size, card)
     return Floor(
         num_output_tokens=workload.num_output_tokens,
@@ -139,12 +85,8 @@ def throughput_floor(workload: Workload, size: ModelSize, card: CardRates) -> Fl
         kv_s=kv_bytes / card.read_bandwidth,
         weights_s=weights_s,
         prefill_s=2 * size.num_layer_weights_a_token * sum(lengths) / card.matrix_rate,
-        attention_s=4
-        * size.head_dim
-        * size.num_q_heads
-        * size.num_layers
-        * num_visible_pairs
-        / card.matrix_rate,
+        attention_s=size.pair_operations * num_visible_pairs / card.matrix_rate,
+        states_s=state_bytes / card.read_bandwidth,
     )
 
 
@@ -157,7 +99,7 @@ def _weights_seconds(num_outputs: list[int], size: ModelSize, card: CardRates) -
     seconds = 0.0
     for step in range(num_steps):
         num_running -= num_ending[step]
-        read_s = size.num_weights_read(num_running) * _NUM_BYTES / card.read_bandwidth
+        read_s = size.num_weights_read(num_running) * NUM_BYTES / card.read_bandwidth
         seconds += max(read_s, 2 * num_multiplied * num_running / card.matrix_rate)
     return seconds, num_steps
 
@@ -171,18 +113,18 @@ class LatencyFloor:
 
     def __str__(self) -> str:
         return (
-            f"weights {self.weights_s * 1e3:.3f} ms a token (KV, not counted in the fraction: "
-            f"{self.kv_s * 1e3:.3f} ms more)"
+            f"weights {self.weights_s * 1e3:.3f} ms a token (KV and states, not counted in the "
+            f"fraction: {self.kv_s * 1e3:.3f} ms more)"
         )
 
 
 def latency_floor(workload: Workload, size: ModelSize, card: CardRates) -> LatencyFloor:
-    """Of a workload of one request: its weights, and its KV in the mean step."""
+    """Of a workload of one request: its weights, and its KV and states in the mean step."""
     num_outputs = workload.num_outputs[0]
     mean_context = len(workload.prompts[0]) + num_outputs / 2
     return LatencyFloor(
-        weights_s=size.num_weights_read(1) * _NUM_BYTES / card.read_bandwidth,
-        kv_s=mean_context * size.kv_bytes_a_token / card.read_bandwidth,
+        weights_s=size.num_weights_read(1) * NUM_BYTES / card.read_bandwidth,
+        kv_s=(mean_context * size.kv_bytes_a_token + 2 * size.state_bytes) / card.read_bandwidth,
     )
 
 
@@ -203,6 +145,8 @@ def main() -> None:
         card = CardRates("given", "", options.read * 1e12, options.multiply * 1e12)
         rates = f"{options.read:.2f} TB/s read, {options.multiply:.0f} TFLOP/s"
     print(f"{rates}: {throughput_floor(make_workload(options.workload), size, card)}")
+    single = latency_workload(LATENCY.prompt[0], LATENCY.output[0])
+    print(f"batch 1: {latency_floor(single, size, card)}")
 
 
 if __name__ == "__main__":

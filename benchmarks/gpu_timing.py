@@ -32,10 +32,3 @@ def median_of_runs(run: Callable[[], object], repeats: int, num_warm_up: int = 3
         if repeat >= num_warm_up:
             times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a copy, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_seconds([lambda: target.copy_(source)], 5)

@@ -17,8 +17,9 @@ import typer
 
 from benchmarks import job as options
 from benchmarks.card import CardRates, card_rates
-from benchmarks.floor import ModelSize, latency_floor
+from benchmarks.floor import latency_floor
 from benchmarks.job import Job, given, require_peer, run_job, write_json
+from benchmarks.model_size import ModelSize
 from benchmarks.peer import PeerError, PeerResult, measure_latency
 from benchmarks.throughput import describe, host_line, show_profile
 from benchmarks.workload import latency_workload, model_config

@@ -4,7 +4,7 @@
 
 The shape is DeepSeek-V2-Lite's (16 heads, latents of 512 and 64), with ``--v3`` DeepSeek-V3's
 attention (128 heads). Kernels are timed in CUDA graphs of several calls over caches that together
-are larger than the L2 cache; the floor of decode is each cached byte once at the copy bandwidth of
+are larger than the L2 cache; the floor of decode is each cached byte once at the plain read of
 the run. "expanded" is the same attention with every head's keys and values cached. An engine's step
 is that of a model of few dense layers with random weights, of DeepSeek-V3's code.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import copy_bandwidth
+from benchmarks.card import rates_of_this_process
 from pagespec import LLM, SamplingParams
 from pagespec.kernels.arguments import AttentionParams, LatentKV, PagedKV
 from pagespec.kernels.attention import launch as paged
@@ -154,8 +154,8 @@ def heads_seconds(num_tokens: int, num_heads: int) -> float:
 
 
 def kernels(heads: Sequence[int], decode: Sequence[tuple[int, int]]) -> None:
-    bandwidth = copy_bandwidth()
-    print(f"copy {bandwidth / 1e9:.0f} GB/s; us a layer and call")
+    bandwidth = rates_of_this_process().read_bandwidth
+    print(f"plain read {bandwidth / 1e9:.0f} GB/s; us a layer and call")
     print("heads rows context | latent floor GB/s | expanded floor | matmuls of heads")
     for num_heads in heads:
         for num_rows, context in decode:

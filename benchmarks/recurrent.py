@@ -3,7 +3,7 @@
     python -m benchmarks.recurrent [--kernels] [--layers] [--repeats 10]
 
 Kernels: microseconds of one call, and GB/s of what it has to move (states read and written, inputs
-read, outputs written, each once) beside the copy bandwidth of the same run. Each CUDA graph holds
+read, outputs written, each once) beside the plain read of the card. Each CUDA graph holds
 the calls of several layers over states that together are larger than the L2 cache; figures are
 medians of replays. Prompts are one row.
 
@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.attention import environment
-from benchmarks.gpu_timing import copy_bandwidth, median_seconds
+from benchmarks.card import rates_of_this_process
+from benchmarks.gpu_timing import median_seconds
+from benchmarks.other_models import qwen3_next
 from pagespec.kernels.recurrent import ops
 
 _POOL_BYTES = 400 << 20
@@ -149,55 +150,24 @@ def measure(kernel: Kernel, num_rows: int, num_tokens: int, repeats: int) -> tup
     return median_seconds(calls, repeats), num_bytes
 
 
-def print_kernels(copy: float, repeats: int) -> None:
-    print(f"{'kernel':<26} {'rows x tokens':>13} {'us':>9} {'GB/s':>7} {'of copy':>7}")
+def print_kernels(read: float, repeats: int) -> None:
+    print(f"{'kernel':<26} {'rows x tokens':>13} {'us':>9} {'GB/s':>7} {'of read':>7}")
     for kernel in kernels():
         for num_rows, num_tokens in ((1, 1), (64, 1), (256, 1), (1, 8192), (8, 1024)):
             seconds, num_bytes = measure(kernel, num_rows, num_tokens, repeats)
             rate = num_bytes / seconds / 1e9
             print(
                 f"{kernel.name:<26} {f'{num_rows} x {num_tokens}':>13} {seconds * 1e6:>9.1f} "
-                f"{rate:>7,.0f} {rate / copy:>7.2f}",
+                f"{rate:>7,.0f} {rate / read:>7.2f}",
                 flush=True,
             )
             torch.cuda.empty_cache()
 
 
-# Qwen/Qwen3-Next-80B-A3B-Instruct, with four layers of its 48.
-QWEN3_NEXT: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "dtype": "bfloat16",
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 4,
-    "full_attention_interval": 4,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"],
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 262144,
-    "rope_theta": 10000000,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
+QWEN3_NEXT = qwen3_next(4)
 
 
-def floor_ms(num_rows: int, num_tokens: int, copy: float) -> float:
+def floor_ms(num_rows: int, num_tokens: int, read: float) -> float:
     """Of a step of these four layers and the head, in which each row has ``num_tokens``."""
     c, total = QWEN3_NEXT, num_rows * num_tokens
     hidden, expert = c["hidden_size"], 3 * c["hidden_size"] * c["moe_intermediate_size"]
@@ -208,12 +178,12 @@ def floor_ms(num_rows: int, num_tokens: int, copy: float) -> float:
     head = hidden * c["vocab_size"]
     weights = 2 * (4 * experts + 3 * delta + attention + head)
     state = 3 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) * num_rows
-    memory = (weights + state * (2 if num_tokens == 1 else 1)) / copy / 1e9
+    memory = (weights + state * (2 if num_tokens == 1 else 1)) / read / 1e9
     active = 4 * expert * (c["num_experts_per_tok"] + 1) + 3 * delta + attention
     return 1e3 * max(memory, 2 * (active * total + head * num_rows) / _FLOPS)
 
 
-def print_layers(copy: float) -> None:
+def print_layers(read: float) -> None:
     from pagespec import LLM, SamplingParams
 
     with TemporaryDirectory(prefix="qwen3-next-") as folder:
@@ -244,9 +214,9 @@ def print_layers(copy: float) -> None:
     print(f"{'step':<18} {'ms':>8} {'floor':>8} {'floor / ms':>10}")
     for num_rows in (1, 64, 256):
         few, many = seconds(num_rows, 16, 16), seconds(num_rows, 16, 80)
-        ms, least = 1e3 * (many - few) / 64, floor_ms(num_rows, 1, copy)
+        ms, least = 1e3 * (many - few) / 64, floor_ms(num_rows, 1, read)
         print(f"{f'decode, {num_rows}':<18} {ms:>8.3f} {least:>8.3f} {least / ms:>10.2f}")
-    ms, least = 1e3 * seconds(1, 8192, 1), floor_ms(1, 8192, copy)
+    ms, least = 1e3 * seconds(1, 8192, 1), floor_ms(1, 8192, read)
     print(f"{'a prompt of 8,192':<18} {ms:>8.3f} {least:>8.3f} {least / ms:>10.2f}")
 
 
@@ -256,13 +226,13 @@ def main() -> None:
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
-    copy = copy_bandwidth() / 1e9
+    read = rates_of_this_process().read_bandwidth / 1e9
     print(environment())
-    print(f"copy: {copy:,.0f} GB/s")
+    print(f"plain read: {read:,.0f} GB/s")
     if options.kernels or not options.layers:
-        print_kernels(copy, options.repeats)
+        print_kernels(read, options.repeats)
     if options.layers or not options.kernels:
-        print_layers(copy)
+        print_layers(read)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ import typer
 
 from benchmarks import job as options
 from benchmarks.card import CardRates, card_rates
-from benchmarks.floor import ModelSize, latency_floor, throughput_floor
+from benchmarks.floor import latency_floor, throughput_floor
 from benchmarks.job import Job, require_peer, run_job, write_json
 from benchmarks.latency import per_token
+from benchmarks.model_size import ModelSize
 from benchmarks.peer import PeerError, PeerResult, measure_sitting
 from benchmarks.throughput import Names, describe, host_line, require_workloads, show_profile
 from benchmarks.workload import latency_workload, make_workload, model_config

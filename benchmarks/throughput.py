@@ -19,8 +19,9 @@ import typer
 
 from benchmarks import job as options
 from benchmarks.card import CardRates, card_rates
-from benchmarks.floor import Floor, ModelSize, throughput_floor
+from benchmarks.floor import Floor, throughput_floor
 from benchmarks.job import Job, given, require_peer, run_job, write_json
+from benchmarks.model_size import ModelSize
 from benchmarks.peer import PeerError, PeerResult, measure_throughput
 from benchmarks.workload import WORKLOADS, make_workload, model_config
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.other_models import OTHER_MODELS
+
 LARGEST_TOKEN_ID = 10_000
 
 _QWEN3: dict[str, Any] = {
@@ -141,11 +143,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": LARGEST_TOKEN_ID + 240,
     },
 }
-MODELS = tuple(_SHAPES)
+MODELS = (*_SHAPES, *OTHER_MODELS)
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """``config.json`` of a Qwen3 model at its real shape (``tiny``: at none)."""
+    """``config.json`` of a model at its real shape (``tiny``: at none)."""
+    if name in OTHER_MODELS:
+        return dict(OTHER_MODELS[name])
     config = {**_QWEN3, **_SHAPES[name]}
     config["max_window_layers"] = config["num_hidden_layers"]
     return config
@@ -154,7 +158,7 @@ def model_config(name: str) -> dict[str, Any]:
 @contextmanager
 def model_folder(name: str) -> Iterator[Path]:
     """A temporary folder that holds nothing but the model's ``config.json``."""
-    with TemporaryDirectory(prefix=f"qwen3-{name}-") as folder:
+    with TemporaryDirectory(prefix=f"{name}-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model_config(name), indent=2))
         yield Path(folder)
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks import card
 from benchmarks.card import CardRates
-from benchmarks.floor import ModelSize, latency_floor, throughput_floor
+from benchmarks.floor import latency_floor, throughput_floor
 from benchmarks.latency import per_token
+from benchmarks.model_size import ModelSize
 from benchmarks.profiling import (
     _CPU_CATEGORIES,
     _GPU_CATEGORIES,
@@ -97,19 +98,20 @@ def test_latency_floors_are_those_of_the_design(model: str, milliseconds: float)
 
 
 def test_a_floor_counts_what_a_small_run_reads() -> None:
-    size = ModelSize(2, 4, 2, 8, num_layer_weights=1000, num_head_weights=100)
+    size = ModelSize(1000, 100, kv_bytes_a_token=128, pair_operations=256, state_bytes=40)
     # The step that makes token 2 of 3 reads a context of 5 + 1, the next one 5 + 2.
     floor = throughput_floor(Workload("small", [[0] * 5, [0] * 4], [3, 1]), size, H100)
-    assert size.kv_bytes_a_token == 2 * 2 * 2 * 8 * 2
-    assert floor.kv_bytes == (6 + 7) * size.kv_bytes_a_token
+    assert floor.kv_bytes == (6 + 7) * 128
     assert floor.num_steps == 3
     assert floor.weights_s == pytest.approx(3 * 1100 * 2 / 3.05e12)
     assert floor.prefill_s == pytest.approx(2 * 1000 * 9 / 798e12)
-    assert floor.attention_s == pytest.approx((15 + 10) * 4 * 8 * 4 * 2 / 798e12)
+    assert floor.attention_s == pytest.approx((15 + 10) * 256 / 798e12)
+    # Written behind two prompts; read and written by two decode steps of one request.
+    assert floor.states_s == pytest.approx((2 + 2 * 2) * 40 / 3.05e12)
 
 
 def test_a_floor_counts_the_experts_that_have_a_row() -> None:
-    size = ModelSize(1, 4, 2, 8, 1000, 100, num_expert_weights=10, num_experts=4, top_k=2)
+    size = ModelSize(1000, 100, 64, 64, num_expert_weights=10, num_experts=4, top_k=2)
     assert size.num_weights_read(1) == 1100 + 2 * 10
     assert size.num_weights_read(2) == 1100 + 3 * 10
     assert size.num_weights_read(100) == pytest.approx(1100 + 4 * 10)
@@ -118,6 +120,38 @@ def test_a_floor_counts_the_experts_that_have_a_row() -> None:
     assert floor.weights_s == pytest.approx(1120 * 2 / 3.05e12)
     active = size_of("30b-a3b")
     assert active.num_layer_weights_a_token == pytest.approx(2.74e9, rel=0.01)
+
+
+def test_sizes_are_counted_in_a_models_modules() -> None:
+    assert (size_of("8b").kv_bytes_a_token, size_of("8b").pair_operations) == (147_456, 589_824)
+    latent = size_of("deepseek-v2-lite")
+    assert latent.kv_bytes_a_token == 27 * (512 + 64) * 2
+    assert latent.pair_operations == 27 * 2 * 16 * (192 + 128)
+    assert (latent.num_experts, latent.top_k) == (64, 6)
+    assert latent.num_expert_weights == 26 * 3 * 2048 * 1408
+    recurrent = size_of("qwen3-next-8")
+    assert recurrent.kv_bytes_a_token == 2 * 2 * 2 * 256 * 2
+    assert recurrent.state_bytes == 6 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("deepseek-v2-lite", 15.7),
+        ("granite-4-h-tiny", 6.94),
+        ("falcon-h1-7b", 7.59),
+        ("nemotron-h-8b", 8.10),
+    ],
+)
+def test_models_have_as_many_weights_as_their_checkpoints(model: str, billions: float) -> None:
+    size = size_of(model)
+    num_heads = 1 if model_config(model)["tie_word_embeddings"] else 2
+    num_weights = (
+        size.num_layer_weights
+        + size.num_experts * size.num_expert_weights
+        + num_heads * size.num_head_weights
+    )
+    assert num_weights == pytest.approx(billions * 1e9, rel=0.003)
 
 
 def test_rates_are_measured_once_for_a_card_and_driver(
