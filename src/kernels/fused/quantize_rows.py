@@ -18,7 +18,7 @@ from torch import Tensor
 from ..device import as_rows, has_dependent_launch
 from .activation import gelu_tanh
 from .rms_norm import mean_square, num_warps
-from .rounding import EMULATE, rounded, scaled, silu
+from .rounding import EMULATE, rounded, scaled, silu, silu_of_bfloat16
 
 GROUP = 128
 """Channels that share a scale."""
@@ -65,7 +65,24 @@ def quantized(x):  # type: ignore[no-untyped-def]
     largest = tl.max(tl.abs(x), 1)
     scales = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
     scales = tl.maximum(scales, _SMALLEST_SCALE)
-    return nearest_e4m3(tl.div_rn(x, tl.broadcast_to(tl.expand_dims(scales, 1), x.shape))), scales
+    return nearest_e4m3(_quotients(x, scales)), scales
+
+
+@triton.jit
+def _quotients(x, scales):  # type: ignore[no-untyped-def]
+    """``x [groups, 128] / scales[:, None]``, rounded as IEEE says.
+
+    One rounded division per group gives the reciprocal; with it a quotient is within a unit of the
+    right one, and the remainder, which fma gives exactly, rounds it rightly (Markstein 1990). That
+    is a third of the instructions of a division per element.
+    """
+    wide = tl.broadcast_to(tl.expand_dims(scales, 1), x.shape)
+    if EMULATE:  # the interpreter's fma rounds twice
+        return tl.div_rn(x, wide)
+    inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
+    inverse = tl.broadcast_to(tl.expand_dims(inverse, 1), x.shape)
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, wide, x), inverse, quotient)
 
 
 @triton.jit
@@ -103,11 +120,13 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     y = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
     if KIND != "none":
         factor = tl.load(up + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
-        if KIND == "silu":
-            y = silu(y)
+        if KIND == "silu" and DTYPE == tl.bfloat16:
+            y = silu_of_bfloat16(y)
+        elif KIND == "silu":
+            y = rounded(silu(y), DTYPE)
         else:
-            y = gelu_tanh(y)
-        y = rounded(rounded(y, DTYPE) * factor, DTYPE)
+            y = rounded(gelu_tanh(y), DTYPE)
+        y = rounded(y * factor, DTYPE)
     _store(y, values, scales, row, num_rows, begin, N, BLOCK)
 
 

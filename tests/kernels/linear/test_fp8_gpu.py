@@ -84,7 +84,7 @@ def by_every_tile(x: Tensor, weight: Fp8Weight) -> dict[str, Tensor]:
 def test_rows_are_rounded_as_on_a_cpu(width: int) -> None:
     from pagespec.kernels.fused.quantize_rows import quantize_rows
 
-    x = rows_of(40, width)
+    x = rows_of(2000, width)  # quotients near ties of e4m3 among them
     x[3, :128] = 0
     values, scales = quantize_rows(x)
     for group, found in enumerate(scales):
@@ -100,6 +100,19 @@ def test_weights_are_rounded_as_on_a_cpu() -> None:
     weight = normal(300, 400) * torch.logspace(-3, 2, 300, device="cuda").bfloat16()[:, None]
     for found, expected in zip(quantize_fp8(weight), quantize_fp8(weight.cpu()), strict=True):
         assert torch.equal(found.cpu(), expected)
+
+
+def test_silu_is_rounded_alike_for_every_bfloat16() -> None:
+    """A row of one channel: its scale is the activation / 448, its number the sign."""
+    from pagespec.kernels.fused import quantize_rows
+
+    x = torch.arange(1 << 16, device="cuda").to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite()][:, None].contiguous()
+    ones = torch.ones_like(x)
+    found = quantize_rows.act_mul_quantize(x, ones, "silu")
+    expected = quantize_rows.quantize_rows(fused.act_mul(x, ones, "silu"))
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
 
 
 @pytest.mark.parametrize("width", [300, 4096])
