@@ -120,7 +120,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     y = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
     if KIND != "none":
         factor = tl.load(up + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
-        if KIND == "silu" and DTYPE == tl.bfloat16:
+        if KIND == "silu" and tl.bfloat16 == DTYPE:
             y = silu_of_bfloat16(y)
         elif KIND == "silu":
             y = rounded(silu(y), DTYPE)
