@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: our kernels for few rows, cuBLAS or ours for many, the same bits from all.
+"""Linear layers on a GPU: ours for few rows, cuBLAS or ours for many, the same bits from all.
 
 cuBLAS picks another algorithm, and with it another order of summation, as the number of rows
 changes. Where it may not split K it keeps to the plain order from some number of rows up, which is
@@ -92,12 +92,11 @@ def _multiply_many(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: boo
     Where launches may be left out, kernels are being made for later steps, of other numbers of
     rows: our kernel is launched for any.
     """
-    num_rows = x.numel() // x.shape[-1]
-    if num_rows == 0 or x.dtype != weight.dtype or not takes_many_rows(weight, bias, has_gate):
+    if x.numel() == 0 or x.dtype != weight.dtype or not takes_many_rows(weight, bias, has_gate):
         return None
-    shape = _matmul_shape(weight, has_gate)
+    num_rows, shape = x.numel() // x.shape[-1], _matmul_shape(weight, has_gate)
     card = Gpu.of(weight.device)
-    if not may_skip_launches() and not is_quicker_for_many_rows(num_rows, *shape, has_gate, card):
+    if not is_quicker_for_many_rows(num_rows, *shape, has_gate, card) and not may_skip_launches():
         return None
     rows = x.reshape(num_rows, -1)
     if not _has_tma_rows(rows):

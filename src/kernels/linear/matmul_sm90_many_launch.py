@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..device import count_sms
 from .matmul_sm90_many import many_rows_kernel
-from .tiles import MANY_ROWS, MANY_WEIGHT_ROWS, count_many_tiles, fits_many_rows
+from .tiles import MANY_WEIGHT_ROWS, count_many_tiles, fits_many_rows
 
 _STEP = 64  # summands of a stage
 NUM_WARPS = 4  # of the first warpgroup; the others are its workers
@@ -30,7 +30,7 @@ class ManyLaunch:
 
 def plan_many_launch(num_outs: int, k_size: int, has_gate: bool, overlap: bool) -> ManyLaunch:
     """Raises ValueError if the shape does not suit the kernel."""
-    if not fits_many_rows(num_outs, k_size, has_gate):
+    if not fits_many_rows(num_outs, k_size):
         raise ValueError(f"a weight of {num_outs} x {k_size} does not suit the kernel")
     halves = 2 if has_gate else 1
     return ManyLaunch(
@@ -69,7 +69,9 @@ def matmul_many(
     if num_rows == 0:
         return out
     row = weight.stride(0)
-    x_desc = TensorDescriptor(x, [num_rows, k_size], [x.stride(0), 1], launch.x_box, launch.x_layout)
+    x_desc = TensorDescriptor(
+        x, [num_rows, k_size], [x.stride(0), 1], launch.x_box, launch.x_layout
+    )
     w_desc = TensorDescriptor(
         weight, [halves, num_outs, k_size], [num_outs * row, row, 1],
         launch.weight_box, launch.weight_layout,

@@ -97,7 +97,8 @@ def many_differs(weight: Tensor, bias: Tensor | None, has_gate: bool) -> tuple[i
     x = _rows_to_try(weight, MANY_ROWS)
     expected = F.linear(x[:REFERENCE_ROWS], weight)
     if has_gate:
-        expected = fused.act_mul(*expected.chunk(2, dim=-1), "silu")
+        gate, up = expected.chunk(2, dim=-1)
+        expected = fused.act_mul(gate, up, "silu")
     return _differing(lambda rows: matmul_many(rows, weight, has_gate), x, (MANY_ROWS,), expected)
 
 

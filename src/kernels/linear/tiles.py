@@ -164,7 +164,7 @@ def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -
     return 64 if num_bytes < _SHORT_PRODUCT_BYTES else 16
 
 
-def fits_many_rows(num_outs: int, k_size: int, has_gate: bool) -> bool:
+def fits_many_rows(num_outs: int, k_size: int) -> bool:
     """Whether :mod:`.matmul_sm90_many` can compute such a matmul.
 
     Args:
@@ -188,7 +188,7 @@ def may_take_many_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) ->
     return (
         card.has_prefetch
         and k_size <= most_summands
-        and fits_many_rows(num_outs, k_size, has_gate)
+        and fits_many_rows(num_outs, k_size)
         and num_outs >= _least_fill(k_size, has_gate) * part * -(-num_outs // part)
     )
 
@@ -203,8 +203,8 @@ def is_quicker_for_many_rows(
     depends on the *fill*: outputs, as a share of those that the waves have place for. Rates on an
     H200, as parts of that of cuBLAS, with a gate and its activation (docs/notes/matmul.md):
 
-    - without a gate, fill 0.97, K from 1,024 to 4,096: 1.00 to 1.14 in all 8 cases; fill 0.73: 0.79;
-      fill 0.12 and 0.48: 0.27 to 0.66. K = 12,288 at fill 0.97: 1.01 at 2,048 rows, 0.96 at 8,192.
+    - without a gate, fill 0.97: 1.00 to 1.14 in all 8 cases of K from 1,024 to 4,096, but with
+      K = 12,288 1.01 (2,048 rows) and 0.96 (8,192); fill 0.73: 0.79; 0.12 and 0.48: 0.27 to 0.66.
     - with a gate, fill 0.97 to 0.99: 1.08 to 1.10 with K = 4,096, 1.35 and 1.37 with 1,024; fill
       0.85, K = 4,096: 0.91; fill 0.73, K = 1,024: 0.95.
 
