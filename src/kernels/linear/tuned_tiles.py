@@ -100,8 +100,8 @@ class PrefetchTile:
 
 
 # As TUNED, and measured like it; the weights of a rank of two of Qwen3-8B and 32B, and the head of
-# Qwen3-0.6B, on an H200 (`benchmarks.matmul_sweep`, docs/notes/tensor-parallel.md and matmul.md). The
-# third part of a key: whether N is that of gate and up, each.
+# Qwen3-0.6B, on an H200 (`benchmarks.matmul_sweep`, docs/notes/tensor-parallel.md and matmul.md).
+# The third part of a key: whether N is that of gate and up, each.
 TUNED_PREFETCH: Mapping[tuple[int, int, bool], Mapping[int, PrefetchTile]] = MappingProxyType(
     {
         (4096, 1024, False): {
