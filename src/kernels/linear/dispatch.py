@@ -87,21 +87,20 @@ def _has_tma_rows(matrix: Tensor) -> bool:
 
 
 def _multiply_many(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool) -> Tensor | None:
-    """By our kernel, leading dims as x has them; None where cuBLAS is to multiply.
-
-    Where launches may be left out, kernels are being made for later steps, of other numbers of
-    rows: our kernel is launched for any.
-    """
+    """By our kernel, leading dims as x has them; None where cuBLAS is to multiply."""
     if x.numel() == 0 or x.dtype != weight.dtype or not takes_many_rows(weight, bias, has_gate):
         return None
     num_rows, shape = x.numel() // x.shape[-1], _matmul_shape(weight, has_gate)
+    # Kernels are being made for later steps, of other numbers of rows: those of both ways.
+    wants_both = may_skip_launches()
     card = Gpu.of(weight.device)
-    if not is_quicker_for_many_rows(num_rows, *shape, has_gate, card) and not may_skip_launches():
+    if not wants_both and not is_quicker_for_many_rows(num_rows, *shape, has_gate, card):
         return None
     rows = x.reshape(num_rows, -1)
     if not _has_tma_rows(rows):
         return None
-    return matmul_many(rows, weight, has_gate).view(*x.shape[:-1], shape[0])
+    out = matmul_many(rows, weight, has_gate)
+    return None if wants_both else out.view(*x.shape[:-1], shape[0])
 
 
 def linear(

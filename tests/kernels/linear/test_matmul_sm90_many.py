@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,12 +101,12 @@ def test_it_compiles_for_hopper_and_reads_nothing_before_it_waits() -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Shapes of rows that our kernel was asked for, as if this were a Hopper GPU, and whether with
     a gate."""
     from pagespec.kernels.linear import dispatch
 
-    seen: list[tuple[tuple[int, ...], bool]] = []
+    seen: list[Any] = []
     card = dispatch.Gpu(3, 227 << 10, has_prefetch=True)  # of three multiprocessors
 
     def matmul_many(rows: Tensor, weight: Tensor, has_gate: bool) -> Tensor:
@@ -123,9 +124,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
 
 
 @pytest.mark.parametrize("has_gate", [False, True])
-def test_many_rows_go_to_it_by_the_rule(
-    has_gate: bool, launched: list[tuple[tuple[int, ...], bool]]
-) -> None:
+def test_many_rows_go_to_it_by_the_rule(has_gate: bool, launched: list[Any]) -> None:
     from pagespec.kernels.linear import dispatch
 
     call = dispatch.linear_silu_mul if has_gate else dispatch.linear
@@ -157,20 +156,30 @@ def test_many_rows_go_to_it_by_the_rule(
     assert launched == []
 
 
-def test_while_kernels_are_made_it_is_launched_for_any_number_of_rows(
-    launched: list[tuple[tuple[int, ...], bool]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_rows", [512, 768])
+def test_while_kernels_are_made_those_of_both_ways_are_launched(
+    num_rows: int,
+    launched: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that a start makes it whose largest step has rows that the rule does not like."""
+    """So that a start makes all whose largest step goes but one way."""
     from pagespec.kernels.linear import dispatch
 
-    x, weight = normal(512, 320), normal(256, 320, seed=1)
-    dispatch.linear(x, weight, None, 0)
-    assert launched == []
+    x, weight = normal(num_rows, 320), normal(256, 320, seed=1)
+    act_mul, activations = fused.act_mul, []
+
+    def watched(*args: Any) -> Tensor:
+        activations.append(len(args[0]))
+        return act_mul(*args)
+
     monkeypatch.setattr(dispatch, "may_skip_launches", lambda: True)
     dispatch.linear(x, weight, None, 0)
-    dispatch.linear_silu_mul(x, weight, None, 0)
     dispatch.linear(x[:, :256], normal(256, 256), None, 0)  # which it cannot compute
-    assert launched == [((512, 320), False), ((512, 320), True)]
+    monkeypatch.setattr(dispatch, "matmul_many", lambda *args: launched.append(args[2]))
+    monkeypatch.setattr(fused, "act_mul", watched)
+    dispatch.linear_silu_mul(x, weight, None, 0)
+    assert launched == [((num_rows, 320), False), True]
+    assert activations == [num_rows]
 
 
 @pytest.mark.parametrize("has_gate", [False, True])

@@ -70,6 +70,27 @@ def test_bits_for_any_number_of_rows(n: int, k: int, has_gate: bool) -> None:
         matmul_many(x[:, : k - 64], weight, has_gate)
 
 
+def test_one_build_serves_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a start makes it once, for a largest step; a later step must not wait for the compiler."""
+    from triton import knobs
+
+    from pagespec.kernels.linear.matmul_sm90_many_launch import matmul_many
+
+    x, weight = normal(4173, 1024), normal(2048, 1024, seed=1)
+    wide = torch.cat([x, x], 1)[:, 1024:]
+    for has_gate in (False, True):
+        matmul_many(x[:1000], weight, has_gate)
+        asked: list[object] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                knobs.runtime, "jit_cache_hook", lambda *, asked=asked, **_: asked.append(1)
+            )
+            for num_rows in ROWS:
+                matmul_many(x[:num_rows], weight, has_gate)
+                matmul_many(wide[:num_rows], weight, has_gate)
+        assert not asked
+
+
 def test_silu_of_all_bfloat16() -> None:
     from tests.kernels.linear.silu_sm90 import silu
 
@@ -94,10 +115,14 @@ def test_gates_of_all_sizes() -> None:
     assert torch.equal(out, by_triton(rows, weight, has_gate=True))
 
 
-def test_a_captured_chain_waits_for_its_rows_and_its_weight() -> None:
+def test_a_captured_chain_waits_for_its_rows_and_its_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each kernel starts before the one has ended whose result it multiplies, or multiplies by."""
     from pagespec.kernels.linear.matmul_sm90_many_launch import matmul_many
 
+    # Filling memory puts a kernel between any two of ours, and nothing would overlap.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     weights = [normal(2048, 1024, seed=i) / 32 for i in range(2, 6)]
     down = normal(1024, 1024, seed=9) / 32
 
