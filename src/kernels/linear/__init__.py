@@ -1,7 +1,8 @@
 """Linear layers: batch-invariant matmuls, with cuBLAS's bits on a GPU.
 
-Read in this order: ``dispatch`` (a GPU's entry: our kernels for few rows, cuBLAS for many),
-``matmul`` (Triton), ``matmul_sm90``, its ``_launch`` and ``norm_matmul_sm90`` (Gluon, Hopper),
+Read in this order: ``dispatch`` (a GPU's entry: our kernels for few rows, cuBLAS or ours for many),
+``matmul`` (Triton), ``matmul_sm90``, its ``_launch`` and ``norm_matmul_sm90``, ``matmul_sm90_many``
+and its ``_launch`` (Gluon, Hopper),
 ``row_parallel`` (a rank's part of a sum, pushed as it is computed);
 ``grouped_mm`` and ``sort_by_expert`` (mixture of experts); ``tiles`` and ``tuned_tiles``; ``plan``
 and ``plan_cache`` (up to how many rows our kernels serve); ``cublas`` (its settings);

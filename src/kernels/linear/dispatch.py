@@ -1,13 +1,14 @@
-"""Linear layers on a GPU: our kernels for few rows, cuBLAS for many, the same bits from all.
+"""Linear layers on a GPU: ours for few rows, cuBLAS or ours for many, the same bits from all.
 
 cuBLAS picks another algorithm, and with it another order of summation, as the number of rows
 changes. Where it may not split K it keeps to the plain order from some number of rows up, which is
 the order of our two kernels: :mod:`.matmul_sm90` on Hopper, where it has a tile, and
 :mod:`.matmul` elsewhere. Up to 16, 64 or 256 rows they are faster, too. So a shape needs one
 number, ``max_custom_rows``: up to it ours, above it cuBLAS. :func:`.plan.choose_plan` finds it on
-the GPU at hand, by comparing bits. Where the bits of our
-tiles are not known to agree (float32, rows that are not whole 16-byte units), the Triton kernel
-computes all rows, with one tile. A norm before a matmul of a few rows may join it
+the GPU at hand, by comparing bits. Above it :mod:`.matmul_sm90_many` takes the place of cuBLAS
+where it is quicker, which depends on the number of rows (:mod:`.tiles`) and changes no bit, either.
+Where the bits of our tiles are not known to agree (float32, rows that are not whole 16-byte units),
+the Triton kernel computes all rows, with one tile. A norm before a matmul of a few rows may join it
 (:mod:`.norm_matmul_sm90`).
 """
 
@@ -19,8 +20,14 @@ from torch import Tensor
 
 from ..device import Gpu
 from ..fused import dispatch as fused
+from ..jit.parallel_build import may_skip_launches
 from .matmul import matmul, supports_tma
-from .tiles import choose_prefetch_tile, choose_tile
+from .tiles import (
+    choose_prefetch_tile,
+    choose_tile,
+    is_quicker_for_many_rows,
+    may_take_many_rows,
+)
 from .tuned_tiles import PrefetchTile
 
 MAX_FEW_ROWS = 16  # on an H100 our kernel beats cuBLAS up to here on every shape tried, or further
@@ -58,6 +65,44 @@ def _early_tile(weight: Tensor, num_rows: int, has_gate: bool) -> PrefetchTile |
     return choose_prefetch_tile(num_rows, *shape, has_gate, Gpu.of(weight.device))
 
 
+def takes_many_rows(weight: Tensor, bias: Tensor | None, has_gate: bool) -> bool:
+    """Whether our kernel for many rows may serve in place of cuBLAS, for some numbers of rows."""
+    return (
+        bias is None
+        and weight.dtype == torch.bfloat16
+        and may_take_many_rows(*_matmul_shape(weight, has_gate), has_gate, Gpu.of(weight.device))
+        and _has_tma_rows(weight)
+    )
+
+
+def matmul_many(rows: Tensor, weight: Tensor, has_gate: bool) -> Tensor:
+    """By our kernel for many rows, ``rows [M, K]`` and a weight that :func:`takes_many_rows`."""
+    from . import matmul_sm90_many_launch  # Gluon is not in every Triton
+
+    return matmul_sm90_many_launch.matmul_many(rows, weight, has_gate)
+
+
+def _has_tma_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and supports_tma(matrix)
+
+
+def _multiply_many(x: Tensor, weight: Tensor, bias: Tensor | None, has_gate: bool) -> Tensor | None:
+    """By our kernel, leading dims as x has them; None where cuBLAS is to multiply."""
+    if x.numel() == 0 or x.dtype != weight.dtype or not takes_many_rows(weight, bias, has_gate):
+        return None
+    num_rows, shape = x.numel() // x.shape[-1], _matmul_shape(weight, has_gate)
+    # Kernels are being made for later steps, of other numbers of rows: those of both ways.
+    wants_both = may_skip_launches()
+    card = Gpu.of(weight.device)
+    if not wants_both and not is_quicker_for_many_rows(num_rows, *shape, has_gate, card):
+        return None
+    rows = x.reshape(num_rows, -1)
+    if not _has_tma_rows(rows):
+        return None
+    out = matmul_many(rows, weight, has_gate)
+    return None if wants_both else out.view(*x.shape[:-1], shape[0])
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, max_custom_rows: int = MAX_FEW_ROWS
 ) -> Tensor:
@@ -66,14 +111,16 @@ def linear(
     Args:
         x: ``[..., K]`` on a GPU. weight: ``[N, K]``, a parameter: it may be read before the
             kernels queued before have ended. bias: ``[N]`` or None.
-        max_custom_rows: up to how many rows our kernel computes, from a :class:`Plan`.
+        max_custom_rows: up to how many rows our kernels for few compute, from a
+            :class:`.plan.MatmulPlan`.
 
     Returns:
         ``[..., N]``.
     """
     if 0 < x.numel() <= max_custom_rows * x.shape[-1]:
         return _ours(x, weight, bias)
-    return F.linear(x, weight, bias)
+    out = _multiply_many(x, weight, bias, has_gate=False)
+    return F.linear(x, weight, bias) if out is None else out
 
 
 def left_matmul(weight: Tensor, columns: Tensor, max_custom_rows: int = MAX_FEW_ROWS) -> Tensor:
@@ -103,6 +150,9 @@ def linear_silu_mul(
     """
     if 0 < x.numel() <= max_custom_rows * x.shape[-1]:
         return _ours(x, weight, bias, has_gate=True)
+    out = _multiply_many(x, weight, bias, has_gate=True)
+    if out is not None:
+        return out
     gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
     return fused.act_mul(gate, up, "silu")
 

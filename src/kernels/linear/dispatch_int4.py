@@ -98,6 +98,7 @@ def multiply(
     plain = dequantize(weight, width, x.dtype)
     # The plan is of a matmul without a bias.
     if x.numel() == 0 or (bias is None and x.numel() > max_custom_rows * width):
+        # By cuBLAS or :mod:`.matmul_sm90_many`, which reads the weight behind its wait.
         many: Callable[..., Tensor] = dispatch.linear_silu_mul if has_gate else dispatch.linear
         return many(x, plain, bias, 0)
     # Not by the kernel of :mod:`.matmul_sm90`, which reads weights before the kernel that has just

@@ -1,18 +1,21 @@
 """Matmul of many bfloat16 rows for Hopper by specialised warps, with or without a gate.
 
-A program computes tile after tile. One warp keeps the stages of shared memory filled, the next
-tile's too. Each consumer warpgroup multiplies 64 of the tile's rows by all its weights: one float32
-accumulator over all of K, 16 summands an instruction, so that any tile has the bits of
-:mod:`.matmul_sm90` and of cuBLAS without split-K.
+Persistent programs compute tile after tile of 128 rows by 256 rows of the weight. One warp keeps
+the stages of shared memory filled (TMA), the next tile's too. Each of two consumer warpgroups
+multiplies 64 of the tile's rows by all its weights: one float32 accumulator over all of K, 16
+summands per instruction, so that any tile has the bits of :mod:`.matmul_sm90` and of cuBLAS without
+split-K.
 
-What follows a tile, the gate above all, takes a while in which a warpgroup would not multiply. So
-with ``DEFER`` it is put off: the rounded sums stay in registers, half as many as the sums, and are
-gated and stored piece by piece in the next tile, each beside a stage's matmuls. ptxas allows that
-as long as nothing but matmuls touches the accumulator (else its warning C7515, and all wait for
-all).
+The epilogue, with a gate above all, takes a while in which a warpgroup would not multiply. So it is
+deferred: the rounded sums stay in registers, half as many as the sums, and are gated and stored
+piece by piece in the next tile, each beside a stage's matmuls. ptxas allows that as long as nothing
+but matmuls touches the accumulator (else its warning C7515, and all wait for all).
 
-With a gate a tile's weights are ``PART`` rows of the gate and the same ones of up, so that a thread
-has both of an output.
+With a gate a tile's weights are 128 rows of the gate and the same ones of up, so that a thread has
+both of an output.
+
+Unlike :mod:`.matmul_sm90` it reads nothing before the kernel before has ended: of many rows it
+would hide little, and a weight may so be what that kernel has written (:mod:`.dispatch_int4`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,44 +31,45 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra import libdevice
 
+from .tiles import MANY_ROWS, MANY_WEIGHT_ROWS
+
+STAGES = gl.constexpr(4)  # of 64 summands
 OUT_BUFFERS = gl.constexpr(2)  # of a warpgroup, 64 rows by 64 outputs each
+_ROWS = gl.constexpr(MANY_ROWS)
+_WIDE = gl.constexpr(MANY_WEIGHT_ROWS)
+_BAND = gl.constexpr(16)  # tiles of rows
 
 
 @gluon.jit
-def _place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, BAND: gl.constexpr):
-    """(first row of x, first output) of a tile. They go in bands of BAND tiles of rows, so that
-    what runs at a time shares both operands."""
-    num_row_tiles = (num_rows + 127) // 128
-    num_a_band = BAND * ((N + PART - 1) // PART)
-    top = tile // num_a_band * BAND
-    height = gl.minimum(num_row_tiles - top, BAND)
-    return (top + tile % num_a_band % height) * 128, tile % num_a_band // height * PART
+def _place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr):
+    """(first row of x, first output) of a tile. They go in bands of tiles of rows, so that what
+    runs at a time shares both operands."""
+    num_row_tiles = (num_rows + _ROWS - 1) // _ROWS
+    num_in_band = _BAND * ((N + PART - 1) // PART)
+    top = tile // num_in_band * _BAND
+    height = gl.minimum(num_row_tiles - top, _BAND)
+    return (top + tile % num_in_band % height) * _ROWS, tile % num_in_band // height * PART
 
 
 @gluon.jit
-def _next(slot, phase, STAGES: gl.constexpr):
+def _next(slot, phase):
     wraps = slot == STAGES - 1
     return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
-def _load(
-    ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    BAND: gl.constexpr,
-):  # fmt: skip
+def _load(ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
     """Keeps the stages filled, 64 summands in each."""
     x_smem, w_smem, full, empty, x_desc, w_desc, num_rows, num_tiles = ring
-    BYTES: gl.constexpr = (128 + w_smem.shape[1]) * 128
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = _place(tile, num_rows, N, PART, BAND)
+        begin_m, begin = _place(tile, num_rows, N, PART)
         for step in range(K // 64):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
-            mbarrier.expect(bar, BYTES)
+            mbarrier.expect(bar, (_ROWS + _WIDE) * 128)
             for half in gl.static_range(2):
                 target = x_smem.index(slot * 2 + half)
                 at = [begin_m + half * 64, step * 64]
@@ -73,39 +77,33 @@ def _load(
             target = w_smem.index(slot)
             target = target._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
             tma.async_copy_global_to_shared(w_desc, [0, begin, step * 64], bar, target)
-            slot, phase = _next(slot, phase, STAGES)
+            slot, phase = _next(slot, phase)
 
 
 @gluon.jit
-def silu_of_bfloat16(x, FORM: gl.constexpr):
-    """silu of float32 that holds a bfloat16: rounded to bfloat16, the bits of
+def silu_of_bfloat16(x):
+    """silu of float32 that holds a bfloat16; rounded to bfloat16 it has the bits of
     :func:`..fused.rounding.silu` rounded.
 
-    Without the branch for each element of a rounded division: with a reciprocal of which one step
-    of Newton's has removed the error, the product rounds to the same bfloat16. There are 65,536
-    cases, which were all tried, with errors of the instruction of up to two units. A quarter of the
+    By the instructions for 2 ** x and 1 / x as they are, which are off by a few units of float32.
+    It is enough as there are but 65,536 inputs: all were compared on an H200, 0 differ
+    (``test_matmul_sm90_many_gpu.py`` compares them again). An exact exponential and a step of
+    Newton's would take 4% of the time of 8B's gate and up, and 14% of 0.6B's. A quarter of the
     divisor, as the reciprocal of all of it may be below the normal numbers.
     """
-    if FORM & 1:
-        e = gl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, True, 1
-        )
-    else:
-        e = libdevice.exp(-x)
+    e = gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, True, 1
+    )
     quarter = gl.fma(e, 0.25 + gl.zeros_like(e), 0.25 + gl.zeros_like(e))
     inverse = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], gl.float32, True, 1
     )
-    if FORM < 2:
-        error = gl.fma(-quarter, inverse, 1.0 + gl.zeros_like(e))
-        inverse = gl.fma(inverse, error, inverse)
-        inverse = gl.where(e < float("inf"), inverse, 0.0)
     return x * 0.25 * inverse
 
 
 @gluon.jit
 def _packed(x):
-    """Columns of float32, rounded to bfloat16 and two in an int32."""
+    """Columns of float32, rounded to bfloat16 and two per int32."""
     even, odd = x.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
     return _pair(even, odd)
 
@@ -144,11 +142,11 @@ def _part(x, i: gl.constexpr, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _gated(sums, i: gl.constexpr, SILU: gl.constexpr):
+def _gated(sums, i: gl.constexpr):
     """Part ``i`` of silu(gate) * up, 32 outputs; every operation is rounded."""
     gate, up = _halves(sums)
     even, odd = _unpacked(_part(gate, i, 16))
-    even, odd = _unpacked(_pair(silu_of_bfloat16(even, SILU), silu_of_bfloat16(odd, SILU)))
+    even, odd = _unpacked(_pair(silu_of_bfloat16(even), silu_of_bfloat16(odd)))
     even_up, odd_up = _unpacked(_part(up, i, 16))
     return _pair(even * even_up, odd * odd_up)
 
@@ -166,7 +164,7 @@ def _store_async(pairs, buffer, out_desc, first, begin):
 @gluon.jit
 def _finish_part(
     i: gl.constexpr, sums, before, out_smem, out_desc, first, begin, HALF: gl.constexpr,
-    HALVES: gl.constexpr, SILU: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """Store part ``i``, of 64 sums; with a gate, which makes 32 outputs of them, every second time
     with those of ``before``. Returns what the next one needs."""
@@ -176,7 +174,7 @@ def _finish_part(
         _store_async(_part(sums, i, 32), buffer, out_desc, first, begin + PIECE * 64)
         after = before
     else:
-        after = _gated(sums, i, SILU)
+        after = _gated(sums, i)
         if i % 2:
             pairs = gl.join(before, after).permute([0, 2, 1]).reshape([64, 32])
             _store_async(pairs, buffer, out_desc, first, begin + PIECE * 64)
@@ -198,88 +196,73 @@ def _add(x_smem, w_smem, slot, total, HALF: gl.constexpr, FROM_ZERO: gl.constexp
 @gluon.jit
 def _multiply(
     shared, HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
-    PART: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, DEFER: gl.constexpr,
-    SILU: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """64 rows of each tile."""
     x_smem, w_smem, out_smem, full, empty, out_desc, num_rows, num_tiles = shared
-    WIDE: gl.constexpr = HALVES * PART
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    PARTS: gl.constexpr = WIDE // 64
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDE, 16])
+    PARTS: gl.constexpr = _WIDE // 64
     slot = 0
     phase = 0
-    zeros = gl.zeros([64, WIDE], gl.float32, SUM)
+    zeros = gl.zeros([64, _WIDE], gl.float32, SUM)
     sums = _packed(zeros)
     # Before the first tile: nowhere.
     first = num_rows + 64
     column = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = _place(tile, num_rows, N, PART, BAND)
+        begin_m, begin = _place(tile, num_rows, N, PART)
         mbarrier.wait(full.index(slot), phase)
         total = _add(x_smem, w_smem, slot, zeros, HALF, True)
         last = slot
-        slot, phase = _next(slot, phase, STAGES)
-        if DEFER:
-            before = sums
-            for i in gl.static_range(PARTS):
-                # Waiting here keeps matmuls before what runs beside them: ptxas mixes what lies
-                # between two branches.
-                mbarrier.wait(full.index(slot), phase)
-                before = _finish_part(
-                    i, sums, before, out_smem, out_desc, first, column, HALF, HALVES, SILU
-                )
-                total = _add(x_smem, w_smem, slot, total, HALF, False)
-                total = warpgroup_mma_wait(1, deps=(total,))
-                mbarrier.arrive(empty.index(last), count=1)
-                last = slot
-                slot, phase = _next(slot, phase, STAGES)
-        else:
+        slot, phase = _next(slot, phase)
+        before = sums
+        for i in gl.static_range(PARTS):
+            # Waiting here keeps matmuls before what runs beside them: ptxas mixes what lies
+            # between two branches.
+            mbarrier.wait(full.index(slot), phase)
+            before = _finish_part(i, sums, before, out_smem, out_desc, first, column, HALF, HALVES)
+            total = _add(x_smem, w_smem, slot, total, HALF, False)
             total = warpgroup_mma_wait(1, deps=(total,))
-        for _ in range(PARTS + 1 if DEFER else 1, K // 64):
+            mbarrier.arrive(empty.index(last), count=1)
+            last = slot
+            slot, phase = _next(slot, phase)
+        for _ in range(PARTS + 1, K // 64):
             mbarrier.wait(full.index(slot), phase)
             total = _add(x_smem, w_smem, slot, total, HALF, False)
             total = warpgroup_mma_wait(1, deps=(total,))
             mbarrier.arrive(empty.index(last), count=1)
             last = slot
-            slot, phase = _next(slot, phase, STAGES)
+            slot, phase = _next(slot, phase)
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(empty.index(last), count=1)
         sums = _packed(total)
         first = begin_m + HALF * 64
         column = begin
-        if not DEFER:
-            before = sums
-            for i in gl.static_range(PARTS):
-                before = _finish_part(
-                    i, sums, before, out_smem, out_desc, first, column, HALF, HALVES, SILU
-                )
-    if DEFER:
-        before = sums
-        for i in gl.static_range(PARTS):
-            before = _finish_part(
-                i, sums, before, out_smem, out_desc, first, column, HALF, HALVES, SILU
-            )
+    before = sums
+    for i in gl.static_range(PARTS):
+        before = _finish_part(i, sums, before, out_smem, out_desc, first, column, HALF, HALVES)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def many_rows_kernel(
     x_desc,  # [M, K], boxes [64, 64]
-    w_desc,  # [HALVES, N, K], boxes [HALVES, PART, 64]
+    w_desc,  # [HALVES, N, K], boxes [HALVES, 256 / HALVES, 64]
     out_desc,  # [M, N], boxes [64, 64]
     num_rows,
-    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr, PART: gl.constexpr,
-    STAGES: gl.constexpr, BAND: gl.constexpr, DEFER: gl.constexpr, SILU: gl.constexpr,
-    PDL: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``. Grid: a program for each
-    multiprocessor at most; they share ceil(N / PART) * ceil(M / 128) tiles."""
+    """``out = x @ weight.T``, with two HALVES ``silu(gate) * up``. Grid: up to a program per
+    multiprocessor; they share ceil(N * HALVES / 256) * ceil(M / 128) tiles.
+
+    No constant depends on the number of rows: one build serves all."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    PART: gl.constexpr = _WIDE // HALVES  # outputs of a tile
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    num_tiles = (num_rows + 127) // 128 * ((N + PART - 1) // PART)
+    num_tiles = (num_rows + _ROWS - 1) // _ROWS * ((N + PART - 1) // PART)
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, 64, 64], OPERAND)
-    w_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HALVES * PART, 64], OPERAND)
+    w_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _WIDE, 64], OPERAND)
     out_smem = gl.allocate_shared_memory(gl.bfloat16, [2 * OUT_BUFFERS, 64, 64], OPERAND)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -293,9 +276,9 @@ def many_rows_kernel(
     shared = (x_smem, w_smem, out_smem, full, empty, out_desc, num_rows, num_tiles)
     gl.warp_specialize(
         [
-            (_multiply, (shared, 0, N, K, HALVES, PART, STAGES, BAND, DEFER, SILU)),
-            (_multiply, (shared, 1, N, K, HALVES, PART, STAGES, BAND, DEFER, SILU)),
-            (_load, (ring, N, K, PART, STAGES, BAND)),
+            (_multiply, (shared, 0, N, K, HALVES, PART)),
+            (_multiply, (shared, 1, N, K, HALVES, PART)),
+            (_load, (ring, N, K, PART)),
         ],
         [4, 1],
         [240, 24],

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ...errors import UnsupportedModelError
 from ..device import Gpu
-from .dispatch import ALL_ROWS, _ours
+from ..fused import dispatch as fused
+from .dispatch import ALL_ROWS, _ours, matmul_many, takes_many_rows
 from .tiles import fastest_custom_rows, has_one_tile
 
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 REFERENCE_ROWS = 512
+MANY_ROWS = 1023  # no whole tile at the end
 _MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above what is ours and this, it is not used at all
 
 
@@ -30,20 +32,24 @@ class SweepReport:
         counts: the row counts tried, ascending.
         cublas_differs: those at which some row of cuBLAS's result differs.
         ours_differs: the same for our kernel, as far as it was tried.
+        many_differs: the same for that for many rows, where it may serve.
     """
 
     counts: tuple[int, ...]
     cublas_differs: tuple[int, ...]
     ours_differs: tuple[int, ...]
+    many_differs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulPlan:
-    """Up to how many rows our kernel computes matmuls with weights of a shape; above, cuBLAS.
+    """Up to how many rows our kernels for few compute matmuls with weights of a shape; above,
+    cuBLAS or ours for many.
 
     Attributes:
         num_outs, k_size: of the weight.
-        max_custom_rows: as :func:`.dispatch.linear` takes it; :data:`ALL_ROWS` for no cuBLAS.
+        max_custom_rows: as :func:`.dispatch.linear` takes it; :data:`ALL_ROWS` for
+            neither.
     """
 
     num_outs: int
@@ -56,6 +62,7 @@ def sweep(
     bias: Tensor | None = None,
     counts: Sequence[int] = SWEEP_ROWS,
     ours_up_to: int = ALL_ROWS,
+    has_gate: bool = False,
 ) -> SweepReport:
     """Compare every row of matmuls with ``counts`` rows with cuBLAS's for 512, bit by bit.
 
@@ -63,6 +70,8 @@ def sweep(
         weight: ``[N, K]`` on a GPU. bias: ``[N]`` or None.
         counts: row counts. The inputs of rows beyond 512 repeat the first.
         ours_up_to: the highest at which to try our kernel; each of its tiles is compiled once.
+        has_gate: whether the weight is one of gate and up, which our kernel for many rows then
+            joins here, too.
 
     Returns:
         The report. It holds for this card, these libraries, and the settings in force
@@ -76,7 +85,21 @@ def sweep(
         tuple(counts),
         _differing(lambda rows: F.linear(rows, weight, bias), x, counts, expected),
         _differing(lambda rows: _ours(rows, weight, bias), x, tried, expected),
+        many_differs(weight, bias, has_gate),
     )
+
+
+def many_differs(weight: Tensor, bias: Tensor | None, has_gate: bool) -> tuple[int, ...]:
+    """At which number of rows our kernel for many has other bits than cuBLAS has for 512, and the
+    activation behind it; none where that kernel never serves."""
+    if not takes_many_rows(weight, bias, has_gate):
+        return ()
+    x = _rows_to_try(weight, MANY_ROWS)
+    expected = F.linear(x[:REFERENCE_ROWS], weight)
+    if has_gate:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = fused.act_mul(gate, up, "silu")
+    return _differing(lambda rows: matmul_many(rows, weight, has_gate), x, (MANY_ROWS,), expected)
 
 
 def _rows_to_try(weight: Tensor, num_rows: int) -> Tensor:
@@ -111,7 +134,7 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = Fal
 
     Some milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
     alone, without a look at cuBLAS, where it has one tile: that is one class of bits for all rows.
-    ``has_gate``: whether the weight is one of gate and up, which only speed depends on.
+    ``has_gate``: whether the weight is one of gate and up.
 
     Raises:
         UnsupportedModelError: our kernel would have to compute all rows, but its tiles differ.
@@ -122,7 +145,10 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = Fal
     worth_it = max_custom_rows = rows_worth_it(weight, has_gate)
     while True:
         plan = plan_from(
-            sweep(weight, bias, ours_up_to=max_custom_rows), num_outs, k_size, worth_it
+            sweep(weight, bias, ours_up_to=max_custom_rows, has_gate=has_gate),
+            num_outs,
+            k_size,
+            worth_it,
         )
         if plan.max_custom_rows == ALL_ROWS:
             _check_ours(weight, bias)
@@ -157,12 +183,13 @@ def plan_from(report: SweepReport, num_outs: int, k_size: int, worth_it: int) ->
     ``worth_it``: up to how many rows our kernel is wanted for its speed.
 
     Row counts between two that were tried count as the lower one. If the last that differs is above
-    64 and ``worth_it``, or our kernel differs wherever it would be used, it computes all rows.
+    64 and ``worth_it``, or our kernel differs wherever it would be used, it computes all rows; as
+    well if that for many rows differs, which then serves none.
     """
     last_bad = max(report.cublas_differs, default=0)
     first_good = next((c for c in report.counts if c > last_bad), ALL_ROWS)
     max_custom_rows = max(worth_it, first_good - 1)
     has_two_classes = any(c <= max_custom_rows for c in report.ours_differs)
-    if last_bad > max(worth_it, _MAX_UNSAFE_ROWS) or has_two_classes:
+    if last_bad > max(worth_it, _MAX_UNSAFE_ROWS) or has_two_classes or report.many_differs:
         max_custom_rows = ALL_ROWS
     return MatmulPlan(num_outs, k_size, max_custom_rows)

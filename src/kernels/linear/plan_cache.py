@@ -68,6 +68,7 @@ class LinearPlans:
                 for count in (c for c in plan.SWEEP_ROWS if c <= worth_it):
                     x = weight.new_empty(count, weight.shape[1])
                     gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
+                plan.many_differs(weight, bias, has_gate)  # what it finds is nothing yet
 
     def _kept(self, device: torch.device) -> dict[str, int]:
         if self._file is None and self._folder is not None:
@@ -97,6 +98,8 @@ def _fingerprint(device: torch.device) -> str:
         "matmul",
         "matmul_sm90_launch",
         "matmul_sm90",
+        "matmul_sm90_many_launch",
+        "matmul_sm90_many",
     ):
         digest.update((Path(gpu_linear.__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:24]

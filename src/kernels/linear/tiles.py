@@ -1,4 +1,5 @@
-"""Tile sizes of the matmul kernels for few rows: measured ones, and a rule for other shapes.
+"""Tile sizes of the matmul kernels for few rows: measured ones, and a rule for other shapes; when
+the kernel for many rows is quicker than cuBLAS.
 
 Only speed depends on the tile where its bits were compared (16-bit dtypes, rows of whole 16-byte
 units). Elsewhere a weight has one tile for all numbers of rows (:func:`has_one_tile`).
@@ -13,6 +14,13 @@ from .tuned_tiles import GATED, TUNED, TUNED_PREFETCH, PrefetchTile, _swapped, _
 _SHORT_PRODUCT_BYTES = 24 << 20
 _BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
 
+
+MANY_ROWS = 128  # of x, of a tile of :mod:`.matmul_sm90_many`
+MANY_WEIGHT_ROWS = 256  # of such a tile; with a gate half of them are up's
+_LEAST_MANY_ROWS = 512
+_MOST_MANY_SUMMANDS = 4096
+_MOST_MANY_SUMMANDS_GATED = 5120
+_SHORT_SUMMANDS = 1024
 
 _ONE_TILE_WIDE = _tile(32, 32, 32, 3)  # no matrix unit: small, to fit the registers
 _ONE_TILE_NARROW = _tile(32, 64, 64, 3)
@@ -154,3 +162,72 @@ def fastest_custom_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -
         return max(tuned)
     num_bytes = num_outs * k_size * (4 if has_gate else 2)
     return 64 if num_bytes < _SHORT_PRODUCT_BYTES else 16
+
+
+def fits_many_rows(num_outs: int, k_size: int) -> bool:
+    """Whether :mod:`.matmul_sm90_many` can compute such a matmul.
+
+    Args:
+        num_outs: N of the matmul; a weight of gate and up has twice as many rows.
+    """
+    num_steps, rest = divmod(k_size, 64)
+    # Outputs of a tile are stored beside the steps of the next one, 64 of its columns with each,
+    # from the second on; TMA takes rows of whole 16-byte units.
+    return rest == 0 and num_steps > MANY_WEIGHT_ROWS // 64 and num_outs % 8 == 0
+
+
+def count_many_tiles(num_rows: int, num_outs: int, has_gate: bool) -> int:
+    """Tiles of :mod:`.matmul_sm90_many`."""
+    return -(-num_rows // MANY_ROWS) * -(-num_outs // _outs_per_tile(has_gate))
+
+
+def may_take_many_rows(num_outs: int, k_size: int, has_gate: bool, card: Gpu) -> bool:
+    """Whether :func:`is_quicker_for_many_rows` for some numbers of rows."""
+    part = _outs_per_tile(has_gate)
+    most_summands = _MOST_MANY_SUMMANDS_GATED if has_gate else _MOST_MANY_SUMMANDS
+    return (
+        card.has_prefetch
+        and k_size <= most_summands
+        and fits_many_rows(num_outs, k_size)
+        and num_outs >= _least_fill(k_size, has_gate) * part * -(-num_outs // part)
+    )
+
+
+def is_quicker_for_many_rows(
+    num_rows: int, num_outs: int, k_size: int, has_gate: bool, card: Gpu
+) -> bool:
+    """Whether :mod:`.matmul_sm90_many` is quicker than cuBLAS, as far as was measured.
+
+    It has one size of tile, so that its time is that of whole waves of tiles, one per
+    multiprocessor. cuBLAS goes over to smaller tiles, which are slower where waves are full. So it
+    depends on the *fill*: outputs, as a share of those that the waves have place for. Rates on an
+    H200, as parts of that of cuBLAS, with a gate and its activation (docs/notes/matmul.md):
+
+    - without a gate, fill 0.97: 1.00 to 1.14 in all 8 cases of K from 1,024 to 4,096, but with
+      K = 12,288 1.01 (2,048 rows) and 0.96 (8,192); fill 0.73: 0.79; 0.12 and 0.48: 0.27 to 0.66.
+    - with a gate, fill 0.97 to 0.99: 1.08 to 1.10 with K = 4,096, 1.35 and 1.37 with 1,024; fill
+      0.85, K = 4,096: 0.91; fill 0.73, K = 1,024: 0.95.
+
+    The bounds lie near where lines between those cases cross 1. Of all 27 cases the rule has one
+    wrong: K = 12,288 at 2,048 rows, where 0.9% would be won. K = 5,120 with a gate was not
+    measured, nor were fewer than 512 rows.
+
+    Args:
+        num_outs: N of the matmul; a weight of gate and up has twice as many rows.
+    """
+    if num_rows < _LEAST_MANY_ROWS or not may_take_many_rows(num_outs, k_size, has_gate, card):
+        return False
+    num_waves = -(-count_many_tiles(num_rows, num_outs, has_gate) // card.num_sms)
+    num_tiles = -(-num_rows // MANY_ROWS) * num_outs / _outs_per_tile(has_gate)
+    return num_tiles >= _least_fill(k_size, has_gate) * num_waves * card.num_sms
+
+
+def _outs_per_tile(has_gate: bool) -> int:
+    return MANY_WEIGHT_ROWS // (2 if has_gate else 1)
+
+
+def _least_fill(k_size: int, has_gate: bool) -> float:
+    if not has_gate:
+        return 0.95
+    # What an activation of its own takes is the larger part, the shorter the sums.
+    return 0.8 if k_size <= _SHORT_SUMMANDS else 0.92
