@@ -55,8 +55,7 @@ def cheap_passes(
         stack.enter_context(_CheapMatmuls(module))
         try:
             with probe_pass.stand_in():
-                results = probe_pass.results(*base)
-            is_cheap = all(bool(x.isfinite().all()) for x in results)
+                is_cheap = probe_pass.results(*base).is_finite()
         except UnsupportedModelError:
             is_cheap = False
         if not is_cheap:
