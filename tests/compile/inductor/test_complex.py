@@ -34,9 +34,8 @@ def test_complex_numbers_bound_a_region() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_complex_rotation_computes_the_same(dtype: torch.dtype) -> None:
-    loaded = [load_model(tiny_model("deepseek_v2").to(dtype)) for _ in range(2)]  # type: ignore[arg-type]
+def test_a_complex_rotation_computes_the_same() -> None:
+    loaded = [load_model(tiny_model("deepseek_v2")) for _ in range(2)]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*complex operators")
         found, expected = (
@@ -47,5 +46,4 @@ def test_a_complex_rotation_computes_the_same(dtype: torch.dtype) -> None:
         )
     assert found.keys() == expected.keys()
     for key, logits in expected.items():
-        bounds = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
-        torch.testing.assert_close(found[key], logits, **bounds)
+        torch.testing.assert_close(found[key], logits)
