@@ -1,10 +1,10 @@
 """Compiles a graph with Inductor region by region, each distinct region once.
 
-Matmuls, attention and our own kernels are calls that Inductor cannot look into. What lies
-between two of them (norms, activations, residual sums, rotary embedding) is a *region*. The layers
-of a model are alike, so its regions are too, up to the weights they read: those are inputs, and a
-28-layer model needs about as many compilations as a 2-layer one. The graph around the regions is
-run as it is.
+Matmuls, attention and our own kernels are calls that Inductor cannot look into, and it makes no
+code for complex numbers. What lies between two of them (norms, activations, residual sums, rotary
+embedding) is a *region*. The layers of a model are alike, so its regions are too, up to the weights
+they read: those are inputs, and a 28-layer model needs about as many compilations as a 2-layer one.
+The graph around the regions is run as it is.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ _COPIES = frozenset({torch.nn.functional.embedding, operator.getitem})
 
 
 def is_opaque(node: Node) -> bool:
-    """Is ``node`` a call that Inductor would only pass on (a matmul, or a kernel of ours)?"""
+    """Is ``node`` a call that Inductor would only pass on: a matmul, a kernel of ours, or one that
+    reads or makes complex numbers, of which torch's own kernels run either way?"""
+    values = map(example, (node, *node.all_input_nodes))
+    if any(isinstance(value, Tensor) and value.is_complex() for value in values):
+        return True
     if node.op == "call_method":
         return node.target in _MATMULS
     if node.op != "call_function":

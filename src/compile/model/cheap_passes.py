@@ -3,7 +3,7 @@
 - Of layers that are alike in classes, attributes and the shapes of their weights, and whose
   attention calls are alike, one is run: they are the same code at the same sizes.
 - A matmul with a weight sees one row at a time. A sum of few inputs, of the same shape and at the
-  price of an addition, takes its place.
+  price of an addition, takes its place. Its factors are the weight's, in every pass the same.
 - The head is left out: what it would be given is what passes return.
 
 A model that does not bear this is run as it is.
@@ -32,6 +32,8 @@ from .thresholds import PassCost
 
 # A multiplication within a matmul takes this part of the time in which a number is written.
 _MULTIPLICATIONS_PER_NUMBER = 32
+# So many elements of a matrix tell it from others of its shape.
+_NUM_KNOWN_BY = 16
 
 
 @contextmanager
@@ -50,11 +52,10 @@ def cheap_passes(
     with ExitStack() as stack:
         stack.enter_context(_skipped(twins(module, specs)))
         stack.enter_context(_forward_of(module.get_output_embeddings(), lambda x: x))
-        stack.enter_context(_CheapMatmuls())
+        stack.enter_context(_CheapMatmuls(module))
         try:
             with probe_pass.stand_in():
-                results = probe_pass.results(*base)
-            is_cheap = all(bool(x.isfinite().all()) for x in results)
+                is_cheap = probe_pass.results(*base).is_finite()
         except UnsupportedModelError:
             is_cheap = False
         if not is_cheap:
@@ -106,11 +107,19 @@ def _first_factor(func: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 class _CheapMatmuls(TorchFunctionMode):
     """Each output of a matmul with a weight is a sum of few inputs of its row, with factors that
-    are the weight's own, so that projections of one input differ."""
+    are the weight's own, so that projections of one input differ.
 
-    def __init__(self) -> None:
+    A weight of the module is known again by its address. Others are made anew in each pass (routers
+    multiply with a float32 copy of theirs), wherever there is room: such a one is known again by
+    what it holds. By its address it would have other factors in every pass, and its model would be
+    taken for one whose results depend on the pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._factors: dict[tuple[int, int], Tensor] = {}
+        own = (*module.parameters(), *module.buffers())
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
+        self._factors: dict[tuple[object, int], Tensor] = {}
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -129,7 +138,7 @@ class _CheapMatmuls(TorchFunctionMode):
 
     def _mixed(self, x: Tensor, weight: Tensor, num_outputs: int) -> Tensor:
         num_inputs = x.shape[-1]
-        key = weight.data_ptr(), num_outputs
+        key = self._identity(weight), num_outputs
         if key not in self._factors:
             frequency = 1.0 + 0.37 * len(self._factors)
             factors = torch.cos(frequency * torch.arange(num_outputs, device=x.device)) * 1.4
@@ -141,6 +150,14 @@ class _CheapMatmuls(TorchFunctionMode):
         elif num_outputs > num_inputs:
             x = x[..., torch.arange(num_outputs, device=x.device) % num_inputs]
         return x * self._factors[key]
+
+    def _identity(self, weight: Tensor) -> object:
+        if weight.untyped_storage().data_ptr() in self._own:
+            return weight.data_ptr()
+        # A few elements, each of another row and column. As text, in which NaN is like NaN.
+        matrix = weight if weight.dim() == 2 else weight[0]
+        few = matrix.diagonal()[:_NUM_KNOWN_BY].tolist()
+        return f"{tuple(weight.shape)} {few}"
 
 
 def twins(module: nn.Module, specs: Sequence[AttentionSpec]) -> dict[nn.Module, nn.Module]:
