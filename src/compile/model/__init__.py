@@ -7,8 +7,8 @@ module), ``quantized_load`` (with ``quantization_schemes``, ``quantized_layers``
 ``recurrent`` (the functions that the model calls in place of its own), ``forward`` (how it is told
 positions), ``plain_attention`` with ``plain_scores`` (models that write attention out), ``probe``
 with ``recurrent_probe`` (what those functions are asked for), ``masks`` (a mask's pattern, a bias's
-slopes), ``probe_pass``, ``choices``, ``reach_probe``, ``thresholds`` (does a token depend on others
-outside attention, at any length?), ``cheap_passes`` and ``layers`` (the same in less time).
+slopes), ``probe_pass``, ``reach_probe``, ``thresholds`` (does a token depend on others outside
+attention, at any length?), ``cheap_passes`` and ``layers`` (the same in less time).
 
 ``eager_head`` gives the head of a module that runs as it is.
 

@@ -6,9 +6,8 @@ whatever still reaches another token got there outside attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ...errors import PagespecError, UnsupportedModelError
 from .attention import attention_implementation
-from .choices import Choice, HeldChoices, choices_at, joined_choices
 from .forward import PackedForward
 from .indexers import IndexCall, IndexFunction
 from .loaded import LoadedModel
@@ -25,43 +23,7 @@ from .recurrent import RecurrentCall, RecurrentFunction
 
 _PROBE_NAME = "pagespec_probe"
 
-# Relative to the largest element of a tensor.
-_BOUND = 1e-4
-_BOUND_OF_HALVES = 2e-2
-_FULL = (torch.float32, torch.float64)
-
 AttentionFunction = Callable[..., tuple[Tensor, None]]
-
-
-@dataclass(frozen=True, slots=True)
-class PassResults:
-    """What the tokens of a pass came to.
-
-    Attributes:
-        tensors: dim 0 is the token.
-        choices: what they chose on the way.
-        bound: results of the same tokens differ by so much where only rounding does. In a model of
-            half precision it holds for its float32 tensors, too: they are computed from halves.
-    """
-
-    tensors: list[Tensor]
-    choices: list[Choice]
-    bound: float
-
-    def at(self, rows: Tensor) -> PassResults:
-        """Of these tokens, in this order."""
-        tensors = [tensor[rows] for tensor in self.tensors]
-        return PassResults(tensors, choices_at(self.choices, rows), self.bound)
-
-    def is_finite(self) -> bool:
-        return all(bool(tensor.isfinite().all()) for tensor in self.tensors)
-
-
-def joined(parts: Sequence[PassResults]) -> PassResults:
-    """The results of other tokens each, as if they were of one pass."""
-    tensors = [torch.cat(of) for of in zip(*(part.tensors for part in parts), strict=True)]
-    choices = joined_choices([part.choices for part in parts])
-    return PassResults(tensors, choices, parts[0].bound)
 
 
 class ProbePass:
@@ -97,27 +59,12 @@ class ProbePass:
         with registered(module, local.attention, _no_mask, local.recurrence, local.choose):
             yield
 
-    def results(
-        self, ids: Tensor, positions: Tensor, like: PassResults | None = None
-    ) -> PassResults:
+    def results(self, ids: Tensor, positions: Tensor) -> list[Tensor]:
         """The logits, and queries, keys and values of every attention call, and what every
-        recurrence and indexer reads of a token.
-
-        Args:
-            like: earlier results of the first of these tokens, or of all, with which these will be
-                compared: where tokens choose, they choose the same, if that is as good.
-        """
+        recurrence and indexer reads of a token; dim 0 is the token."""
         self._local.seen.clear()
-        bound = _BOUND if self._loaded.dtype in _FULL else _BOUND_OF_HALVES
-        with HeldChoices(len(ids), bound, like.choices if like else ()) as held:
-            logits = self.logits(ids, positions, torch.arange(len(ids), device=ids.device))
-        for seen in self._local.seen:
-            if len(seen) != len(ids):
-                raise UnsupportedModelError(
-                    f"{self._loaded.architecture}: its attention is handed {len(seen)} rows for "
-                    f"the {len(ids)} tokens of a pass"
-                )
-        return PassResults([logits, *self._local.seen], held.made, bound)
+        logits = self.logits(ids, positions, torch.arange(len(ids), device=ids.device))
+        return [logits, *self._local.seen]
 
 
 class _LocalCalls:
@@ -217,18 +164,16 @@ def registered(
         AttentionMaskInterface._global_mapping.pop(_PROBE_NAME, None)
 
 
-def all_same(results: PassResults, expected: PassResults) -> bool:
+def all_same(results: list[Tensor], expected: list[Tensor]) -> bool:
     """Are these results of the same tokens, equal but for rounding?"""
-    return len(results.tensors) == len(expected.tensors) and all(
-        a.shape == b.shape and _same(a, b, results.bound)
-        for a, b in zip(results.tensors, expected.tensors, strict=True)
+    return len(results) == len(expected) and all(
+        a.shape == b.shape and _same(a, b) for a, b in zip(results, expected, strict=True)
     )
 
 
-def _same(a: Tensor, b: Tensor, bound: float) -> bool:
+def _same(a: Tensor, b: Tensor) -> bool:
     """Equal but for rounding, relative to the largest element; loosely for half precision."""
     if not bool(a.isfinite().all()):
         return False
-    if a.dtype != torch.float32:
-        bound = _BOUND_OF_HALVES
+    bound = 1e-4 if a.dtype == torch.float32 else 2e-2
     return float((a - b).abs().max()) <= bound * float(b.abs().max())

@@ -30,7 +30,7 @@ from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from .cheap_passes import cheap_passes
 from .loaded import LoadedModel
-from .probe_pass import PassResults, ProbePass, all_same, joined
+from .probe_pass import ProbePass, all_same
 from .thresholds import ReachPlan, Threshold, budget_of, plan_reach, thresholds_of
 
 logger = logging.getLogger("pagespec")
@@ -78,8 +78,8 @@ def _check_lengths(
         # From the last one on: the farthest position is in every pass.
         at = num_tokens - 1 - torch.arange(length, device=base[0].device) % num_tokens
         try:
-            there = expected.at(at)
-            is_same = all_same(probe_pass.results(base[0][at], base[1][at], there), there)
+            results = probe_pass.results(base[0][at], base[1][at])
+            is_same = all_same(results, [tensor[at] for tensor in expected])
         except torch.OutOfMemoryError:
             logger.info("%s: no memory for a pass of %d tokens", loaded.architecture, length)
             continue
@@ -110,11 +110,11 @@ def _check_positions(
         if far:
             groups.append((far, t))
 
-    def with_far(like: PassResults, *groups: list[int]) -> PassResults:
+    def with_far(*groups: list[int]) -> list[Tensor]:
         """Of the base's tokens and, behind them, of some at far positions."""
         far = torch.tensor([p for group in groups for p in group], device=ids.device)
         at = torch.tensor([i for group in groups for i in range(len(group))], device=ids.device)
-        return probe_pass.results(torch.cat([ids, ids[at]]), torch.cat([positions, far]), like)
+        return probe_pass.results(torch.cat([ids, ids[at]]), torch.cat([positions, far]))
 
     def refusal(far: Sequence[int], threshold: Threshold | None) -> UnsupportedModelError:
         return _refusal(
@@ -123,18 +123,17 @@ def _check_positions(
             threshold,
         )
 
-    near = torch.arange(len(ids), device=ids.device)
-    alone: list[PassResults] = []
+    alone: list[list[Tensor]] = []
     for far, threshold in groups:
-        results = with_far(expected, far)
-        if not all_same(results.at(near), expected):
+        results = with_far(far)
+        if not all_same([x[: len(ids)] for x in results], expected):
             raise refusal(far, threshold)
-        alone.append(results.at(len(ids) + near[: len(far)]))
+        alone.append([x[len(ids) :] for x in results])
     # The far tokens themselves, each group beside all others and the farthest of all.
-    together = with_far(joined([expected, *alone]), *(far for far, _ in groups))
+    together = with_far(*(far for far, _ in groups))
     begin = len(ids)
     for (far, threshold), results in zip(groups, alone, strict=True):
-        if not all_same(together.at(begin + near[: len(far)]), results):
+        if not all_same([x[begin : begin + len(far)] for x in together], results):
             raise refusal([limit - 1], threshold)
         begin += len(far)
 

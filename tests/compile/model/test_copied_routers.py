@@ -1,5 +1,7 @@
-"""Models whose tokens choose experts: rounding is not taken for a dependence on the pass, and a
-dependence is not taken for rounding."""
+"""Routers that multiply with a copy of their weight.
+
+The copy's address is not taken for a dependence on the pass, and a dependence is seen.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pagespec.compile.model import cheap_passes, probe, probe_pass
-from pagespec.compile.model.choices import Choice, HeldChoices, choices_at, joined_choices
+from pagespec.compile.model import cheap_passes, probe
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model, probe_with_reach
 from pagespec.errors import UnsupportedModelError
@@ -55,17 +56,6 @@ def with_errors(arch: str, error: float) -> PreTrainedModel:
     return model
 
 
-def test_a_tie_in_a_router_is_no_dependence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the pass of the same tokens in another order, which runs all layers as they are."""
-    monkeypatch.setattr(probe, "check_reach", lambda *_: None)
-    model = with_errors("deepseek_v3", 2**-9)
-    probe_model(load_model(model))
-    # Were choices not held, it would be refused for this error.
-    monkeypatch.setattr(probe_pass, "choices_at", lambda *_: [])
-    with pytest.raises(UnsupportedModelError, match="position_ids are not followed"):
-        probe_model(load_model(model))
-
-
 def _unsupported(*_: Any) -> Tensor:
     raise UnsupportedModelError("not replaced")
 
@@ -80,34 +70,3 @@ def test_a_router_that_depends_on_the_pass_is_refused(
         monkeypatch.setattr(cheap_passes._CheapMatmuls, "_mixed", _unsupported)
     with pytest.raises(UnsupportedModelError, match="number of tokens in a pass"):
         probe_model(load_model(with_errors(arch, 0.5)))
-
-
-def choose(mode: HeldChoices, scores: Tensor) -> list[list[int]]:
-    with mode:
-        values, indices = scores.topk(2, dim=-1)
-    assert torch.equal(scores.gather(-1, indices), values)
-    return [sorted(row) for row in indices.tolist()]
-
-
-def test_a_choice_is_held_where_it_is_as_good() -> None:
-    scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
-    first = HeldChoices(2, 2e-3)
-    assert choose(first, scores) == [[0, 1], [0, 1]]
-    # The first token's scores are equal but for rounding; those of the second are others.
-    other = torch.tensor([[3.0, 2.0, 2.001], [3.0, 2.0, 2.5]])
-    assert choose(HeldChoices(2, 2e-3), other) == [[0, 2], [0, 2]]
-    assert choose(HeldChoices(2, 2e-3, first.made), other) == [[0, 1], [0, 2]]
-    # Of the tokens behind those that are known nothing is held, nor among other numbers of scores.
-    known = choices_at(first.made, torch.tensor([0]))
-    tied = torch.tensor([[3.0, 2.0, 2.001], [3.0, 2.0, 2.001]])
-    assert choose(HeldChoices(2, 2e-3, known), tied) == [[0, 1], [0, 2]]
-    more = torch.cat([tied, tied.new_zeros(2, 1)], 1)
-    assert choose(HeldChoices(2, 2e-3, first.made), more) == [[0, 2], [0, 2]]
-
-
-def test_choices_of_passes_with_other_calls_are_not_joined() -> None:
-    one, two = Choice(torch.tensor([[1]]), 4), Choice(torch.tensor([[2]]), 4)
-    (joined,) = joined_choices([[one], [two]])
-    assert joined.indices.tolist() == [[1], [2]]
-    assert joined_choices([[one], [Choice(two.indices, 5)]]) == []
-    assert joined_choices([[one], []]) == []
