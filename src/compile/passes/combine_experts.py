@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -97,8 +98,8 @@ def _sum(node: Node, written: set[Node]) -> _Sum | None:
     chain = (sorted_weights, column, product, permuted, view)
     if any(len(each.users) != 1 for each in chain):
         return None
-    # The call reads the weights later than the graph did, all else where it did.
-    if not written.isdisjoint({*chain, weights, inverse}):
+    # The call reads weights and inverse elsewhere than the graph did, the rows where it did.
+    if not written.isdisjoint({*chain, weights}) or not _is_only_read(inverse):
         return None
     dtypes = (dtype_of(rows), dtype_of(weights), dtype_of(product), dtype_of(node))
     if any(dtype not in _DTYPES for dtype in dtypes) or dtypes[2] != dtypes[3]:
@@ -107,11 +108,10 @@ def _sum(node: Node, written: set[Node]) -> _Sum | None:
     converted = only_user(node)
     if converted is not None and dtypes[3] == torch.float32 and cast_source(converted) is node:
         result = converted if dtype_of(converted) in _DTYPES else node
-    chain = (*chain, node, result)
-    return _Sum(rows, weights, inverse, inverse.args[0], chain, result, top_k)
+    return _Sum(rows, weights, inverse, inverse.args[0], (*chain, node, result), result, top_k)
 
 
-def _weighted(product: Node, sort: Node) -> tuple[Node, Node, Node] | None:
+def _weighted(product: Node, sort: Node) -> tuple[Node, Any, Any] | None:
     """(rows, weights as a column, weights in the order of the experts) of ``product``, if it
     multiplies each row by its weight."""
     pair = operands(product)
@@ -131,7 +131,7 @@ def _weighted(product: Node, sort: Node) -> tuple[Node, Node, Node] | None:
         if source is None or source.dim() != 1 or not _is_part(order, 1):
             continue
         # Weights by the order and products by its inverse: each row has its own weight again.
-        if order.args[0] is sort:
+        if order.args[0] is sort and _is_only_read(order):
             return rows, column, sorted_weights
     return None
 
@@ -145,7 +145,17 @@ def _is_part(node: object, number: int) -> bool:
     )
 
 
-def _arguments(node: Node, *names: str) -> dict[str, object]:
+def _is_only_read(part: Node) -> bool:
+    """Is a result of the sort only an index, or divided to be one? :func:`.written_nodes` takes
+    all results for written where the sorted ids are."""
+    return all(
+        calls(user, "floordiv", "floor_divide")
+        or (calls(user, "getitem") and user.args[0] is not part)
+        for user in part.users
+    )
+
+
+def _arguments(node: Node, *names: str) -> dict[str, Any]:
     """Arguments behind the first, by name."""
     return dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
 

@@ -115,9 +115,9 @@ def _replace(graph: Graph, node: Node, logits: Node, top_k: int) -> None:
         chain = divided or ()
         last = chain[-1] if chain else results[0]
         converted = only_user(last)
-        if converted is not None and cast_source(converted) is last:
-            if dtype_of(converted) in _DTYPES:
-                chain, last = (*chain, converted), converted
+        is_cast = converted is not None and cast_source(converted) is last
+        if converted is not None and is_cast and dtype_of(converted) in _DTYPES:
+            chain, last = (*chain, converted), converted
         results = [last]
     dtype = dtype_of(results[0]) if results else torch.float32
     with graph.inserting_before(node):

@@ -36,9 +36,11 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     i = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(tokens + token * token_stride + i, mask=i < H)
+    places = ()
     for j in tl.static_range(K):
-        row = tl.load(inverse + token * K + j)
-        tl.store(out + row * H + i, x, mask=i < H)
+        places = places + (tl.load(inverse + token * K + j),)
+    for j in tl.static_range(K):
+        tl.store(out + places[j] * H + i, x, mask=i < H)
 
 
 @triton.jit(do_not_specialize_on_alignment=["weights"])
@@ -55,12 +57,20 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     i = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    # All places are asked for before the first is waited for, then the rows. The assembler would
+    # save registers and wait for each place in turn; it does not move loads behind a barrier.
+    places = ()
+    factors = ()
+    for j in tl.static_range(K):
+        places = places + (tl.load(inverse + token * K + j),)
+        factors = factors + (tl.load(weights + token * K + j),)
+    tl.debug_barrier()
+    parts = ()
+    for j in tl.static_range(K):
+        parts = parts + (tl.load(rows + places[j] * H + i, mask=i < H, other=0.0),)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
-        row = tl.load(inverse + token * K + j)
-        weight = tl.load(weights + token * K + j).to(tl.float32)
-        x = tl.load(rows + row * H + i, mask=i < H, other=0.0).to(tl.float32)
-        total += rounded(x * weight, PRODUCT)
+        total += rounded(parts[j].to(tl.float32) * factors[j].to(tl.float32), PRODUCT)
     # The sum has the dtype of the products, then that of the result.
     total = rounded(rounded(total, PRODUCT), out.dtype.element_ty)
     tl.store(out + token * H + i, total.to(out.dtype.element_ty), mask=i < H)

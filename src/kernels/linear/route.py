@@ -103,6 +103,7 @@ def route(
             IS_NORMALISED=is_normalised,
             PDL=pdl,
             num_warps=1,
+            enable_fp_fusion=False,
             launch_pdl=pdl,
         )  # fmt: skip
     return weights.view(shape), ids.view(shape)
