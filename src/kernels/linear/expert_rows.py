@@ -38,7 +38,7 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(tokens + token * token_stride + i, mask=i < H)
     places = ()
     for j in tl.static_range(K):
-        places = places + (tl.load(inverse + token * K + j),)  # type: ignore[assignment]
+        places += (tl.load(inverse + token * K + j),)  # type: ignore[assignment]
     for j in tl.static_range(K):
         tl.store(out + places[j] * H + i, x, mask=i < H)
 
@@ -62,12 +62,12 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     places = ()
     factors = ()
     for j in tl.static_range(K):
-        places = places + (tl.load(inverse + token * K + j),)  # type: ignore[assignment]
-        factors = factors + (tl.load(weights + token * K + j),)  # type: ignore[assignment]
+        places += (tl.load(inverse + token * K + j),)  # type: ignore[assignment]
+        factors += (tl.load(weights + token * K + j),)  # type: ignore[assignment]
     tl.debug_barrier()
     parts = ()
     for j in tl.static_range(K):
-        parts = parts + (tl.load(rows + places[j] * H + i, mask=i < H, other=0.0),)  # type: ignore[assignment]
+        parts += (tl.load(rows + places[j] * H + i, mask=i < H, other=0.0),)  # type: ignore[assignment]
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         total += rounded(parts[j].to(tl.float32) * factors[j].to(tl.float32), PRODUCT)
