@@ -73,9 +73,10 @@ def gpu_passes() -> dict[str, GraphPass]:
 
     In this order: the rotary pass takes the norms of queries and keys, and it and the one that
     joins attention match the ops; masks that go with the experts' sort lie between a matmul and its
-    activation.
+    activation; the sum over experts and its inverse are known by that sort.
     """
     # Triton, which they need, is only there on machines with a GPU.
+    from .combine_experts import combine_experts
     from .fuse_activation import fuse_activation
     from .fuse_all_reduce_norm import fuse_all_reduce_norm
     from .fuse_expert_sort import fuse_expert_sort
@@ -85,6 +86,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
+    from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
     from .lower_gpu import lower_gpu
 
@@ -92,7 +94,9 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_rope_store": fuse_rope_store,
         "fuse_rope_attention": fuse_rope_attention,
         "fuse_norm": fuse_norm,
+        "fuse_router": fuse_router,
         "fuse_expert_sort": fuse_expert_sort,
+        "combine_experts": combine_experts,
         "fuse_activation": fuse_activation,
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
         "lower_gpu": lower_gpu,

@@ -4,8 +4,9 @@ Read in this order: ``dispatch`` (a GPU's entry: our kernels for few rows, cuBLA
 ``matmul`` (Triton), ``matmul_sm90``, its ``_launch`` and ``norm_matmul_sm90``, ``matmul_sm90_many``
 and its ``_launch`` (Gluon, Hopper),
 ``row_parallel`` (a rank's part of a sum, pushed as it is computed);
-``grouped_mm`` and ``sort_by_expert`` (mixture of experts); ``tiles`` and ``tuned_tiles``; ``plan``
-and ``plan_cache`` (up to how many rows our kernels serve); ``cublas`` (its settings);
+``route``, ``sort_by_expert``, ``expert_rows`` and ``grouped_mm`` (mixture of experts, in the order
+of a layer); ``tiles`` and ``tuned_tiles``; ``plan`` and ``plan_cache`` (up to how many rows our
+kernels serve); ``cublas`` (its settings);
 ``cpu_invariant``, ``cpu_product``, ``recipe_cache``, ``cpu_few_rows`` (a CPU's);
 ``quantized_weight``, ``fp8``, ``cpu_quantized`` and ``cpu_expanded`` (weights that stay quantised
 there); ``dispatch_fp8``, ``matmul_fp8``, ``matmul_fp8_sm90`` with its ``_few``, ``_many`` and
