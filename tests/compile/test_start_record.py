@@ -384,7 +384,7 @@ print(json.dumps([list(out.outputs[0].token_ids), logits, llm.stats().startup_s[
 """
 
 
-@pytest.mark.parametrize("quantization", ["", "fp8"])
+@pytest.mark.parametrize("quantization", ["", pytest.param("fp8", marks=pytest.mark.nightly)])
 def test_the_second_start_imports_nothing_that_it_does_not_need(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
         "bloom",
         "gpt_neo",
         "lfm2",
-        "glm_moe_dsa",
+        pytest.param("glm_moe_dsa", marks=pytest.mark.nightly),
         pytest.param("granite_swa", marks=pytest.mark.nightly),
         pytest.param("openai-gpt", marks=pytest.mark.nightly),
         pytest.param("llama4_text", marks=pytest.mark.nightly),

@@ -41,14 +41,17 @@ _RUNS = [
         arch,
         condition,
         id=f"{arch}-{condition.name.replace(' ', '-')}",
-        marks=()
-        if arch in ("deepseek_v32", "glm_moe_dsa") and condition.name in _BY_DAY
-        else pytest.mark.nightly,
+        marks=() if arch == "deepseek_v32" and condition.name in _BY_DAY else pytest.mark.nightly,
     )
     for arch in SPARSE
     for condition in TINY_CONDITIONS
 ]
-_GATE: dict[str, Any] = {"vocabulary": VOCAB_SIZE, "block_size": 8, "size": GATE_SIZE}
+# With steps that overlap alone: gates of other models have both.
+_GATE: dict[str, Any] = {
+    "vocabulary": VOCAB_SIZE,
+    "block_size": 8,
+    "size": replace(GATE_SIZE, both_overlaps=False),
+}
 # So few index heads that many scores are 0, and equal.
 _TIES: dict[str, Any] = {"index_n_heads": 2}
 _indexer = import_module("pagespec.kernels.attention.indexer")
@@ -84,8 +87,8 @@ def test_another_choice_gives_other_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     "settings",
     [
         {"mla_latent_cache": False},
-        {"compile": "eager"},
-        {"transparent": False},
+        pytest.param({"compile": "eager"}, marks=pytest.mark.nightly),
+        pytest.param({"transparent": False}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -116,7 +119,7 @@ def test_answers_do_not_depend_on_the_schedule(arch: str, dtype: torch.dtype) ->
     assert [f.first_difference for f in report.groups if f.num_different] == []
     assert report.is_transparent, report.idle
     assert report.num_hit_blocks > 100
-    assert report.num_preemptions >= GATE_SIZE.num_tokens
+    assert report.num_preemptions >= GATE_SIZE.num_tokens // 2  # with one kind of steps
     assert report.has_power or dtype == torch.bfloat16
 
 

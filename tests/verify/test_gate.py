@@ -117,7 +117,7 @@ def test_groups_without_hits_or_preemptions_show_nothing(
     [
         ("falcon", 1 << 30),
         pytest.param("falcon", 0, marks=pytest.mark.nightly),
-        ("llama4_text", 0),
+        pytest.param("llama4_text", 0, marks=pytest.mark.nightly),
         pytest.param("llama4_text", 1 << 30, marks=pytest.mark.nightly),
         pytest.param("aria_text", 1 << 30, marks=pytest.mark.nightly),
         pytest.param("aria_text", 0, marks=pytest.mark.nightly),

@@ -73,7 +73,7 @@ def description(traced: Traced) -> list[Any]:
         pytest.param("qwen3", marks=pytest.mark.nightly),
         "gpt2",
         pytest.param("qwen3_moe", marks=pytest.mark.nightly),
-        "deepseek_v3",
+        pytest.param("deepseek_v3", marks=pytest.mark.nightly),
     ],
 )
 def test_the_graph_is_that_of_all_layers(arch: str) -> None:

@@ -141,7 +141,7 @@ def test_the_stores_write_the_bytes_of_the_reference(dtype: torch.dtype) -> None
         assert torch.equal(held, e4m3.decode_rows(e4m3.encode_rows(key[: batch.num_tokens])))
 
 
-@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("has_norm", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_one_launch_is_two(has_norm: bool) -> None:
     """Norm, rotation and store within decode: outputs and bytes of the separate kernels."""
     shape = Shape(hq=4, hkv=2, is_e4m3=True, dtype=torch.float16)

@@ -83,7 +83,9 @@ def test_keeps_and_draws_what_the_torch_sampler_does(kind: str, seed: int) -> No
     assert draw(logits, rows, **SMALL).tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)]
+)
 def test_the_tile_in_use_and_a_narrow_dtype(dtype: torch.dtype) -> None:
     logits = (torch.randn(6, 5000, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
     rows = [
