@@ -122,7 +122,7 @@ def vllm(
     import torch
     import vllm as engine
 
-    has_latents = "kv_lora_rank" in model_config(model)
+    backend = "FLASH_ATTN_MLA" if "kv_lora_rank" in model_config(model) else "FLASH_ATTN"
     with model_folder(model) as folder:
         begin = time.perf_counter()
         llm = engine.LLM(
@@ -134,7 +134,7 @@ def vllm(
             max_model_len=longest(runs),
             gpu_memory_utilization=0.9,
             enable_prefix_caching=False,
-            attention_config={"backend": f"FLASH_ATTN{'_MLA' * has_latents}"},
+            attention_config={"backend": backend},
             disable_log_stats=True,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,

@@ -6,14 +6,10 @@ A process of its own, started by ``test_matmul_fp8_sm90.py``: there, Triton inte
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
-import triton.backends.nvidia as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.experimental.gluon import language as gl
@@ -27,6 +23,7 @@ from pagespec.kernels.linear.matmul_fp8_sm90_launch import (
     plan_launch,
 )
 from pagespec.kernels.linear.matmul_fp8_sm90_many import many_rows_kernel
+from tests.support.assembled import assembled
 
 _POINTERS = ("x_scales", "w_scales", "out", "x", "weight")
 
@@ -40,12 +37,7 @@ def described(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[st
     }
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = str(made.asm["ptx"])
-    assembler = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [assembler, "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    told = assembled(ptx)
     return {
         "wgmma": len(re.findall(r"wgmma\.mma_async.*e4m3\.e4m3", ptx)),
         "mma": ptx.count("mma.sync"),

@@ -7,19 +7,16 @@ A process of its own, started by ``test_matmul_int4.py``: there, Triton interpre
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
-import triton.backends.nvidia as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from pagespec.kernels.linear.dispatch_int4 import choose_tile
 from pagespec.kernels.linear.matmul_int4 import int4_kernel
+from tests.support.assembled import assembled
 
 
 def described(
@@ -60,12 +57,7 @@ def described(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "launch_pdl": True}
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = str(made.asm["ptx"])
-    assembler = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [assembler, "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    told = assembled(ptx)
     return {
         "mma": ptx.count("mma.sync"),
         "wgmma": ptx.count("wgmma.mma_async"),

@@ -6,18 +6,15 @@ A process of its own, started by ``test_matmul_sm90_many.py``: there, Triton int
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 
-import triton.backends.nvidia as nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.linear.matmul_sm90_many import many_rows_kernel
 from pagespec.kernels.linear.matmul_sm90_many_launch import NUM_WARPS, plan_many_launch
+from tests.support.assembled import assembled
 
 
 def described(num_outs: int, k_size: int, has_gate: bool) -> dict[str, object]:
@@ -38,12 +35,7 @@ def described(num_outs: int, k_size: int, has_gate: bool) -> dict[str, object]:
     options = {"num_warps": NUM_WARPS, "launch_pdl": True}
     made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = str(made.asm["ptx"])
-    assembler = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [assembler, "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    told = assembled(ptx)
     ahead, behind = ptx.split("griddepcontrol.wait")
     return {
         "wgmma": behind.count("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"),
