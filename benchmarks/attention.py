@@ -67,6 +67,7 @@ class Case:
     has_sinks: bool = False
     chunk: int = 0
     alibi_slopes: tuple[float, ...] = ()
+    num_chosen: int = 0
     is_fp8: bool = False
 
     @property

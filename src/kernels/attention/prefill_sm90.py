@@ -42,6 +42,9 @@ from .tiling import Tiling
 _SHARED_BYTES = 216 << 10  # for queries and the ring
 _MAX_STAGES = 8
 _MAX_VALUES = 128  # elements of a value that a warpgroup has registers for
+# Keys and values that the L2 cache keeps while programs read them at different paces. Tiles of
+# longer contexts are taken head by head: programs that run together then read one head's.
+_CACHED_BYTES = 32 << 20
 
 
 @gluon.jit
@@ -90,6 +93,7 @@ def prefill_kernel(
     K_PAD: gl.constexpr,  # elements of a key in shared memory
     V_PAD: gl.constexpr,  # those of a value that a program has
     PARTS: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_BY_HEAD: gl.constexpr,  # the longest context whose tiles are not taken head by head
 ):  # fmt: skip
     """As :func:`.prefill.prefill_kernel`.
 
@@ -112,10 +116,16 @@ def prefill_kernel(
     end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = gl.where(row < num_rows, end, num_tokens)
     num_queries = end - begin
+    num_tiles = (num_queries + BLOCK_Q - 1) // BLOCK_Q
     behind = tile - (begin // BLOCK_Q + row)
-    first = ((num_queries + BLOCK_Q - 1) // BLOCK_Q - 1 - behind) * BLOCK_Q
-    if first < 0:
+    if behind >= num_tiles:
         return
+    context = gl.load(contexts + row, mask=row < num_rows, other=0)
+    if context > HEAD_BY_HEAD:
+        nth = behind * HKV + head
+        head = nth // num_tiles
+        behind = nth % num_tiles
+    first = (num_tiles - 1 - behind) * BLOCK_Q
     if (row < num_rows) & (num_queries == 1):  # the decode kernel's
         return
     if row == num_rows:
@@ -131,7 +141,7 @@ def prefill_kernel(
         gl.store(target, gl.zeros([BLOCK_M, V_PAD], out.dtype.element_ty, LINE), mask=mask)
         return
 
-    start = gl.load(contexts + row) - num_queries
+    start = context - num_queries
     last = start + gl.minimum(first + BLOCK_Q, num_queries) - 1
     if window is not None:
         first_step = gl.maximum(start + first - window + 1, 0) // STEP_N
@@ -209,6 +219,7 @@ def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
         "V_PAD": v_pad,
         "PARTS": v_size // v_pad,
         "STAGES": min(_MAX_STAGES, stages),
+        "HEAD_BY_HEAD": _CACHED_BYTES // (shared["HKV"] * (k_pad + v_size) * query.itemsize),
     }
     return {name: shared[name] for name in names} | chosen
 

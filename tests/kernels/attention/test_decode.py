@@ -23,6 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from benchmarks import attention as benchmark
 from pagespec.kernels import device
 from pagespec.kernels.attention import launch, reference
+from pagespec.kernels.attention.spec import reference_only
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.fused import kv_store
@@ -309,6 +310,7 @@ def test_the_benchmark_counts_bytes_and_operations_of_inputs_that_work() -> None
     assert case.flops() == visible * 4 * (2 * 16 + 2 * 16)  # query heads, two products
     seen = sum(min(position + 1, 12) for n in lengths for position in range(n))
     assert replace(case, window=12).flops() == seen * 4 * (2 * 16 + 2 * 16)
+    assert reference_only([case]) is None  # it has what kernels are chosen by
     decode = replace(case, is_prefill=False)
     for one, num_tokens in ((case, sum(lengths)), (decode, 3)):
         layers = benchmark.inputs(one, 16, device="cpu", num_layers=1)

@@ -219,6 +219,7 @@ def test_prefill_of_hopper_has_the_bits_of_any(
     monkeypatch.setattr(prefill_sm90, "launch", noted)
     batches = [*ROWS.values(), [(4096, 128), (63, 2), (0, 64)]]
     batches.append([(0, 1)] * 2100 + [(0, 5), (3, 1)])  # rows are looked at 1,024 at a time
+    batches.append([(45_000, 700), (30, 40), (9000, 130), (7, 1), (0, 33)])  # long: head by head
     for rows in batches:
         batch = stored(rows, shape)
         out = attend(batch)
