@@ -23,8 +23,11 @@ RECURRENT_KINDS = ("short_conv", "delta_rule", "ssd_scan", "selective_scan")
 
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(
-    {"view", "reshape", "transpose", "squeeze", "unsqueeze", "expand", "split", "chunk", "permute"}
-)
+    {
+        "view", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "expand", "split",
+        "chunk", "flatten", "unflatten", "view_as_complex", "view_as_real", "real", "imag", "getattr",
+    }
+)  # fmt: skip
 _IN_PLACE_OPERATORS = frozenset(
     {
         "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift",

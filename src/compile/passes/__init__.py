@@ -1,7 +1,7 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``merge_linear``,
+``write_as_real``, ``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``merge_linear``,
 ``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``, ``quantize_linear`` and, for
 native kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU ``rms_norm``
 (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
@@ -24,12 +24,14 @@ from .context import PassContext
 from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
 from .write_as_linear import write_as_linear
+from .write_as_real import write_as_real
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
 # Valid for every way to run the graph.
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
+    "write_as_real": write_as_real,
     "write_as_linear": write_as_linear,
     "cache_latents": cache_latents,
     "merge_linear": merge_linear,
