@@ -25,7 +25,8 @@ _CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(
     {
         "view", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "expand", "split",
-        "chunk", "flatten", "unflatten", "view_as_complex", "view_as_real", "real", "imag", "getattr",
+        "chunk", "flatten", "unflatten", "view_as_complex", "view_as_real", "real", "imag",
+        "getattr",
     }
 )  # fmt: skip
 _IN_PLACE_OPERATORS = frozenset(

@@ -73,8 +73,8 @@ def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
 def gpu_passes() -> dict[str, GraphPass]:
     """For a graph run on a GPU: our fused kernels, then the matmuls and attention.
 
-    In this order: the rotary pass takes the norms of queries and keys, and it and the one that
-    joins attention match the ops; masks that go with the experts' sort lie between a matmul and its
+    In this order: the rotary passes take the norms of queries, keys and latents, and the first and
+    the one that joins attention match the ops; masks that go with the experts' sort lie between a matmul and its
     activation; the sum over experts and its inverse are known by that sort.
     """
     # Triton, which they need, is only there on machines with a GPU.
@@ -87,6 +87,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_quantize import fuse_quantize
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
+    from .fuse_rope_latent import fuse_rope_latent
     from .fuse_rope_store import fuse_rope_store
     from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
@@ -95,6 +96,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     return {
         "fuse_rope_store": fuse_rope_store,
         "fuse_rope_attention": fuse_rope_attention,
+        "fuse_rope_latent": fuse_rope_latent,
         "fuse_norm": fuse_norm,
         "fuse_router": fuse_router,
         "fuse_expert_sort": fuse_expert_sort,
