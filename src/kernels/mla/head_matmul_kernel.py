@@ -53,14 +53,13 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
             i = tl.arange(0, triton.next_power_of_2(TAIL))[None, :]
             mask = is_row & (i < TAIL)
             if ROTATES:
-                cos += rows.to(tl.int64)[:, None] * cos_stride
-                sin += rows.to(tl.int64)[:, None] * sin_stride
-                tail = rotated_pairs(source + NUM_IN, cos, sin, i, mask, cos_step, sin_step)
+                c = cos + rows.to(tl.int64)[:, None] * cos_stride
+                s = sin + rows.to(tl.int64)[:, None] * sin_stride
+                tail = rotated_pairs(source + NUM_IN, c, s, i, mask, cos_step, sin_step)
                 tail = rounded(tail, out.dtype.element_ty).to(out.dtype.element_ty)
                 tl.store(target + NUM_OUT + i, tail, mask=mask)
             else:
-                tail = tl.load(source + NUM_IN + i, mask=mask)
-                tl.store(target + NUM_OUT + i, tail, mask=mask)
+                tl.store(target + NUM_OUT + i, tl.load(source + NUM_IN + i, mask=mask), mask=mask)
             return
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < NUM_OUT
