@@ -21,7 +21,7 @@ PLAIN = (type(None), bool, int, float, str)
 RECURRENT_KINDS = ("short_conv", "delta_rule", "ssd_scan", "selective_scan")
 """Our operators that read and write the states of requests."""
 
-_CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
+_CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(
     {
         "view", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "expand", "split",

@@ -74,8 +74,8 @@ def gpu_passes() -> dict[str, GraphPass]:
     """For a graph run on a GPU: our fused kernels, then the matmuls and attention.
 
     In this order: the rotary passes take the norms of queries, keys and latents, and the first and
-    the one that joins attention match the ops; masks that go with the experts' sort lie between a matmul and its
-    activation; the sum over experts and its inverse are known by that sort.
+    the one that joins attention match the ops; masks that go with the experts' sort lie between a
+    matmul and its activation; the sum over experts and its inverse are known by that sort.
     """
     # Triton, which they need, is only there on machines with a GPU.
     from .combine_experts import combine_experts
@@ -91,6 +91,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_rope_store import fuse_rope_store
     from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
+    from .fuse_wide_linear import fuse_wide_linear
     from .lower_gpu import lower_gpu
 
     return {
@@ -98,6 +99,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_rope_attention": fuse_rope_attention,
         "fuse_rope_latent": fuse_rope_latent,
         "fuse_norm": fuse_norm,
+        "fuse_wide_linear": fuse_wide_linear,
         "fuse_router": fuse_router,
         "fuse_expert_sort": fuse_expert_sort,
         "combine_experts": combine_experts,

@@ -69,11 +69,10 @@ def _fuse_store(graph: Graph, store: Node, norms: dict[Node, RmsNorm], written: 
     nodes = (*rotation.nodes, *norm.nodes, view)
     if not written.isdisjoint({rotation.source, rotation.cos, rotation.sin, norm.source, *nodes}):
         return False
-    inputs: Any = LatentInputs(
-        norm.source, rotation.source, rotation.cos, rotation.sin, norm.weight, norm.eps, norm.form
-    )
+    rotated = rotation.source, rotation.cos, rotation.sin
+    inputs: list[Any] = [norm.source, *rotated, norm.weight, norm.eps, norm.form]
     with graph.inserting_before(store):
-        graph.call_function(mla.norm_rope_store_latent, (inputs, cache, slots))
+        graph.call_function(mla.norm_rope_store_latent, (LatentInputs(*inputs), cache, slots))
     graph.erase_node(store)
     erase_unused(graph, nodes)
     return True
@@ -132,11 +131,11 @@ def _rotation(node: Any) -> _Rotation | None:
     (a, c), (b, s), *crossed = products  # type: ignore[misc]
     if crossed != [(a, s), (b, c)]:
         return None
-    pairs, tables = _pairs(a, b), [_table(table) for table in (c, s)]
-    source = pairs and (cast_source(pairs.args[0]) or pairs.args[0])  # type: ignore[union-attr]
-    cos, sin = tables
-    if not isinstance(source, Node) or cos is None or sin is None:
+    pairs, cos, sin = _pairs(a, b), _table(c), _table(s)
+    if pairs is None or cos is None or sin is None:
         return None
+    wide: Any = pairs.args[0]
+    source = cast_source(wide) or wide
     shape, width = shape_of(source), last_size(source)
     if shape != shape_of(node) or shape is None or len(shape) != 4 or shape[0] != "1":
         return None
@@ -145,9 +144,8 @@ def _rotation(node: Any) -> _Rotation | None:
     table = ("1", shape[2], str(width // 2))
     if (shape_of(cos), shape_of(sin)) != (table, table):
         return None
-    nodes = {node, flat, stack, real, imag, *real.args, *imag.args, a, b, c, s, pairs}
-    nodes.add(pairs.args[0])  # type: ignore[union-attr]
-    return _Rotation(source, cos, sin, tuple(nodes - {source}))  # type: ignore[arg-type]
+    nodes = {node, flat, stack, real, imag, *real.args, *imag.args, a, b, c, s, pairs, wide}
+    return _Rotation(source, cos, sin, tuple(nodes - {source}))
 
 
 def _factors(node: Node, index: int) -> tuple[Node, Node] | None:
@@ -161,16 +159,17 @@ def _factors(node: Node, index: int) -> tuple[Node, Node] | None:
 
 def _pairs(a: Node, b: Node) -> Node | None:
     """``x [.., P / 2, 2]``, float32, a reshape of ``[.., P]``, of which these are both parts."""
-    for i, part in enumerate((a, b)):
-        if not calls(part, "getitem") or part.args[1] != (Ellipsis, i):
-            return None
     pairs: Any = a.args[0]
-    if b.args[0] is not pairs or not calls(pairs, "reshape", "view") or last_size(pairs) != 2:
+    for i, part in enumerate((a, b)):
+        if not calls(part, "getitem") or part.args != (pairs, (Ellipsis, i)):
+            return None
+    if not calls(pairs, "reshape", "view") or last_size(pairs) != 2:
         return None
     before, after = shape_of(pairs.args[0]), shape_of(pairs)
     if before is None or after is None or dtype_of(pairs) != torch.float32:
         return None
-    return pairs if after[:-2] == before[:-1] else None
+    found: Node = pairs
+    return found if after[:-2] == before[:-1] else None
 
 
 def _table(table: Node) -> Node | None:

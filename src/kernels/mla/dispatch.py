@@ -101,7 +101,8 @@ def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None 
 
 
 def rope_latent_query(query: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
-    """:func:`latent_query` of queries whose last P elements :func:`rotate_pairs` is yet to rotate."""
+    """:func:`latent_query` of queries whose last P elements are to be rotated by
+    :func:`rotate_pairs`."""
     if query.is_cuda:
         from .head_matmul_kernel import latent_query as by_kernel
 

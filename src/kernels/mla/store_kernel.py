@@ -1,5 +1,5 @@
-"""The store of latent vectors as Triton kernels: one program takes one token's to its slot, as it is
-or normalised and rotated."""
+"""The store of latent vectors as Triton kernels: one program takes one token's to its slot, as it
+is, or normalised and rotated."""
 
 from __future__ import annotations
 
