@@ -32,6 +32,26 @@ class LatentKV(NamedTuple):
     block_tables: Tensor
 
 
+class LatentInputs(NamedTuple):
+    """Of latent attention, what a token's vector is made of before norm and rotation, and what
+    rotates and normalises it.
+
+    Attributes:
+        latent: ``[.., T, R]``. rope: ``[.., T, P]``; leading dimensions of size 1, rows strided.
+        cos: float32 ``[1, T, P / 2]``, one for each pair of neighbours. sin: alike.
+        weight: ``[R]``, of an RMSNorm over R. eps: of the norm.
+        form: a :data:`.fused.dispatch.NormForm`.
+    """
+
+    latent: Tensor
+    rope: Tensor
+    cos: Tensor
+    sin: Tensor
+    weight: Tensor
+    eps: float
+    form: Any
+
+
 class AttentionParams(NamedTuple):
     """Constants of an attention layer, 0 for no window, softcap or chunk, None for no sinks or
     slopes; and the positions that an indexer chose for each query, None for all in view."""

@@ -1,8 +1,8 @@
 """Helpers on FX graphs, with no knowledge of models or passes.
 
 ``nodes``: recognise operations, operands, shapes and users. ``fake_tensors``: copy and compare the
-layouts of fake tensors without adding guards. ``spec``: what may stand in a graph, for tests.
-``stand_in``: parameters without values.
+layouts of fake tensors without adding guards. ``recorder``: what new calls return. ``spec``: what
+may stand in a graph, for tests. ``stand_in``: parameters without values.
 
 Imports no other room of ``compile``, which all may import it.
 """

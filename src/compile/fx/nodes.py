@@ -21,10 +21,14 @@ PLAIN = (type(None), bool, int, float, str)
 RECURRENT_KINDS = ("short_conv", "delta_rule", "ssd_scan", "selective_scan")
 """Our operators that read and write the states of requests."""
 
-_CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as"})
+_CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset(
-    {"view", "reshape", "transpose", "squeeze", "unsqueeze", "expand", "split", "chunk", "permute"}
-)
+    {
+        "view", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "expand", "split",
+        "chunk", "flatten", "unflatten", "view_as_complex", "view_as_real", "real", "imag",
+        "getattr",
+    }
+)  # fmt: skip
 _IN_PLACE_OPERATORS = frozenset(
     {
         "iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift",

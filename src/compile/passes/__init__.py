@@ -1,7 +1,7 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``merge_linear``,
+``write_as_real``, ``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``merge_linear``,
 ``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``, ``quantize_linear`` and, for
 native kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU ``rms_norm``
 (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
@@ -24,12 +24,14 @@ from .context import PassContext
 from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
 from .write_as_linear import write_as_linear
+from .write_as_real import write_as_real
 
 GraphPass = Callable[[GraphModule, PassContext], int]
 
 # Valid for every way to run the graph.
 COMMON_PASSES: dict[str, GraphPass] = {
     "cleanup": cleanup,
+    "write_as_real": write_as_real,
     "write_as_linear": write_as_linear,
     "cache_latents": cache_latents,
     "merge_linear": merge_linear,
@@ -71,9 +73,9 @@ def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
 def gpu_passes() -> dict[str, GraphPass]:
     """For a graph run on a GPU: our fused kernels, then the matmuls and attention.
 
-    In this order: the rotary pass takes the norms of queries and keys, and it and the one that
-    joins attention match the ops; masks that go with the experts' sort lie between a matmul and its
-    activation; the sum over experts and its inverse are known by that sort.
+    In this order: the rotary passes take the norms of queries, keys and latents, and the first and
+    the one that joins attention match the ops; masks that go with the experts' sort lie between a
+    matmul and its activation; the sum over experts and its inverse are known by that sort.
     """
     # Triton, which they need, is only there on machines with a GPU.
     from .combine_experts import combine_experts
@@ -85,15 +87,19 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_quantize import fuse_quantize
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
+    from .fuse_rope_latent import fuse_rope_latent
     from .fuse_rope_store import fuse_rope_store
     from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
+    from .fuse_wide_linear import fuse_wide_linear
     from .lower_gpu import lower_gpu
 
     return {
         "fuse_rope_store": fuse_rope_store,
         "fuse_rope_attention": fuse_rope_attention,
+        "fuse_rope_latent": fuse_rope_latent,
         "fuse_norm": fuse_norm,
+        "fuse_wide_linear": fuse_wide_linear,
         "fuse_router": fuse_router,
         "fuse_expert_sort": fuse_expert_sort,
         "combine_experts": combine_experts,

@@ -1,5 +1,5 @@
 """Fuses the router of a mixture of experts into one call: softmax, top-k, and what follows of the
-division by the sum and the conversion.
+division by the sum, a factor of 1 and the conversion.
 
 Other routers (sigmoid, groups of experts, a bias for the choice) stay as they are.
 """
@@ -114,6 +114,9 @@ def _replace(graph: Graph, node: Node, logits: Node, top_k: int) -> None:
         divided = _division(results[0])
         chain = divided or ()
         last = chain[-1] if chain else results[0]
+        scaled = only_user(last)
+        if calls(scaled, "mul") and scaled.args == (last, 1.0) and not scaled.kwargs:
+            chain, last = (*chain, scaled), scaled
         converted = only_user(last)
         is_cast = converted is not None and cast_source(converted) is last
         if converted is not None and is_cast and dtype_of(converted) in _DTYPES:

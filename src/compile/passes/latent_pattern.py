@@ -54,14 +54,14 @@ class Latents:
 def find_latents(key: Any, value: Any, context: PassContext) -> Latents | None:
     """Follow ``key`` and ``value [T, H, D]`` back to what they are made of."""
     nodes: list[Node] = []
-    heads = [_head_major(node, nodes) for node in (key, value)]
+    heads = [head_major(node, nodes) for node in (key, value)]
     if heads[0] is None or heads[1] is None:
         return None
     parts = _joined(heads[0], nodes)
-    value_part = _part(heads[1], nodes)
+    value_part = part_of(heads[1], nodes)
     if parts is None or value_part is None:
         return None
-    nope_part = _part(parts[0], nodes)
+    nope_part = part_of(parts[0], nodes)
     if nope_part is None or nope_part[0] is not value_part[0]:
         return None
     made, begin, nope_dim = nope_part
@@ -80,7 +80,7 @@ def find_latents(key: Any, value: Any, context: PassContext) -> Latents | None:
     return Latents(latent, rope, weight, num_heads, nope_dim, width - nope_dim, tuple(nodes))
 
 
-def _head_major(node: object, nodes: list[Node]) -> Node | None:
+def head_major(node: object, nodes: list[Node]) -> Node | None:
     """``[1, H, T, D]`` of ``[T, H, D]``."""
     if not calls(node, "transpose") or node.args[1:] != (0, 1):
         return None
@@ -129,7 +129,7 @@ def _joined(key: Node, nodes: list[Node]) -> tuple[Node, Node] | None:
     return (left, right) if is_whole else None
 
 
-def _part(node: Node, nodes: list[Node]) -> tuple[Node, int, int] | None:
+def part_of(node: Node, nodes: list[Node]) -> tuple[Node, int, int] | None:
     """(source, begin, end) of a part of ``source`` in its last dimension."""
     nodes.append(node)
     found = last_dim_slice(node)

@@ -14,19 +14,15 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ...kernels.linear.quantized_weight import merged as merged_weights
-from ..fx.fake_tensors import Layout, fake_of, layout_key, memory_of
+from ..fx.fake_tensors import fake_of, memory_of
 from ..fx.nodes import example, is_linear, linear_operands
+from ..fx.recorder import Recorder, recording
 from ..fx.stand_in import is_stand_in, stand_in
 from .context import PassContext
 
@@ -111,21 +107,13 @@ def merge_linear(gm: GraphModule, context: PassContext) -> int:
         key = (source, kind, tensor.shape[1], tensor.device, bias is None)
         groups[key].append(node)
 
-    # Dynamo recorded normal tensors; the Python dispatcher has the decompositions that cope with
-    # symbolic sizes, and imports sympy.
-    is_symbolic = any(isinstance(example(node), FakeTensor) for node in graph.nodes)
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        if is_symbolic:
-            stack.enter_context(enable_python_dispatcher())
-        metadata = _Metadata()
-        large = [nodes for nodes in groups.values() if len(nodes) > 1]
-        return sum(_merge_group(gm, context, nodes, metadata) for nodes in large)
+    large = [nodes for nodes in groups.values() if len(nodes) > 1]
+    with recording(graph) as results:
+        return sum(_merge_group(gm, context, nodes, results) for nodes in large)
 
 
 def _merge_group(
-    gm: GraphModule, context: PassContext, nodes: list[Node], metadata: _Metadata
+    gm: GraphModule, context: PassContext, nodes: list[Node], results: Recorder
 ) -> int:
     graph = gm.graph
     operands = [linear_operands(node) for node in nodes]
@@ -139,14 +127,14 @@ def _merge_group(
         parts = graph.call_method("split", (merged, sizes, -1))
         outputs = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
     for new in (merged, parts, *outputs):
-        metadata.record(new)
+        results.record(new)
     for node, output in zip(nodes, outputs, strict=True):
         for user in list(node.users):
             # A slice of the merged result is strided, which view() may refuse.
             if user.op == "call_method" and user.target == "view" and user.args[0] is node:
                 user.target = "reshape"
         node.replace_all_uses_with(output)
-        metadata.update_views(output, memory_of(example(node)))  # type: ignore[arg-type]
+        results.update_views(output, memory_of(example(node)))  # type: ignore[arg-type]
         graph.erase_node(node)
     for placeholder in [w for _, w, _ in operands] + biases:
         del context.constants[placeholder.name]
@@ -174,53 +162,3 @@ def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]
     # The mode of the trace. Another may be active by now.
     node.meta["example_value"] = fake_of(whole, fake)
     return node
-
-
-class _Metadata:
-    """Records the results of linear calls and of views, on fake tensors.
-
-    A call with symbolic sizes takes a millisecond. Layers are alike, so that it is made for the
-    first, and the layout of its result is given to the others.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[object, tuple[Any, bool]] = {}
-
-    def record(self, node: Node) -> None:
-        """Record the result of ``node``: new tensors, or views of its first argument."""
-        args, kwargs = tree_map_only(Node, example, (node.args, node.kwargs))
-        leaves, structure = tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (node.target, structure, *map(_leaf_key, leaves))
-        if key not in self._known:
-            if is_linear(node) and not isinstance(given[0], FakeTensor):
-                # torch would ask sympy whether the shapes fit, which they do.
-                result = given[0].new_empty((*given[0].shape[:-1], given[1].shape[0]))
-            elif node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
-            first = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            is_view = memory_of(first) == memory_of(given[0])
-            self._known[key] = tree_map_only(Tensor, Layout.of, result), is_view
-        layouts, is_view = self._known[key]
-        node.meta["example_value"] = tree_map_only(
-            Layout, lambda layout: layout.within(given[0]) if is_view else layout.new(), layouts
-        )
-
-    def update_views(self, source: Node, memory: int) -> None:
-        """Record anew all views of ``source``: what was recorded to lie in ``memory``.
-
-        Other users compute tensors of their own, whose strides stay as they are.
-        """
-        for user in source.users:
-            recorded = tree_leaves(example(user))
-            if any(isinstance(part, Tensor) and memory_of(part) == memory for part in recorded):
-                self.record(user)
-                self.update_views(user, memory)
-
-
-def _leaf_key(leaf: object) -> object:
-    if isinstance(leaf, Tensor):
-        return layout_key(leaf)
-    return leaf.node.expr if isinstance(leaf, torch.SymInt) else repr(leaf)

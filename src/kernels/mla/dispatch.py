@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from .. import e4m3
-from ..arguments import LatentKV
+from ..arguments import LatentInputs, LatentKV
 from ..attention import cpu_invariant, reference
 from ..device import Gpu
+from ..fused.dispatch import rms_norm_reference
 from .head_matmul import HeadMatmulRecipe, head_matmul
 
 _LARGEST_RANK, _LARGEST_ROPE = 512, 64
@@ -56,6 +57,30 @@ def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tens
     cache.view(-1, cache.shape[3]).index_copy_(0, slot_mapping, vectors)
 
 
+def norm_rope_store_latent(inputs: LatentInputs, cache: Tensor, slot_mapping: Tensor) -> None:
+    """:func:`store_latent` of the normalised latent and the rotated key.
+
+    Args:
+        inputs: :class:`.arguments.LatentInputs`.
+    """
+    if cache.is_cuda:
+        from .store_kernel import norm_rope_store_latent as store
+
+        store(inputs, cache, slot_mapping)
+        return
+    latent = rms_norm_reference(inputs.latent, inputs.weight, inputs.eps, inputs.form)
+    rope = inputs.rope.reshape(-1, 1, inputs.rope.shape[-1])
+    store_latent(latent, rotate_pairs(rope, inputs.cos, inputs.sin), cache, slot_mapping)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x [T, H, P]`` with its neighbours (a, b) rotated to (a c - b s, a s + b c), in float32,
+    rounded once; c and s of ``cos`` and ``sin [1, T, P / 2]``."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    c, s = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2).to(x.dtype)
+
+
 def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None = None) -> Tensor:
     """Queries in the space of the cached vectors.
 
@@ -73,6 +98,18 @@ def latent_query(query: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None 
     num_absorbed = weight.shape[1]
     absorbed = head_matmul(query[..., :num_absorbed], weight, recipe)
     return torch.cat((absorbed, query[..., num_absorbed:]), -1)
+
+
+def rope_latent_query(query: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+    """:func:`latent_query` of queries whose last P elements are to be rotated by
+    :func:`rotate_pairs`."""
+    if query.is_cuda:
+        from .head_matmul_kernel import latent_query as by_kernel
+
+        return by_kernel(query, weight, (cos, sin))
+    num_absorbed = weight.shape[1]
+    rotated = rotate_pairs(query[..., num_absorbed:], cos, sin)
+    return latent_query(torch.cat((query[..., :num_absorbed], rotated), -1), weight)
 
 
 def attention(

@@ -12,27 +12,35 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import vector_strides
+from ..fused.rounding import rounded
+from .pair_rotation import rotated_pairs
 
 
 @triton.jit(
     # What follows the batch must not make new versions of the kernel.
-    do_not_specialize=["num_rows", "x_row_stride", "x_head_stride"],
-)
+    do_not_specialize=[
+        "num_rows", "x_row_stride", "x_head_stride", "cos_stride", "cos_step", "sin_stride",
+        "sin_step",
+    ],
+    do_not_specialize_on_alignment=["cos", "sin"],
+)  # fmt: skip
 def _head_matmul_kernel(  # type: ignore[no-untyped-def]
-    x, weight, out, num_rows,
+    x, weight, out, cos, sin, num_rows,
     x_row_stride,  # in units of STEP elements
-    x_head_stride,
+    x_head_stride, cos_stride, cos_step, sin_stride, sin_step,
     HEADS: tl.constexpr, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
     TAIL: tl.constexpr,  # elements of x behind the inputs, copied behind the outputs
+    ROTATES: tl.constexpr,  # their pairs, on the way
     W_HEAD: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,  # strides of weight
     STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``out[t, h] = [x[t, h, :NUM_IN] @ weight[h], x[t, h, NUM_IN:]]``.
+    """``out[t, h] = [x[t, h, :NUM_IN] @ weight[h], x[t, h, NUM_IN:]]``, the latter rotated if
+    ROTATES.
 
     Grid: ``(tiles of rows, tiles of outputs and one for the tail, HEADS)``. Shapes: x
     ``[T, HEADS, NUM_IN + TAIL]``, weight ``[HEADS, NUM_IN, NUM_OUT]``, out
-    ``[T, HEADS, NUM_OUT + TAIL]``, contiguous.
+    ``[T, HEADS, NUM_OUT + TAIL]``, contiguous, cos and sin ``[T, TAIL / 2]``.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(2)
@@ -44,7 +52,14 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
         if tl.program_id(1) == (NUM_OUT + BLOCK_N - 1) // BLOCK_N:
             i = tl.arange(0, triton.next_power_of_2(TAIL))[None, :]
             mask = is_row & (i < TAIL)
-            tl.store(target + NUM_OUT + i, tl.load(source + NUM_IN + i, mask=mask), mask=mask)
+            if ROTATES:
+                c = cos + rows.to(tl.int64)[:, None] * cos_stride
+                s = sin + rows.to(tl.int64)[:, None] * sin_stride
+                tail = rotated_pairs(source + NUM_IN, c, s, i, mask, cos_step, sin_step)
+                tail = rounded(tail, out.dtype.element_ty).to(out.dtype.element_ty)
+                tl.store(target + NUM_OUT + i, tail, mask=mask)
+            else:
+                tl.store(target + NUM_OUT + i, tl.load(source + NUM_IN + i, mask=mask), mask=mask)
             return
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < NUM_OUT
@@ -80,12 +95,15 @@ def head_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return _launch(x, weight)
 
 
-def latent_query(query: Tensor, weight: Tensor) -> Tensor:
-    """As :func:`.dispatch.latent_query`, in one launch."""
-    return _launch(query, weight)
+def latent_query(
+    query: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """As :func:`.dispatch.latent_query`, in one launch; given ``tables``, which are cos and sin, as
+    :func:`.dispatch.rope_latent_query`."""
+    return _launch(query, weight, tables)
 
 
-def _launch(x: Tensor, weight: Tensor) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
     num_rows, num_heads, width = x.shape
     _, num_in, num_out = weight.shape
     tail = width - num_in
@@ -100,12 +118,15 @@ def _launch(x: Tensor, weight: Tensor) -> Tensor:
     block_n = 32 if is_wide else 64
     row_stride, head_stride, step = vector_strides(x)
     tiles = triton.cdiv(num_out, block_n) + bool(tail)
+    cos, sin = (x, x) if tables is None else tables
     _head_matmul_kernel[(triton.cdiv(num_rows, block_m), tiles, num_heads)](
-        x, weight, out, num_rows, row_stride, head_stride,
+        x, weight, out, cos, sin, num_rows, row_stride, head_stride, cos.stride(1), cos.stride(2),
+        sin.stride(1), sin.stride(2),
         HEADS=num_heads,
         NUM_IN=num_in,
         NUM_OUT=num_out,
         TAIL=tail,
+        ROTATES=tables is not None,
         W_HEAD=weight.stride(0),
         W_IN=weight.stride(1),
         W_OUT=weight.stride(2),
@@ -116,5 +137,6 @@ def _launch(x: Tensor, weight: Tensor) -> Tensor:
         PRECISION="ieee" if is_wide else "tf32",
         num_warps=4,
         num_stages=3,
+        enable_fp_fusion=tables is None,
     )  # fmt: skip
     return out

@@ -1,4 +1,5 @@
-"""The store of latent vectors as a Triton kernel: one program copies one token's to its slot."""
+"""The store of latent vectors as Triton kernels: one program takes one token's to its slot, as it
+is, or normalised and rotated."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import has_dependent_launch
+from ..arguments import LatentInputs
+from ..device import as_rows, has_dependent_launch
+from ..fused.rms_norm import mean_square, num_warps
+from ..fused.rounding import rounded, scaled
+from .pair_rotation import rotated_pairs
 
 
 @triton.jit(
@@ -44,4 +49,59 @@ def store_latent(latent: Tensor, rope: Tensor, cache: Tensor, slot_mapping: Tens
         P=rope.shape[1],
         PDL=has_dependent_launch(cache.device),
         num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=["cos_stride", "cos_step", "sin_stride", "sin_step"],
+    do_not_specialize_on_alignment=["cos", "sin", "slot_mapping"],
+)
+def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
+    latent, rope, cos, sin, weight, cache, slot_mapping, eps, latent_stride, rope_stride,
+    cos_stride, cos_step, sin_stride, sin_step,
+    R: tl.constexpr, P: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``cache[slot_mapping[t]] = [norm(latent[t]), rotated(rope[t])]``. Grid: ``(T,)``.
+
+    Shapes: latent ``[T, R]``, rope ``[T, P]``, cos and sin ``[T, P / 2]``, weight ``[R]``, cache
+    ``[slots, R + P]``, slot_mapping ``[T]``.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    DTYPE: tl.constexpr = cache.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    target = cache + tl.load(slot_mapping + token) * (R + P)
+    i = tl.arange(0, triton.next_power_of_2(R))
+    mask = i < R
+    x = tl.load(latent + token * latent_stride + i, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    y = scaled(x * tl.rsqrt(mean_square(x, R) + eps), w, FORM, DTYPE)
+    tl.store(target + i, y.to(DTYPE), mask=mask)
+    i = tl.arange(0, triton.next_power_of_2(P))
+    cos += token * cos_stride
+    sin += token * sin_stride
+    y = rotated_pairs(rope + token * rope_stride, cos, sin, i, i < P, cos_step, sin_step)
+    tl.store(target + R + i, rounded(y, DTYPE).to(DTYPE), mask=i < P)
+
+
+def norm_rope_store_latent(inputs: LatentInputs, cache: Tensor, slot_mapping: Tensor) -> None:
+    """As :func:`.dispatch.norm_rope_store_latent`; T programs, no synchronisation. A latent has the
+    bits that :func:`.rms_norm.rms_norm` gives it. The null block is as of :func:`store_latent`."""
+    latent, rope = as_rows(inputs.latent), as_rows(inputs.rope)
+    if len(latent) == 0:
+        return
+    cos, sin = inputs.cos, inputs.sin
+    overlap = has_dependent_launch(cache.device)
+    _norm_rope_store_kernel[(len(latent),)](
+        latent, rope, cos, sin, inputs.weight, cache, slot_mapping, inputs.eps, latent.stride(0),
+        rope.stride(0), cos.stride(1), cos.stride(2), sin.stride(1), sin.stride(2),
+        R=latent.shape[1],
+        P=rope.shape[1],
+        FORM=inputs.form,
+        PDL=overlap,
+        num_warps=num_warps(triton.next_power_of_2(latent.shape[1])),
+        enable_fp_fusion=False,
+        launch_pdl=overlap,
     )  # fmt: skip

@@ -91,6 +91,21 @@ def test_a_layer_has_one_call_of_each(
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
+def test_a_factor_of_one_is_part_of_the_router() -> None:
+    """DeepSeek-V2 multiplies what it has chosen, by 1.0 as a rule."""
+    for factor, between in ((1.0, "getitem"), (2.5, "mul")):
+        gm = fused("deepseek_v2", torch.bfloat16, lambda gm, f=factor: _scale(gm, f))[1]
+        summed = next(n for n in gm.graph.nodes if n.target is expert_rows.combine_experts)
+        assert calls(summed.args[1].args[0], between)
+
+
+def _scale(gm: GraphModule, factor: float) -> None:
+    chosen = first(gm, "topk")
+    weights = next(user for user in chosen.users if user.args[1] == 0)
+    (scaled,) = weights.users
+    scaled.args = (weights, factor)
+
+
 def test_biases_and_routers_of_another_kind() -> None:
     """Of GPT-OSS, whose softmax follows the choice, the sums alone; they change no bit."""
     captured, gm, counts = fused("gpt_oss", torch.bfloat16)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from pagespec.kernels.arguments import LatentKV
-from pagespec.kernels.mla import head_matmul_kernel, launch, store_kernel
+from pagespec.kernels.arguments import LatentInputs, LatentKV
+from pagespec.kernels.fused import rms_norm
+from pagespec.kernels.mla import dispatch, head_matmul_kernel, launch, store_kernel
 from pagespec.kernels.mla.launch import LatentTiling
 from tests.support.latent import arguments, expected, float64_heads, latent_batch, latent_shape
 from tests.support.paged import Rows, Shape, poisoned_memory, rescheduled
@@ -152,3 +153,44 @@ def test_vectors_are_stored() -> None:
     store_kernel.store_latent(latent, rope, cache, slots)
     assert torch.equal(cache.view(-1, 32)[slots], torch.cat((latent, rope), 1))
     assert cache.count_nonzero() == 4 * 32
+
+
+def tables(num_rows: int, dim: int) -> tuple[Tensor, Tensor]:
+    """As a region leaves them: the columns of a matrix with a row per angle."""
+    angles = torch.randn(dim // 2, num_rows).T[None] * 9
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rank", "dim"), [(24, 8), (64, 12)])
+def test_normalised_and_rotated_vectors_are_stored(dtype: torch.dtype, rank: int, dim: int) -> None:
+    merged = torch.randn(1, 5, 7 + rank + dim).to(dtype)
+    latent, rope = merged[..., 7 : 7 + rank], merged[..., 7 + rank :].view(1, 1, 5, dim)
+    weight = torch.rand(rank).to(dtype) + 0.5
+    inputs = LatentInputs(latent, rope, *tables(5, dim), weight, 1e-6, "rounded")
+    cache = torch.zeros(3, 16, 1, rank + dim, dtype=dtype)
+    slots = torch.tensor([17, 3, 47, 18, 20])
+    store_kernel.norm_rope_store_latent(inputs, cache, slots)
+    stored = cache.view(-1, rank + dim)[slots]
+    assert torch.equal(stored[:, :rank], rms_norm.rms_norm(latent, weight, 1e-6, "rounded")[0])
+    by_torch = torch.zeros_like(cache)
+    dispatch.norm_rope_store_latent(inputs, by_torch, slots)
+    rows = by_torch.view(-1, rank + dim)[slots]
+    torch.testing.assert_close(stored[:, :rank], rows[:, :rank])
+    assert torch.equal(stored[:, rank:], rows[:, rank:])
+    assert cache.view(-1, rank + dim).any(1).sum() == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [8, 12])
+def test_queries_are_rotated_behind_the_matmul(dtype: torch.dtype, dim: int) -> None:
+    query = torch.randn(5, 3, 24 + dim).to(dtype)
+    weight = torch.randn(3, 24, 48).to(dtype)
+    cos, sin = tables(5, dim)
+    found = head_matmul_kernel.latent_query(query, weight, (cos, sin))
+    plain = head_matmul_kernel.latent_query(query, weight)
+    assert torch.equal(found[..., :48], plain[..., :48])
+    assert torch.equal(found[..., 48:], dispatch.rotate_pairs(query[..., 24:], cos, sin))
+    assert not torch.equal(found[..., 48:], plain[..., 48:])
+    one = head_matmul_kernel.latent_query(query[3:4], weight, (cos[:, 3:4], sin[:, 3:4]))
+    assert torch.equal(one, found[3:4])
