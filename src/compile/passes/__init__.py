@@ -73,12 +73,14 @@ def gpu_passes() -> dict[str, GraphPass]:
 
     In this order: the rotary pass takes the norms of queries and keys, and it and the one that
     joins attention match the ops; masks that go with the experts' sort lie between a matmul and its
-    activation; the sum over experts and its inverse are known by that sort.
+    activation; the sum over experts and its inverse are known by that sort; a norm that its matmul
+    or a collective may take is theirs before it is that sum's.
     """
     # Triton, which they need, is only there on machines with a GPU.
     from .combine_experts import combine_experts
     from .fuse_activation import fuse_activation
     from .fuse_all_reduce_norm import fuse_all_reduce_norm
+    from .fuse_combine_norm import fuse_combine_norm
     from .fuse_expert_sort import fuse_expert_sort
     from .fuse_norm import fuse_norm
     from .fuse_norm_linear import fuse_norm_linear
@@ -86,6 +88,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_rope_attention import fuse_rope_attention
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
+    from .fuse_route_rows import fuse_route_rows
     from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
     from .lower_gpu import lower_gpu
@@ -97,6 +100,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_router": fuse_router,
         "fuse_expert_sort": fuse_expert_sort,
         "combine_experts": combine_experts,
+        "fuse_route_rows": fuse_route_rows,
         "fuse_activation": fuse_activation,
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
         "lower_gpu": lower_gpu,
@@ -104,6 +108,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_quantize": fuse_quantize,
         "fuse_all_reduce_norm": fuse_all_reduce_norm,
         "fuse_row_parallel": fuse_row_parallel,
+        "fuse_combine_norm": fuse_combine_norm,
     }
 
 
