@@ -3,13 +3,19 @@ the two kernels bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-kernel = pytest.importorskip("pagespec.kernels.linear.combine_norm")
+pytest.importorskip("triton")
 from pagespec.kernels.fused import rms_norm
+from pagespec.kernels.linear import combine_norm as kernel
 from pagespec.kernels.linear.expert_rows import combine_experts
+
+Change = Callable[[list[Any]], None]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -76,29 +82,33 @@ def test_bits_are_those_of_two_kernels(
         assert torch.equal(a, b)
 
 
-def _many(given: list[Tensor]) -> None:
+def _many(given: list[Any]) -> None:
     many = operands(65, 2, 48, torch.float32, torch.float32)
     given[:] = list(many)
 
 
-def _odd_width(given: list[Tensor]) -> None:
+def _odd_width(given: list[Any]) -> None:
     given[:] = list(operands(3, 2, 40, torch.float32, torch.float32))
 
 
-def _another_dtype(given: list[Tensor]) -> None:
+def _another_dtype(given: list[Any]) -> None:
     given[0] = given[0].half()
 
 
-def _strided_residual(given: list[Tensor]) -> None:
+def _strided_residual(given: list[Any]) -> None:
     given[4] = normal(1, 3, 50)[..., :48]
 
 
-def _no_tokens(given: list[Tensor]) -> None:
+def _no_tokens(given: list[Any]) -> None:
     given[:] = list(operands(0, 2, 48, torch.float32, torch.float32))
 
 
-@pytest.mark.parametrize("change", [_many, _odd_width, _another_dtype, _strided_residual, _no_tokens])
-def test_what_it_has_no_launch_for_takes_two(monkeypatch: pytest.MonkeyPatch, change: object) -> None:
+@pytest.mark.parametrize(
+    "change", [_many, _odd_width, _another_dtype, _strided_residual, _no_tokens]
+)
+def test_what_it_has_no_launch_for_takes_two(
+    monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
     given = list(operands(3, 2, 48, torch.float32, torch.float32))
     change(given)
     monkeypatch.setattr(kernel.fused, "add_rms_norm", rms_norm.add_rms_norm)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-kernel = pytest.importorskip("pagespec.kernels.linear.route_rows")
+pytest.importorskip("triton")
+from pagespec.kernels.linear import route_rows as kernel
 from pagespec.kernels.linear.route import route
 
 
