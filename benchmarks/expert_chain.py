@@ -125,9 +125,7 @@ class Layer:
         rows = grouped_mm.grouped_mm(rows, self.down, offs, has_old_offs=variant.ahead_rows > 0)
         given = rows, weights.view(-1), inverse, top_k
         if variant.joins_norm:
-            return combine_norm.combine_add_rms_norm(
-                *given, hidden, self.norms[1], _EPS, "rounded"
-            )
+            return combine_norm.combine_add_rms_norm(*given, hidden, self.norms[1], _EPS, "rounded")
         summed = combine_experts(*given, x.dtype)
         return add_rms_norm(summed, hidden, self.norms[1], _EPS, "rounded")
 

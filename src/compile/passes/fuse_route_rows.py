@@ -78,14 +78,13 @@ def fuse_route_rows(gm: GraphModule, _context: PassContext) -> int:
 
 def _chain(copy: Any) -> _Chain | None:
     """What ends in ``copy``, if nothing else reads what the fused call does not give."""
+    inverse: Any
     tokens, inverse, top_k = copy.args
     sort = inverse.args[0] if calls(inverse, "getitem") else None
-    if not calls_function(sort, sort_by_expert):
+    if not calls_function(sort, sort_by_expert) or inverse.args[1] != _INVERSE:
         return None
     sorted_parts = _parts(sort)
     if sorted_parts is None or not set(sorted_parts) <= {_INVERSE, _OFFS}:
-        return None
-    if list(inverse.users).count(copy) != 1 or inverse is not sorted_parts.get(_INVERSE):
         return None
     if sum(calls_function(user, spread_rows) for user in inverse.users) != 1:
         return None

@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -69,7 +71,10 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
                 continue
             gated = _only_gate(node)
             *_, offs = operands
-            options = {"has_gate": gated is not None, "has_old_offs": offs in old_offs}
+            options: dict[str, Any] = {
+                "has_gate": gated is not None,
+                "has_old_offs": offs in old_offs,
+            }
             old_offs.add(offs)
             with graph.inserting_before(node):
                 call = graph.call_function(grouped_mm.grouped_mm, operands, options)
