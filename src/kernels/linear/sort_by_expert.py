@@ -37,9 +37,9 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         num_real = tl.minimum(tl.load(num_real_tokens) * TOP_K, num_rows)
     i = tl.arange(0, BLOCK)
     num_before = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, num_real, BLOCK):
-        found = tl.load(ids + start + i, mask=start + i < num_real, other=E + 1)
-        num_before += (found < expert).to(tl.int32)
+    for start in range(0, num_rows, BLOCK):  # what is read does not wait for that number
+        found = tl.load(ids + start + i, mask=start + i < num_rows, other=E + 1)
+        num_before += ((found < expert) & (start + i < num_real)).to(tl.int32)
     end = tl.sum(num_before, 0)
     for start in range(0, num_rows, BLOCK):
         row = start + i
