@@ -198,6 +198,7 @@ def capture_model(
         specs=list(specs),
         calls={name: s[1] for name, s in traced.sources.items() if s[::2] == ("cache", 0)},
         caches_latents=mla_latent_cache and _has_latent_attention(loaded.device, attention),
+        inputs={s[1]: name for name, s in traced.sources.items() if s[0] == "input"},
     )
     loaded.quantized.clear()  # the passes let go of what they have packed
     with torch.inference_mode():

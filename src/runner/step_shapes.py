@@ -29,9 +29,9 @@ def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes of decode steps to capture: powers of two and the sizes halfway from 64 on.
 
     Rows of padding cost next to nothing below 256 (a matmul reads its whole weight for any number
-    of rows, attention reads nothing for them). Each graph costs memory and start-up time, most of
-    it for loading the library's kernels for one more number of rows. One request runs in the
-    bucket of 2, the smallest batch the captured graph is valid for.
+    of rows, attention reads nothing for them, and they go to no expert). Each graph costs memory
+    and start-up time, most of it for loading the library's kernels for one more number of rows.
+    One request runs in the bucket of 2, the smallest batch the captured graph is valid for.
     """
     sizes = [2, 4, 8, 16, 32, *(n * 2**k for k in range(5, 16) for n in (2, 3))]
     buckets = [size for size in sizes if size < max_num_seqs]

@@ -75,12 +75,14 @@ def gpu_passes() -> dict[str, GraphPass]:
 
     In this order: the rotary passes take the norms of queries, keys and latents, and the first and
     the one that joins attention match the ops; masks that go with the experts' sort lie between a
-    matmul and its activation; the sum over experts and its inverse are known by that sort.
+    matmul and its activation; the sum over experts and its inverse are known by that sort; a norm
+    that its matmul or a collective may take is theirs before it is that sum's.
     """
     # Triton, which they need, is only there on machines with a GPU.
     from .combine_experts import combine_experts
     from .fuse_activation import fuse_activation
     from .fuse_all_reduce_norm import fuse_all_reduce_norm
+    from .fuse_combine_norm import fuse_combine_norm
     from .fuse_expert_sort import fuse_expert_sort
     from .fuse_norm import fuse_norm
     from .fuse_norm_linear import fuse_norm_linear
@@ -89,6 +91,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_latent import fuse_rope_latent
     from .fuse_rope_store import fuse_rope_store
+    from .fuse_route_rows import fuse_route_rows
     from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
     from .fuse_wide_linear import fuse_wide_linear
@@ -103,6 +106,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_router": fuse_router,
         "fuse_expert_sort": fuse_expert_sort,
         "combine_experts": combine_experts,
+        "fuse_route_rows": fuse_route_rows,
         "fuse_activation": fuse_activation,
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
         "lower_gpu": lower_gpu,
@@ -110,6 +114,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_quantize": fuse_quantize,
         "fuse_all_reduce_norm": fuse_all_reduce_norm,
         "fuse_row_parallel": fuse_row_parallel,
+        "fuse_combine_norm": fuse_combine_norm,
     }
 
 

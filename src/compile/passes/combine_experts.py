@@ -9,7 +9,7 @@ that reads rows one number at a time (docs/notes/experts.md);
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,19 +56,36 @@ class _Sum:
     top_k: int
 
 
-def combine_experts(gm: GraphModule, _context: PassContext) -> int:
+def combine_experts(gm: GraphModule, context: PassContext) -> int:
     """Rewrites what :func:`.fuse_expert_sort.fuse_expert_sort` has left, and returns the number of
-    sums replaced. Their results are those of eager torch up to the order of additions; copies
-    become one call only beside a sum."""
+    sums replaced. Their results are those of eager torch up to the order of additions, but for
+    tokens of padding, which no expert gets; copies become one call only beside a sum."""
     graph = gm.graph
     written = written_nodes(graph)
     sums = [found for node in graph.nodes if (found := _sum(node, written)) is not None]
+    leave_out_padding = _padding(graph, context)
     for found in sums:
+        leave_out_padding(found)
         _replace_sum(graph, found)
     for sort, inverse, top_k in dict.fromkeys((s.sort, s.inverse, s.top_k) for s in sums):
         for copy, tokens in list(_copies(sort, top_k)):
             _replace_copy(graph, copy, tokens, inverse, top_k)
     return len(sums)
+
+
+def _padding(graph: Graph, context: PassContext) -> Callable[[_Sum], None]:
+    """Lets the sort of a sum over experts know how many tokens of the step are real."""
+    input_ids, query_starts = (
+        context.step_input(graph, name) for name in ("input_ids", "query_starts")
+    )
+    num_tokens = (shape_of(input_ids) or ())[-1:]
+
+    def leave_out(found: _Sum) -> None:
+        rows = (shape_of(found.result) or ())[:1]
+        if query_starts is not None and num_tokens and rows == num_tokens:
+            found.sort.args = (*found.sort.args[:2], found.top_k, query_starts)
+
+    return leave_out
 
 
 def _sum(node: Node, written: set[Node]) -> _Sum | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ...kernels.attention.backend import AttentionBackend
 from ...kernels.attention.spec import AttentionSpec
@@ -42,6 +42,8 @@ class PassContext:
         specs: of the attention calls; a pass that changes what a call caches changes its spec.
         calls: of the placeholder of each cache of keys, the attention call.
         caches_latents: whether latent vectors may be cached in place of keys and values.
+        inputs: of each tensor of a step that the graph takes, by its name in
+            :class:`..step_inputs.StepInputs`, the name of its placeholder.
     """
 
     module: nn.Module
@@ -58,12 +60,19 @@ class PassContext:
     specs: list[AttentionSpec] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     caches_latents: bool = False
+    inputs: dict[str, str] = field(default_factory=dict)
 
     def constant(self, node: object) -> Tensor | None:
         """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""
         if isinstance(node, Node) and node.op == "placeholder":
             return self.constants.get(node.name)
         return None
+
+    def step_input(self, graph: Graph, name: str) -> Node | None:
+        """The placeholder of a tensor of the step."""
+        wanted = self.inputs.get(name)
+        placeholders = (node for node in graph.nodes if node.op == "placeholder")
+        return next((node for node in placeholders if node.name == wanted), None)
 
     def weight_format(self, tensor: Tensor) -> str | None:
         """What a constant is kept as: "int4", "int8", "fp8", "float16", or None for what it is."""

@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -52,6 +54,7 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
     }
     for node, (weight, _) in columns.items():
         matmuls[node] = _constants(weight, None, False, context)
+    old_offs: set[Node] = set()  # of matmuls of experts, by which an earlier one has gone
     plans.prepare([matmul for matmul in matmuls.values() if matmul is not None])
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -67,10 +70,14 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
             if not _fits_our_kernel(operands):
                 continue
             gated = _only_gate(node)
+            *_, offs = operands
+            options: dict[str, Any] = {
+                "has_gate": gated is not None,
+                "has_old_offs": offs in old_offs,
+            }
+            old_offs.add(offs)
             with graph.inserting_before(node):
-                call = graph.call_function(
-                    grouped_mm.grouped_mm, operands, {"has_gate": gated is not None}
-                )
+                call = graph.call_function(grouped_mm.grouped_mm, operands, options)
             _put(graph, call, gated or node, node)
         elif (matmul := matmuls.get(node)) is not None and node in columns:
             node.target, node.kwargs = gpu_linear.left_matmul, {}

@@ -47,13 +47,13 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     i = tl.arange(0, BLOCK)
     mask = i < N
     h = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + i, mask=mask, other=0.0)  # here, so as not to wait for it behind the sum
     if HAS_RESIDUAL:
         h += tl.load(residual + row * residual_stride + i, mask=mask, other=0.0).to(tl.float32)
         h = rounded(h, DTYPE)
         tl.store(hidden + row * N + i, h.to(DTYPE), mask=mask)
     mean = mean_square(h, N)
-    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE)
+    y = scaled(h * tl.rsqrt(mean + eps), w.to(tl.float32), FORM, DTYPE)
     tl.store(out + row * N + i, y.to(DTYPE), mask=mask)
 
 

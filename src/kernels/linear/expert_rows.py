@@ -138,7 +138,7 @@ def combine_experts(
         H=hidden_size,
         K=top_k,
         BLOCK=block,
-        PRODUCT=_TRITON_DTYPES[torch.promote_types(rows.dtype, weights.dtype)],
+        PRODUCT=TRITON_DTYPES[torch.promote_types(rows.dtype, weights.dtype)],
         PDL=pdl,
         num_warps=num_warps,
         enable_fp_fusion=False,  # a product is rounded before it is added
@@ -147,7 +147,7 @@ def combine_experts(
     return out
 
 
-_TRITON_DTYPES = {
+TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,

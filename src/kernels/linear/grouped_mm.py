@@ -20,6 +20,14 @@ from ..device import Gpu, has_dependent_launch
 from .matmul import Tile, _fold, _silu_mul, supports_tma
 from .tuned_tiles import _swapped, _tile
 
+LATE_TRIGGER_ROWS = 32
+"""Rows up to which a kernel lets the next one start only behind its own wait: those of four tokens
+with eight experts each (:func:`..device.triggers_dependents_late`)."""
+AHEAD_ROWS = 8
+"""Rows whose experts' weights, all of them, are as much as is asked for before the wait: half of
+those of a step of one token and one of padding. What is more would be in the way of the kernel
+before."""
+
 
 @triton.jit
 def _weights(  # type: ignore[no-untyped-def]
@@ -51,6 +59,17 @@ def _weights(  # type: ignore[no-untyped-def]
     return weights
 
 
+@triton.jit
+def _ask_for(rows, NUM_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lets the first NUM_BYTES of each row that a pointer of ``rows`` points to come into the L2
+    cache; both in whole units of 16 bytes. Nothing waits for it."""
+    sizes = tl.full(rows.shape, NUM_BYTES, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+        [rows.to(tl.int64), sizes], tl.int32, False, 1,
+    )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "x_stride"], do_not_specialize_on_alignment=["x", "offs"]
 )
@@ -59,7 +78,9 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     x_stride, expert_stride, k_stride, n_stride,
     N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
-    K_IS_INNER: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    K_IS_INNER: tl.constexpr, HAS_GATE: tl.constexpr, PRECISION: tl.constexpr,
+    READS_AHEAD: tl.constexpr,  # offs, and asks for AHEAD_BYTES of each row of the weight
+    AHEAD_BYTES: tl.constexpr, LATE_TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``out[r] = x[r] @ weight[e]`` for the rows r of expert e, which end at ``offs[e]``, or with a
     gate ``silu(gate) * up`` of its two halves; zeros for the rows after the last expert's.
@@ -69,16 +90,22 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     ``[E]``, out ``[rows, N]``. x_tiles and weight_tiles are descriptors of the two, or None: of
     ``[E * WIDTH, K]``, or where K is not inner ``[E * K, WIDTH]``.
     """
-    if PDL:
+    if PDL and not LATE_TRIGGER:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL and not READS_AHEAD:
         tl.extra.cuda.gdc_wait()
+        if LATE_TRIGGER:
+            tl.extra.cuda.gdc_launch_dependents()
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // TILES_N
     begin_n = tl.program_id(0) % TILES_N * BLOCK_N
     # The rows after the last expert's count as those of one more.
     experts = tl.arange(0, E_PADDED)
-    begins = tl.load(offs + experts - 1, mask=(experts > 0) & (experts <= E), other=0)
-    ends = tl.load(offs + experts, mask=experts < E, other=num_rows)
+    # From the L2 cache: before the wait, the other one may hold what was there before.
+    begins = tl.load(
+        offs + experts - 1, mask=(experts > 0) & (experts <= E), other=0, cache_modifier=".cg"
+    )
+    ends = tl.load(offs + experts, mask=experts < E, other=num_rows, cache_modifier=".cg")
     tiles_of = tl.where(experts <= E, (ends - begins + BLOCK_M - 1) // BLOCK_M, 0)
     last_tiles = tl.cumsum(tiles_of, 0)
     expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
@@ -90,6 +117,13 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     first = begin + (tile - tl.sum(tl.where(is_it, last_tiles - tiles_of, 0), 0)) * BLOCK_M
     m = first + tl.arange(0, BLOCK_M)
     n = begin_n + tl.arange(0, BLOCK_N)
+    base = weight + expert.to(tl.int64) * expert_stride
+    if PDL and READS_AHEAD:
+        if AHEAD_BYTES and expert < E:
+            _ask_for(base + tl.minimum(n, N - 1).to(tl.int64) * n_stride, AHEAD_BYTES)
+        tl.extra.cuda.gdc_wait()
+        if LATE_TRIGGER:
+            tl.extra.cuda.gdc_launch_dependents()
     side: tl.constexpr = 1 if SWAP else 0  # along which rows of x lie no longer
     m_out, n_out = tl.expand_dims(m, 1 - side), tl.expand_dims(n, side)
     target = out + m_out.to(tl.int64) * N + n_out
@@ -103,7 +137,6 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
         tl.store(target, total.to(out.dtype.element_ty), mask=is_ours)
         return
     k = tl.arange(0, BLOCK_K)
-    base = weight + expert.to(tl.int64) * expert_stride
     for here in range(0, K, BLOCK_K):
         in_k = here + k < K
         if x_tiles is not None:  # rows of others may come along: they are not stored
@@ -137,6 +170,7 @@ def grouped_mm(
     offs: Tensor,
     *,
     has_gate: bool = False,
+    has_old_offs: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """``x[begin:end] @ weight[e]`` for the rows of each expert e, as ``torch`` 's ``grouped_mm``.
@@ -147,6 +181,9 @@ def grouped_mm(
         offs: int32 ``[E]``, where each expert's rows end. Rows after the last get zeros.
         has_gate: whether N is twice that of the result, which is ``silu(gate) * up`` of the two
             halves, each operation rounded to the dtype.
+        has_old_offs: whether another call of as many rows and with the same ``offs`` comes before.
+            Given few rows it lets nothing behind it start before ``offs`` is there. So this one
+            looks at it, and asks for a part of the weights that it will need, before it waits.
         tile: to try another than :func:`choose_grouped_tile` gives.
 
     Returns:
@@ -175,6 +212,13 @@ def grouped_mm(
     # One tile more than full ones for each expert with rows, and for the rows after the last.
     num_tiles = num_rows // tile.block_m + min(num_experts + 1, num_rows)
     pdl = has_dependent_launch(x.device)
+    is_late = num_rows <= LATE_TRIGGER_ROWS
+    reads_ahead = is_late and has_old_offs
+    ahead_bytes = 0
+    if reads_ahead and weight_tiles is not None and k_is_inner:
+        # Of rows of the weight, in whole lines.
+        share = min(1.0, AHEAD_ROWS / num_rows)
+        ahead_bytes = int(k_size * x.itemsize * share) // 128 * 128
     _grouped_kernel[(num_tiles * triton.cdiv(num_outs, tile.block_n),)](
         x, weight, x_tiles, weight_tiles, offs, out, num_rows,
         x.stride(0), weight.stride(0), weight.stride(1), weight.stride(2),
@@ -189,6 +233,9 @@ def grouped_mm(
         K_IS_INNER=k_is_inner,
         HAS_GATE=has_gate,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        READS_AHEAD=reads_ahead,
+        AHEAD_BYTES=ahead_bytes,
+        LATE_TRIGGER=is_late,
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

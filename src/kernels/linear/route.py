@@ -24,46 +24,70 @@ MAX_TOP_K = 16
 
 
 @triton.jit
-def _route_kernel(  # type: ignore[no-untyped-def]
-    logits, weights, ids, token_stride,
-    E: tl.constexpr, E_BLOCK: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr,
-    IS_NORMALISED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The K largest of a token's E probabilities, largest first, and whose they are; of equal ones
-    the lowest id comes first. Grid: ``(tokens,)``."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, E_BLOCK)
-    j = tl.arange(0, K_BLOCK)
-    x = tl.load(logits + token * token_stride + i, mask=i < E, other=float("-inf")).to(tl.float32)
-    x = x - tl.max(x, 0)
+def exact_sum(x):  # type: ignore[no-untyped-def]
+    """Of each row ``[T, E]`` of float32 from 0 to 1, at most :data:`MAX_EXPERTS` of them: cut off
+    behind 40 binary places, added as integers. So there is no order of additions that a layout
+    could change, and a warp adds up in one instruction. NaN if a row has one."""
+    SCALE: tl.constexpr = 1048576.0
+    is_nan = tl.max((x != x).to(tl.int32), 1) > 0
+    x = tl.where(x == x, x, 0.0) * SCALE
+    high = x.to(tl.int32)
+    low = ((x - high.to(tl.float32)) * SCALE).to(tl.int32)
+    total = tl.sum(low, 1).to(tl.float32) * (1.0 / SCALE) + tl.sum(high, 1).to(tl.float32)
+    return tl.where(is_nan, float("nan"), total * (1.0 / SCALE))
+
+
+@triton.jit
+def top_experts(  # type: ignore[no-untyped-def]
+    x, i, j, E: tl.constexpr, K: tl.constexpr, IS_NORMALISED: tl.constexpr
+):
+    """The K largest of the E probabilities of each token, and whose they are: of rows of float32
+    logits ``x [T, E_BLOCK]``, -inf beyond E, float32 and int32 ``[T, K_BLOCK]``, largest first; of
+    equal ones the lowest id comes first. i: 0, 1, ... ``[1, E_BLOCK]``. j: ``[1, K_BLOCK]``."""
+    x = x - tl.max(x, 1)[:, None]
     # tl.exp is the fast one of the hardware; torch calls the library's. The interpreter has none.
     if EMULATE:
         x = tl.exp(x)
     else:
         x = libdevice.exp(x)
-    probabilities = tl.div_rn(x, tl.sum(x, 0))
+    probabilities = tl.div_rn(x, exact_sum(x)[:, None] + tl.zeros_like(x))
     # Bits of numbers that are not negative are ordered as they are, and a warp finds the largest
     # integer in one instruction. NaN is the largest, as in torch: every id is one of an expert.
     left = probabilities.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     left = tl.where(i < E, left, -1)
-    chosen = tl.zeros((K_BLOCK,), tl.int32)
-    found = tl.zeros((K_BLOCK,), tl.int32)
-    total = 0.0
+    chosen = tl.zeros((x.shape[0], j.shape[1]), tl.int32)
+    found = tl.zeros((x.shape[0], j.shape[1]), tl.int32)
+    total = tl.zeros((x.shape[0],), tl.float32)
     for rank in tl.static_range(K):
-        largest = tl.max(left, 0)
-        expert = tl.min(tl.where(left == largest, i, E), 0)
-        left = tl.where(i == expert, -1, left)
+        largest = tl.max(left, 1)
+        expert = tl.min(tl.where(left == largest[:, None], i, E), 1)
+        left = tl.where(i == expert[:, None], -1, left)
         total += largest.to(tl.float32, bitcast=True)
-        chosen = tl.where(j == rank, largest, chosen)
-        found = tl.where(j == rank, expert, found)
+        chosen = tl.where(j == rank, largest[:, None], chosen)
+        found = tl.where(j == rank, expert[:, None], found)
     weight = chosen.to(tl.float32, bitcast=True)
     if IS_NORMALISED:
-        weight = tl.div_rn(weight, total)
-    weight = rounded(weight, weights.dtype.element_ty).to(weights.dtype.element_ty)
-    tl.store(weights + token * K + j, weight, mask=j < K)
+        weight = tl.div_rn(weight, total[:, None] + tl.zeros_like(weight))
+    return weight, found
+
+
+@triton.jit
+def _route_kernel(  # type: ignore[no-untyped-def]
+    logits, weights, ids, token_stride,
+    E: tl.constexpr, E_BLOCK: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr,
+    IS_NORMALISED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """:func:`top_experts` of one token. Grid: ``(tokens,)``."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, E_BLOCK)[None, :]
+    j = tl.arange(0, K_BLOCK)[None, :]
+    x = tl.load(logits + token * token_stride + i, mask=i < E, other=float("-inf")).to(tl.float32)
+    weight, found = top_experts(x, i, j, E, K, IS_NORMALISED)
+    DTYPE: tl.constexpr = weights.dtype.element_ty
+    tl.store(weights + token * K + j, rounded(weight, DTYPE).to(DTYPE), mask=j < K)
     tl.store(ids + token * K + j, found.to(tl.int64), mask=j < K)
 
 
@@ -72,8 +96,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The ``top_k`` largest of each row's softmax, and which experts they are.
 
-    All is float32 up to the weights' one rounding; sums have an order of their own, which no other
-    row changes.
+    All is float32 up to the weights' one rounding, but for the softmax's sum (:func:`exact_sum`).
+    A row's results follow from its logits alone.
 
     Args:
         logits: ``[..., E]``, of up to :data:`MAX_EXPERTS` experts.

@@ -19,27 +19,34 @@ from ..jit.parallel_build import may_skip_launches
 _BLOCKS = ((128, 128, 4), (2048, 1 << 40, 8))
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids", "num_real_tokens"]
+)
 def _sort_kernel(  # type: ignore[no-untyped-def]
-    ids, sorted_ids, order, inverse, offs, num_rows,
-    E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ids, sorted_ids, order, inverse, offs, num_rows, num_real_tokens,
+    E: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stores the rows of one expert, and where they end. Grid: ``(E + 1,)``; the last program has
-    the rows of no expert, whose ids are E or more."""
+    the rows of no expert, whose ids are E or more, or which are padding."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
+    num_real = num_rows
+    if num_real_tokens is not None:
+        num_real = tl.minimum(tl.load(num_real_tokens) * TOP_K, num_rows)
     i = tl.arange(0, BLOCK)
     num_before = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, num_rows, BLOCK):
+    for start in range(0, num_rows, BLOCK):  # what is read does not wait for that number
         found = tl.load(ids + start + i, mask=start + i < num_rows, other=E + 1)
-        num_before += (found < expert).to(tl.int32)
+        num_before += ((found < expert) & (start + i < num_real)).to(tl.int32)
     end = tl.sum(num_before, 0)
     for start in range(0, num_rows, BLOCK):
         row = start + i
         found = tl.load(ids + row, mask=row < num_rows, other=-1)
-        is_here = (found == expert) | ((found > expert) & (expert == E))
+        is_here = (found == expert) & (row < num_real)
+        if expert == E:
+            is_here = (found >= E) | ((row >= num_real) & (row < num_rows))
         at = end + tl.cumsum(is_here.to(tl.int32), 0) - 1
         tl.store(order + at, row.to(tl.int64), mask=is_here)
         tl.store(sorted_ids + at, found, mask=is_here)
@@ -49,12 +56,17 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         tl.store(offs + expert, end)
 
 
-def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sort_by_expert(
+    ids: Tensor, num_experts: int, top_k: int = 1, query_starts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``ids`` sorted, the order that sorts them, its inverse, and where each expert's rows end.
 
     Args:
-        ids: ``[S]`` int64, 0 or more; those of ``num_experts`` or more are no expert's, and come
-            last in the order they have.
+        ids: ``[S]`` int64, 0 or more, ``top_k`` a token; those of ``num_experts`` or more are no
+            expert's, and come last in the order they have.
+        query_starts: int32 ``[B + 1]``, of a step whose tokens they are of: its last entry says how
+            many of them are real. Those of the tokens behind, padding, are no expert's, whatever
+            they are: an expert that only padding chose would be read for nothing.
 
     Returns:
         sorted ids int64 ``[S]``; order int64 ``[S]``, ``sorted == ids[order]``, equal ids in the
@@ -72,8 +84,10 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     block, _, num_warps = next(entry for entry in _BLOCKS if num_rows <= entry[1])
     _sort_kernel[(num_experts + 1,)](
         ids, sorted_ids, order, inverse, offs, num_rows,
+        None if query_starts is None else query_starts[-1:],
         E=num_experts,
         BLOCK=block,
+        TOP_K=top_k,
         PDL=pdl,
         num_warps=num_warps,
         launch_pdl=pdl,

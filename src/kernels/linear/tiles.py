@@ -73,10 +73,10 @@ def choose_prefetch_tile(
 
     Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
     tried on an H100 (docs/notes/matmul.md): all of K in shared memory if a part of the
-    weight that keeps 32 programs busy leaves room for it, else stages that are used again; of less
-    shared memory, where programs of all of it would take a second turn; two programs to a
-    multiprocessor for heads, where they take many. Beyond, and for weights of which others were
-    measured to be quicker, those, and what is like them for other short ones.
+    weight that keeps 32 programs busy (the smallest part 8) leaves room for it, else stages that
+    are used again; of less shared memory, where programs of all of it would take a second turn;
+    two programs to a multiprocessor for heads, where they take many. Beyond, and for weights of
+    which others were measured to be quicker, those, and what is like them for other short ones.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
@@ -96,7 +96,8 @@ def choose_prefetch_tile(
     parts = _parts(has_gate)
     for part in parts:
         tile = PrefetchTile(part, atoms, num_atoms // atoms)
-        if 32 <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
+        least = 32 if part > parts[-1] else 8  # the router of a mixture of experts has few outputs
+        if least <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
             return tile
     for part in (p for p in parts if p >= 32):
         has_second_turn = card.num_sms < num_outs // part <= 2 * card.num_sms

@@ -93,7 +93,10 @@ def test_matmuls_of_experts_are_ours_and_take_the_gate(monkeypatch: pytest.Monke
     assert captured.rewrites["fuse_expert_sort"] == 1
     assert captured.graph is not None
     calls_of = [node for node in captured.graph.graph.nodes if node.target is grouped_mm]
-    assert [node.kwargs for node in calls_of] == [{"has_gate": True}, {"has_gate": False}]
+    assert [node.kwargs for node in calls_of] == [
+        {"has_gate": True, "has_old_offs": False},
+        {"has_gate": False, "has_old_offs": True},
+    ]
     plain = capture_plain("qwen3_moe", torch.float32)
     assert plain.graph is not None
     expected, found = generate(plain, plain.graph), generate(captured, captured.graph)

@@ -33,6 +33,20 @@ def test_experts_without_rows_end_where_they_begin() -> None:
     assert offs.tolist() == [0, 1, 1, 3, 3]
 
 
+@pytest.mark.parametrize("num_real", [0, 1, 5])
+def test_padding_is_no_experts(monkeypatch: pytest.MonkeyPatch, num_real: int) -> None:
+    monkeypatch.setattr(sort_by_expert, "_BLOCKS", ((4, 1000, 4),))  # several parts of the rows
+    ids = torch.tensor([2, 0, 1, 2, 0, 1, 1, 2, 0, 2])  # two a token
+    starts = torch.tensor([0, num_real], dtype=torch.int32)
+    got, order, inverse, offs = sort_by_expert.sort_by_expert(ids, 3, 2, starts)
+    real = ids[: 2 * num_real]
+    expected = torch.sort(torch.cat((real, torch.full((10 - len(real),), 3))), stable=True)[1]
+    assert torch.equal(order, expected)
+    assert torch.equal(got, ids[expected])
+    assert torch.equal(order[inverse], torch.arange(10))
+    assert torch.equal(offs, torch.bincount(real, minlength=3).cumsum(0).int())
+
+
 def test_what_a_build_leaves_out_can_be_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of kernels that are being built do nothing; what reads at their results runs."""
     monkeypatch.setattr(sort_by_expert, "may_skip_launches", lambda: True)

@@ -45,3 +45,12 @@ def test_programs_that_would_take_a_second_turn_share_multiprocessors(k_size: in
     assert tile is not None
     num_bytes = tile.stages * tile.atoms * (tile.part + tile.x_rows) * 128
     assert 5120 // tile.part <= HOPPER.num_sms * (_LARGE_SHARED_BYTES // num_bytes)
+
+
+@pytest.mark.parametrize("num_experts", [64, 128])
+def test_few_rows_of_a_router_are_not_left_to_two_programs(num_experts: int) -> None:
+    for num_rows in (2, 8, 16):
+        tile = choose_prefetch_tile(num_rows, num_experts, 2048, False, HOPPER)
+        assert tile is not None
+        assert tile.fits(num_experts, 2048, False)
+        assert num_experts // tile.part >= 8

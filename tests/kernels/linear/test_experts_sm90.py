@@ -1,0 +1,33 @@
+"""What kernels around experts of few tokens become on Hopper, from the compiler alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.support.apart import run_apart
+
+
+def test_what_waits_for_what_and_how_rows_lie() -> None:
+    built = json.loads(run_apart(str(Path(__file__).with_name("compile_experts.py"))))
+    # All lets the next one start, reads nothing before it has waited, and stores behind that.
+    for each in built["routed"].values():
+        assert each.startswith("dw")
+        assert "l" in each
+    # Few rows: what comes behind starts when offs is there. Many: at once.
+    assert built["gated"]["2"].startswith("wdl")
+    assert built["gated"]["16"].startswith("dwl")
+    # So the second matmul looks at it, and asks for weights, before it waits.
+    assert built["down"]["2"].lstrip("l").startswith("pwd")
+    assert built["down"]["2"][0] == "l"
+    assert built["down"]["16"].startswith("dwl")
+    for each in (*built["gated"].values(), *built["down"].values()):
+        before, behind = each.split("w")
+        assert not set(before) & set("tms")
+        assert {"t", "m", "s"} <= set(behind)
+    # A mean's order of additions is that of the norm alone.
+    for joined, alone in built["layouts"]:
+        assert joined == alone

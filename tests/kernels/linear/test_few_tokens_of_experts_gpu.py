@@ -1,0 +1,184 @@
+"""What is one launch for few tokens around experts, on a GPU: bits of the kernels it replaces, and
+captured, where each kernel may start before the one it follows has ended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def starts_of(num_real: int) -> Tensor:
+    return torch.tensor([0, num_real], dtype=torch.int32, device="cuda")
+
+
+def same_bits(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def route_apart(
+    logits: Tensor, tokens: Tensor, top_k: int, is_normalised: bool, starts: Tensor | None
+) -> tuple[Tensor, ...]:
+    from pagespec.kernels.linear.expert_rows import spread_rows
+    from pagespec.kernels.linear.route import route
+    from pagespec.kernels.linear.sort_by_expert import sort_by_expert
+
+    weights, ids = route(logits, top_k, is_normalised, tokens.dtype)
+    _, _, inverse, offs = sort_by_expert(ids.view(-1), logits.shape[1], top_k, starts)
+    return spread_rows(tokens, inverse, top_k), weights, inverse, offs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden_size"),
+    [(128, 8, 2048), (512, 10, 2048), (60, 4, 2048), (8, 2, 4096), (64, 6, 300), (1024, 16, 136)],
+)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 8, 16])
+def test_routing_in_one_launch_has_the_bits_of_three(
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> None:
+    from pagespec.kernels.linear import route_rows as kernel
+
+    tokens = normal(num_tokens, hidden_size, dtype=dtype, seed=1)
+    logits = normal(num_tokens, num_experts, dtype=dtype)
+    strange = logits.clone()
+    strange[0], strange[-1, ::3] = float("nan"), float("inf")
+    tied = (logits * 2).round()
+    same = logits[:1].expand(num_tokens, -1)
+    for each in (logits, strange, tied, same, torch.zeros_like(logits)):
+        for is_normalised, num_real in ((True, None), (False, None), (True, num_tokens - 1)):
+            starts = None if num_real is None else starts_of(num_real)
+            expected = route_apart(each, tokens, top_k, is_normalised, starts)
+            if num_tokens * top_k <= 64:
+                monkeypatch.delattr(kernel, "route", raising=False)  # it is one launch
+            found = kernel.route_rows(each, tokens, top_k, is_normalised, dtype, starts)
+            assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights_dtype"),
+    [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float32)],
+)
+@pytest.mark.parametrize("form", ["rounded", "wide", "plus_one"])
+@pytest.mark.parametrize("hidden_size", [64, 768, 2048, 2880, 4096, 7168])
+def test_sum_and_norm_in_one_launch_have_the_bits_of_two(
+    monkeypatch: pytest.MonkeyPatch,
+    hidden_size: int,
+    form: str,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype,
+) -> None:
+    from pagespec.kernels.fused.rms_norm import add_rms_norm
+    from pagespec.kernels.linear import combine_norm as kernel
+    from pagespec.kernels.linear.expert_rows import combine_experts
+
+    for num_tokens, top_k in ((1, 8), (2, 8), (5, 2), (64, 10)):
+        num_rows = num_tokens * top_k
+        rows = normal(num_rows, hidden_size, dtype=dtype)
+        weights = normal(num_rows, dtype=weights_dtype, seed=1)
+        inverse = torch.randperm(num_rows, device="cuda")
+        residual = normal(1, num_tokens, hidden_size, dtype=dtype, seed=2)
+        norm_weight = normal(hidden_size, dtype=dtype, seed=3)
+        x = combine_experts(rows, weights, inverse, top_k, dtype).view(residual.shape)
+        expected = add_rms_norm(x, residual, norm_weight, 1e-6, form)
+        with monkeypatch.context() as patch:
+            patch.delattr(kernel, "combine_experts")  # it is one launch
+            found = kernel.combine_add_rms_norm(
+                rows, weights, inverse, top_k, residual, norm_weight, 1e-6, form
+            )
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("num_experts", [64, 128])
+def test_a_routers_matmul_has_one_order_of_additions(num_experts: int) -> None:
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.linear.dispatch import linear
+    from pagespec.kernels.linear.matmul import matmul
+    from pagespec.kernels.linear.tiles import choose_tile
+
+    x, weight = normal(16, 2048), normal(num_experts, 2048, seed=1)
+    tile = choose_tile(16, num_experts, 2048, 2, False, Gpu.of(x.device))
+    expected = matmul(x, weight, tile=tile)
+    for num_rows in (1, 2, 4, 8, 9, 16):
+        found = linear(x[:num_rows], weight, None, 64)
+        assert torch.equal(found, expected[:num_rows])
+
+
+@pytest.mark.parametrize(("num_tokens", "num_real"), [(2, 1), (2, 2), (4, 4), (16, 11), (40, 40)])
+def test_a_captured_chain_has_the_bits_of_one_that_waits(num_tokens: int, num_real: int) -> None:
+    """The shape of a layer: norm, router, experts, sum, residual and norm, four times over."""
+    from pagespec.kernels.fused.rms_norm import add_rms_norm, rms_norm
+    from pagespec.kernels.linear.combine_norm import combine_add_rms_norm
+    from pagespec.kernels.linear.dispatch import linear
+    from pagespec.kernels.linear.expert_rows import combine_experts
+    from pagespec.kernels.linear.grouped_mm import grouped_mm
+    from pagespec.kernels.linear.route_rows import route_rows
+
+    num_experts, top_k, hidden_size, inner = 128, 8, 1024, 384
+    router = normal(num_experts, hidden_size, seed=1) / 32
+    norm_weight = normal(hidden_size, seed=2)
+    gate_up = (normal(num_experts, 2 * inner, hidden_size, seed=3) / 32).transpose(1, 2)
+    down = (normal(num_experts, hidden_size, inner, seed=4) / 16).transpose(1, 2)
+    starts = starts_of(num_real)
+    real = slice(0, num_real)
+
+    def chain(hidden: Tensor) -> Tensor:
+        x = rms_norm(hidden, norm_weight, 1e-6, "rounded")
+        for _ in range(4):
+            logits = linear(x, router, None, 64)
+            rows, weights, inverse, offs = route_rows(logits, x, top_k, True, x.dtype, starts)
+            rows = grouped_mm(rows, gate_up, offs, has_gate=True)
+            rows = grouped_mm(rows, down, offs, has_old_offs=True)
+            x, hidden = combine_add_rms_norm(
+                rows, weights.view(-1), inverse, top_k, hidden, norm_weight, 1e-6, "rounded"
+            )
+        return x
+
+    def waiting(hidden: Tensor) -> Tensor:
+        wait = torch.cuda.synchronize
+        x = rms_norm(hidden, norm_weight, 1e-6, "rounded")
+        for _ in range(4):
+            wait()
+            logits = linear(x, router, None, 64)
+            wait()
+            rows, weights, inverse, offs = route_apart(logits, x, top_k, True, starts)
+            wait()
+            rows = grouped_mm(rows, gate_up, offs, has_gate=True)
+            wait()
+            rows = grouped_mm(rows, down, offs)
+            wait()
+            summed = combine_experts(rows, weights.view(-1), inverse, top_k, x.dtype)
+            wait()
+            x, hidden = add_rms_norm(summed, hidden, norm_weight, 1e-6, "rounded")
+        wait()
+        return x
+
+    given = normal(num_tokens, hidden_size)
+    chain(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(given)
+    for seed in range(30):
+        given.copy_(normal(num_tokens, hidden_size, seed=seed))
+        graph.replay()
+        assert torch.equal(out[real], waiting(given.clone())[real]), seed
+        # Alone, without padding.
+        assert torch.equal(out[:1], waiting(given[:1].clone())), seed
+    assert out[real].isfinite().all()
