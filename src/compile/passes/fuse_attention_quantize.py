@@ -6,7 +6,7 @@
 
 It comes after ``lower_gpu``, which makes both calls. Where a head has a multiple of 128 values,
 each group of channels that share a scale is of one head, so the kernels of attention can round what
-they store. What something else reads, too, stays, and so does what any other operation lies between.
+they store. What something else reads, too, stays, and so does what another operation comes between.
 """
 
 from __future__ import annotations

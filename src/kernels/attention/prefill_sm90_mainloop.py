@@ -208,6 +208,4 @@ def consume(
     tokens, heads, mask = lines_of(
         WARPGROUP * 64, 64, head, begin, first, num_queries, G, BLOCK_Q, OUT
     )
-    store_lines(
-        result_smem.load(OUT), out, scales, num_tokens, tokens, heads, mask, part, HQ, DV
-    )
+    store_lines(result_smem.load(OUT), out, scales, num_tokens, tokens, heads, mask, part, HQ, DV)
