@@ -82,6 +82,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .combine_experts import combine_experts
     from .fuse_activation import fuse_activation
     from .fuse_all_reduce_norm import fuse_all_reduce_norm
+    from .fuse_attention_quantize import fuse_attention_quantize
     from .fuse_combine_norm import fuse_combine_norm
     from .fuse_expert_sort import fuse_expert_sort
     from .fuse_norm import fuse_norm
@@ -112,6 +113,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
         "fuse_quantize": fuse_quantize,
+        "fuse_attention_quantize": fuse_attention_quantize,
         "fuse_all_reduce_norm": fuse_all_reduce_norm,
         "fuse_row_parallel": fuse_row_parallel,
         "fuse_combine_norm": fuse_combine_norm,

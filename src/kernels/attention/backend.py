@@ -8,8 +8,9 @@ library, and the reference in plain torch. The runner puts the functions of an
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,9 @@ class AttentionBackend:
             to follow one another on one stream.
         fused_rope_attention: norm, rotation, store and attention as one call, with the bits of
             two; None where there is none.
+        quantizing: by ``attend`` and ``fused_rope_attention``, the same with outputs quantised for
+            an FP8 matmul, ``fused.e4m3_groups.QuantizedRows`` with a token a row; empty where there
+            are none. For heads of a multiple of 128 values.
     """
 
     name: str
@@ -52,6 +56,7 @@ class AttentionBackend:
     attend: Attend
     store: Store
     fused_rope_attention: FusedRopeAttention | None = None
+    quantizing: Mapping[Callable[..., Tensor], Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def capturable(self) -> bool:
@@ -218,8 +223,17 @@ def _triton(why: str) -> AttentionBackend:
 
     reason = f"attention by the Triton kernels: {why}."
     counted = triton_backend.TritonBackend()
+    quantizing: dict[Callable[..., Tensor], Callable[..., Any]] = {
+        counted.attend: counted.attend_quantized,
+        counted.fused_rope_attention: counted.fused_rope_attention_quantized,
+    }
     return AttentionBackend(
-        "triton", reason, counted.attend, kv_store.kv_store, counted.fused_rope_attention
+        "triton",
+        reason,
+        counted.attend,
+        kv_store.kv_store,
+        counted.fused_rope_attention,
+        quantizing,
     )
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .online_softmax import finish, fold
+from .results import results_at, store_lines
 
 
 @triton.jit
@@ -47,22 +48,22 @@ def _fold_segments(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def combine(  # type: ignore[no-untyped-def]
-    partial, stats, out, sinks, unit, token, head, num_segments, max_segments, factor,
+    partial, stats, out, scales, num_tokens, sinks, unit, token, head, num_segments, max_segments,
+    factor,
     HQ: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, GROUP: tl.constexpr,
-    CHUNK: tl.constexpr, FEW: tl.constexpr,
+    CHUNK: tl.constexpr, FEW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Fold the segments of the query heads of one unit and KV head, and store the outputs.
 
     Args:
-        partial, stats, out: as of :func:`.decode.decode_kernel`.
+        partial, stats, out, scales: as of :func:`.decode.decode_kernel`.
         CHUNK: segments loaded at once. FEW: those loaded at once if there are no more; else twice
-            as many, if those suffice.
+            as many, if those suffice. DTYPE: the model's.
     """
     in_group = tl.arange(0, GROUP)
     is_head = in_group < G
     # Beyond the group its last head again, whose row_sum is not 0.
     heads = head * G + tl.minimum(in_group, G - 1)
-    dims = tl.arange(0, DV_PAD)
     index = (unit.to(tl.int64) * HQ + heads) * max_segments
     row_max = tl.full((GROUP,), float("-inf"), tl.float32)
     row_sum = tl.zeros((GROUP, 1), tl.float32)
@@ -85,9 +86,10 @@ def combine(  # type: ignore[no-untyped-def]
                 DV, DV_PAD, GROUP, CHUNK,
             )  # fmt: skip
     result = finish(row_max, row_sum, acc, sinks, heads, is_head, factor)
-    target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
-    mask = is_head[:, None] & (dims < DV)[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+    results = results_at(
+        out, scales, num_tokens, token.to(tl.int64), heads, is_head, 0, DV_PAD, HQ, DV
+    )
+    store_lines(result, results, DTYPE, scales is not None)
 
 
 @triton.jit

@@ -54,6 +54,7 @@ from .online_softmax import (
     splits_in_first,
 )
 from .pages import head_pages
+from .results import results_at, store_lines, store_zeros
 
 
 @triton.jit
@@ -96,8 +97,8 @@ def token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type:
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=[
         "window", "q_token_stride", "q_head_stride", "table_stride", "num_rows", "num_workers",
-        "max_segments", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride",
-        "cos_stride", "cos_step", "sin_stride", "sin_step",
+        "max_segments", "num_tokens", "k_token_stride", "k_head_stride", "v_token_stride",
+        "v_head_stride", "cos_stride", "cos_step", "sin_stride", "sin_step",
     ],
     do_not_specialize_on_alignment=["starts", "contexts", "tables", "slot_mapping"],
 )  # fmt: skip
@@ -107,8 +108,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     stats,  # float32 [units, HQ, max_segments, 2]: row_max and row_sum
     arrival_counters,  # int32 [units * HKV], zeros, and zeros again at the end
     starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
+    scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
-    q_head_stride, table_stride, num_rows, num_workers, max_segments,
+    q_head_stride, table_stride, num_tokens, num_rows, num_workers, max_segments,
     # To fuse RoPE, else None; norms None without FORM.
     key, value, cos, sin, q_weight, k_weight, slot_mapping, eps,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride,  # in units of STEP
@@ -145,11 +147,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         DK, DV, DK_PAD, DV_PAD, slot_width(IS_E4M3, HKV, DK), slot_width(IS_E4M3, HKV, DV),
         block_width(IS_E4M3, PAGE, HKV, DK), block_width(IS_E4M3, PAGE, HKV, DV), PAGE, BLOCK_N,
     )  # fmt: skip
-    PRECISION: tl.constexpr = dot_precision(query.dtype.element_ty)
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    QUANTIZE: tl.constexpr = scales is not None
+    PRECISION: tl.constexpr = dot_precision(DTYPE)
     G: tl.constexpr = HQ // HKV
     GROUP: tl.constexpr = triton.next_power_of_2(G)
     BLOCK_M: tl.constexpr = dot_size(G)
-    DTYPE: tl.constexpr = out.dtype.element_ty
     FOLD: tl.constexpr = (
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits
@@ -202,12 +205,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     heads = head * G + in_group
     dims = tl.arange(0, DV_PAD)
     is_head = in_group < G
-    mask = is_head[:, None] & (dims < DV)[None, :]
-    target = out + (token.to(tl.int64) * HQ + heads)[:, None] * DV + dims[None, :]
+    results = results_at(
+        out, scales, num_tokens, token.to(tl.int64), heads, is_head, 0, DV_PAD, HQ, DV
+    )
     if not FUSE_ROPE:  # noqa: SIM102 (one is known when compiling, the other is not)
         if position < 0:
             if BY_TOKEN:  # padding
-                tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
+                store_zeros(results, QUANTIZE)
             return
 
     q_rows = (
@@ -243,7 +247,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             k_dims, partners, SPLITS, SHAPE,
         )  # fmt: skip
         if position < 0:  # padding
-            tl.store(target, tl.zeros((BLOCK_M, DV_PAD), DTYPE), mask=mask)
+            store_zeros(results, QUANTIZE)
             return
         if stores:
             tl.debug_barrier()  # other threads of this program are about to load it
@@ -284,10 +288,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         )
         if first_segment == last_segment:
             result = finish(total_row_max, total_row_sum, total_acc, sinks, heads, is_head, factor)
-            tl.store(target, result.to(DTYPE), mask=mask)
+            store_lines(result, results, DTYPE, QUANTIZE)
         else:
             index = (unit.to(tl.int64) * HQ + heads) * max_segments + (segment - first_segment)
-            tl.store(partial + index[:, None] * DV + dims[None, :], total_acc, mask=mask)
+            tl.store(partial + index[:, None] * DV + dims[None, :], total_acc, mask=results.mask)
             tl.store(stats + index * 2, total_row_max, mask=is_head)
             tl.store(stats + index * 2 + 1, tl.max(total_row_sum, 1), mask=is_head)
 
@@ -298,6 +302,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     # Workers without a segment have returned above.
     if is_last_arrival(arrival_counters + unit * HKV + head, tl.minimum(num_workers, num_segments)):
         combine(
-            partial, stats, out, sinks, unit, token, head, num_segments, max_segments, factor,
-            HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW,
+            partial, stats, out, scales, num_tokens, sinks, unit, token, head, num_segments,
+            max_segments, factor, HQ, G, DV, DV_PAD, GROUP, CHUNK, FEW, DTYPE,
         )  # fmt: skip

@@ -27,6 +27,7 @@ from ..device import (
     triggers_dependents_late,
     vector_strides,
 )
+from ..fused.e4m3_groups import GROUP, SMALLEST_SCALE, QuantizedRows, empty_rows
 from .decode import decode_kernel
 from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel
@@ -39,6 +40,7 @@ def paged_attention(
     params: AttentionParams,
     tiling: Tiling | None = None,
     arrival_counters: Tensor | None = None,
+    rows: QuantizedRows | None = None,
 ) -> Tensor:
     """As :func:`.ops.paged_attention`, with shapes as there.
 
@@ -52,6 +54,7 @@ def paged_attention(
             stream. One per unit and KV head, if those are fewer than the ``unsplit_from`` of the
             tiling :func:`.for_card`, else none. None makes some for the call, which costs one more
             launch.
+        rows: of :func:`quantized_like`, to quantise outputs into; their values are returned then.
 
     Raises:
         ValueError: the block size is no power of two, or there are too few counters.
@@ -64,12 +67,14 @@ def paged_attention(
         raise ValueError(f"block size {page}: the Triton kernels need a power of two")
     if query.stride(2) != 1:
         query = query.contiguous()
-    out = query.new_empty(num_tokens, num_q_heads, v_dim)
+    out = query.new_empty(num_tokens, num_q_heads, v_dim) if rows is None else rows.values
     if num_tokens == 0 or num_rows == 0:
+        if rows is not None:
+            rows.scales.fill_(SMALLEST_SCALE.value)
         return out.zero_()
     by_token = num_tokens <= num_rows
     t = tiling or choose_tiling(query.dtype, k_dim, v_dim, kv.v_cache.dtype)
-    shared = _shared(query, kv.v_cache, params, t)
+    shared = _shared(query, kv.v_cache, params, t, rows)
     _decode(query, kv, out, shared | _WITHOUT_ROPE, t, arrival_counters, by_token)
     if not by_token:
         if query.is_cuda and is_gluon_known():
@@ -86,7 +91,6 @@ def paged_attention(
             kv.v_cache,
             out,
             *kv[2:],
-            num_tokens=num_tokens,
             num_rows=num_rows,
             table_stride=kv.block_tables.stride(0),
             **shared,
@@ -107,6 +111,7 @@ def fused_rope_attention(
     params: AttentionParams,
     tiling: Tiling | None = None,
     arrival_counters: Tensor | None = None,
+    rows: QuantizedRows | None = None,
 ) -> Tensor:
     """:func:`..fused.norm_rope_store.norm_rope_store`, then :func:`paged_attention` of what it
     returns, in one launch; with the same bits if :func:`.decode_prologue.fits`. Arguments as there.
@@ -115,7 +120,7 @@ def fused_rope_attention(
     are stored several times.
 
     Returns:
-        ``[T, Hq, Dv]``.
+        ``[T, Hq, Dv]``, or the values of ``rows``.
 
     Raises:
         ValueError: no tokens or more than rows, a block size that is no power of two, or too few
@@ -130,9 +135,9 @@ def fused_rope_attention(
     if page & (page - 1):
         raise ValueError(f"block size {page}: the Triton kernels need a power of two")
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-    out = query.new_empty(num_tokens, num_heads, v_dim)
+    out = query.new_empty(num_tokens, num_heads, v_dim) if rows is None else rows.values
     t = tiling or choose_tiling(query.dtype, dim, v_dim, kv.v_cache.dtype)
-    shared = _shared(query, kv.v_cache, params, t)
+    shared = _shared(query, kv.v_cache, params, t, rows)
     *strides, step = vector_strides(query, key, value)
     angles = 8 if all(x.stride(2) == 1 and x.stride(1) % 8 == 0 for x in (cos, sin)) else 1
     rope = {
@@ -168,10 +173,33 @@ _WITHOUT_ROPE: dict[str, Any] = {
 }
 
 
-def _shared(query: Tensor, v_cache: Tensor, params: AttentionParams, t: Tiling) -> dict[str, Any]:
+def can_quantize(v_dim: int) -> bool:
+    """Whether each group of channels that share a scale is of one head of ``v_dim`` values."""
+    return v_dim % GROUP == 0
+
+
+def quantized_like(query: Tensor, v_cache: Tensor) -> QuantizedRows:
+    """Rows ``[T, Hq * Dv]`` for the outputs of ``query [T, Hq, Dk]``.
+
+    Raises:
+        ValueError: a group of channels would be of several heads.
+    """
+    v_dim = e4m3.head_dim(v_cache)
+    if not can_quantize(v_dim):
+        raise ValueError(f"heads of {v_dim} values: {GROUP} or a multiple of it share scales")
+    return empty_rows(len(query), query.shape[1] * v_dim, query.device)
+
+
+def _shared(
+    query: Tensor,
+    v_cache: Tensor,
+    params: AttentionParams,
+    t: Tiling,
+    rows: QuantizedRows | None = None,
+) -> dict[str, Any]:
     """What the decode and the prefill kernel are given alike."""
     scale, window, softcap, sinks = params[:4]
-    _, num_q_heads, k_dim = query.shape
+    num_tokens, num_q_heads, k_dim = query.shape
     page, num_kv_heads = v_cache.shape[1:3]
     token_stride, head_stride, step = vector_strides(query)
     return {
@@ -181,6 +209,8 @@ def _shared(query: Tensor, v_cache: Tensor, params: AttentionParams, t: Tiling) 
         "cap_in": scale / softcap if softcap else None,
         "cap_out": float(softcap) if softcap else None,
         "window": window or None,
+        "scales": None if rows is None else rows.scales,
+        "num_tokens": num_tokens,
         "q_token_stride": token_stride,
         "q_head_stride": head_stride,
         "HQ": num_q_heads,

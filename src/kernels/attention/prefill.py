@@ -38,6 +38,7 @@ from .online_softmax import (
     score,
 )
 from .pages import head_pages
+from .results import results_at, store_lines, store_zeros
 
 
 @triton.jit
@@ -122,6 +123,7 @@ def num_leading_singles(starts, num_rows, WIDTH: tl.constexpr):  # type: ignore[
 )
 def prefill_kernel(  # type: ignore[no-untyped-def]
     query, k_cache, v_cache, out, starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
+    scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
     q_head_stride, table_stride, num_tokens, num_rows,
     HQ: tl.constexpr, HKV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr,
@@ -164,11 +166,11 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     heads = head * G + lines % G
     is_line = (lines < BLOCK_Q * G) & (queries < num_queries)
     tokens = (begin + queries).to(tl.int64)
-    dims = part + tl.arange(0, PART)
-    mask = is_line[:, None] & (dims < DV)[None, :]
-    target = out + (tokens * HQ + heads)[:, None] * DV + dims[None, :]
+    DTYPE: tl.constexpr = query.dtype.element_ty
+    QUANTIZE: tl.constexpr = scales is not None
+    results = results_at(out, scales, num_tokens, tokens, heads, is_line, part, PART, HQ, DV)
     if row == num_rows:
-        tl.store(target, tl.zeros((BLOCK_M, PART), out.dtype.element_ty), mask=mask)
+        store_zeros(results, QUANTIZE)
         return
 
     start = tl.load(contexts + row) - num_queries
@@ -187,7 +189,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     table = tables + row.to(tl.int64) * table_stride
     pages = head_pages(k_cache, v_cache, table, head, part, HKV, DK, DV, PAGE)
     begin_tile = low // BLOCK_N * BLOCK_N
-    PRECISION: tl.constexpr = dot_precision(query.dtype.element_ty)
+    PRECISION: tl.constexpr = dot_precision(DTYPE)
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     SHAPE: tl.constexpr = TileShape(
         DK, PART_USED, DK_PAD, PART,
@@ -208,4 +210,4 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             Scoring(window, factor, cap_in, cap_out, PRECISION), SPLITS, SHAPE,
         )  # fmt: skip
     result = finish(total_row_max, total_row_sum, total_acc, sinks, heads, is_line, factor)
-    tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+    store_lines(result, results, DTYPE, QUANTIZE)

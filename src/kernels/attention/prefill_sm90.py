@@ -37,6 +37,7 @@ from ..device import Gpu
 from .prefill_sm90_loads import produce
 from .prefill_sm90_mainloop import consume
 from .prefill_sm90_softmax import STEP_N, lines_of, num_entries
+from .prefill_sm90_store import store_lines
 from .tiling import Tiling
 
 _SHARED_BYTES = 216 << 10  # for queries and the ring
@@ -85,6 +86,7 @@ def _num_leading_singles(starts, num_rows):
 def prefill_kernel(
     k_desc,  # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]
     v_desc, query, out, starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
+    scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
     q_head_stride, table_stride, num_tokens, num_rows,
     HQ: gl.constexpr, HKV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STEP: gl.constexpr,
@@ -133,12 +135,8 @@ def prefill_kernel(
         tokens, heads, mask = lines_of(
             0, BLOCK_M, head, begin, first, num_queries, G, BLOCK_Q, LINE
         )
-        dims = part + gl.arange(0, V_PAD, gl.SliceLayout(0, LINE))
-        target = out + (tokens * HQ + heads)[:, None] * DV + dims[None, :]
-        mask = mask[:, None]
-        if DV % V_PAD:
-            mask = mask & (dims < DV)[None, :]
-        gl.store(target, gl.zeros([BLOCK_M, V_PAD], out.dtype.element_ty, LINE), mask=mask)
+        zeros = gl.zeros([BLOCK_M, V_PAD], query.dtype.element_ty, LINE)
+        store_lines(zeros, out, scales, num_tokens, tokens, heads, mask, part, HQ, DV)
         return
 
     start = context - num_queries
@@ -161,8 +159,8 @@ def prefill_kernel(
     fence_async_shared()
     bars = (full, empty)
     task = (
-        query, out, sinks, head, begin, first, num_queries, start, last, q_token_stride,
-        q_head_stride, window, factor, cap_in, cap_out,
+        query, out, scales, sinks, head, begin, first, num_queries, num_tokens, start, last,
+        q_token_stride, q_head_stride, window, factor, cap_in, cap_out,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -248,7 +246,8 @@ def launch(
     """Attention of all rows but those of one query, which are left alone; zeros for padding.
 
     Args:
-        query: ``[T, Hq, Dk]`` on a GPU. out: ``[T, Hq, Dv]``, contiguous, of its dtype.
+        query: ``[T, Hq, Dk]`` on a GPU. out: ``[T, Hq, Dv]``, contiguous, of its dtype, or of e4m3
+            if there are scales.
         shared: what the attention kernels are given alike.
 
     Returns:
@@ -266,7 +265,6 @@ def launch(
         k_desc, v_desc, query, out, *metadata,
         **{name: shared[name] for name in _SCALARS},
         table_stride=metadata[2].stride(0),
-        num_tokens=num_tokens,
         num_rows=num_rows,
         **constants,
         num_warps=4,
@@ -274,4 +272,7 @@ def launch(
     return True
 
 
-_SCALARS = ("sinks", "factor", "cap_in", "cap_out", "window", "q_token_stride", "q_head_stride")
+_SCALARS = (
+    "sinks", "factor", "cap_in", "cap_out", "window", "scales", "num_tokens", "q_token_stride",
+    "q_head_stride",
+)  # fmt: skip

@@ -31,6 +31,7 @@ from .prefill_sm90_softmax import (
     values_of,
     wait,
 )
+from .prefill_sm90_store import store_lines
 
 
 @gluon.jit
@@ -132,8 +133,8 @@ def consume(
         part: the first of the values' elements. first_step: the first step of the keys.
     """
     (
-        query, out, sinks, head, begin, first, num_queries, start, last, token_stride,
-        head_stride, window, factor, cap_in, cap_out,
+        query, out, scales, sinks, head, begin, first, num_queries, num_tokens, start, last,
+        token_stride, head_stride, window, factor, cap_in, cap_out,
     ) = task  # fmt: skip
     scoring = Scoring(window, factor, cap_in, cap_out, None)
     SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
@@ -207,9 +208,4 @@ def consume(
     tokens, heads, mask = lines_of(
         WARPGROUP * 64, 64, head, begin, first, num_queries, G, BLOCK_Q, OUT
     )
-    dims = part + gl.arange(0, V_PAD, gl.SliceLayout(0, OUT))
-    target = out + (tokens * HQ + heads)[:, None] * DV + dims[None, :]
-    mask = mask[:, None]
-    if DV % V_PAD:
-        mask = mask & (dims < DV)[None, :]
-    gl.store(target, result_smem.load(OUT), mask=mask)
+    store_lines(result_smem.load(OUT), out, scales, num_tokens, tokens, heads, mask, part, HQ, DV)

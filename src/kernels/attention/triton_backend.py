@@ -8,9 +8,10 @@ from torch import Tensor
 from .. import e4m3
 from ..arguments import AttentionParams, PagedKV, RopeInputs
 from ..device import count_sms
+from ..fused.e4m3_groups import QuantizedRows
 from ..fused.norm_rope_store import norm_rope_store
 from .decode_prologue import fits
-from .launch import fused_rope_attention, paged_attention
+from .launch import fused_rope_attention, paged_attention, quantized_like
 from .tiling import choose_tiling, for_card
 
 _MAX_FUSED = 64  # rows; with more, what each worker does again costs more than a launch
@@ -34,6 +35,19 @@ class TritonBackend:
         """
         return paged_attention(query, kv, params, arrival_counters=self._counters(query))
 
+    def attend_quantized(
+        self, query: Tensor, kv: PagedKV, params: AttentionParams
+    ) -> QuantizedRows:
+        """:func:`..fused.quantize_rows.quantize_rows` of :meth:`attend`, a token a row, with no
+        kernel of its own. Heads have a multiple of 128 values.
+
+        Raises:
+            RuntimeError: as :meth:`attend`.
+        """
+        rows = quantized_like(query, kv.v_cache)
+        paged_attention(query, kv, params, arrival_counters=self._counters(query), rows=rows)
+        return rows
+
     def fused_rope_attention(
         self, inputs: RopeInputs, slot_mapping: Tensor, kv: PagedKV, params: AttentionParams
     ) -> Tensor:
@@ -45,15 +59,34 @@ class TritonBackend:
         Raises:
             RuntimeError: as :meth:`attend`.
         """
+        return self._fused_rope_attention(inputs, slot_mapping, kv, params, None)
+
+    def fused_rope_attention_quantized(
+        self, inputs: RopeInputs, slot_mapping: Tensor, kv: PagedKV, params: AttentionParams
+    ) -> QuantizedRows:
+        """:meth:`fused_rope_attention`, quantised as by :meth:`attend_quantized`."""
+        rows = quantized_like(inputs.query, kv.v_cache)
+        self._fused_rope_attention(inputs, slot_mapping, kv, params, rows)
+        return rows
+
+    def _fused_rope_attention(
+        self,
+        inputs: RopeInputs,
+        slot_mapping: Tensor,
+        kv: PagedKV,
+        params: AttentionParams,
+        rows: QuantizedRows | None,
+    ) -> Tensor:
         query, key, value = inputs[:3]
+        counters = self._counters(query)
         is_decode = 0 < len(query) == len(kv.block_tables) <= _MAX_FUSED
         has_norm, are_planes = inputs.q_weight is not None, e4m3.are_planes(kv.k_cache)
         if is_decode and fits(query, key, value, has_norm, are_planes):
             return fused_rope_attention(
-                inputs, slot_mapping, kv, params, arrival_counters=self._counters(query)
+                inputs, slot_mapping, kv, params, arrival_counters=counters, rows=rows
             )
         query = norm_rope_store(inputs, kv.k_cache, kv.v_cache, slot_mapping)
-        return self.attend(query, kv, params)
+        return paged_attention(query, kv, params, arrival_counters=counters, rows=rows)
 
     def _counters(self, query: Tensor) -> Tensor:
         """Made at the first call, on the device of ``query``."""

@@ -1,14 +1,11 @@
 """Rows quantised to e4m3 by token and 128 channels, in Triton: alone, or with what makes them.
 
-A group of 128 channels of a row is divided by its largest magnitude / 448 and rounded to the
-nearest e4m3, ties to even. So a row's numbers follow from that row alone. The norm and the gated
-activation that quantise their results round them first as those do that do not (:mod:`.rms_norm`,
-:mod:`.activation`), so joining changes no bits.
+How they are rounded: :mod:`.e4m3_groups`. The norm and the gated activation that quantise their
+results round them first as those do that do not (:mod:`.rms_norm`, :mod:`.activation`), so joining
+changes no bits.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,72 +14,12 @@ from torch import Tensor
 
 from ..device import as_rows, has_dependent_launch
 from .activation import gelu_tanh
+from .e4m3_groups import GROUP, QuantizedRows, empty_rows, quantized
 from .rms_norm import mean_square, num_warps
-from .rounding import EMULATE, rounded, scaled, silu, silu_of_bfloat16
+from .rounding import rounded, scaled, silu, silu_of_bfloat16
 
-GROUP = 128
-"""Channels that share a scale."""
 _GROUP = tl.constexpr(GROUP)
-_LARGEST = tl.constexpr(448.0)
-_SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 _BLOCK = 1024
-
-
-class QuantizedRows(NamedTuple):
-    """Rows ``[M, K]`` of ``values * scale``.
-
-    Attributes:
-        values: ``[M, K]``, float8_e4m3fn; under the interpreter its bits in uint8.
-        scales: float32 ``[ceil(K / 128), M]``.
-    """
-
-    values: Tensor
-    scales: Tensor
-
-
-@triton.jit
-def nearest_e4m3(x):  # type: ignore[no-untyped-def]
-    """The nearest e4m3 to float32 ``x`` of up to 448, ties to even; under the interpreter, which
-    cuts off, its bits in uint8, got by hand: added to ``x``, a power of two 20 bits above the last
-    digit that stays rounds all others away."""
-    if EMULATE:
-        size = tl.abs(x)
-        exponent = tl.maximum((size.to(tl.uint32, bitcast=True) >> 23).to(tl.int32), 121)
-        digit = ((exponent + 20) << 23).to(tl.float32, bitcast=True)
-        size = (size + digit) - digit
-        bits = size.to(tl.uint32, bitcast=True).to(tl.int32)
-        normal = (bits >> 20) - (120 << 3)
-        tiny = (size * 512.0).to(tl.int32)
-        found = tl.where(size < 0.015625, tiny, normal)
-        sign = (x.to(tl.uint32, bitcast=True) >> 24).to(tl.int32) & 128
-        return (found | sign).to(tl.uint8)
-    return x.to(tl.float8e4nv)
-
-
-@triton.jit
-def quantized(x):  # type: ignore[no-untyped-def]
-    """(values, scales) of float32 ``x [groups, 128]``."""
-    largest = tl.max(tl.abs(x), 1)
-    scales = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
-    scales = tl.maximum(scales, _SMALLEST_SCALE)
-    return nearest_e4m3(_quotients(x, scales)), scales
-
-
-@triton.jit
-def _quotients(x, scales):  # type: ignore[no-untyped-def]
-    """``x [groups, 128] / scales[:, None]``, rounded as IEEE says.
-
-    One rounded division per group gives the reciprocal; with it a quotient is within a unit of the
-    right one, and the remainder, which fma gives exactly, rounds it rightly (Markstein 1990). That
-    is a third of the instructions of a division per element.
-    """
-    wide = tl.broadcast_to(tl.expand_dims(scales, 1), x.shape)
-    if EMULATE:  # the interpreter's fma rounds twice
-        return tl.div_rn(x, wide)
-    inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
-    inverse = tl.broadcast_to(tl.expand_dims(inverse, 1), x.shape)
-    quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, wide, x), inverse, quotient)
 
 
 @triton.jit
@@ -155,13 +92,6 @@ def _norm_quantize_kernel(  # type: ignore[no-untyped-def]
     _store(y, values, scales, row, num_rows, 0, N, BLOCK)
 
 
-def _new(num_rows: int, width: int, device: torch.device) -> QuantizedRows:
-    dtype = torch.float8_e4m3fn if device.type == "cuda" else torch.uint8
-    values = torch.empty(num_rows, width, dtype=dtype, device=device)
-    groups = triton.cdiv(width, GROUP)
-    return QuantizedRows(values, torch.empty(groups, num_rows, dtype=torch.float32, device=device))
-
-
 def quantize_rows(x: Tensor) -> QuantizedRows:
     """Of ``x [..., K]`` as rows, which may be strided."""
     return _launch(x, x, "none")
@@ -175,7 +105,7 @@ def act_mul_quantize(gate: Tensor, up: Tensor, kind: str) -> QuantizedRows:
 def _launch(x: Tensor, up: Tensor, kind: str) -> QuantizedRows:
     rows, up_rows = as_rows(x), as_rows(up)
     num_rows, width = rows.shape
-    out = _new(num_rows, width, x.device)
+    out = empty_rows(num_rows, width, x.device)
     if num_rows == 0:
         return out
     overlap = has_dependent_launch(x.device)
@@ -199,7 +129,7 @@ def rms_norm_quantize(
     residual that of :func:`.dispatch.rms_norm`, and ``x``."""
     rows = as_rows(x)
     num_rows, width = rows.shape
-    out = _new(num_rows, width, x.device)
+    out = empty_rows(num_rows, width, x.device)
     hidden = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out, hidden

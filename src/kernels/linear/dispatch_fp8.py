@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..device import Gpu
 from ..fused import quantize_rows as rows_of
-from ..fused.quantize_rows import QuantizedRows
+from ..fused.e4m3_groups import QuantizedRows
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
 from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile
@@ -35,21 +35,27 @@ def multiply(
     rows: QuantizedRows, like: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None
 ) -> Tensor:
     """``[..., N]`` with the leading dims and the dtype of ``like``."""
+    out = _multiply(rows, like.dtype, values, scales, bias)
+    return out.view(*like.shape[:-1], len(values))
+
+
+def _multiply(
+    rows: QuantizedRows, dtype: torch.dtype, values: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor:
+    """``[M, N]``."""
     num_rows, (num_outs, k_size) = len(rows.values), values.shape
     shared = 1 if len(scales) == num_outs else BLOCK
     has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
     tile = None
-    if bias is None and like.dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
+    if bias is None and dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
         tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
     if tile is not None:
         # Gluon is not in every Triton; the card says whether it is.
         from . import matmul_fp8_sm90
 
-        out = matmul_fp8_sm90.matmul(rows, values, scales, shared=shared, tile=tile)
-    else:
-        of_any = choose_fp8_tile(num_rows, num_outs)
-        out = matmul(rows, values, scales, bias, like.dtype, shared=shared, tile=of_any)
-    return out.view(*like.shape[:-1], num_outs)
+        return matmul_fp8_sm90.matmul(rows, values, scales, shared=shared, tile=tile)
+    of_any = choose_fp8_tile(num_rows, num_outs)
+    return matmul(rows, values, scales, bias, dtype, shared=shared, tile=of_any)
 
 
 def linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,6 +65,19 @@ def linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None
         ``[..., N]`` in the dtype of x.
     """
     return multiply(rows_of.quantize_rows(x), x, values, scales, bias)
+
+
+def linear_of_rows(
+    rows: QuantizedRows,
+    dtype: torch.dtype,
+    num_dims: int,
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """:func:`linear` of ``x [1, ..., M, K]``, quantised already, of ``dtype`` and so many dims."""
+    out = _multiply(rows, dtype, values, scales, bias)
+    return out.view(*(1,) * (num_dims - 2), *out.shape)
 
 
 def norm_linear(

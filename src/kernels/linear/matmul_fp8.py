@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import has_dependent_launch
-from ..fused.quantize_rows import GROUP, QuantizedRows
+from ..fused.e4m3_groups import GROUP, QuantizedRows
 from ..fused.rounding import EMULATE
 from .matmul import Tile
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device import Gpu
-from ..fused.quantize_rows import QuantizedRows
+from ..fused.e4m3_groups import QuantizedRows
 from .matmul_fp8_sm90_few import few_rows_kernel
 from .matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
 from .matmul_fp8_sm90_many import many_rows_kernel

@@ -114,6 +114,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         return
     num_segments = split_of(position, SPLITS) + 2 - _splits_in_first(position, num_workers, SPLITS)
     combine(
-        partial, stats, out, None, unit, token, tl.program_id(0), num_segments, max_splits, factor,
-        H, 1, R, dot_size(R), 1, CHUNK, min(SPLIT_CHANGE // NEAR_SPLIT, CHUNK),
+        partial, stats, out, None, None, None, unit, token, tl.program_id(0), num_segments,
+        max_splits, factor, H, 1, R, dot_size(R), 1, CHUNK, min(SPLIT_CHANGE // NEAR_SPLIT, CHUNK),
+        out.dtype.element_ty,
     )  # fmt: skip

@@ -26,12 +26,12 @@ _BF16 = {"query", "key", "value", "cos", "sin", "q_weight", "k_weight", "k_cache
 _POINTERS = {
     **dict.fromkeys(_BF16 | {"sinks"}, "*bf16"),
     **dict.fromkeys(("starts", "contexts", "tables", "arrival_counters"), "*i32"),
-    **dict.fromkeys(("partial", "stats"), "*fp32"),
+    **dict.fromkeys(("partial", "stats", "scales"), "*fp32"),
     "slot_mapping": "*i64",
 }
 _FLOATS = ("eps", "factor", "cap_in", "cap_out")
 # The rope kernel's strides of a model's merged product; those of decode are in units of 16.
-_ALIGNED = {*_BF16, "partial", "stats", "arrival_counters"}
+_ALIGNED = {*_BF16, "partial", "stats", "scales", "arrival_counters"}
 _STRIDES = {f"{x}_{kind}" for x in "qkv" for kind in ("stride", "head_stride")}
 
 
@@ -48,6 +48,8 @@ def build(
     """Compiled for Hopper; ``cache``: what caches point to, ``registers``: of a thread at most."""
     names = kernel.arg_names
     types = _POINTERS | dict.fromkeys(("k_cache", "v_cache"), cache)
+    if "scales" in names and "scales" not in constants:
+        types |= {"out": "*fp8e4nv"}
     signature, attributes = {}, {}
     for i, name in enumerate(names):
         if name in constants:
@@ -81,7 +83,7 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
         "PAGE": 16,
         "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True,
         "SORTED_ROWS": 0,
-        "TRIGGER": "late" if turn else "early", "sinks": None,
+        "TRIGGER": "late" if turn else "early", "sinks": None, "scales": None,
     }  # fmt: skip
     constants |= dict.fromkeys([] if case["window"] else ["window"])
     constants |= dict.fromkeys([] if case["softcap"] else ["cap_in", "cap_out"])
@@ -151,6 +153,13 @@ if __name__ == "__main__":
         turned = build(
             decode_kernel, decode_constants(case, True), contract=False, num_stages=stages
         )
+        quantizing = decode_constants(case, False)
+        if case["dim"] % 128 == 0:
+            del quantizing["scales"]
+            plain += [
+                build(decode_kernel, quantizing, contract=x, num_stages=stages)
+                for x in (True, False)
+            ]
         rope = build(_norm_rope_store_kernel, rope_constants(case), contract=False)
         answer.append(
             {

@@ -28,7 +28,7 @@ def prefill_constants(case: dict[str, Any], t: Tiling) -> dict[str, Any]:
         "HQ": case["hq"], "HKV": case["hkv"], "DK": case["dim"], "DV": case["dim"], "STEP": 16,
         "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "NEAR_SPLIT": t.near_split,
         "FAR_SPLIT": t.far_split, "SPLIT_CHANGE": t.split_change, "PAGE": case["page"],
-        "PARTS": t.prefill_parts, "ROWS": 256, "sinks": None,
+        "PARTS": t.prefill_parts, "ROWS": 256, "sinks": None, "scales": None,
     }  # fmt: skip
     constants |= dict.fromkeys([] if case["window"] else ["window"])
     return constants | dict.fromkeys([] if case["softcap"] else ["cap_in", "cap_out"])

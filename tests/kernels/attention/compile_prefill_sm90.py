@@ -64,10 +64,11 @@ def build(case: dict[str, Any]) -> Any:
         descriptor = prefill_sm90._descriptor(cache, rows)
         kinds[name] = f"tensordesc<{short}{descriptor.block_shape},{descriptor.layout!r}>"
     unused = [] if case.get("softcap") else ["cap_in", "cap_out"]
-    unused += [name for name in ("window", "sinks") if not case.get(name)]
+    unused += [name for name in ("window", "sinks", "scales") if not case.get(name)]
     constants |= dict.fromkeys(unused)
     kinds |= {
         **dict.fromkeys(("query", "out", "sinks"), f"*{short}"),
+        **({"out": "*fp8e4nv", "scales": "*fp32"} if case.get("scales") else {}),
         **dict.fromkeys(("starts", "contexts", "tables"), "*i32"),
         **dict.fromkeys(("factor", "cap_in", "cap_out"), "fp32"),
         **dict.fromkeys(constants, "constexpr"),

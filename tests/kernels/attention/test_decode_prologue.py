@@ -205,8 +205,10 @@ def test_its_bits_do_not_hang_on_the_compiler() -> None:
     program = Path(__file__).with_name("compile_decode_prologue.py")
     printed = run_apart(str(program), json.dumps(cases))
     for case, built in zip(cases, json.loads(printed.splitlines()[-1]), strict=True):
-        with_contraction, without = built["contracted"]
-        assert with_contraction == without > 0, case
+        # Where heads have 128 values also with outputs quantised, which takes more of them.
+        with_contraction, without = built["contracted"][::2], built["contracted"][1::2]
+        assert with_contraction == without == sorted(set(without)), case
+        assert len(without) == 1 + (case["dim"] % 128 == 0)
         rope, turned = built["squares"]
         assert rope == turned == [[8, case["dim"] // 8, 1]]
         # Bytes a thread. Newer Tritons than those in use spill a few, outside the loops.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagespec.kernels import e4m3
 from pagespec.kernels.fused import dispatch as fused
+from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.linear.fp8 import Fp8Weight, quantize_fp8
 
 pytestmark = pytest.mark.gpu
@@ -122,7 +123,7 @@ def test_what_makes_rows_quantises_what_it_would_have_stored(width: int) -> None
     x, up = rows_of(33, width), rows_of(33, width).flip(0).contiguous()
     weight = normal(width, seed=2)
 
-    def check(found: quantize_rows.QuantizedRows, plain: Tensor) -> None:
+    def check(found: QuantizedRows, plain: Tensor) -> None:
         expected = quantize_rows.quantize_rows(plain)
         assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(found.scales, expected.scales)
