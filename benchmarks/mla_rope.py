@@ -1,10 +1,9 @@
-"""What DeepSeek-V2-Lite's layers do around latent attention and routers, on a GPU: us a layer.
+"""What DeepSeek-V2-Lite's layers do around latent attention, on a GPU: us a layer.
 
     python -m benchmarks.mla_rope [--tokens 1 64 256 8192]
 
 Norm and rotation inside the kernels that store latents and absorb queries, two launches, beside the
-three that do the same without rotating; and the router's matmul in float32 by our kernel, beside
-transformers' conversions and cuBLAS.
+three that do the same without rotating.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import torch
 from benchmarks.mla import BF16, NOPE, PAGE, RANK, ROPE, WIDTH, seconds_of
 from pagespec.kernels.arguments import LatentInputs
 from pagespec.kernels.fused.dispatch import rms_norm
-from pagespec.kernels.linear.wide_linear import wide_linear
 from pagespec.kernels.mla import dispatch
 
-NUM_HEADS, HIDDEN, EXPERTS = 16, 2048, 64
+NUM_HEADS = 16
 LAYERS = 8
 Calls = tuple[Callable[[], None], Callable[[], None]]
 
@@ -54,32 +52,14 @@ def rotation(num_tokens: int) -> Calls:
     return together, apart
 
 
-def router(num_tokens: int) -> Calls:
-    x = torch.randn(num_tokens, HIDDEN, dtype=BF16, device="cuda")
-    weights = [torch.randn(EXPERTS, HIDDEN, dtype=BF16, device="cuda") for _ in range(LAYERS)]
-
-    def ours() -> None:
-        for weight in weights:
-            wide_linear(x, weight)
-
-    def library() -> None:
-        for weight in weights:
-            torch.nn.functional.linear(x.float(), weight.float())
-
-    return ours, library
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 64, 256, 8192])
     options = parser.parse_args()
-    print("us a layer; tokens | with rotation  without | router: ours  library")
+    print("us a layer; tokens | with rotation  without")
     for num_tokens in options.tokens:
-        cells = []
-        for calls in (rotation(num_tokens), router(num_tokens)):
-            took = [seconds_of(call, calls=LAYERS) * 1e6 for call in calls]
-            cells.append("  ".join(f"{each:7.1f}" for each in took))
-        print(f"{num_tokens:6} | " + " | ".join(cells), flush=True)
+        took = [seconds_of(call, calls=LAYERS) * 1e6 for call in rotation(num_tokens)]
+        print(f"{num_tokens:6} | {took[0]:13.1f} {took[1]:8.1f}", flush=True)
 
 
 if __name__ == "__main__":

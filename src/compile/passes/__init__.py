@@ -95,7 +95,6 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_route_rows import fuse_route_rows
     from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
-    from .fuse_wide_linear import fuse_wide_linear
     from .lower_gpu import lower_gpu
 
     return {
@@ -103,7 +102,6 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_rope_attention": fuse_rope_attention,
         "fuse_rope_latent": fuse_rope_latent,
         "fuse_norm": fuse_norm,
-        "fuse_wide_linear": fuse_wide_linear,
         "fuse_router": fuse_router,
         "fuse_expert_sort": fuse_expert_sort,
         "combine_experts": combine_experts,

@@ -166,7 +166,6 @@ def matmul(
     tile: Tile,
     has_gate: bool = False,
     overlap: bool | None = None,
-    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, rounded; one launch, any number of rows.
 
@@ -181,7 +180,6 @@ def matmul(
         has_gate: whether to return ``silu(gate) * up`` of the matmuls with the two halves, each
             operation rounded to the dtype.
         overlap: whether to start before the kernel before has ended; None: where the GPU can.
-        out_dtype: of the result, to which sums are rounded; None for that of x.
 
     Returns:
         ``[M, N]``, contiguous.
@@ -201,7 +199,7 @@ def matmul(
         raise ValueError(f"bias {list(bias.shape)}: expected {list(weight.shape[:1])}")
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    out = x.new_empty(num_rows, num_outs, dtype=out_dtype)
+    out = x.new_empty(num_rows, num_outs)
     if num_rows == 0:
         return out
     pdl = has_dependent_launch(x.device) if overlap is None else overlap
