@@ -56,7 +56,9 @@ class AttentionBackend:
     attend: Attend
     store: Store
     fused_rope_attention: FusedRopeAttention | None = None
-    quantizing: Mapping[Callable[..., Tensor], Callable[..., Any]] = field(default_factory=dict)
+    quantizing: Mapping[Callable[..., Tensor], Callable[..., Any]] = field(
+        default_factory=dict, hash=False
+    )
 
     @property
     def capturable(self) -> bool:
