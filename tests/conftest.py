@@ -3,6 +3,7 @@ examples every time), `dev` (random, short), `deep` (random, long)."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -28,9 +29,18 @@ if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton
     collect_ignore += ["kernels/attention/test_decode_prologue.py", "kernels/mla/test_kernels.py"]
     collect_ignore += ["kernels/attention/test_e4m3_tiles.py"]
 else:
-    from tests.support.interpreter import mend
+    from tests.support.interpreter import hasten, mend
 
     mend()
+    hasten()
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of every garbage collection to come: to go through the million
+    objects of torch, sympy and transformers takes a third of a second each time."""
+    gc.collect()
+    gc.freeze()
+
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
