@@ -34,14 +34,6 @@ else:
     mend()
     hasten()
 
-
-def pytest_collection_finish() -> None:
-    """Keep what was imported out of every garbage collection to come: to go through the million
-    objects of torch, sympy and transformers takes a third of a second each time."""
-    gc.collect()
-    gc.freeze()
-
-
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
 settings.register_profile("dev", max_examples=150, **_COMMON)
@@ -58,6 +50,15 @@ def _shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGESPEC_TEST_GRAPHS", str(folder / "graphs"))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_before() -> None:
+    """Keep what earlier files imported and cached out of the garbage collections of this one: to go
+    through the millions of objects of torch, sympy and transformers takes half a second, and an
+    engine that is closed collects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
