@@ -3,6 +3,7 @@ examples every time), `dev` (random, short), `deep` (random, long)."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -28,9 +29,10 @@ if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton
     collect_ignore += ["kernels/attention/test_decode_prologue.py", "kernels/mla/test_kernels.py"]
     collect_ignore += ["kernels/attention/test_e4m3_tiles.py"]
 else:
-    from tests.support.interpreter import mend
+    from tests.support.interpreter import hasten, mend
 
     mend()
+    hasten()
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
@@ -48,6 +50,15 @@ def _shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGESPEC_TEST_GRAPHS", str(folder / "graphs"))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_before() -> None:
+    """Keep what earlier files imported and cached out of the garbage collections of this one: to go
+    through the millions of objects of torch, sympy and transformers takes half a second, and an
+    engine that is closed collects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

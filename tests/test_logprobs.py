@@ -14,6 +14,7 @@ import torch
 from pagespec import LLM, InvalidInputError, Logprob, SamplingParams, ScoreOutput
 from pagespec.compile import captured_model
 from pagespec.engine.outputs import RequestOutput
+from tests.support.captures import capture_once
 from tests.support.content_llm import content_llm
 from tests.support.driving import hf_logits
 from tests.support.models import BY_DAY, VOCAB_SIZE, tiny_model
@@ -31,6 +32,12 @@ class NumberTokenizer:
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return "".join(f" {token}" for token in token_ids)
+
+
+@pytest.fixture(autouse=True)
+def _shares_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most engines here are of equal models."""
+    capture_once(monkeypatch)
 
 
 def make_llm(arch: str = "llama", **settings: Any) -> LLM:

@@ -24,9 +24,11 @@ class InvariantError(AssertionError):
         super().__init__(f"{property_id}: {detail}")
 
 
-def _require(condition: bool, property_id: str, detail: str) -> None:
+def _require(condition: bool, property_id: str, detail: str, *values: object) -> None:
+    """``detail`` is a format of ``values``: made into text only where the property is broken, as
+    that takes several times as long as the conditions do."""
     if not condition:
-        raise InvariantError(property_id, detail)
+        raise InvariantError(property_id, detail.format(*values))
 
 
 def check_state(scheduler: Scheduler) -> None:
@@ -40,31 +42,35 @@ def check_state(scheduler: Scheduler) -> None:
         for request, start, num_tokens in zip(requests, plan.starts, plan.num_tokens, strict=True):
             num_blocks = scheduler.blocks.num_blocks_for(start + num_tokens)
             holds = len(request.block_table) >= num_blocks
-            _require(holds, "S28", f"{request} gave back blocks that step {plan.step} writes")
+            _require(holds, "S28", "{} gave back blocks that step {} writes", request, plan.step)
 
 
 def _check_pool(scheduler: Scheduler) -> None:
     blocks = scheduler.blocks
     holders = {*scheduler.requests.values(), *scheduler.queues.draining}
     owners = Counter(block for request in holders for block in request.block_table)
-    free, lru = Counter(blocks.free_blocks), Counter(list(blocks.lru_blocks))
-    most = max((*free.values(), *lru.values()), default=1)
-    _require(most == 1, "S2", "a block is queued twice")
-    for block in range(blocks.num_blocks):
-        count, key = blocks.ref_counts[block], blocks.keys[block]
-        _require(count >= 0, "S3", f"block {block} has count {count}")
-        _require(count == owners[block], "S1", f"block {block}: {count} counted, {owners[block]}")
-        places = (count > 0) + free[block] + lru[block]
-        _require(places == 1, "S2", f"block {block} is in {places} places")
-        _require(free[block] == (count == 0 and key is None), "S4", f"block {block} on free list")
-        _require(lru[block] == (count == 0 and key is not None), "S4", f"block {block} in LRU")
-        if key is not None:
-            _require(blocks.index.get(key) == block, "S8", f"key of block {block} leads elsewhere")
+    free, lru = set(blocks.free_blocks), set(blocks.lru_blocks)
+    is_once = len(free) == len(blocks.free_blocks) and len(lru) == len(blocks.lru_blocks)
+    _require(is_once, "S2", "a block is queued twice")
+    for block, (count, key) in enumerate(zip(blocks.ref_counts, blocks.keys, strict=True)):
+        num_owners, is_free, is_cached = owners.get(block, 0), block in free, block in lru
+        is_to_be_free, is_to_be_cached = not count and key is None, not count and key is not None
+        is_indexed = key is None or blocks.index.get(key) == block
+        has_place = is_free == is_to_be_free and is_cached == is_to_be_cached
+        if count == num_owners and has_place and is_indexed:
+            continue  # pools have thousands of blocks: what is broken is looked for where it is
+        _require(count >= 0, "S3", "block {} has count {}", block, count)
+        _require(count == num_owners, "S1", "block {}: {} counted, {}", block, count, num_owners)
+        places = (count > 0) + is_free + is_cached
+        _require(places == 1, "S2", "block {} is in {} places", block, places)
+        _require(is_free == is_to_be_free, "S4", "block {} on free list", block)
+        _require(is_cached == is_to_be_cached, "S4", "block {} in LRU", block)
+        _require(is_indexed, "S8", "key of block {} leads elsewhere", block)
     for key, block in blocks.index.items():
-        _require(blocks.keys[block] == key, "S8", f"index entry of block {block} is stale")
+        _require(blocks.keys[block] == key, "S8", "index entry of block {} is stale", block)
     if not scheduler.requests and not scheduler.in_flight:
         num_idle = len(blocks.free_blocks) + len(blocks.lru_blocks)
-        _require(num_idle == blocks.num_blocks, "S14", f"{num_idle} blocks idle with no request")
+        _require(num_idle == blocks.num_blocks, "S14", "{} blocks idle with no request", num_idle)
 
 
 def _check_state_slots(scheduler: Scheduler, states: StateSlots) -> None:
@@ -73,12 +79,12 @@ def _check_state_slots(scheduler: Scheduler, states: StateSlots) -> None:
     places = Counter([*states.free_slots, *states.lru_slots])
     for slot in range(states.num_slots):
         count, key = states.ref_counts[slot], states.keys[slot]
-        _require(count == owners[slot], "S43", f"slot {slot}: {count} counted, {owners[slot]}")
-        _require((count > 0) + places[slot] == 1, "S43", f"slot {slot} is not in one place")
+        _require(count == owners[slot], "S43", "slot {}: {} counted, {}", slot, count, owners[slot])
+        _require((count > 0) + places[slot] == 1, "S43", "slot {} is not in one place", slot)
         is_cached = count == 0 and key is not None
-        _require((slot in states.lru_slots) == is_cached, "S43", f"slot {slot} in LRU")
+        _require((slot in states.lru_slots) == is_cached, "S43", "slot {} in LRU", slot)
         is_indexed = key is None or states.index.get(key) == slot
-        _require(is_indexed, "S43", f"key of slot {slot} leads elsewhere")
+        _require(is_indexed, "S43", "key of slot {} leads elsewhere", slot)
     num_keys = sum(key is not None for key in states.keys)
     _require(len(states.index) == num_keys, "S43", "a stale entry in the index of states")
     is_idle = states.num_available_slots == states.num_slots
@@ -90,35 +96,37 @@ def _check_state_slots(scheduler: Scheduler, states: StateSlots) -> None:
         for request, start in zip(requests, plan.starts, strict=True):
             live = request.state_table[max(0, start - 1) // states.interval :]
             holds = bool(live) and NO_SLOT not in live
-            _require(holds, "S47", f"{request} gave back slots that step {plan.step} uses")
+            _require(holds, "S47", "{} gave back slots that step {} uses", request, plan.step)
 
 
 def _check_state_table(states: StateSlots, request: Request) -> None:
     table, interval = request.state_table, states.interval
     num_entries = -(-request.num_dispatched // interval)
-    _require(len(table) == num_entries, "S44", f"{request} needs {num_entries} states")
+    _require(len(table) == num_entries, "S44", "{} needs {} states", request, num_entries)
     if request.state is RequestState.FINISHED:
         return
     for i, slot in enumerate(table):
         is_past = (i + 1) * interval < request.num_computed
-        _require((slot == NO_SLOT) == is_past, "S44", f"entry {i} of the states of {request}")
+        _require((slot == NO_SLOT) == is_past, "S44", "entry {} of the states of {}", i, request)
         key = None if is_past else states.keys[slot]
         if key is not None:  # found at admission: the engine publishes what is past
             own_key = request.block_keys[(i + 1) * states.blocks_per_interval - 1][0]
             is_settled = (i + 1) * interval <= request.num_computed
-            _require(key == own_key and is_settled, "S46", f"slot {slot} has another's key")
+            _require(key == own_key and is_settled, "S46", "slot {} has another's key", slot)
 
 
 def _check_requests(scheduler: Scheduler) -> None:
     queues = scheduler.queues
     by_state = {RequestState.WAITING: queues.waiting, RequestState.RUNNING: queues.running}
     for state, queue in by_state.items():
-        _require(all(r.state is state for r in queue), "S23", f"a stranger among the {state.value}")
-        _require(len({id(r) for r in queue}) == len(queue), "S23", f"twice {state.value}")
+        _require(
+            all(r.state is state for r in queue), "S23", "a stranger among the {}", state.value
+        )
+        _require(len({id(r) for r in queue}) == len(queue), "S23", "twice {}", state.value)
         ranks = [r.rank for r in queue]
-        _require(all(a < b for a, b in pairwise(ranks)), "S27", f"{state.value} out of rank order")
+        _require(all(a < b for a, b in pairwise(ranks)), "S27", "{} out of rank order", state.value)
     num_running = len(queues.running)
-    _require(num_running <= scheduler.max_num_seqs, "S18", f"{num_running} requests running")
+    _require(num_running <= scheduler.max_num_seqs, "S18", "{} requests running", num_running)
     num_queued = len(queues.waiting) + num_running
     num_paused = sum(r.state is RequestState.PAUSED for r in scheduler.requests.values())
     pending = [sibling for siblings in queues.pending.values() for sibling in siblings]
@@ -128,7 +136,7 @@ def _check_requests(scheduler: Scheduler) -> None:
     _require(is_pending, "S23", "a stranger among the pending")
     for leader in queues.pending:
         is_coming = leader.state in by_state and leader.num_computed < leader.num_prompt_tokens
-        _require(is_coming, "S40", f"siblings wait for {leader}")
+        _require(is_coming, "S40", "siblings wait for {}", leader)
     for request in (*scheduler.requests.values(), *queues.draining):
         _check_counters(scheduler, request)
 
@@ -136,28 +144,30 @@ def _check_requests(scheduler: Scheduler) -> None:
 def _check_counters(scheduler: Scheduler, request: Request) -> None:
     blocks = scheduler.blocks
     is_ordered = 0 <= request.num_computed <= request.num_dispatched <= request.num_total
-    _require(is_ordered, "S17", f"counters out of order: {request}")
+    _require(is_ordered, "S17", "counters out of order: {}", request)
     num_blocks = blocks.num_blocks_for(request.num_dispatched)
-    _require(len(request.block_table) == num_blocks, "S10", f"{request} needs {num_blocks} blocks")
-    _require(request.num_slots == num_blocks * blocks.block_size, "S10", f"slots of {request}")
-    _require(len(request.token_ids) <= request.max_num_tokens, "S18", f"{request} is too long")
+    _require(
+        len(request.block_table) == num_blocks, "S10", "{} needs {} blocks", request, num_blocks
+    )
+    _require(request.num_slots == num_blocks * blocks.block_size, "S10", "slots of {}", request)
+    _require(len(request.token_ids) <= request.max_num_tokens, "S18", "{} is too long", request)
     has_drained = request.num_in_flight == 0
     if request.state is not RequestState.RUNNING and has_drained:
-        _require(not request.block_table, "S20", f"idle {request} holds blocks")
+        _require(not request.block_table, "S20", "idle {} holds blocks", request)
     if request.state is RequestState.FINISHED:
-        _require(request.finish_reason is not None, "S24", f"{request} finished for no reason")
+        _require(request.finish_reason is not None, "S24", "{} finished for no reason", request)
         return
     if request.num_dispatched % blocks.block_size:
         block = request.block_table[request.num_dispatched // blocks.block_size]
-        _require(blocks.ref_counts[block] == 1, "S33", f"{request} shares {block}, not filled")
+        _require(blocks.ref_counts[block] == 1, "S33", "{} shares {}, not filled", request, block)
     has_work_left = request.num_computed < len(request.token_ids)
-    _require(has_work_left, "S11", f"nothing is left to compute of {request}")
+    _require(has_work_left, "S11", "nothing is left to compute of {}", request)
     for i, block in enumerate(request.block_table):
         key = blocks.keys[block]
         is_settled = (i + 1) * blocks.block_size <= request.num_computed
-        _require(key is None or is_settled, "S7", f"block {block} of {request} is not settled")
+        _require(key is None or is_settled, "S7", "block {} of {} is not settled", block, request)
         if key is not None:
-            _require(key == request.block_keys[i][0], "S6", f"block {block} has another's key")
+            _require(key == request.block_keys[i][0], "S6", "block {} has another's key", block)
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -168,36 +178,36 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     blocks = scheduler.blocks
     requests = scheduler.in_flight[-1].requests
     num_tokens = plan.total_num_tokens
-    _require(num_tokens <= scheduler.max_num_batched_tokens, "S18", f"{num_tokens} tokens")
-    _require(len(plan) <= scheduler.max_num_seqs, "S18", f"{len(plan)} rows")
+    _require(num_tokens <= scheduler.max_num_batched_tokens, "S18", "{} tokens", num_tokens)
+    _require(len(plan) <= scheduler.max_num_seqs, "S18", "{} rows", len(plan))
     _require(not set(plan.preempted) & set(plan.requests), "S20", "a victim stayed in the plan")
     preempted = {info.request_id for info in plan.preempted}
     for request in scheduler.queues.waiting:
         if request.request_id in preempted:
-            _require(not request.block_table and not request.num_computed, "S20", f"{request}")
+            _require(not request.block_table and not request.num_computed, "S20", "{}", request)
             preempted.discard(request.request_id)
-    _require(not preempted, "S20", f"{preempted} were preempted and do not wait")
+    _require(not preempted, "S20", "{} were preempted and do not wait", preempted)
     written: set[int] = set()
     rows = zip(requests, plan.starts, plan.num_tokens, plan.sampled, strict=True)
     for request, start, num_row_tokens, is_sampled in rows:
         end = start + num_row_tokens
-        _require(num_row_tokens >= 1, "S18", f"empty row of {request}")
-        _require(request.state is RequestState.RUNNING, "S27", f"{request} is not running")
-        _require(end == request.num_dispatched, "S17", f"{request} does not end at {end}")
+        _require(num_row_tokens >= 1, "S18", "empty row of {}", request)
+        _require(request.state is RequestState.RUNNING, "S27", "{} is not running", request)
+        _require(end == request.num_dispatched, "S17", "{} does not end at {}", request, end)
         is_settled = end <= len(request.token_ids)
-        _require(is_settled or not request.settled_only, "S42", f"{request} is not settled")
+        _require(is_settled or not request.settled_only, "S42", "{} is not settled", request)
         num_known = request.num_total - is_sampled
-        _require(is_sampled == (end == num_known), "S19", f"{request} sampled={is_sampled}")
+        _require(is_sampled == (end == num_known), "S19", "{} sampled={}", request, is_sampled)
         for block_index in range(start // blocks.block_size, -(-end // blocks.block_size)):
             block = request.block_table[block_index]
-            _require(block not in written, "S15", f"block {block} is written by two rows")
+            _require(block not in written, "S15", "block {} is written by two rows", block)
             is_own = blocks.ref_counts[block] == 1 and blocks.keys[block] is None
-            _require(is_own, "S9", f"{request} writes block {block}, shared or published")
+            _require(is_own, "S9", "{} writes block {}, shared or published", request, block)
             written.add(block)
         if blocks.states is not None:
             for slot in set(request.state_table[start // blocks.states.interval :]):
                 is_own = blocks.states.ref_counts[slot] == 1 and blocks.states.keys[slot] is None
-                _require(is_own, "S48", f"{request} writes slot {slot}, shared or published")
+                _require(is_own, "S48", "{} writes slot {}, shared or published", request, slot)
     _check_copies(scheduler, plan)
 
 
@@ -206,9 +216,9 @@ def _check_copies(scheduler: Scheduler, plan: StepPlan) -> None:
     admitted = {block for row in plan.tables for block in requests[row].block_table}
     sources = {source for source, _ in plan.copies}
     for source, copy in plan.copies:
-        _require(blocks.ref_counts[source] > 0, "S33", f"block {source} is copied, and nobody's")
+        _require(blocks.ref_counts[source] > 0, "S33", "block {} is copied, and nobody's", source)
         is_own = blocks.ref_counts[copy] == 1 and blocks.keys[copy] is None and copy in admitted
-        _require(is_own and copy not in sources, "S33", f"block {copy} is no place for a copy")
+        _require(is_own and copy not in sources, "S33", "block {} is no place for a copy", copy)
 
 
 class RunnerView:
@@ -235,12 +245,12 @@ class RunnerView:
         _require(self._tables.keys() == running.keys(), "S32", "other requests than the running")
         for request_id, table in self._tables.items():
             request = running[request_id]
-            _require(table == request.block_table, "S32", f"told {table} for {request}")
+            _require(table == request.block_table, "S32", "told {} for {}", table, request)
             told, states = self._state_tables.get(request_id, []), request.state_table
             is_same = len(told) == len(states) and all(
                 slot in (NO_SLOT, known) for slot, known in zip(states, told, strict=True)
             )
-            _require(is_same, "S51", f"told states {told} for {request}")
+            _require(is_same, "S51", "told states {} for {}", told, request)
         self._check_token_ids(scheduler, plan)
         self._check_prefixes(scheduler, plan)
 
@@ -255,11 +265,11 @@ class RunnerView:
             self._state_tables[plan.requests[row].request_id] += slots
         for row, blocks in plan.tables.items():
             request_id = plan.requests[row].request_id
-            _require(request_id not in self._tables, "S32", f"{request_id} was not released")
+            _require(request_id not in self._tables, "S32", "{} was not released", request_id)
             self._tables[request_id] = list(blocks)
         for row, blocks in plan.new_blocks.items():
             request_id = plan.requests[row].request_id
-            _require(request_id in self._tables, "S32", f"{request_id} was never admitted")
+            _require(request_id in self._tables, "S32", "{} was never admitted", request_id)
             self._tables[request_id] += blocks
 
     @staticmethod
@@ -270,7 +280,7 @@ class RunnerView:
             told = [next(ids) for _ in range(num_tokens)]
             known = request.token_ids[start : start + num_tokens]
             is_fed = num_tokens == 1 and told[0] < 0
-            _require(is_fed or told == known, "S32", f"told tokens {told} for {request}")
+            _require(is_fed or told == known, "S32", "told tokens {} for {}", told, request)
         _require(next(ids, None) is None, "S32", "more token ids than positions")
 
     def _check_prefixes(self, scheduler: Scheduler, plan: StepPlan) -> None:
@@ -279,10 +289,12 @@ class RunnerView:
         _require(plan.prefixes.keys() == asked, "S39", "told are the tokens of other rows")
         for row, ids in plan.prefixes.items():
             known = tuple(requests[row].token_ids[: len(ids)])
-            _require(ids == known, "S39", f"told other tokens before the row of {requests[row]}")
+            _require(ids == known, "S39", "told other tokens before the row of {}", requests[row])
             self._num_known[plan.requests[row].request_id] = len(ids)
         for info, start, num_tokens, _ in plan.rows():
             if info.needs_history:
                 begin = self._num_known.get(info.request_id)
-                _require(begin == start, "S39", f"{info.request_id} is known to {begin}: {start}")
+                _require(
+                    begin == start, "S39", "{} is known to {}: {}", info.request_id, begin, start
+                )
                 self._num_known[info.request_id] = start + num_tokens

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
 
 from pagespec.compile import start_record
-from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.results import _PRIMES
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.model.gguf_blocks import _file_beside
@@ -28,7 +27,7 @@ from pagespec.compile.start_record import Restored, StartRecord
 from pagespec.kernels.attention.spec import AttentionSpec
 from tests.compile.capture.test_graph_cache import tokens_and_logits
 from tests.support.apart import run_apart
-from tests.support.captures import OVERRIDES
+from tests.support.captures import OVERRIDES, graph_cache
 from tests.support.gguf_files import gguf_model
 from tests.support.models import BY_DAY, tiny_model
 from tests.support.quantized_files import SIZES, write_quantized
@@ -83,8 +82,11 @@ def start(
     loaded = load_model(model, dtype=dtype, quantization=quantization)
     specs = probe_model(loaded)
     described = record.describe(loaded, specs)
-    graphs = GraphCache(cache / "graphs")
+    graphs = graph_cache()
     captured = capture_model(loaded, specs, graph_cache=graphs, packing_bytes=1 << 30)
+    if graphs.key is not None:
+        (cache / "graphs").mkdir(parents=True, exist_ok=True)
+        shutil.copy2(graphs.folder / f"{graphs.key}.json", cache / "graphs")
     record.write(described, graphs.key)
     return captured
 

@@ -12,7 +12,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from pagespec import InvalidInputError, UnsupportedModelError
-from pagespec.compile.model.load import auto_class, load_model
+from pagespec.compile.model.build_module import auto_class
+from pagespec.compile.model.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, longest_context
 from pagespec.compile.model.probe import probe_with_reach
 from pagespec.kernels.attention.spec import AttentionSpec

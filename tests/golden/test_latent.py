@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagespec import LLM, SamplingParams, build
+from pagespec import LLM, SamplingParams
 from pagespec.compile.captured_model import CapturedModel
 from pagespec.verify import run_gate
 from tests.golden.harness import Condition, check, mixed_prompts
 from tests.golden.subjects import GATE_SIZE, TINY_CONDITIONS, tiny
-from tests.support.captures import graph_cache
+from tests.support.captures import capture_once
 from tests.support.latent_models import LATENT
 from tests.support.models import VOCAB_SIZE, tiny_model
 
@@ -40,20 +40,7 @@ _Captured = list[CapturedModel]
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> _Captured:
     """All that is captured, once for each model and setting."""
-    known: dict[Any, CapturedModel] = {}
-    capture_model = build.capture_model
-
-    def capture_once(loaded: Any, specs: Any, **settings: Any) -> CapturedModel:
-        key = (loaded.module, tuple(sorted(settings.items())))
-        if key not in known:
-            settings["graph_cache"] = graph_cache()
-            known[key] = capture_model(loaded, specs, **settings)
-            found.append(known[key])
-        return known[key]
-
-    found: _Captured = []
-    monkeypatch.setattr(build, "capture_model", capture_once)
-    return found
+    return capture_once(monkeypatch)
 
 
 @pytest.mark.parametrize(("arch", "condition"), _RUNS)

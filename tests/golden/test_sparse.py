@@ -32,6 +32,7 @@ from tests.golden.subjects import (
     lengths_beyond,
     tiny,
 )
+from tests.support.captures import capture_once
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.sparse_models import SPARSE, TOPK
 
@@ -111,8 +112,9 @@ def _maker(model: PreTrainedModel) -> Callable[..., LLM]:
     ],
 )
 def test_answers_do_not_depend_on_the_schedule(
-    arch: str, dtype: torch.dtype, both_overlaps: bool
+    arch: str, dtype: torch.dtype, both_overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    capture_once(monkeypatch)
     size = replace(GATE_SIZE, both_overlaps=both_overlaps)
     report = run_gate(_maker(tiny_model(arch).to(dtype)), **{**_GATE, "size": size})
     assert [f.first_difference for f in report.groups if f.num_different] == []
@@ -137,6 +139,7 @@ def test_equal_scores_are_told_apart_without_the_schedule(
 ) -> None:
     if is_control:
         monkeypatch.setattr(_indexer, "_topk", _topk_of_the_layout)
+    capture_once(monkeypatch)
     size = replace(GATE_SIZE, neighbour_lengths=(1, 300), both_overlaps=False)
     model = tiny_model("deepseek_v32", **_TIES)
     report = run_gate(_maker(model), **{**_GATE, "size": size}, with_control=False)
@@ -206,17 +209,11 @@ def test_continuations_of_one_prompt_share_its_blocks(
     """A block that the prompt fills in part is copied for each, with its index keys, and answers
     are those of requests alone."""
 
+    ways = {"kv_cache_dtype": kv_cache_dtype, "mla_latent_cache": mla_latent_cache}
+    subject = Subject("glm_moe_dsa", tiny_model("glm_moe_dsa"), device="cpu", **ways)
+
     def llm() -> LLM:
-        return LLM(
-            tiny_model("glm_moe_dsa"),
-            device="cpu",
-            block_size=8,
-            num_blocks=96,
-            max_model_len=128,
-            kv_cache_dtype=kv_cache_dtype,
-            mla_latent_cache=mla_latent_cache,
-            check_invariants=True,
-        )
+        return subject.llm(block_size=8, num_blocks=96, max_model_len=128, check_invariants=True)
 
     prompt = list(range(3, 48))
     params = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)

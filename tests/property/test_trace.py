@@ -4,7 +4,9 @@ refused with the property it breaks."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,21 +24,40 @@ from tests.support.traces import in_full
 NUM_SCENARIOS = 60
 
 
-def trace_of(seed: int | Scenario, path: Path) -> list[str]:
-    scenario = Scenario(seed) if isinstance(seed, int) else seed
-    scenario.engine = Engine(scenario.scheduler, scenario.runner, trace=path)
-    scenario.run()
-    return path.read_text().splitlines()
+def written_by(scenario: Scenario) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.jsonl"
+        scenario.engine = Engine(scenario.scheduler, scenario.runner, trace=path)
+        scenario.run()
+        return path.read_text().splitlines()
 
 
-def test_traces_of_random_runs_are_accepted(tmp_path: Path) -> None:
-    verdicts = [replay.check(trace_of(s, tmp_path / "t.jsonl")) for s in range(NUM_SCENARIOS)]
+# A scenario is the same each time it is run, and its checks take most of a test's time.
+@functools.cache
+def _trace_of(seed: int, has_states: bool | None) -> tuple[str, ...]:
+    return tuple(written_by(Scenario(seed, has_states=has_states)))
+
+
+def trace_of(seed: int, *, has_states: bool | None = None) -> list[str]:
+    return list(_trace_of(seed, has_states))
+
+
+@functools.cache
+def trace_in_full(seed: int) -> tuple[str, ...]:
+    """Told as a version would that knows neither of states nor of who is settled-only."""
+    scenario = Scenario(seed, has_states=False)
+    scenario.has_settled_only = False
+    return tuple(in_full(written_by(scenario)))
+
+
+def test_traces_of_random_runs_are_accepted() -> None:
+    verdicts = [replay.check(trace_of(s)) for s in range(NUM_SCENARIOS)]
     assert [v for v in verdicts if v.property_id] == []
     assert sum(v.num_preemptions for v in verdicts) > 10
     assert sum(v.num_hit_blocks for v in verdicts) > 10
 
 
-def test_the_rows_of_every_plan_can_be_read_again(tmp_path: Path) -> None:
+def test_the_rows_of_every_plan_can_be_read_again() -> None:
     """Also of plans that only say that the rows of the plan before go on, which most do."""
     num_plans = num_short = 0
     for seed in range(NUM_SCENARIOS):
@@ -50,7 +71,7 @@ def test_the_rows_of_every_plan_can_be_read_again(tmp_path: Path) -> None:
             return handle
 
         scenario.runner.dispatch = recorded  # type: ignore[method-assign]
-        lines = trace_of(scenario, tmp_path / "t.jsonl")
+        lines = written_by(scenario)
         plans = [event for _, event in read_events(lines) if event["event"] == "plan"]
         assert [(plan["step"], plan["rows"]) for plan in plans] == made
         num_plans += len(plans)
@@ -66,12 +87,10 @@ def test_the_rows_of_every_plan_can_be_read_again(tmp_path: Path) -> None:
         ("unusual", {"S18"}),
     ],
 )
-def test_rows_that_are_told_wrongly_are_refused(
-    tmp_path: Path, how: str, property_ids: set[str]
-) -> None:
+def test_rows_that_are_told_wrongly_are_refused(how: str, property_ids: set[str]) -> None:
     num_altered = 0
     for seed in range(NUM_SCENARIOS // 3):
-        lines = trace_of(seed, tmp_path / "t.jsonl")
+        lines = trace_of(seed)
         events = [json.loads(line) for line in lines]
         places = [i for i, event in enumerate(events) if event.get("rows")]
         if len(places) < 2 or any(event["event"] == "fail" for event in events[: places[1]]):
@@ -105,9 +124,9 @@ def test_rows_that_are_told_wrongly_are_refused(
     ],
     ids=str,
 )
-def test_rows_that_cannot_be_read_make_it_no_trace(tmp_path: Path, rows: object) -> None:
+def test_rows_that_cannot_be_read_make_it_no_trace(rows: object) -> None:
     """Neither at the beginning nor after a failure are there rows that could go on."""
-    lines, failed = failed_trace(tmp_path)
+    lines, failed = failed_trace()
     for after in (0, failed):
         i = next(i for i, line in enumerate(lines) if i > after and '"event": "plan"' in line)
         altered = json.dumps({**json.loads(lines[i]), "rows": rows})
@@ -115,12 +134,12 @@ def test_rows_that_cannot_be_read_make_it_no_trace(tmp_path: Path, rows: object)
             replay.check([*lines[:i], altered, *lines[i + 1 :]])
 
 
-def test_every_reason_to_refuse_is_met_and_told_in_order(tmp_path: Path) -> None:
+def test_every_reason_to_refuse_is_met_and_told_in_order() -> None:
     """Times go up, and what an event says of itself lies before the next one."""
     seen: set[str] = set()
     for seed in range(NUM_SCENARIOS):
         clock = 0.0
-        for line in trace_of(seed, tmp_path / "t.jsonl"):
+        for line in trace_of(seed):
             event = json.loads(line)
             seen.update(reason for _, reason in event.get("refused", ()))
             for seconds in (*event.get("times", ()), event["t"]):
@@ -197,13 +216,10 @@ def alter(event: dict, how: str) -> bool:
         ("step", {"S24"}),
     ],
 )
-def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[str]) -> None:
+def test_an_altered_line_is_refused(how: str, property_ids: set[str]) -> None:
     num_altered = 0
     for seed in range(NUM_SCENARIOS):
-        # Rows in full are those of a version without.
-        scenario = Scenario(seed, has_states=False)
-        scenario.has_settled_only = False
-        lines = in_full(trace_of(scenario, tmp_path / "t.jsonl"))
+        lines = list(trace_in_full(seed))
         for i, line in enumerate(lines):
             event = json.loads(line)
             if alter(event, how):
@@ -217,7 +233,7 @@ def test_an_altered_line_is_refused(tmp_path: Path, how: str, property_ids: set[
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
-def test_a_trace_of_an_older_version_is_still_read(tmp_path: Path, version: int) -> None:
+def test_a_trace_of_an_older_version_is_still_read(version: int) -> None:
     """Version 1 says nothing of block tables, version 2 nothing of histories and copies, version 3
     nothing of reasons and times, version 4 nothing of who is settled-only, version 5 nothing of
     state slots; nothing is missed. All but the last tell every row of every plan."""
@@ -235,7 +251,7 @@ def test_a_trace_of_an_older_version_is_still_read(tmp_path: Path, version: int)
     if version < 3:
         scenario.reads_cache, scenario.max_n = 1.0, 1  # what an engine of that version served
     old = []
-    lines = trace_of(scenario, tmp_path / "t.jsonl")
+    lines = written_by(scenario)
     for line in lines if version >= 5 else in_full(lines):
         event = json.loads(line)
         if event["event"] == "start":
@@ -256,11 +272,11 @@ def test_a_trace_of_an_older_version_is_still_read(tmp_path: Path, version: int)
     ],
 )
 def test_states_that_are_told_wrongly_are_refused(
-    tmp_path: Path, field: str, alter: Callable[[Any], Any], property_id: str
+    field: str, alter: Callable[[Any], Any], property_id: str
 ) -> None:
     num_altered = 0
     for seed in range(12):
-        lines = trace_of(Scenario(seed, has_states=True), tmp_path / "t.jsonl")
+        lines = trace_of(seed, has_states=True)
         events = [json.loads(line) for line in lines]
         told = [i for i, e in enumerate(events) if e["event"] == "plan" and e[field]]
         if told:
@@ -272,29 +288,29 @@ def test_states_that_are_told_wrongly_are_refused(
     assert num_altered > 5
 
 
-def failed_trace(tmp_path: Path) -> tuple[list[str], int]:
+def failed_trace() -> tuple[list[str], int]:
     """A trace with steps in flight at a failure, and the index of that event."""
     for seed in range(200):
-        lines = trace_of(seed, tmp_path / "t.jsonl")
+        lines = trace_of(seed)
         events = [json.loads(line)["event"] for line in lines]
         if "fail" in events and "plan" in events[events.index("fail") + 1 :]:
             return lines, events.index("fail")
     raise AssertionError("no scenario fails and goes on")
 
 
-def test_a_failure_that_is_told_wrongly_is_refused(tmp_path: Path) -> None:
-    lines, i = failed_trace(tmp_path)
+def test_a_failure_that_is_told_wrongly_is_refused() -> None:
+    lines, i = failed_trace()
     failure = json.loads(lines[i])
     failure["pool"] = [failure["pool"][0] - 1, 1, 0]
     verdict = replay.check([*lines[:i], json.dumps(failure), *lines[i + 1 :]])
     assert (verdict.property_id, verdict.line) == ("S37", i + 1)
 
 
-def test_a_reset_that_is_told_wrongly_is_refused(tmp_path: Path) -> None:
+def test_a_reset_that_is_told_wrongly_is_refused() -> None:
     """Of the prefix cache: blocks that are not free after it, or steps in flight before it."""
     kinds = set()
     for seed in range(NUM_SCENARIOS):
-        lines = trace_of(seed, tmp_path / "t.jsonl")
+        lines = trace_of(seed)
         events = [json.loads(line) for line in lines]
         names = [event["event"] for event in events]
         for how in ("pool", "too early") if "reset" in names else ():
@@ -311,8 +327,8 @@ def test_a_reset_that_is_told_wrongly_is_refused(tmp_path: Path) -> None:
     assert kinds == {"pool", "too early"}
 
 
-def test_a_step_from_before_a_failure_is_not_settled_after_it(tmp_path: Path) -> None:
-    lines, i = failed_trace(tmp_path)
+def test_a_step_from_before_a_failure_is_not_settled_after_it() -> None:
+    lines, i = failed_trace()
     late = {
         "event": "result",
         "t": 1,
@@ -326,15 +342,15 @@ def test_a_step_from_before_a_failure_is_not_settled_after_it(tmp_path: Path) ->
     assert (verdict.property_id, verdict.line) == ("S24", i + 2)
 
 
-def test_a_request_from_before_a_failure_is_not_served_after_it(tmp_path: Path) -> None:
-    lines, i = failed_trace(tmp_path)
+def test_a_request_from_before_a_failure_is_not_served_after_it() -> None:
+    lines, i = failed_trace()
     plan = next(json.loads(line) for line in lines if '"event": "plan"' in line)
     verdict = replay.check([*lines[: i + 1], json.dumps(plan), *lines[i + 1 :]])
     assert (verdict.property_id, verdict.line) == ("S27", i + 2)
 
 
-def test_a_failure_may_lack_the_event_of_its_own_operation(tmp_path: Path) -> None:
-    lines, i = failed_trace(tmp_path)
+def test_a_failure_may_lack_the_event_of_its_own_operation() -> None:
+    lines, i = failed_trace()
     assert not replay.check([*lines[: i - 1], *lines[i:]]).property_id
 
 
@@ -356,11 +372,11 @@ MISSHAPEN = [None, 1.5, {}, [[]], [None]]
 ODD = [0, -1, 10**30, True, "x", [], ["x"], [-1]]
 
 
-def test_a_misshapen_field_makes_it_no_trace(tmp_path: Path) -> None:
+def test_a_misshapen_field_makes_it_no_trace() -> None:
     """And a field of the right shape with an odd value gets a verdict, or makes it no trace."""
     seen: set[str] = set()
     for seed in range(NUM_SCENARIOS):
-        lines = trace_of(seed, tmp_path / "t.jsonl")
+        lines = trace_of(seed)
         for i, line in enumerate(lines):
             event = json.loads(line)
             kind = event.pop("event")
@@ -405,7 +421,7 @@ def test_what_is_no_trace_is_refused(lines: list[str]) -> None:
 @pytest.mark.parametrize(
     "event", [{"event": "start", "version": 1}, {"event": "init__"}, {"event": ["add"]}, {}]
 )
-def test_an_unknown_event_makes_it_no_trace(tmp_path: Path, event: dict) -> None:
-    lines = trace_of(0, tmp_path / "t.jsonl")
+def test_an_unknown_event_makes_it_no_trace(event: dict) -> None:
+    lines = trace_of(0)
     with pytest.raises(replay.TraceError, match=r"^line 2"):
         replay.check([lines[0], json.dumps(event), *lines[1:]])

@@ -9,16 +9,19 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.fx import GraphModule, Node
 
+from pagespec import build
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.model.load import load_model
+from pagespec.compile.model.loaded import LoadedModel
 from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.fuse_activation import fuse_activation
@@ -53,6 +56,29 @@ def graph_cache() -> GraphCache:
     """For tests of what comes after tracing: the same model, or an equal one, is traced once, by
     whichever process of a test run comes first. Tracing is most of the time of a capture."""
     return GraphCache(Path(os.environ.get(_SHARED_GRAPHS) or _own_folder().name))
+
+
+def capture_once(monkeypatch: pytest.MonkeyPatch) -> list[CapturedModel]:
+    """Have engines of one module and of the same settings share a graph, each with caches of its
+    own: capturing takes seconds and does not depend on the schedule.
+
+    Returns:
+        All that is captured from now on.
+    """
+    known: dict[Any, CapturedModel] = {}
+    found: list[CapturedModel] = []
+    capture = build.capture_model
+
+    def captured(loaded: LoadedModel, specs: Any, **settings: Any) -> CapturedModel:
+        key = (loaded.module, tuple(sorted(settings.items())))
+        if key not in known:
+            settings["graph_cache"] = graph_cache()
+            known[key] = capture(loaded, specs, **settings)
+            found.append(known[key])
+        return known[key]
+
+    monkeypatch.setattr(build, "capture_model", captured)
+    return found
 
 
 def capture_plain(arch: str, dtype: torch.dtype) -> CapturedModel:

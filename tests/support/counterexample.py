@@ -16,7 +16,7 @@ from pagespec.engine.invariants import InvariantError, check_plan, check_state
 from spec.scopes import CI, SEEDED
 from spec.state import Label, Scope
 from spec.trace import render
-from tests.support.refinement import Pair, RefinementError
+from tests.support.refinement import Pair, RefinementError, Saved
 
 NUM_STATES_MAX = 20_000
 
@@ -38,12 +38,13 @@ def search(scope: Scope) -> tuple[list[Label], Exception] | None:
     `NUM_STATES_MAX` states."""
     pair = _Watched(scope)
     seen = {pair.state}
-    queue: deque[tuple[bytes, tuple[Label, ...]]] = deque([(pair.save(), ())])
+    queue: deque[tuple[Saved, tuple[Label, ...]]] = deque([(pair.save(), ())])
     while queue:
         saved, path = queue.popleft()
         pair.load(saved)
-        for label in pair.enabled():
-            pair.load(saved)
+        for i, label in enumerate(pair.enabled()):
+            if i:
+                pair.load(saved)
             try:
                 pair.apply(label)
             except (InvariantError, RefinementError) as error:

@@ -17,13 +17,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import pagespec.engine
 import pagespec.llm
-from pagespec import EngineError, RequestOutput, SamplingParams
+from pagespec import EngineError, InvalidInputError, RequestOutput, SamplingParams
 from pagespec.engine.invariants import check_state
 from pagespec.engine.request import Request
 from spec import replay
@@ -47,7 +47,7 @@ class LineRaiser:
     def __init__(self, places: list[int], kind: type[BaseException]) -> None:
         self._places = list(places)
         self._kind = kind
-        self._is_ours: dict[CodeType, bool] = {}
+        self._is_ours: dict[str, bool] = {}  # by file; to hash a frame's code takes far longer
         self.num_lines = 0
         self.lines_of: defaultdict[str, list[int]] = defaultdict(list)  # numbers, by file
         self.raised_at: list[str] = []
@@ -58,15 +58,17 @@ class LineRaiser:
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
         sys.settrace(self._before)
 
     def _on_call(self, frame: FrameType, _event: str, _argument: object) -> Any:
-        code = frame.f_code
-        if code not in self._is_ours:
-            self._is_ours[code] = code.co_filename.startswith(_OURS)
-        if not self._is_ours[code] or not self._places:
+        name = frame.f_code.co_filename
+        is_ours = self._is_ours.get(name)
+        if is_ours is None:
+            is_ours = self._is_ours[name] = name.startswith(_OURS)
+        if not is_ours or not self._places:
             return None
-        locks, entered = _lines_that_lock(code.co_filename), set()
+        locks, entered = _lines_that_lock(name), set()
 
         def on_event(frame: FrameType, event: str, _argument: object) -> Any:
             if event == "line" and self._places:
@@ -88,7 +90,15 @@ class LineRaiser:
             name, number = frame.f_code.co_filename, frame.f_lineno
             line = linecache.getline(name, number).strip()
             self.raised_at.append(f"{Path(name).name}:{number} {line}")
+            if self._places:
+                sys.setprofile(self._go_on)
             raise self._kind("injected")
+
+    def _go_on(self, *_: object) -> None:
+        """CPython stops to trace where a trace function raises: trace again from the next call, or
+        from where the exception leaves its frame."""
+        sys.setprofile(None)
+        sys.settrace(self._on_call)
 
 
 @functools.cache
@@ -156,13 +166,11 @@ class Run:
         self.may_fail(lambda: next(pieces, None))
         self.may_fail(lambda: next(results, None))
         for request_id in list(llm.engine.scheduler.requests)[:2]:
-            if request_id in llm.engine.scheduler.requests:
-                llm.engine.pause(request_id)
+            self.of_live(llm.engine.pause, request_id)
             self.may_fail(llm.engine.step)
-            if request_id in llm.engine.scheduler.requests:
-                llm.engine.resume(request_id)
+            self.of_live(llm.engine.resume, request_id)
         if rng.random() < 0.3 and llm.engine.scheduler.requests:
-            llm.engine.abort(rng.choice(list(llm.engine.scheduler.requests)))
+            self.of_live(llm.engine.abort, rng.choice(list(llm.engine.scheduler.requests)))
         if rng.random() < 0.3:
             self.may_fail(self.reset_prefix_cache)
         if rng.random() < 0.5:
@@ -177,6 +185,18 @@ class Run:
     def may_fail(self, call: Callable[[], Any]) -> None:
         with contextlib.suppress(EngineError):
             call()
+
+    def of_live(self, operation: Callable[[str], Any], request_id: str) -> None:
+        """Refused only where the engine first ends a recovery that was interrupted, which leaves no
+        request alive."""
+        engine = self.llm.engine
+        if request_id in engine.scheduler.requests:
+            is_recovering = engine._is_changing
+            try:
+                operation(request_id)
+            except InvalidInputError:
+                if not is_recovering:
+                    raise
 
     def reset_prefix_cache(self) -> None:
         self.llm.reset_prefix_cache()
@@ -301,6 +321,10 @@ def campaign(num_injections: int, first_seed: int, folder: Path) -> Counter[str]
     return files
 
 
+def _ignore(_: object) -> None:
+    pass
+
+
 def main() -> None:
     num_injections = int(sys.argv[1])
     begin = time.perf_counter()
@@ -313,7 +337,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def _ignore(_: object) -> None:
-    pass

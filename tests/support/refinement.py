@@ -9,10 +9,11 @@ and tables that the specification has for its rows.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.invariants import RunnerView
@@ -20,7 +21,7 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import SENIORITY_BITS, Policy
 from pagespec.engine.refusals import ExplainingPlanner, PlanAccount
 from pagespec.engine.request import Request as RealRequest
-from pagespec.engine.request import RequestState
+from pagespec.engine.request import RequestInfo, RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
 from pagespec.engine.state_slots import StateSlots
@@ -48,6 +49,7 @@ from spec.state import (
 from tests.support.tables import HistoriesFromPlans, RowSeen, StateTablesFromPlans, TablesFromPlans
 
 _PARAMS = SamplingParams()
+_FROZEN = (SamplingParams, RequestInfo, Policy)
 _MAX_SAMPLED = 1024  # tokens of earlier steps that are kept: more than any steps in flight sample
 
 
@@ -66,9 +68,30 @@ class Packer(Protocol):
 
 
 _SAVED = (
-    *("state", "scheduler", "requests", "view", "state_view", "histories", "sampled"),
+    *("scheduler", "requests", "view", "state_view", "histories", "sampled"),
     *("checker", "packers", "account"),
 )
+
+
+class Saved(NamedTuple):
+    """The state of a pair. Only what can change is copied, which is most of the time of a search:
+    neither the specification's state nor what the real objects have that is frozen."""
+
+    state: State
+    objects: bytes
+    frozen: list[object]
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, frozen: list[object]) -> None:
+        super().__init__(file, protocol=5)
+        self._frozen = frozen
+
+    def persistent_id(self, value: object) -> int | None:
+        if type(value) not in _FROZEN:
+            return None
+        self._frozen.append(value)
+        return len(self._frozen) - 1
 
 
 def real_scheduler(scope: Scope) -> Scheduler:
@@ -236,11 +259,17 @@ class Pair:
                     f"{name} after {after}: the specification says {a}, the code {b}"
                 )
 
-    def save(self) -> bytes:
-        return pickle.dumps({name: getattr(self, name) for name in _SAVED}, protocol=5)
+    def save(self) -> Saved:
+        objects = {name: getattr(self, name) for name in _SAVED}
+        file, frozen = io.BytesIO(), []
+        _Pickler(file, frozen).dump(objects)
+        return Saved(self.state, file.getvalue(), frozen)
 
-    def load(self, saved: bytes) -> None:
-        vars(self).update(pickle.loads(saved))
+    def load(self, saved: Saved) -> None:
+        self.state = saved.state
+        unpickler = pickle.Unpickler(io.BytesIO(saved.objects))
+        unpickler.persistent_load = saved.frozen.__getitem__  # type: ignore[method-assign]
+        vars(self).update(unpickler.load())
 
 
 def abstraction(pair: Pair) -> State:
@@ -358,9 +387,9 @@ def explore(scope: Scope, max_states: int | None = None) -> tuple[int, int, int]
     while frontier:
         saved = frontier.pop()
         pair.load(saved)
-        labels = pair.enabled()
-        for label in labels:
-            pair.load(saved)
+        for i, label in enumerate(pair.enabled()):
+            if i:
+                pair.load(saved)
             pair.apply(label)
             num_transitions += 1
             if pair.state not in seen and (max_states is None or len(seen) < max_states):

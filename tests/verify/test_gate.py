@@ -9,7 +9,7 @@ import torch
 
 from pagespec import LLM, build
 from pagespec.verify import GateSize, run_gate
-from tests.support.captures import graph_cache
+from tests.support.captures import capture_once
 from tests.support.models import VOCAB_SIZE, WINDOW, tiny_model
 from tests.support.recurrent_models import RECURRENT
 
@@ -24,19 +24,7 @@ SIZE = GateSize(
 
 @pytest.fixture
 def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capturing takes seconds and does not depend on the schedule: engines of one model and one
-    setting share a graph, each with caches of its own."""
-    known: dict[Any, Any] = {}
-    capture_model = build.capture_model
-
-    def capture_once(loaded: Any, specs: Any, **settings: Any) -> Any:
-        key = (loaded.module, tuple(sorted(settings.items())))
-        if key not in known:
-            settings["graph_cache"] = graph_cache()
-            known[key] = capture_model(loaded, specs, **settings)
-        return known[key]
-
-    monkeypatch.setattr(build, "capture_model", capture_once)
+    capture_once(monkeypatch)
 
 
 @pytest.fixture

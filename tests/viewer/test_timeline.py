@@ -72,9 +72,9 @@ def test_waiting_and_running_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_run_has_a_timeline(tmp_path: Path, seed: int) -> None:
+def test_any_run_has_a_timeline(seed: int) -> None:
     """With pauses, aborts, failures, siblings and steps that never settle."""
-    lines = trace_of(seed, tmp_path / "t.jsonl")
+    lines = trace_of(seed)
     plans = [e for e in map(json.loads, in_full(lines)) if e["event"] == "plan"]
     for end in (len(lines), len(lines) // 2):
         timeline = read_timeline(lines[:end])

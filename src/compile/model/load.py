@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from .build_module import build_module, class_of, read_weights
 from .default_sampling import default_sampling
 from .gguf_blocks import check_gguf, kept_blocks
 from .indexers import check_indexers
@@ -102,7 +93,7 @@ def load_model(
         return _described(module, None, max_model_len)
 
     name, source, config = _config_of(model, cache_dir)
-    if (kind := _class_of(config)) is not None:
+    if (kind := class_of(config)) is not None:
         check_indexers(kind, device)
     is_quantised = quantization == "fp8" or (load_format == "auto" and stays_quantised(config))
     if is_quantised:
@@ -115,7 +106,7 @@ def load_model(
         torch_dtype = torch.float32 if device.type == "cpu" else configured
     if is_quantised and load_format == "auto":
         return _quantized(source, name, config, torch_dtype, device, max_model_len)
-    module = _built(source, name, config, torch_dtype, load_format, device, shard)
+    module = build_module(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
     module = module.to(device).eval()  # type: ignore[arg-type]
     described = _described(module, _tokenizer(source, name), max_model_len)
@@ -140,7 +131,7 @@ def _gguf(
     """For a GPU: what is held there in other blocks than 4 and 8 bits becomes ``dtype``."""
     # Parameters are recognised by their values, which are float32.
     cpu = torch.device("cpu")
-    module = _built(source, name, config, torch.float32, "auto", cpu, WHOLE)
+    module = build_module(source, name, config, torch.float32, "auto", cpu, WHOLE)
     blocks = kept_blocks(Path(name), Path(source), module)
     _cast(module, dtype)
     module = module.to(device).eval()  # type: ignore[arg-type]
@@ -162,7 +153,7 @@ def _quantized(
     with as_input_error(name, "must have safetensors weights that a model can be built from"):
 
         def build(kind: Any, plain: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
-            return _loaded(kind, None, name, config=plain, state_dict=state, dtype=dtype)
+            return read_weights(kind, None, name, config=plain, state_dict=state, dtype=dtype)
 
         module, weights, scheme = load_quantized(source, name, config, build, dtype, device)
     described = _described(module.eval(), _tokenizer(source, name), max_model_len)
@@ -217,115 +208,6 @@ def _resolved_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if isinstance(dtype, str) and dtype in _DTYPES:
         return _DTYPES[dtype]
     raise InvalidInputError("dtype", dtype, f"must be 'auto' or one of {sorted(_DTYPES)}")
-
-
-def _built(
-    source: str,
-    name: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    load_format: str,
-    device: torch.device,
-    shard: Shard,
-) -> PreTrainedModel:
-    is_dummy = load_format == "dummy"
-    limit = "must have a config.json" if is_dummy else "must have weights"
-    with as_input_error(name, f"{limit} that a model can be built from"):
-        try:
-            if is_dummy:
-                return _dummy(config, dtype, device)
-            return _read(source, name, config, dtype, device, shard)
-        except ValueError as error:
-            if "Unrecognized configuration class" in str(error):
-                kind = type(config).__name__
-                raise UnsupportedModelError(
-                    f"{name}: transformers has no causal language model for {kind}"
-                ) from error
-            raise
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    """What builds the model: one that reads images as well (Mistral 3) where there is none for text
-    alone. It is given text only."""
-    is_seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if is_seeing and not is_text else AutoModelForCausalLM
-
-
-def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """What :func:`auto_class` builds; None if it is not known before."""
-    try:
-        kind = auto_class(config)._model_mapping[type(config)]
-    except KeyError:
-        return None
-    return kind if isinstance(kind, type) else None
-
-
-def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    devices = [device] if device.type == "cuda" else []
-    # Made where they will be: a CPU takes minutes over the random numbers of a large model.
-    with torch.random.fork_rng(devices=devices), device:
-        torch.manual_seed(0)
-        module: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
-    return module
-
-
-def _read(
-    source: str,
-    name: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    shard: Shard,
-) -> PreTrainedModel:
-    # With accelerate, the weights go straight from the file to the device.
-    has_accelerate = importlib.util.find_spec("accelerate") is not None
-    is_direct = device.type == "cuda" and has_accelerate
-    return _loaded(
-        auto_class(config),
-        source,
-        name,
-        config=config,
-        dtype=dtype,
-        device_map={"": device} if is_direct and shard.num_ranks == 1 else None,
-        **_distributed(shard, has_accelerate),
-    )
-
-
-def _loaded(kind: Any, source: str | None, name: str, **options: Any) -> PreTrainedModel:
-    """``from_pretrained``; refuses weights that are not all there."""
-    result: Any = kind.from_pretrained(
-        source,
-        output_loading_info=True,
-        # Not to go on with them, but to name them below.
-        ignore_mismatched_sizes=True,
-        **options,
-    )
-    module: PreTrainedModel = result[0]
-    # Transformers would go on with random weights for these.
-    for what, keys in (
-        ("are missing", result[1]["missing_keys"]),
-        ("have other shapes than config.json says", result[1]["mismatched_keys"]),
-    ):
-        if keys:
-            first = sorted(map(str, keys))[:3]
-            raise InvalidInputError(
-                "model", name, f"must have all weights; {len(keys)} {what}: {first}"
-            )
-    return module
-
-
-def _distributed(shard: Shard, has_accelerate: bool) -> dict[str, Any]:
-    """What makes transformers read the slices of its plan alone."""
-    if shard.num_ranks == 1:
-        return {}
-    if not has_accelerate:
-        raise InvalidInputError(
-            "tensor_parallel_size", shard.num_ranks, "needs the package accelerate"
-        )
-    from transformers.distributed import DistributedConfig
-
-    return {"distributed_config": DistributedConfig(tp_size=shard.num_ranks)}
 
 
 def _tokenizer(source: str, name: str) -> Any | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from pagespec.compile.model import load
+from pagespec.compile.model import build_module
 from pagespec.compile.model.embedded import embedded_model_path
 from pagespec.compile.model.gguf import converted_folder
 from pagespec.compile.model.load import load_model
@@ -183,7 +183,7 @@ def test_what_is_not_the_files_fault_passes(
     def fail(*_args: Any, **_settings: Any) -> None:
         raise error
 
-    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(build_module.AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(type(error)) as caught:
         load_model(folder)
     assert caught.value is error

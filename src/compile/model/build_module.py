@@ -1,0 +1,147 @@
+"""Builds the transformers module of a config, with the weights of its files or random ones."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ...errors import InvalidInputError, UnsupportedModelError
+from .loaded import Shard
+from .refusal import as_input_error
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What builds the model: one that reads images as well (Mistral 3) where there is none for text
+    alone. It is given text only."""
+    is_seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if is_seeing and not is_text else AutoModelForCausalLM
+
+
+def class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """What :func:`auto_class` builds; None if it is not known before."""
+    try:
+        kind = auto_class(config)._model_mapping[type(config)]
+    except KeyError:
+        return None
+    return kind if isinstance(kind, type) else None
+
+
+def build_module(
+    source: str,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    load_format: str,
+    device: torch.device,
+    shard: Shard,
+) -> PreTrainedModel:
+    """The module of ``config``, on ``device`` where that costs no second copy of its weights.
+
+    Args:
+        source: the folder or hub id that transformers reads. name: the model's, for refusals.
+        load_format: "dummy" for random weights.
+        shard: of several ranks each reads its slices alone.
+
+    Raises:
+        InvalidInputError: no or incomplete weights, or a file that is damaged.
+        UnsupportedModelError: transformers has no causal language model for the config.
+    """
+    is_dummy = load_format == "dummy"
+    limit = "must have a config.json" if is_dummy else "must have weights"
+    with as_input_error(name, f"{limit} that a model can be built from"):
+        try:
+            if is_dummy:
+                return _dummy(config, dtype, device)
+            return _read(source, name, config, dtype, device, shard)
+        except ValueError as error:
+            if "Unrecognized configuration class" in str(error):
+                kind = type(config).__name__
+                raise UnsupportedModelError(
+                    f"{name}: transformers has no causal language model for {kind}"
+                ) from error
+            raise
+
+
+def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    devices = [device] if device.type == "cuda" else []
+    # Made where they will be: a CPU takes minutes over the random numbers of a large model.
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(0)
+        module: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
+    return module
+
+
+def _read(
+    source: str,
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard,
+) -> PreTrainedModel:
+    # With accelerate, the weights go straight from the file to the device.
+    has_accelerate = importlib.util.find_spec("accelerate") is not None
+    is_direct = device.type == "cuda" and has_accelerate
+    return read_weights(
+        auto_class(config),
+        source,
+        name,
+        config=config,
+        dtype=dtype,
+        device_map={"": device} if is_direct and shard.num_ranks == 1 else None,
+        **_distributed(shard, has_accelerate),
+    )
+
+
+def read_weights(kind: Any, source: str | None, name: str, **options: Any) -> PreTrainedModel:
+    """``from_pretrained``; refuses weights that are not all there.
+
+    Args:
+        kind: class of the model. source: None if ``options`` has a ``state_dict``.
+
+    Raises:
+        InvalidInputError: weights are missing, or have other shapes than the config says.
+    """
+    result: Any = kind.from_pretrained(
+        source,
+        output_loading_info=True,
+        # Not to go on with them, but to name them below.
+        ignore_mismatched_sizes=True,
+        **options,
+    )
+    module: PreTrainedModel = result[0]
+    # Transformers would go on with random weights for these.
+    for what, keys in (
+        ("are missing", result[1]["missing_keys"]),
+        ("have other shapes than config.json says", result[1]["mismatched_keys"]),
+    ):
+        if keys:
+            first = sorted(map(str, keys))[:3]
+            raise InvalidInputError(
+                "model", name, f"must have all weights; {len(keys)} {what}: {first}"
+            )
+    return module
+
+
+def _distributed(shard: Shard, has_accelerate: bool) -> dict[str, Any]:
+    """What makes transformers read the slices of its plan alone."""
+    if shard.num_ranks == 1:
+        return {}
+    if not has_accelerate:
+        raise InvalidInputError(
+            "tensor_parallel_size", shard.num_ranks, "needs the package accelerate"
+        )
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=shard.num_ranks)}
