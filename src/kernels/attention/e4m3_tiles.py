@@ -62,19 +62,32 @@ def _load_halves(  # type: ignore[no-untyped-def]
     cache, blocks, start, last,
     D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr, DTYPE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """The halves ``[BLOCK_N, D_PAD / 2]`` of a tile in DTYPE; arguments as of
+    """The halves ``[BLOCK_N, D_PAD / 2]`` of a tile in DTYPE, or transposed; arguments as of
     :func:`.online_softmax.load_rows`."""
-    pairs = load_rows(
-        cache.to(tl.pointer_type(tl.uint16)), blocks, start, last,
-        D // 2, D_PAD // 2, WIDTH // 2, BLOCK // 2, PAGE, BLOCK_N, ZEROED,
-    )  # fmt: skip
+    pairs_at = cache.to(tl.pointer_type(tl.uint16))
+    if TRANSPOSED:
+        dims = tl.arange(0, D_PAD // 2)[:, None]
+        offsets = tl.arange(0, BLOCK_N)
+        base = pairs_at + blocks.to(tl.int64) * (BLOCK // 2)
+        if PAGE >= BLOCK_N:
+            rows = base + (start & (PAGE - 1)) * (WIDTH // 2) + (offsets * (WIDTH // 2))[None, :]
+        else:  # the tile begins where a block begins
+            rows = base[None, :] + ((offsets & (PAGE - 1)) * (WIDTH // 2))[None, :]
+        mask = (offsets <= last - start)[None, :] & (dims < D // 2)
+        pairs = tl.load(rows + dims, mask=mask, other=0)
+    else:
+        pairs = load_rows(
+            pairs_at, blocks, start, last,
+            D // 2, D_PAD // 2, WIDTH // 2, BLOCK // 2, PAGE, BLOCK_N, ZEROED,
+        )  # fmt: skip
     even, odd = halves_of_pairs(pairs)
     return even.to(DTYPE), odd.to(DTYPE)
 
 
 @triton.jit
-def _scale_blocks(table, blocks, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_blocks_of(table, blocks, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Block ids of a tile's scales: each once, which ``blocks`` repeats for each slot."""
     if PAGE < BLOCK_N:
         positions = tl.minimum(start + tl.arange(0, BLOCK_N // PAGE) * PAGE, last)
@@ -87,7 +100,7 @@ def _load_scales(  # type: ignore[no-untyped-def]
     scales, blocks, start, BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """The scales ``[BLOCK_N]`` of a tile, of unused slots any number; ``blocks``: those of
-    :func:`_scale_blocks`."""
+    :func:`scale_blocks_of`."""
     base = scales.to(tl.pointer_type(tl.float32)) + blocks.to(tl.int64) * (BLOCK // SCALE_BYTES)
     if PAGE >= BLOCK_N:
         pointers = base + (start & (PAGE - 1)) + tl.arange(0, BLOCK_N)
@@ -97,12 +110,12 @@ def _load_scales(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The halves of a tile's keys, and their scales."""
     # Of unused slots, NaN perhaps: masked as scores.
     even, odd = _load_halves(
         pages.k_cache, blocks, start, last, shape.DK, shape.DK_PAD, shape.K_WIDTH, shape.K_BLOCK,
-        shape.PAGE, shape.BLOCK_N, False, DTYPE,
+        shape.PAGE, shape.BLOCK_N, False, DTYPE, False,
     )  # fmt: skip
     scales = _load_scales(
         pages.k_cache + pages.k_scales, scale_blocks, start,
@@ -112,11 +125,13 @@ def _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.conste
 
 
 @triton.jit
-def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of a tile's values, and their scales, zeros beyond ``last``."""
+def load_values(  # type: ignore[no-untyped-def]
+    pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """The halves of a tile's values, or transposed ones, and their scales, zeros beyond ``last``."""
     even, odd = _load_halves(
         pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
-        shape.PAGE, shape.BLOCK_N, True, DTYPE,
+        shape.PAGE, shape.BLOCK_N, True, DTYPE, TRANSPOSED,
     )  # fmt: skip
     scales = _load_scales(
         pages.v_cache + pages.v_scales, scale_blocks, start,
@@ -139,6 +154,14 @@ def _score(q_even, q_odd, k_even, k_odd, k_scales, scoring):  # type: ignore[no-
 
 
 @triton.jit
+def scale_exponents(v_scales):  # type: ignore[no-untyped-def]
+    """Logarithms of the powers of two above scales of values, less HEADROOM, as float32."""
+    exponents = (v_scales.to(tl.int32, bitcast=True) >> 23) - 126
+    exponents = tl.minimum(tl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
+    return exponents.to(tl.float32)
+
+
+@triton.jit
 def _add_tile(  # type: ignore[no-untyped-def]
     scores, v_even, v_odd, v_scales, ones, row_max, row_sum, even, odd, scoring
 ):
@@ -149,9 +172,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
     much smaller.
     """
     factor = scoring.factor[:, None]
-    exponents = (v_scales.to(tl.int32, bitcast=True) >> 23) - 126
-    exponents = tl.minimum(tl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
-    logs = tl.fma(scores, factor, exponents.to(tl.float32)[None, :])
+    logs = tl.fma(scores, factor, scale_exponents(v_scales)[None, :])
     new_row_max = tl.maximum(row_max, tl.max(logs, 1))
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
@@ -185,66 +206,14 @@ def _empty(BLOCK_M: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _whole(even, odd):  # type: ignore[no-untyped-def]
+def whole(even, odd):  # type: ignore[no-untyped-def]
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 
 
 @triton.constexpr_function
-def _sum_dtype(dtype):  # type: ignore[no-untyped-def]
+def sum_dtype(dtype):  # type: ignore[no-untyped-def]
     """Dtype that weights are summed in; those of values with scales are of any size."""
     return tl.float32 if dtype == tl.float32 else tl.bfloat16
-
-
-@triton.jit
-def attend_e4m3_tiles(  # type: ignore[no-untyped-def]
-    q_even, q_odd, pages, blocks, begin, end, last, positions, scoring, splits, shape,
-    FOLD: tl.constexpr,
-):  # fmt: skip
-    """As :func:`.online_softmax.attend_tiles`, of the halves of queries and caches of planes."""
-    BLOCK_M: tl.constexpr = q_even.shape[0]
-    BLOCK_N: tl.constexpr = shape.BLOCK_N
-    HALF: tl.constexpr = shape.DV_PAD // 2
-    DTYPE: tl.constexpr = q_even.dtype
-    offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, _sum_dtype(DTYPE))
-    total_row_max, total_row_sum, total_even, total_odd = _empty(BLOCK_M, HALF)
-    row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
-    scale_blocks = _scale_blocks(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N):
-        k_even, k_odd, k_scales = _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
-        v_even, v_odd, v_scales = _load_values(
-            pages, blocks, scale_blocks, start, last, shape, DTYPE
-        )
-        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        scale_blocks = _scale_blocks(
-            pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
-        )
-        visible = (start + offsets)[None, :] <= positions[:, None]
-        if scoring.window is not None:
-            visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window
-        scores = _score(q_even, q_odd, k_even, k_odd, k_scales, scoring)
-        scores = tl.where(visible, scores, float("-inf"))
-        row_max, row_sum, even, odd = _add_tile(
-            scores, v_even, v_odd, v_scales, ones, row_max, row_sum, even, odd, scoring
-        )
-        end_of_tile = start + BLOCK_N
-        if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
-            if (
-                end_of_tile
-                & (
-                    tl.where(
-                        end_of_tile <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT
-                    )
-                    - 1
-                )
-                == 0
-            ):
-                total_row_max, total_row_sum, total_even, total_odd = _fold(
-                    total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
-                )
-                row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
-    total_acc = _whole(total_even, total_odd)
-    return total_row_max, total_row_sum, total_acc, row_max, row_sum, _whole(even, odd)
 
 
 @triton.jit
@@ -259,18 +228,18 @@ def attend_e4m3_tiles_fold_late(  # type: ignore[no-untyped-def]
     inf = float("inf")
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, _sum_dtype(DTYPE))
+    ones = tl.full((BLOCK_N, ONES), 1.0, sum_dtype(DTYPE))
     total_row_max, total_row_sum, total_even, total_odd = _empty(BLOCK_M, HALF)
     row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
     blocks = block_ids(pages.table, begin, last, shape.PAGE, BLOCK_N)
-    scale_blocks = _scale_blocks(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
+    scale_blocks = scale_blocks_of(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, last + 1, BLOCK_N):
-        k_even, k_odd, k_scales = _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
-        v_even, v_odd, v_scales = _load_values(
-            pages, blocks, scale_blocks, start, last, shape, DTYPE
+        k_even, k_odd, k_scales = load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
+        v_even, v_odd, v_scales = load_values(
+            pages, blocks, scale_blocks, start, last, shape, DTYPE, False
         )
         blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        scale_blocks = _scale_blocks(
+        scale_blocks = scale_blocks_of(
             pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
         )
         scores = _score(q_even, q_odd, k_even, k_odd, k_scales, scoring)
@@ -297,4 +266,4 @@ def attend_e4m3_tiles_fold_late(  # type: ignore[no-untyped-def]
     row_max, row_sum, even, odd = _fold(
         total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
     )
-    return row_max, row_sum, _whole(even, odd)
+    return row_max, row_sum, whole(even, odd)
