@@ -1,10 +1,10 @@
-"""The decode kernel's loop over tiles of e4m3 keys and values, which are left operands.
+"""The decode kernel's loop over tiles of e4m3 numbers: keys and values as left operands.
 
-A matrix instruction multiplies 16 lines on its left by 8 on its right. Decode has as many queries as
-a KV head has query heads, seldom more than 8: so keys ``[N, DK]`` times queries ``[DK, M]``, and
-values ``[DV, N]`` times weights ``[N, M]``, pad half as much as the prefill kernel's operands would
-and leave half as many scores to the softmax. All is transposed, and otherwise as in
-:mod:`.e4m3_tiles`, to the bit: each element is the same chain of products.
+A matrix instruction multiplies 16 lines on its left by 8 on its right, and decode seldom has more
+than 8 query heads a KV head: keys ``[N, DK]`` times queries ``[DK, M]``, and values ``[DV, N]``
+times weights ``[N, M]``, are half the instructions of the prefill kernel's form, and leave half as
+many scores to the softmax. States are transposed. All else is as in :mod:`.e4m3_tiles`, to the bit:
+each element is the same chain of products, whichever side its operands are on.
 """
 
 from __future__ import annotations
@@ -12,16 +12,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .e4m3_operands import halves_of_pairs
 from .e4m3_tiles import (
-    HEADROOM,
     load_keys,
-    load_values,
+    load_value_scales,
     scale_blocks_of,
     scale_exponents,
     sum_dtype,
     whole,
 )
 from .online_softmax import ONES, block_ids, capped
+
+
+@triton.jit
+def _load_values(pages, blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The halves ``[DV_PAD / 2, BLOCK_N]`` of a tile's values, zeros beyond ``last``.
+
+    Transposed where they are loaded: behind that, they would be exchanged through shared memory.
+    """
+    HALF: tl.constexpr = shape.DV_PAD // 2
+    WIDTH: tl.constexpr = shape.V_WIDTH // 2
+    dims = tl.arange(0, HALF)[:, None]
+    offsets = tl.arange(0, shape.BLOCK_N)
+    base = pages.v_cache.to(tl.pointer_type(tl.uint16))
+    base += blocks.to(tl.int64) * (shape.V_BLOCK // 2)
+    if shape.PAGE >= shape.BLOCK_N:
+        columns = base + (start & (shape.PAGE - 1)) * WIDTH + (offsets * WIDTH)[None, :]
+    else:  # the tile begins where a block begins
+        columns = base[None, :] + ((offsets & (shape.PAGE - 1)) * WIDTH)[None, :]
+    mask = (offsets <= last - start)[None, :]
+    if shape.DV < shape.DV_PAD:
+        mask &= dims < shape.DV // 2
+    even, odd = halves_of_pairs(tl.load(columns + dims, mask=mask, other=0))
+    return even.to(DTYPE), odd.to(DTYPE)
 
 
 @triton.jit
@@ -83,9 +106,8 @@ def attend_e4m3_tiles(  # type: ignore[no-untyped-def]
     scale_blocks = scale_blocks_of(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         k_even, k_odd, k_scales = load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
-        v_even, v_odd, v_scales = load_values(
-            pages, blocks, scale_blocks, start, last, shape, DTYPE, True
-        )
+        v_even, v_odd = _load_values(pages, blocks, start, last, shape, DTYPE)
+        v_scales = load_value_scales(pages, scale_blocks, start, last, shape)
         blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         scale_blocks = scale_blocks_of(
             pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N

@@ -62,26 +62,13 @@ def _load_halves(  # type: ignore[no-untyped-def]
     cache, blocks, start, last,
     D: tl.constexpr, D_PAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, ZEROED: tl.constexpr, DTYPE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """The halves ``[BLOCK_N, D_PAD / 2]`` of a tile in DTYPE, or transposed; arguments as of
+    """The halves ``[BLOCK_N, D_PAD / 2]`` of a tile in DTYPE; arguments as of
     :func:`.online_softmax.load_rows`."""
-    pairs_at = cache.to(tl.pointer_type(tl.uint16))
-    if TRANSPOSED:
-        dims = tl.arange(0, D_PAD // 2)[:, None]
-        offsets = tl.arange(0, BLOCK_N)
-        base = pairs_at + blocks.to(tl.int64) * (BLOCK // 2)
-        if PAGE >= BLOCK_N:
-            rows = base + (start & (PAGE - 1)) * (WIDTH // 2) + (offsets * (WIDTH // 2))[None, :]
-        else:  # the tile begins where a block begins
-            rows = base[None, :] + ((offsets & (PAGE - 1)) * (WIDTH // 2))[None, :]
-        mask = (offsets <= last - start)[None, :] & (dims < D // 2)
-        pairs = tl.load(rows + dims, mask=mask, other=0)
-    else:
-        pairs = load_rows(
-            pairs_at, blocks, start, last,
-            D // 2, D_PAD // 2, WIDTH // 2, BLOCK // 2, PAGE, BLOCK_N, ZEROED,
-        )  # fmt: skip
+    pairs = load_rows(
+        cache.to(tl.pointer_type(tl.uint16)), blocks, start, last,
+        D // 2, D_PAD // 2, WIDTH // 2, BLOCK // 2, PAGE, BLOCK_N, ZEROED,
+    )  # fmt: skip
     even, odd = halves_of_pairs(pairs)
     return even.to(DTYPE), odd.to(DTYPE)
 
@@ -115,7 +102,7 @@ def load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constex
     # Of unused slots, NaN perhaps: masked as scores.
     even, odd = _load_halves(
         pages.k_cache, blocks, start, last, shape.DK, shape.DK_PAD, shape.K_WIDTH, shape.K_BLOCK,
-        shape.PAGE, shape.BLOCK_N, False, DTYPE, False,
+        shape.PAGE, shape.BLOCK_N, False, DTYPE,
     )  # fmt: skip
     scales = _load_scales(
         pages.k_cache + pages.k_scales, scale_blocks, start,
@@ -125,21 +112,25 @@ def load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constex
 
 
 @triton.jit
-def load_values(  # type: ignore[no-untyped-def]
-    pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """The halves of a tile's values, or transposed ones, and their scales, zeros beyond ``last``."""
-    even, odd = _load_halves(
-        pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
-        shape.PAGE, shape.BLOCK_N, True, DTYPE, TRANSPOSED,
-    )  # fmt: skip
+def load_value_scales(pages, scale_blocks, start, last, shape):  # type: ignore[no-untyped-def]
+    """The scales of a tile's values, zeros beyond ``last``."""
     scales = _load_scales(
         pages.v_cache + pages.v_scales, scale_blocks, start,
         shape.V_BLOCK, shape.PAGE, shape.BLOCK_N,
     )  # fmt: skip
     # As the values, those have to be numbers.
     exists = tl.arange(0, shape.BLOCK_N) <= last - start
-    return even, odd, tl.where(exists, scales, 0.0)
+    return tl.where(exists, scales, 0.0)
+
+
+@triton.jit
+def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The halves of a tile's values, and their scales, zeros beyond ``last``."""
+    even, odd = _load_halves(
+        pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
+        shape.PAGE, shape.BLOCK_N, True, DTYPE,
+    )  # fmt: skip
+    return even, odd, load_value_scales(pages, scale_blocks, start, last, shape)
 
 
 @triton.jit
@@ -235,8 +226,8 @@ def attend_e4m3_tiles_fold_late(  # type: ignore[no-untyped-def]
     scale_blocks = scale_blocks_of(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, last + 1, BLOCK_N):
         k_even, k_odd, k_scales = load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
-        v_even, v_odd, v_scales = load_values(
-            pages, blocks, scale_blocks, start, last, shape, DTYPE, False
+        v_even, v_odd, v_scales = _load_values(
+            pages, blocks, scale_blocks, start, last, shape, DTYPE
         )
         blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
         scale_blocks = scale_blocks_of(
