@@ -38,7 +38,7 @@ from .decode_prologue import (
     prefetch_tile,
     store_new,
 )
-from .e4m3_decode import attend_e4m3_tiles
+from .e4m3_decode import attend_e4m3_tiles, num_lines
 from .e4m3_tiles import line_factors, scaled_queries
 from .online_softmax import (
     attend_tiles,
@@ -153,7 +153,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr = dot_precision(DTYPE)
     G: tl.constexpr = HQ // HKV
     GROUP: tl.constexpr = triton.next_power_of_2(G)
-    BLOCK_M: tl.constexpr = max(1024 // DK_PAD, GROUP) if IS_E4M3 else dot_size(G)
+    BLOCK_M: tl.constexpr = num_lines(GROUP, DK_PAD) if IS_E4M3 else dot_size(G)
     FOLD: tl.constexpr = (
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits

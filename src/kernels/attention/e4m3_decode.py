@@ -21,7 +21,17 @@ from .e4m3_tiles import (
     sum_dtype,
     whole,
 )
-from .online_softmax import ONES, block_ids, capped
+from .online_softmax import MIN_DOT, ONES, block_ids, capped
+
+
+_RIGHT = 8  # smallest right side of a matrix instruction
+
+
+@triton.constexpr_function
+def num_lines(GROUP, DK_PAD):  # type: ignore[no-untyped-def]
+    """Query heads of a KV head with padding. Of small heads more, for the rope prologue's threads
+    have 8 elements each (:func:`.decode_prologue.fits`)."""
+    return max(GROUP, _RIGHT if DK_PAD >= 128 else MIN_DOT)
 
 
 @triton.jit

@@ -290,7 +290,7 @@ def _decode(
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,
         TRIGGER=trigger,
-        num_warps=t.decode_warps,
+        num_warps=t.unsplit_warps if is_whole else t.decode_warps,
         num_stages=t.decode_stages,
         launch_pdl=overlap,
         **options,

@@ -28,9 +28,9 @@ class Tiling:
         block_n: keys per tile. near_split: keys per split up to position ``split_change``,
             far_split: beyond; multiples of block_n. These four decide the bits.
         decode_warps, decode_stages: of the decode kernel. decode_registers: those that a thread of
-            it may have, None for as many as the compiler likes; unsplit_registers: alike, where
-            each program reads a whole context and fuses no RoPE. With fewer, more programs share a
-            multiprocessor. Changes no bits.
+            it may have, None for as many as the compiler likes. unsplit_warps, unsplit_registers:
+            alike, where each program reads a whole context and fuses no RoPE. With fewer, more
+            programs share a multiprocessor. Changes no bits.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
@@ -59,6 +59,7 @@ class Tiling:
     prefill_warps: int
     prefill_stages: int
     decode_registers: int | None = None
+    unsplit_warps: int = 4
     unsplit_registers: int | None = None
     prefill_parts: int = 1
     near_split: int = 128
