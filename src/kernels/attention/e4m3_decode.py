@@ -23,7 +23,6 @@ from .e4m3_tiles import (
 )
 from .online_softmax import MIN_DOT, ONES, block_ids, capped
 
-
 _RIGHT = 8  # smallest right side of a matrix instruction
 
 
