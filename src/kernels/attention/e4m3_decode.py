@@ -27,10 +27,10 @@ _RIGHT = 8  # smallest right side of a matrix instruction
 
 
 @triton.constexpr_function
-def num_lines(GROUP, DK_PAD):  # type: ignore[no-untyped-def]
-    """Query heads of a KV head with padding. Of small heads more, for the rope prologue's threads
-    have 8 elements each (:func:`.decode_prologue.fits`)."""
-    return max(GROUP, _RIGHT if DK_PAD >= 128 else MIN_DOT)
+def num_lines(GROUP, DK_PAD, FUSE_ROPE):  # type: ignore[no-untyped-def]
+    """Query heads of a KV head with padding. Where RoPE is fused, more of small heads: threads then
+    have 8 elements each, as in the kernel of its own (:func:`.decode_prologue.fits`)."""
+    return max(GROUP, MIN_DOT if FUSE_ROPE and DK_PAD < 128 else _RIGHT)
 
 
 @triton.jit
