@@ -153,7 +153,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr = dot_precision(DTYPE)
     G: tl.constexpr = HQ // HKV
     GROUP: tl.constexpr = triton.next_power_of_2(G)
-    BLOCK_M: tl.constexpr = num_lines(GROUP, DK_PAD, FUSE_ROPE) if IS_E4M3 else dot_size(G)
+    FEW_LINES: tl.constexpr = IS_E4M3 or (FUSE_ROPE and QUANTIZE)  # see decode_prologue.fits
+    BLOCK_M: tl.constexpr = num_lines(GROUP, DK_PAD, FUSE_ROPE) if FEW_LINES else dot_size(G)
     FOLD: tl.constexpr = (
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits

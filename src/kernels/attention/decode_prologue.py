@@ -229,9 +229,9 @@ def fits(
       threads: neighbours that one thread loads at once (16 bytes, if the strides allow it and the
       tile has as many elements for each of its 128 threads), then lanes of a warp. The tile here
       has another height than that of :mod:`..fused.norm_rope_store`; with heads of few elements or
-      in models of few heads it may not be spread alike. Nor beside planes, if outputs are quantised
-      and a thread has more of the queries than those 16 bytes: it would store 16 outputs at once,
-      and load as many.
+      in models of few heads it may not be spread alike. Nor where outputs are quantised and a
+      thread has more of the queries than those 16 bytes: it would store 16 outputs at once, and
+      load as many.
     """
     _, num_heads, dim = query.shape
     padded = triton.next_power_of_2(dim)
@@ -244,8 +244,8 @@ def fits(
     group = triton.next_power_of_2(num_heads // key.shape[1])
     theirs = norm_rope_store.heads_at_once(max(num_heads, key.shape[1]), padded) * padded
     at_once = 16 // query.element_size()
-    lines = num_lines(group, padded, True) if are_planes else max(_KEYS, group)
-    if are_planes and quantizes and lines * padded > 128 * at_once:
+    lines = num_lines(group, padded, True) if are_planes or quantizes else max(_KEYS, group)
+    if quantizes and lines * padded > 128 * at_once:
         return False
     ours = (lines * padded, keys_at_once(are_planes, padded) * padded)
     return all(min(at_once, n // 128) == min(at_once, theirs // 128) for n in ours)
