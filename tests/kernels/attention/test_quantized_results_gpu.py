@@ -113,8 +113,7 @@ def test_of_norm_rotation_and_store(shape: Shape) -> None:
 @pytest.mark.parametrize("quantizes", [False, True])
 @pytest.mark.parametrize("is_e4m3", [False, True])
 def test_norms_add_up_their_squares_in_one_order(is_e4m3: bool, quantizes: bool) -> None:
-    """In one launch and in two, of so many numbers that another order would show: of some 10 million
-    (in another order about 3 of a million are other numbers)."""
+    """In one launch and in two. Of 10 million numbers, for another order changes 3 of a million."""
     shape = Shape(hq=32, hkv=8, dk=128, dv=128, dtype=BF16, is_e4m3=is_e4m3)
     case = Case(shape, [(n, 1) for n in range(64)], num_padding=0, device="cuda")
     backend = TritonBackend()
