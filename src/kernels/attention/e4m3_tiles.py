@@ -1,4 +1,4 @@
-"""Tiles of e4m3 keys and values: loads, scores, weighted sums and the loops over tiles.
+"""Tiles of e4m3 keys and values: loads, scores, weighted sums and the prefill kernel's loop.
 
 The steps are those of :mod:`.online_softmax` with scales: a key's multiplies its scores, a value's
 the weights. What else is of its own:
@@ -10,6 +10,8 @@ the weights. What else is of its own:
 - Tiles are loaded as pairs of numbers, of 16 bits, since matrix instructions' operands are made of
   those. A pair is taken apart in registers: elements 0, 2, 4, ... are one operand and 1, 3, 5, ...
   another, the *halves* of a vector. Scores are the sum over the even ones, then the odd ones.
+
+The decode kernel's loop is :mod:`.e4m3_decode`.
 """
 
 from __future__ import annotations
