@@ -17,6 +17,7 @@ from torch import Tensor
 from ..arguments import LatentKV
 from ..attention.online_softmax import LOG2E
 from ..device import Gpu
+from . import prefill_sm90
 from .decode import combine_kernel, latent_decode_kernel
 from .prefill import latent_prefill_kernel
 
@@ -147,15 +148,16 @@ def attention(
             BY_TOKEN=by_token,
             num_warps=4,
         )  # fmt: skip
-    if not by_token:
-        latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
-            query, kv.cache, out, *kv[1:], factor,
-            kv.block_tables.stride(0), num_tokens, num_rows,
-            **shared,
-            **tiles,
-            LINES=t.prefill_lines,
-            ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
-            num_warps=t.prefill_warps,
-            num_stages=t.num_stages,
-        )  # fmt: skip
+    if by_token or prefill_sm90.launch(query, kv, out, shared, factor, t.block_n):
+        return out
+    latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
+        query, kv.cache, out, *kv[1:], factor,
+        kv.block_tables.stride(0), num_tokens, num_rows,
+        **shared,
+        **tiles,
+        LINES=t.prefill_lines,
+        ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
+        num_warps=t.prefill_warps,
+        num_stages=t.num_stages,
+    )  # fmt: skip
     return out

@@ -1,0 +1,177 @@
+"""Warp-specialised prefill over latent vectors for Hopper (after FlashMLA, DeepSeek 2025).
+
+The arithmetic is that of :mod:`.prefill`, and so are the bits: the same tiles of vectors in the
+same order, the same matmuls, each one chain over k, and the same operations a line. What differs is
+that 64 lines share a tile, which is read from the L2 cache once for them, and how warps share the
+work:
+
+- a warpgroup multiplies queries with a tile and weighs it;
+- two warpgroups each sum half of the values with those weights (:mod:`.prefill_sm90_warpgroups`).
+  Their sums of a split take all registers they have. Those of the splits before it lie in memory,
+  in practice in the L2 cache, and are read and written where a split ends, each number by one
+  thread.
+
+Queries and a ring of tiles come through TMA (:mod:`.prefill_sm90_loads`). A fourth warpgroup that
+loads would leave too few registers: ptxas takes no instruction of 128 sums in a kernel of 512
+threads.
+
+Programs are as many as multiprocessors, and take tiles of lines in turns.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..arguments import LatentKV
+from ..attention.bundles import Splits
+from ..device import Gpu
+from .prefill_sm90_loads import LINES, STEP_N
+from .prefill_sm90_warpgroups import sum_values, weigh_vectors
+
+_SHARED_BYTES = 226 << 10  # but for barriers and maxima
+_PANEL_BYTES = 64 * 64 * 2
+
+
+@gluon.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=["table_stride", "num_tokens", "num_rows", "num_tiles", "num_turns"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+)
+def latent_prefill_kernel(
+    q_desc,  # [T * H, R + P], boxes [64, 64]
+    c_desc,  # [slots, R + P], boxes [min(PAGE, 64), 64]
+    out,
+    scratch,  # float32 [programs, R, 64]
+    starts, contexts, tables, factor, table_stride, num_tokens, num_rows, num_tiles, num_turns,
+    H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
+    NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
+    GROUP: gl.constexpr,  # panels of 64 elements that arrive together
+    SLOTS: gl.constexpr,  # of the ring
+):  # fmt: skip
+    """As :func:`.prefill.latent_prefill_kernel`, with tiles of 64 lines. Grid: any number of
+    programs, each with ``num_turns`` tiles at most."""
+    PANELS: gl.constexpr = R // 64 + 1
+    SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = c_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [PANELS, LINES, 64], OPERAND)
+    ring = gl.allocate_shared_memory(dtype, [SLOTS * PANELS, STEP_N, 64], OPERAND)
+    p_smem = gl.allocate_shared_memory(dtype, [LINES, STEP_N], OPERAND)
+    line_smem = gl.allocate_shared_memory(
+        gl.float32, [LINES], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    NUM_FULL: gl.constexpr = SLOTS * (PANELS // GROUP)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_FULL, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    p_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(NUM_FULL):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(p_full, count=1)
+    mbarrier.init(p_empty, count=2)
+    fence_async_shared()
+    bars = (full, empty, q_full, p_full, p_empty)
+    gl.warp_specialize(
+        [
+            (sum_values, (
+                0, c_desc, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, tables,
+                factor, table_stride, num_tokens, num_rows, num_tiles, num_turns, SPLITS, H, R,
+                PAGE, PANELS, GROUP, SLOTS,
+            )),
+            (sum_values, (
+                1, c_desc, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, tables,
+                factor, table_stride, num_tokens, num_rows, num_tiles, num_turns, SPLITS, H, R,
+                PAGE, PANELS, GROUP, SLOTS,
+            )),
+            (weigh_vectors, (
+                q_desc, q_smem, ring, p_smem, line_smem, bars, starts, contexts, factor, num_tokens,
+                num_rows, num_tiles, num_turns, SPLITS, H, PANELS, GROUP, SLOTS,
+            )),
+        ],
+        [4, 4],
+        [208, 88],  # registers of a thread; the first partition gets 208, too
+    )  # fmt: skip
+
+
+def fits(query: Tensor, cache: Tensor, shared: dict[str, Any], block_n: int) -> bool:
+    """Whether there is a kernel for this.
+
+    Args:
+        shared: the constants that all kernels are given. block_n: vectors of a tile.
+    """
+    rank, width = shared["R"], query.shape[2]
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == cache.dtype
+        and rank in (256, 512)
+        and rank < width <= rank + 64
+        and width % 8 == 0
+        and cache.shape[1] >= 16  # smaller blocks are more messages than a warp sends in time
+        and block_n == STEP_N.value
+        and cache.is_contiguous()
+        and query.data_ptr() % 16 == cache.data_ptr() % 16 == 0
+    )
+
+
+def constants_of(rank: int) -> dict[str, int]:
+    """The kernel's own constants."""
+    panels = rank // 64 + 1
+    num_free = _SHARED_BYTES // _PANEL_BYTES - panels - 1  # queries and weights
+    return {"GROUP": 3 if panels % 3 == 0 else panels, "SLOTS": num_free // panels}
+
+
+def descriptors(query: Tensor, cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of queries ``[T, H, R + P]`` and a cache ``[blocks, page, 1, R + P]``. Behind the end of a
+    row's last panel TMA reads zeros."""
+    width = query.shape[2]
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    of = []
+    for x, rows in ((query, LINES.value), (cache, min(cache.shape[1], STEP_N.value))):
+        sizes = [x.numel() // width, width]
+        of.append(TensorDescriptor(x, sizes, [width, 1], [rows, 64], layout))
+    return of[0], of[1]
+
+
+def launch(
+    query: Tensor, kv: LatentKV, out: Tensor, shared: dict[str, Any], factor: float, block_n: int
+) -> bool:
+    """Attention of all rows but those of one query, which are left alone; zeros for padding.
+
+    Args:
+        query: ``[T, H, R + P]``, contiguous, on a GPU. out: ``[T, H, R]``, contiguous.
+        shared: the constants that all kernels are given.
+
+    Returns:
+        Whether it was launched: False where it does not fit the GPU, the shapes or the model.
+    """
+    gpu = Gpu.of(query.device)
+    if not (gpu.has_prefetch and gpu.is_large and fits(query, kv.cache, shared, block_n)):
+        return False
+    (num_tokens, num_heads, _), num_rows = query.shape, len(kv.context_lens)
+    num_tiles = num_tokens * num_heads // LINES.value + num_rows + 2
+    num_programs = min(gpu.num_sms, num_tiles)
+    rank = shared["R"]
+    scratch = torch.empty(num_programs, rank, LINES.value, dtype=torch.float32, device=out.device)
+    q_desc, c_desc = descriptors(query, kv.cache)
+    latent_prefill_kernel[(num_programs,)](
+        q_desc, c_desc, out, scratch, *kv[1:], factor,
+        kv.block_tables.stride(0), num_tokens, num_rows, num_tiles, -(-num_tiles // num_programs),
+        PAGE=kv.cache.shape[1],
+        **shared,
+        **constants_of(rank),
+        num_warps=4,
+    )  # fmt: skip
+    return True
