@@ -5,15 +5,12 @@ same order, the same matmuls, each one chain over k, and the same operations a l
 that 64 lines share a tile, which is read from the L2 cache once for them, and how warps share the
 work:
 
+- one warp loads (:mod:`.prefill_sm90_loads`), through TMA, queries and a ring of tiles;
 - a warpgroup multiplies queries with a tile and weighs it;
 - two warpgroups each sum half of the values with those weights (:mod:`.prefill_sm90_warpgroups`).
   Their sums of a split take all registers they have. Those of the splits before it lie in memory,
   in practice in the L2 cache, and are read and written where a split ends, each number by one
   thread.
-
-Queries and a ring of tiles come through TMA (:mod:`.prefill_sm90_loads`). A fourth warpgroup that
-loads would leave too few registers: ptxas takes no instruction of 128 sums in a kernel of 512
-threads.
 
 Programs are as many as multiprocessors, and take tiles of lines in turns.
 """
@@ -33,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..arguments import LatentKV
 from ..attention.bundles import Splits
 from ..device import Gpu
-from .prefill_sm90_loads import LINES, STEP_N
+from .prefill_sm90_loads import LINES, STEP_N, produce
 from .prefill_sm90_warpgroups import sum_values, weigh_vectors
 
 _SHARED_BYTES = 226 << 10  # but for barriers and maxima
@@ -73,6 +70,7 @@ def latent_prefill_kernel(
     full = gl.allocate_shared_memory(gl.int64, [NUM_FULL, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     p_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     p_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(NUM_FULL):
@@ -80,29 +78,32 @@ def latent_prefill_kernel(
     for i in gl.static_range(SLOTS):
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
     mbarrier.init(p_full, count=1)
     mbarrier.init(p_empty, count=2)
     fence_async_shared()
-    bars = (full, empty, q_full, p_full, p_empty)
+    bars = (full, empty, q_full, q_empty, p_full, p_empty)
     gl.warp_specialize(
         [
             (sum_values, (
-                0, c_desc, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, tables,
-                factor, table_stride, num_tokens, num_rows, num_tiles, num_turns, SPLITS, H, R,
-                PAGE, PANELS, GROUP, SLOTS,
+                0, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, factor,
+                num_tokens, num_rows, num_tiles, num_turns, SPLITS, H, R, PANELS, SLOTS,
             )),
             (sum_values, (
-                1, c_desc, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, tables,
-                factor, table_stride, num_tokens, num_rows, num_tiles, num_turns, SPLITS, H, R,
-                PAGE, PANELS, GROUP, SLOTS,
+                1, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, factor,
+                num_tokens, num_rows, num_tiles, num_turns, SPLITS, H, R, PANELS, SLOTS,
             )),
             (weigh_vectors, (
-                q_desc, q_smem, ring, p_smem, line_smem, bars, starts, contexts, factor, num_tokens,
+                q_smem, ring, p_smem, line_smem, bars, starts, contexts, factor, num_tokens,
                 num_rows, num_tiles, num_turns, SPLITS, H, PANELS, GROUP, SLOTS,
             )),
+            (produce, (
+                q_desc, c_desc, starts, contexts, tables, table_stride, num_tokens, num_rows,
+                num_tiles, num_turns, q_smem, ring, bars, H, PAGE, PANELS, GROUP, SLOTS,
+            )),
         ],
-        [4, 4],
-        [208, 88],  # registers of a thread; the first partition gets 208, too
+        [4, 4, 1],
+        [200, 88, 24],  # registers of a thread; the first partition gets 200, too
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Loads of Hopper's latent prefill, and how programs share the tiles of lines.
+"""The loading warp of Hopper's latent prefill, and how programs share the tiles of lines.
 
 Queries of a tile of lines lie one behind another in memory, 64 rows of R + P elements; vectors come
 as parts of a block, up to 64 slots by 64 elements. Both through TMA. See :mod:`.prefill_sm90`.
@@ -70,8 +70,7 @@ def _slot_of(table, position, last, PAGE: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(desc, first_line, target, bar):
-    """Start loading the queries of 64 lines, all in panels of 64 elements."""
+def _load_queries(desc, first_line, target, bar):
     PANELS: gl.constexpr = target.shape[0]
     mbarrier.expect(bar, PANELS * (LINES * 64 * 2))
     for panel in gl.static_range(PANELS):
@@ -92,47 +91,59 @@ def _load_panels(desc, slot_id, ring, entry, bar, part: gl.constexpr, first, COU
 
 
 @gluon.jit
-def seek(
-    cursor, starts, contexts, tables, table_stride, num_tokens, num_rows, num_tiles, num_turns,
-    H: gl.constexpr, PAGE: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """The step behind ``cursor``, of the next tile if that was a tile's last: ``(turn, step, last,
-    row, slot)``, the slot of its first vector. Beyond the last tile the turn is ``num_turns``."""
-    turn, step, last, row, _ = cursor
-    step += 1
-    if step * STEP_N > last:
-        step = 0
-        found = False
-        while (turn < num_turns) & (found == 0):
-            turn += 1
-            row, begin, num_queries, first, start, last, attends, pads = tile_of(
-                turn, starts, contexts, num_tokens, num_rows, num_tiles, H, 4
-            )
-            found = attends & (turn < num_turns)
-    slot_id = 0
-    if turn < num_turns:
-        table = tables + row.to(gl.int64) * table_stride
-        slot_id = _slot_of(table, step * STEP_N, last, PAGE, ROWS)
-    return turn, step, last, row, slot_id
-
-
-@gluon.jit
-def load_step(
-    desc, cursor, tables, table_stride, ring, slot, full,
+def _load_step(
+    desc, table, start, last, ring, slot, bars, phase,
     PAGE: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Start loading the vectors at a cursor: ``PANELS`` of 64 elements each, of which ``GROUP``
-    have a barrier."""
+    """The vectors of the step at ``start`` into a slot of the ring, once it is empty."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     PARTS: gl.constexpr = STEP_N // ROWS
     GROUPS: gl.constexpr = PANELS // GROUP
-    _, step, last, row, slot_id = cursor
+    full, empty = bars[0], bars[1]
+    # Before the wait, beside which they arrive.
+    first = _slot_of(table, start, last, PAGE, ROWS)
+    if PARTS > 1:
+        second = _slot_of(table, start + ROWS, last, PAGE, ROWS)
+    if PARTS > 2:
+        third = _slot_of(table, start + 2 * ROWS, last, PAGE, ROWS)
+        fourth = _slot_of(table, start + 3 * ROWS, last, PAGE, ROWS)
+    mbarrier.wait(empty.index(slot), phase)
     for group in gl.static_range(GROUPS):
-        mbarrier.expect(full.index(slot * GROUPS + group), GROUP * (STEP_N * 64 * 2))
-    for part in gl.static_range(PARTS):
-        if part > 0:
+        bar = full.index(slot * GROUPS + group)
+        mbarrier.expect(bar, GROUP * (STEP_N * 64 * 2))
+        _load_panels(desc, first, ring, slot * PANELS, bar, 0, group * GROUP, GROUP)
+        if PARTS > 1:
+            _load_panels(desc, second, ring, slot * PANELS, bar, 1, group * GROUP, GROUP)
+        if PARTS > 2:
+            _load_panels(desc, third, ring, slot * PANELS, bar, 2, group * GROUP, GROUP)
+            _load_panels(desc, fourth, ring, slot * PANELS, bar, 3, group * GROUP, GROUP)
+
+
+@gluon.jit
+def produce(
+    q_desc, c_desc, starts, contexts, tables, table_stride, num_tokens, num_rows, num_tiles,
+    num_turns, q_smem, ring, bars,
+    H: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Queries of each tile, and its vectors step by step. ``PANELS`` of 64 elements make a vector,
+    and ``GROUP`` panels have a barrier."""
+    q_full, q_empty = bars[2], bars[3]
+    done = 0  # steps of all tiles
+    tiles = 0
+    for turn in range(num_turns):
+        row, begin, num_queries, first, start, last, attends, pads = tile_of(
+            turn, starts, contexts, num_tokens, num_rows, num_tiles, H, 1
+        )
+        if attends:
             table = tables + row.to(gl.int64) * table_stride
-            slot_id = _slot_of(table, step * STEP_N + part * ROWS, last, PAGE, ROWS)
-        for group in gl.static_range(GROUPS):
-            bar = full.index(slot * GROUPS + group)
-            _load_panels(desc, slot_id, ring, slot * PANELS, bar, part, group * GROUP, GROUP)
+            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
+            _load_queries(q_desc, begin * H + first, q_smem, q_full)
+            tiles += 1
+            for step in range(last // STEP_N + 1):
+                slot = done % SLOTS
+                phase = (done // SLOTS & 1) ^ 1
+                _load_step(
+                    c_desc, table, step * STEP_N, last, ring, slot, bars, phase, PAGE, PANELS, GROUP
+                )
+                done += 1

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..attention.prefill_sm90_softmax import times, weigh
-from .prefill_sm90_loads import LINES, STEP_N, load_queries, load_step, seek, tile_of
+from .prefill_sm90_loads import LINES, STEP_N, tile_of
 
 
 @gluon.jit
@@ -47,7 +47,7 @@ def _fold_sums(total, sums, a, b):
 
 @gluon.jit
 def weigh_vectors(
-    q_desc, q_smem, ring, p_smem, line_smem, bars, starts, contexts, factor, num_tokens, num_rows,
+    q_smem, ring, p_smem, line_smem, bars, starts, contexts, factor, num_tokens, num_rows,
     num_tiles, num_turns, splits,
     H: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def weigh_vectors(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_N, 16])
     MASS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     GROUPS: gl.constexpr = PANELS // GROUP
-    full, q_full, p_full, p_empty = bars[0], bars[2], bars[3], bars[4]
+    full, q_full, q_empty, p_full, p_empty = bars[0], bars[2], bars[3], bars[4], bars[5]
     dtype: gl.constexpr = ring.dtype
     ones = gl.full([STEP_N, 8], 1.0, dtype, gl.DotOperandLayout(1, MASS, 2))
     lines = gl.arange(0, LINES, gl.SliceLayout(1, S))
@@ -68,7 +68,6 @@ def weigh_vectors(
             turn, starts, contexts, num_tokens, num_rows, num_tiles, H, 4
         )
         if attends:
-            load_queries(q_desc, begin * H + first, q_smem, q_full)
             positions = gl.minimum(start + (first + lines) // H, last)
             whole = start + first // H  # up to here all lines see
             row_max = gl.full([LINES], float("-inf"), gl.float32, gl.SliceLayout(1, S))
@@ -108,6 +107,7 @@ def weigh_vectors(
                 )
                 row_sum = mma_v2(narrow, ones, times(row_sum, rescale))
                 done += 1
+            mbarrier.arrive(q_empty, count=1)
             total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
             total_row_sum = _fold_sums(total_row_sum, row_sum, a, b)
             mbarrier.wait(p_empty, ((done + tiles) & 1) ^ 1)
@@ -128,14 +128,14 @@ def _halves(sums):
 
 
 @gluon.jit
-def _pieces(sums):
-    """``sums [M, D]`` as pieces of 64 columns: what a thread folds at a time."""
-    left, right = _halves(sums)
-    if sums.shape[1] == 128:
+def _pieces(left, right):
+    """Two sums ``[M, N]`` side by side as pieces of 64 columns: what a thread folds at a time."""
+    if left.shape[1] == 64:
         return left, right
-    a, b = _halves(left)
-    c, d = _halves(right)
-    return a, b, c, d
+    else:  # noqa: RET505 (what is not compiled may have another type)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        return a, b, c, d
 
 
 @gluon.jit
@@ -168,39 +168,21 @@ def _folded(piece, scratch, has_total, a, b):
 @gluon.jit
 def sum_values(
     WARPGROUP: gl.constexpr,
-    c_desc, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, tables, factor,
-    table_stride, num_tokens, num_rows, num_tiles, num_turns, splits,
-    H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
-    GROUP: gl.constexpr, SLOTS: gl.constexpr,
+    ring, p_smem, line_smem, bars, out, scratch, starts, contexts, factor, num_tokens, num_rows,
+    num_tiles, num_turns, splits,
+    H: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """A half of the values, of all lines. Its threads keep the sums of a split; those of the splits
-    before it, which have no registers, lie in ``scratch``. The first warpgroup loads vectors, too:
-    into a slot as soon as both are done with it."""
-    D: gl.constexpr = R // 2
-    PIECES: gl.constexpr = D // 64
+    before it, which have no registers, lie in ``scratch``."""
+    D: gl.constexpr = R // 4  # values of an instruction: ptxas takes no 256 with so many threads
+    PIECES: gl.constexpr = 2 * D // 64
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LINE: gl.constexpr = gl.SliceLayout(1, A)
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PANEL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    full, empty, p_full, p_empty = bars[0], bars[1], bars[3], bars[4]
-    BOX: gl.constexpr = c_desc.block_type.shape[0]
+    empty, p_full, p_empty = bars[1], bars[4], bars[5]
     dtype: gl.constexpr = ring.dtype
-    scratch += (gl.program_id(0) * R + WARPGROUP * D) * LINES
-    if WARPGROUP == 0:
-        cursor = (-1, 0, -1, 0, 0)
-        cursor = seek(
-            cursor, starts, contexts, tables, table_stride, num_tokens, num_rows, num_tiles,
-            num_turns, H, PAGE, BOX,
-        )  # fmt: skip
-        for slot in range(SLOTS):
-            if cursor[0] < num_turns:
-                load_step(
-                    c_desc, cursor, tables, table_stride, ring, slot, full, PAGE, PANELS, GROUP
-                )
-                cursor = seek(
-                    cursor, starts, contexts, tables, table_stride, num_tokens, num_rows, num_tiles,
-                    num_turns, H, PAGE, BOX,
-                )  # fmt: skip
+    scratch += (gl.program_id(0) * R + WARPGROUP * (2 * D)) * LINES
     done = 0
     tiles = 0
     for turn in range(num_turns):
@@ -208,11 +190,12 @@ def sum_values(
             turn, starts, contexts, num_tokens, num_rows, num_tiles, H, 4
         )
         lines = first + gl.arange(0, LINES, gl.SliceLayout(1, PIECE))
-        dims = WARPGROUP * D + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
+        dims = WARPGROUP * (2 * D) + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
         is_line = (lines < num_queries * H)[:, None]
         target = out + ((begin * H + lines).to(gl.int64) * R)[:, None] + dims[None, :]
         if attends:
-            acc = gl.zeros([LINES, D], gl.float32, A)
+            left = gl.zeros([LINES, D], gl.float32, A)
+            right = left
             row_max = gl.full([LINES], float("-inf"), gl.float32, LINE)
             total_row_max = row_max
             has_total = False
@@ -224,7 +207,7 @@ def sum_values(
                 mbarrier.arrive(p_empty, count=1)
                 if _begins_split(step * STEP_N, splits):
                     total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
-                    pieces = _pieces(acc)
+                    pieces = _pieces(left, right)
                     for i in gl.static_range(PIECES):
                         total, places = _folded(
                             pieces[i], scratch + i * (64 * LINES), has_total, a, b
@@ -232,9 +215,10 @@ def sum_values(
                         gl.store(places, _by_thread(total), cache_modifier=".cg")
                     has_total = True
                     row_max = gl.full_like(row_max, float("-inf"))
-                    acc = gl.zeros_like(acc)
+                    left = gl.zeros_like(left)
+                    right = gl.zeros_like(right)
                 base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-                acc = times(acc, gl.exp2((row_max - base) * factor))
+                rescale = gl.exp2((row_max - base) * factor)
                 row_max = new_row_max
                 panel = slot * PANELS + WARPGROUP * PIECES
                 if step * STEP_N + (STEP_N - 1) > last:
@@ -245,28 +229,24 @@ def sum_values(
                         values = part.load(PANEL)
                         part.store(gl.where(exists[:, None], values, gl.zeros_like(values)))
                     fence_async_shared()
-                values = ring.index(panel)._reinterpret(dtype, [STEP_N, D], ring.layout)
-                acc = warpgroup_mma(weights, values, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
+                first_values = ring.index(panel)
+                second_values = ring.index(panel + PIECES // 2)
+                if D > 64:
+                    first_values = first_values._reinterpret(dtype, [STEP_N, D], ring.layout)
+                    second_values = second_values._reinterpret(dtype, [STEP_N, D], ring.layout)
+                left = times(left, rescale)
+                right = times(right, rescale)
+                left = warpgroup_mma(weights, first_values, left, is_async=True)
+                right = warpgroup_mma(weights, second_values, right, is_async=True)
+                left, right = warpgroup_mma_wait(0, deps=(left, right))
                 mbarrier.arrive(empty.index(slot), count=1)
-                if WARPGROUP == 0:
-                    if cursor[0] < num_turns:  # noqa: SIM102 (one is known when compiling)
-                        mbarrier.wait(empty.index(slot), done // SLOTS & 1)
-                        load_step(
-                            c_desc, cursor, tables, table_stride, ring, slot, full, PAGE, PANELS,
-                            GROUP,
-                        )  # fmt: skip
-                        cursor = seek(
-                            cursor, starts, contexts, tables, table_stride, num_tokens, num_rows,
-                            num_tiles, num_turns, H, PAGE, BOX,
-                        )  # fmt: skip
                 done += 1
             mbarrier.wait(p_full, (done + tiles) & 1)
             reciprocal = line_smem.load(LINE)
             mbarrier.arrive(p_empty, count=1)
             tiles += 1
             total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
-            pieces = _pieces(acc)
+            pieces = _pieces(left, right)
             for i in gl.static_range(PIECES):
                 total, _ = _folded(pieces[i], scratch + i * (64 * LINES), has_total, a, b)
                 result = times(total, reciprocal).to(dtype)
