@@ -125,6 +125,10 @@ def attention(
     num_workers = 1
     if is_split:
         num_workers = min(max_splits, triton.cdiv(t.num_programs, num_units * num_groups))
+    is_hopper = prefill_sm90.is_served(query, kv.cache, rank, t.block_n)
+    if is_hopper and not is_split and prefill_sm90.serves_singles(num_heads):
+        prefill_sm90.launch(query, kv, out, shared, factor, True)
+        return out
     # With whole contexts nothing is combined: these are empty, of the dtype they always have.
     shape = (num_units if is_split else 0, num_heads, max_splits)
     partial = torch.empty(*shape, rank, dtype=torch.float32, device=query.device)
@@ -148,7 +152,10 @@ def attention(
             BY_TOKEN=by_token,
             num_warps=4,
         )  # fmt: skip
-    if by_token or prefill_sm90.launch(query, kv, out, shared, factor, t.block_n):
+    if by_token:
+        return out
+    if is_hopper:
+        prefill_sm90.launch(query, kv, out, shared, factor, False)
         return out
     latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
         query, kv.cache, out, *kv[1:], factor,

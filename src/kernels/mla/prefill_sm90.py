@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..arguments import LatentKV
 from ..attention.bundles import Splits
 from ..device import Gpu
-from .prefill_sm90_loads import LINES, STEP_N, produce
+from .prefill_sm90_loads import LINES, STEP_N, Batch, produce
 from .prefill_sm90_warpgroups import sum_values, weigh_vectors
 
 _SHARED_BYTES = 226 << 10  # but for barriers and maxima
@@ -50,6 +50,7 @@ def latent_prefill_kernel(
     starts, contexts, tables, factor, table_stride, num_tokens, num_rows, num_tiles, num_turns,
     H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
     NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
+    SINGLES: gl.constexpr,  # whether rows of one query are served, too
     GROUP: gl.constexpr,  # panels of 64 elements that arrive together
     SLOTS: gl.constexpr,  # of the ring
 ):  # fmt: skip
@@ -83,23 +84,24 @@ def latent_prefill_kernel(
     mbarrier.init(p_empty, count=2)
     fence_async_shared()
     bars = (full, empty, q_full, q_empty, p_full, p_empty)
+    batch = Batch(starts, contexts, num_tokens, num_rows, num_tiles, num_turns)
     gl.warp_specialize(
         [
             (sum_values, (
-                0, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, factor,
-                num_tokens, num_rows, num_tiles, num_turns, SPLITS, H, R, PANELS, SLOTS,
+                0, ring, p_smem, line_smem, bars, batch, out, scratch, factor, SPLITS, H, SINGLES,
+                R, PANELS, SLOTS,
             )),
             (sum_values, (
-                1, ring, p_smem, line_smem, bars, out, scratch, starts, contexts, factor,
-                num_tokens, num_rows, num_tiles, num_turns, SPLITS, H, R, PANELS, SLOTS,
+                1, ring, p_smem, line_smem, bars, batch, out, scratch, factor, SPLITS, H, SINGLES,
+                R, PANELS, SLOTS,
             )),
             (weigh_vectors, (
-                q_smem, ring, p_smem, line_smem, bars, starts, contexts, factor, num_tokens,
-                num_rows, num_tiles, num_turns, SPLITS, H, PANELS, GROUP, SLOTS,
+                q_smem, ring, p_smem, line_smem, bars, batch, factor, SPLITS, H, SINGLES, PANELS,
+                GROUP, SLOTS,
             )),
             (produce, (
-                q_desc, c_desc, starts, contexts, tables, table_stride, num_tokens, num_rows,
-                num_tiles, num_turns, q_smem, ring, bars, H, PAGE, PANELS, GROUP, SLOTS,
+                q_desc, c_desc, batch, tables, table_stride, q_smem, ring, bars, H, SINGLES, PAGE,
+                PANELS, GROUP, SLOTS,
             )),
         ],
         [4, 4, 1],
@@ -107,13 +109,9 @@ def latent_prefill_kernel(
     )  # fmt: skip
 
 
-def fits(query: Tensor, cache: Tensor, shared: dict[str, Any], block_n: int) -> bool:
-    """Whether there is a kernel for this.
-
-    Args:
-        shared: the constants that all kernels are given. block_n: vectors of a tile.
-    """
-    rank, width = shared["R"], query.shape[2]
+def fits(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
+    """Whether there is a kernel for this. ``block_n``: vectors of a tile."""
+    width = query.shape[2]
     return (
         query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == cache.dtype
@@ -125,6 +123,17 @@ def fits(query: Tensor, cache: Tensor, shared: dict[str, Any], block_n: int) -> 
         and cache.is_contiguous()
         and query.data_ptr() % 16 == cache.data_ptr() % 16 == 0
     )
+
+
+def is_served(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
+    """:func:`fits`, and the GPU has what it takes."""
+    gpu = Gpu.of(query.device)
+    return gpu.has_prefetch and gpu.is_large and fits(query, cache, rank, block_n)
+
+
+def serves_singles(num_heads: int) -> bool:
+    """Whether rows of one query fill its tiles."""
+    return num_heads % LINES.value == 0
 
 
 def constants_of(rank: int) -> dict[str, int]:
@@ -147,23 +156,18 @@ def descriptors(query: Tensor, cache: Tensor) -> tuple[TensorDescriptor, TensorD
 
 
 def launch(
-    query: Tensor, kv: LatentKV, out: Tensor, shared: dict[str, Any], factor: float, block_n: int
-) -> bool:
-    """Attention of all rows but those of one query, which are left alone; zeros for padding.
+    query: Tensor, kv: LatentKV, out: Tensor, shared: dict[str, Any], factor: float, singles: bool
+) -> None:
+    """Attention of all rows that :func:`is_served`; zeros for padding.
 
     Args:
         query: ``[T, H, R + P]``, contiguous, on a GPU. out: ``[T, H, R]``, contiguous.
         shared: the constants that all kernels are given.
-
-    Returns:
-        Whether it was launched: False where it does not fit the GPU, the shapes or the model.
+        singles: whether rows of one query are served, too. Else they are left alone.
     """
-    gpu = Gpu.of(query.device)
-    if not (gpu.has_prefetch and gpu.is_large and fits(query, kv.cache, shared, block_n)):
-        return False
     (num_tokens, num_heads, _), num_rows = query.shape, len(kv.context_lens)
     num_tiles = num_tokens * num_heads // LINES.value + num_rows + 2
-    num_programs = min(gpu.num_sms, num_tiles)
+    num_programs = min(Gpu.of(query.device).num_sms, num_tiles)
     rank = shared["R"]
     scratch = torch.empty(num_programs, rank, LINES.value, dtype=torch.float32, device=out.device)
     q_desc, c_desc = descriptors(query, kv.cache)
@@ -171,8 +175,8 @@ def launch(
         q_desc, c_desc, out, scratch, *kv[1:], factor,
         kv.block_tables.stride(0), num_tokens, num_rows, num_tiles, -(-num_tiles // num_programs),
         PAGE=kv.cache.shape[1],
+        SINGLES=singles,
         **shared,
         **constants_of(rank),
         num_warps=4,
     )  # fmt: skip
-    return True

@@ -7,9 +7,44 @@ as parts of a block, up to 64 slots by 64 elements. Both through TMA. See :mod:`
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+class Batch(NamedTuple):
+    """The rows, as all kernels are given them, and tiles of lines."""
+
+    starts: Any
+    contexts: Any
+    num_tokens: Any
+    num_rows: Any
+    num_tiles: Any
+    num_turns: Any  # tiles of a program, at most
+
+
+class LineTile(NamedTuple):
+    """A tile of lines.
+
+    Attributes:
+        row: in the batch; behind the last one are the tokens of padding.
+        begin, num_queries: the row's first token, and how many it has.
+        first: the tile's first line in the row.
+        start, last: position of the row's first query, and the last that a line sees.
+        attends, pads: whether there is anything to compute, or zeros to write.
+    """
+
+    row: Any
+    begin: Any
+    num_queries: Any
+    first: Any
+    start: Any
+    last: Any
+    attends: Any
+    pads: Any
+
 
 LINES = gl.constexpr(64)  # of a tile: queries x heads
 STEP_N = gl.constexpr(64)  # vectors of a step, a tile of :mod:`.tiles`
@@ -29,36 +64,31 @@ def _row_of(starts, num_rows, tile, H: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(
-    turn, starts, contexts, num_tokens, num_rows, num_tiles, H: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-):  # fmt: skip
-    """A program's tile of its ``turn``: row, its first token, its queries, the tile's first line,
-    the position of the row's first query, the last position that a line sees, and whether there is
-    anything to compute. Beyond the last row are the tokens of padding.
-
-    Programs take turns there and back, for the tiles of a row become shorter.
-    """
+def tile_of(turn, batch, H: gl.constexpr, SINGLES: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The :class:`LineTile` that a program has in its ``turn``. Programs take turns there and back,
+    for the tiles of a row become shorter."""
     program = gl.program_id(0)
     num_programs = gl.num_programs(0)
     tile = turn * num_programs
     tile += gl.where(turn % 2 == 0, program, num_programs - 1 - program)
-    row = _row_of(starts, num_rows, tile, H, NUM_WARPS)
-    begin = gl.load(starts + row)
-    end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
-    end = gl.where(row < num_rows, end, num_tokens)
+    row = _row_of(batch.starts, batch.num_rows, tile, H, NUM_WARPS)
+    is_row = row < batch.num_rows
+    begin = gl.load(batch.starts + row)
+    end = gl.load(batch.starts + row + 1, mask=is_row, other=0)
+    end = gl.where(is_row, end, batch.num_tokens)
     num_queries = end - begin
     behind = tile - (begin * H // LINES + row)
     # The last tile first, which sees the most.
     first = ((num_queries * H + LINES - 1) // LINES - 1 - behind) * LINES
-    exists = (tile < num_tiles) & (first >= 0)
-    # Rows of one query are the decode kernel's.
-    attends = exists & (row < num_rows) & (num_queries != 1)
-    context = gl.load(contexts + row, mask=row < num_rows, other=0)
-    start = context - num_queries
+    exists = (tile < batch.num_tiles) & (first >= 0)
+    attends = exists & is_row
+    if not SINGLES:  # rows of one query are the decode kernel's
+        attends = attends & (num_queries != 1)
+    start = gl.load(batch.contexts + row, mask=is_row, other=0) - num_queries
     last = start + gl.minimum((first + LINES - 1) // H, num_queries - 1)
-    pads = exists & (row == num_rows)
-    return row, begin, num_queries, first, start, last, attends, pads
+    return LineTile(
+        row, begin, num_queries, first, start, last, attends, exists & (row == batch.num_rows)
+    )
 
 
 @gluon.jit
@@ -121,29 +151,27 @@ def _load_step(
 
 @gluon.jit
 def produce(
-    q_desc, c_desc, starts, contexts, tables, table_stride, num_tokens, num_rows, num_tiles,
-    num_turns, q_smem, ring, bars,
-    H: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
-    SLOTS: gl.constexpr,
+    q_desc, c_desc, batch, tables, table_stride, q_smem, ring, bars,
+    H: gl.constexpr, SINGLES: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
+    GROUP: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Queries of each tile, and its vectors step by step. ``PANELS`` of 64 elements make a vector,
     and ``GROUP`` panels have a barrier."""
     q_full, q_empty = bars[2], bars[3]
     done = 0  # steps of all tiles
     tiles = 0
-    for turn in range(num_turns):
-        row, begin, num_queries, first, start, last, attends, pads = tile_of(
-            turn, starts, contexts, num_tokens, num_rows, num_tiles, H, 1
-        )
-        if attends:
-            table = tables + row.to(gl.int64) * table_stride
+    for turn in range(batch.num_turns):
+        tile = tile_of(turn, batch, H, SINGLES, 1)
+        if tile.attends:
+            table = tables + tile.row.to(gl.int64) * table_stride
             mbarrier.wait(q_empty, (tiles & 1) ^ 1)
-            _load_queries(q_desc, begin * H + first, q_smem, q_full)
+            _load_queries(q_desc, tile.begin * H + tile.first, q_smem, q_full)
             tiles += 1
-            for step in range(last // STEP_N + 1):
+            for step in range(tile.last // STEP_N + 1):
                 slot = done % SLOTS
                 phase = (done // SLOTS & 1) ^ 1
                 _load_step(
-                    c_desc, table, step * STEP_N, last, ring, slot, bars, phase, PAGE, PANELS, GROUP
-                )
+                    c_desc, table, step * STEP_N, tile.last, ring, slot, bars, phase, PAGE, PANELS,
+                    GROUP,
+                )  # fmt: skip
                 done += 1

@@ -47,9 +47,9 @@ def _fold_sums(total, sums, a, b):
 
 @gluon.jit
 def weigh_vectors(
-    q_smem, ring, p_smem, line_smem, bars, starts, contexts, factor, num_tokens, num_rows,
-    num_tiles, num_turns, splits,
-    H: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr,
+    q_smem, ring, p_smem, line_smem, bars, batch, factor, splits,
+    H: gl.constexpr, SINGLES: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Hands on each step's weights in the model's dtype with the maxima so far, and behind the last
     step the reciprocals of the weights' sums."""
@@ -63,13 +63,12 @@ def weigh_vectors(
     offsets = gl.arange(0, STEP_N, gl.SliceLayout(0, S))
     done = 0
     tiles = 0
-    for turn in range(num_turns):
-        row, begin, num_queries, first, start, last, attends, pads = tile_of(
-            turn, starts, contexts, num_tokens, num_rows, num_tiles, H, 4
-        )
-        if attends:
-            positions = gl.minimum(start + (first + lines) // H, last)
-            whole = start + first // H  # up to here all lines see
+    for turn in range(batch.num_turns):
+        tile = tile_of(turn, batch, H, SINGLES, 4)
+        last = tile.last
+        if tile.attends:
+            positions = gl.minimum(tile.start + (tile.first + lines) // H, last)
+            whole = tile.start + tile.first // H  # up to here all lines see
             row_max = gl.full([LINES], float("-inf"), gl.float32, gl.SliceLayout(1, S))
             total_row_max = row_max
             row_sum = gl.zeros([LINES, 8], gl.float32, MASS)
@@ -168,9 +167,9 @@ def _folded(piece, scratch, has_total, a, b):
 @gluon.jit
 def sum_values(
     WARPGROUP: gl.constexpr,
-    ring, p_smem, line_smem, bars, out, scratch, starts, contexts, factor, num_tokens, num_rows,
-    num_tiles, num_turns, splits,
-    H: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr, SLOTS: gl.constexpr,
+    ring, p_smem, line_smem, bars, batch, out, scratch, factor, splits,
+    H: gl.constexpr, SINGLES: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """A half of the values, of all lines. Its threads keep the sums of a split; those of the splits
     before it, which have no registers, lie in ``scratch``."""
@@ -185,15 +184,14 @@ def sum_values(
     scratch += (gl.program_id(0) * R + WARPGROUP * (2 * D)) * LINES
     done = 0
     tiles = 0
-    for turn in range(num_turns):
-        row, begin, num_queries, first, start, last, attends, pads = tile_of(
-            turn, starts, contexts, num_tokens, num_rows, num_tiles, H, 4
-        )
-        lines = first + gl.arange(0, LINES, gl.SliceLayout(1, PIECE))
+    for turn in range(batch.num_turns):
+        tile = tile_of(turn, batch, H, SINGLES, 4)
+        last = tile.last
+        lines = tile.first + gl.arange(0, LINES, gl.SliceLayout(1, PIECE))
         dims = WARPGROUP * (2 * D) + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
-        is_line = (lines < num_queries * H)[:, None]
-        target = out + ((begin * H + lines).to(gl.int64) * R)[:, None] + dims[None, :]
-        if attends:
+        is_line = (lines < tile.num_queries * H)[:, None]
+        target = out + ((tile.begin * H + lines).to(gl.int64) * R)[:, None] + dims[None, :]
+        if tile.attends:
             left = gl.zeros([LINES, D], gl.float32, A)
             right = left
             row_max = gl.full([LINES], float("-inf"), gl.float32, LINE)
@@ -251,7 +249,7 @@ def sum_values(
                 total, _ = _folded(pieces[i], scratch + i * (64 * LINES), has_total, a, b)
                 result = times(total, reciprocal).to(dtype)
                 gl.store(target + i * 64, result, mask=is_line)
-        if pads:
+        if tile.pads:
             zeros = gl.zeros([LINES, 64], dtype, PIECE)
             for i in gl.static_range(PIECES):
                 gl.store(target + i * 64, zeros, mask=is_line)

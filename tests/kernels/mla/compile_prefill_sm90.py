@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pagespec.kernels.arguments import LatentKV
 from pagespec.kernels.mla import prefill_sm90
 from pagespec.kernels.mla.launch import choose_tiling
 from tests.kernels.attention.compile_prefill_sm90 import assemble
@@ -39,14 +38,13 @@ def shared_of(case: dict[str, Any], dtype: torch.dtype) -> tuple[dict[str, Any],
 
 
 def fits(case: dict[str, Any]) -> list[bool]:
-    """Whether there is a kernel, and whether it was launched, which it never is on a CPU."""
+    """Whether there is a kernel, and whether it is used, which it never is on a CPU."""
     query, cache = tensors(case)
     if case.get("transposed"):
         cache = cache.transpose(0, 1).contiguous().transpose(0, 1)
-    shared, block_n = shared_of(case, query.dtype)
-    kv = LatentKV(cache, torch.zeros(2), torch.zeros(1), torch.zeros(1, 1))
-    launched = prefill_sm90.launch(query, kv, torch.empty(0), shared, 0.1, block_n)
-    return [prefill_sm90.fits(query, cache, shared, block_n), launched]
+    _, block_n = shared_of(case, query.dtype)
+    given = (query, cache, case["rank"], block_n)
+    return [prefill_sm90.fits(*given), prefill_sm90.is_served(*given)]
 
 
 def build(case: dict[str, Any]) -> Any:
@@ -55,11 +53,12 @@ def build(case: dict[str, Any]) -> Any:
     query, cache = tensors(case)
     short = "fp16" if query.dtype == torch.float16 else "bf16"
     shared, _ = shared_of(case, query.dtype)
-    constants = shared | {"PAGE": case["page"]} | prefill_sm90.constants_of(case["rank"])
+    singles = {"SINGLES": prefill_sm90.serves_singles(case["heads"])}
+    constants = shared | {"PAGE": case["page"]} | singles | prefill_sm90.constants_of(case["rank"])
     found = zip(("q_desc", "c_desc"), prefill_sm90.descriptors(query, cache), strict=True)
     kinds = {
         **{name: f"tensordesc<{short}{d.block_shape},{d.layout!r}>" for name, d in found},
-        **{"out": f"*{short}", "scratch": "*fp32", "factor": "fp32"},
+        **dict(zip(("out", "scratch", "factor"), (f"*{short}", "*fp32", "fp32"), strict=True)),
         **dict.fromkeys(("starts", "contexts", "tables"), "*i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
