@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..arguments import LatentKV
 from ..attention.online_softmax import LOG2E
-from ..device import Gpu
-from . import prefill_sm90
+from ..device import Gpu, is_gluon_known
 from .decode import combine_kernel, latent_decode_kernel
 from .prefill import latent_prefill_kernel
 
@@ -125,10 +124,14 @@ def attention(
     num_workers = 1
     if is_split:
         num_workers = min(max_splits, triton.cdiv(t.num_programs, num_units * num_groups))
-    is_hopper = prefill_sm90.is_served(query, kv.cache, rank, t.block_n)
-    if is_hopper and not is_split and prefill_sm90.serves_singles(num_heads):
-        prefill_sm90.launch(query, kv, out, shared, factor, True)
-        return out
+    is_hopper = query.is_cuda and is_gluon_known()
+    if is_hopper:
+        from . import prefill_sm90
+
+        is_hopper = prefill_sm90.is_served(query, kv.cache, rank, t.block_n)
+        if is_hopper and not is_split and prefill_sm90.serves_singles(num_heads):
+            prefill_sm90.launch(query, kv, out, shared, factor, True)
+            return out
     # With whole contexts nothing is combined: these are empty, of the dtype they always have.
     shape = (num_units if is_split else 0, num_heads, max_splits)
     partial = torch.empty(*shape, rank, dtype=torch.float32, device=query.device)
