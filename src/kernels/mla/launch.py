@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..arguments import LatentKV
 from ..attention.online_softmax import LOG2E
-from ..device import Gpu, is_gluon_known
+from ..device import Gpu, has_dependent_launch, is_gluon_known
 from .decode import combine_kernel, latent_decode_kernel
 from .prefill import latent_prefill_kernel
 
@@ -136,6 +136,7 @@ def attention(
     shape = (num_units if is_split else 0, num_heads, max_splits)
     partial = torch.empty(*shape, rank, dtype=torch.float32, device=query.device)
     stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    overlap = has_dependent_launch(query.device)
     latent_decode_kernel[(num_groups * num_workers, num_units)](
         query, kv.cache, out, partial, stats, *kv[1:], factor,
         kv.block_tables.stride(0), num_rows, num_workers, max_splits,
@@ -144,8 +145,10 @@ def attention(
         LINES=t.decode_lines,
         BY_TOKEN=by_token,
         IS_SPLIT=is_split,
+        PDL=overlap,
         num_warps=t.decode_warps,
         num_stages=t.num_stages,
+        launch_pdl=overlap,
     )  # fmt: skip
     if is_split:
         combine_kernel[(num_heads, num_units)](
@@ -153,7 +156,9 @@ def attention(
             **shared,
             CHUNK=_COMBINE_CHUNK,
             BY_TOKEN=by_token,
+            PDL=overlap,
             num_warps=4,
+            launch_pdl=overlap,
         )  # fmt: skip
     if by_token:
         return out
