@@ -72,7 +72,9 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(2)
     base = weight + head.to(tl.int64) * W_HEAD
     if PDL:
-        _prefetch_weight(base, tl.program_id(1) * BLOCK_N, NUM_IN, NUM_OUT, W_IN, W_OUT, BLOCK_N)
+        if BLOCK_M == 16:  # few rows, whose time is that of the weight
+            first = tl.program_id(1) * BLOCK_N
+            _prefetch_weight(base, first, NUM_IN, NUM_OUT, W_IN, W_OUT, BLOCK_N)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     is_row = (rows < num_rows)[:, None]
@@ -133,13 +135,6 @@ def latent_query(
     return _launch(query, weight, tables)
 
 
-def _choose_tile(num_rows: int, is_wide: bool) -> tuple[int, int, int, int]:
-    """Rows and columns of a program, warps and stages, without influence on the result."""
-    if is_wide:
-        return 16, 32, 4, 3
-    return 16 if num_rows <= 32 else 64, 64, 4, 3
-
-
 def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
     num_rows, num_heads, width = x.shape
     _, num_in, num_out = weight.shape
@@ -150,7 +145,9 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
     if num_rows == 0:
         return out
     is_wide = x.dtype == torch.float32
-    block_m, block_n, warps, stages = _choose_tile(num_rows, is_wide)
+    # Without influence on the result.
+    block_m = 16 if num_rows <= 32 or is_wide else 64
+    block_n = 32 if is_wide else 64
     row_stride, head_stride, step = vector_strides(x)
     tiles = triton.cdiv(num_out, block_n) + bool(tail)
     cos, sin = (x, x) if tables is None else tables
@@ -172,8 +169,8 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
         BLOCK_K=32 if is_wide else 64,
         PRECISION="ieee" if is_wide else "tf32",
         PDL=overlap,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=4,
+        num_stages=3,
         enable_fp_fusion=tables is None,
         launch_pdl=overlap,
     )  # fmt: skip

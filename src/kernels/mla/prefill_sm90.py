@@ -12,7 +12,7 @@ work:
   in practice in the L2 cache, and are read and written where a split ends, each number by one
   thread.
 
-Programs are as many as multiprocessors, and take tiles of lines in turns.
+Programs are as many as multiprocessors, and claim tiles of lines by counting.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -39,7 +39,7 @@ _PANEL_BYTES = 64 * 64 * 2
 
 @gluon.jit(
     # What follows the batch must not make new versions of the kernel.
-    do_not_specialize=["table_stride", "num_tokens", "num_rows", "num_tiles", "num_turns"],
+    do_not_specialize=["table_stride", "num_tokens", "num_rows", "num_tiles"],
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
 )
 def latent_prefill_kernel(
@@ -47,7 +47,8 @@ def latent_prefill_kernel(
     c_desc,  # [slots, R + P], boxes [min(PAGE, 64), 64]
     out,
     scratch,  # float32 [programs, R, 64]
-    starts, contexts, tables, factor, table_stride, num_tokens, num_rows, num_tiles, num_turns,
+    counter,  # of tiles that programs claim beside their first: 0
+    starts, contexts, tables, factor, table_stride, num_tokens, num_rows, num_tiles,
     H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
     NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
     SINGLES: gl.constexpr,  # whether rows of one query are served, too
@@ -55,7 +56,7 @@ def latent_prefill_kernel(
     SLOTS: gl.constexpr,  # of the ring
 ):  # fmt: skip
     """As :func:`.prefill.latent_prefill_kernel`, with tiles of 64 lines. Grid: any number of
-    programs, each with ``num_turns`` tiles at most."""
+    programs."""
     PANELS: gl.constexpr = R // 64 + 1
     SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -67,6 +68,7 @@ def latent_prefill_kernel(
     line_smem = gl.allocate_shared_memory(
         gl.float32, [LINES], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
+    tile_smem = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     NUM_FULL: gl.constexpr = SLOTS * (PANELS // GROUP)
     full = gl.allocate_shared_memory(gl.int64, [NUM_FULL, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
@@ -74,6 +76,8 @@ def latent_prefill_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     p_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     p_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    t_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    t_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(NUM_FULL):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(SLOTS):
@@ -82,26 +86,28 @@ def latent_prefill_kernel(
     mbarrier.init(q_empty, count=1)
     mbarrier.init(p_full, count=1)
     mbarrier.init(p_empty, count=2)
+    mbarrier.init(t_full, count=1)
+    mbarrier.init(t_empty, count=3)
     fence_async_shared()
-    bars = (full, empty, q_full, q_empty, p_full, p_empty)
-    batch = Batch(starts, contexts, num_tokens, num_rows, num_tiles, num_turns)
+    bars = (full, empty, q_full, q_empty, p_full, p_empty, t_full, t_empty)
+    batch = Batch(starts, contexts, num_tokens, num_rows, num_tiles)
     gl.warp_specialize(
         [
             (sum_values, (
-                0, ring, p_smem, line_smem, bars, batch, out, scratch, factor, SPLITS, H, SINGLES,
-                R, PANELS, SLOTS,
+                0, ring, p_smem, line_smem, tile_smem, bars, batch, out, scratch, factor, SPLITS, H,
+                SINGLES, R, PANELS, SLOTS,
             )),
             (sum_values, (
-                1, ring, p_smem, line_smem, bars, batch, out, scratch, factor, SPLITS, H, SINGLES,
-                R, PANELS, SLOTS,
+                1, ring, p_smem, line_smem, tile_smem, bars, batch, out, scratch, factor, SPLITS, H,
+                SINGLES, R, PANELS, SLOTS,
             )),
             (weigh_vectors, (
-                q_smem, ring, p_smem, line_smem, bars, batch, factor, SPLITS, H, SINGLES, PANELS,
-                GROUP, SLOTS,
+                q_smem, ring, p_smem, line_smem, tile_smem, bars, batch, factor, SPLITS, H, SINGLES,
+                PANELS, GROUP, SLOTS,
             )),
             (produce, (
-                q_desc, c_desc, batch, tables, table_stride, q_smem, ring, bars, H, SINGLES, PAGE,
-                PANELS, GROUP, SLOTS,
+                q_desc, c_desc, batch, counter, tables, table_stride, q_smem, ring, tile_smem, bars,
+                H, SINGLES, PAGE, PANELS, GROUP, SLOTS,
             )),
         ],
         [4, 4, 1],
@@ -170,10 +176,11 @@ def launch(
     num_programs = min(Gpu.of(query.device).num_sms, num_tiles)
     rank = shared["R"]
     scratch = torch.empty(num_programs, rank, LINES.value, dtype=torch.float32, device=out.device)
+    counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     q_desc, c_desc = descriptors(query, kv.cache)
     latent_prefill_kernel[(num_programs,)](
-        q_desc, c_desc, out, scratch, *kv[1:], factor,
-        kv.block_tables.stride(0), num_tokens, num_rows, num_tiles, -(-num_tiles // num_programs),
+        q_desc, c_desc, out, scratch, counter, *kv[1:], factor,
+        kv.block_tables.stride(0), num_tokens, num_rows, num_tiles,
         PAGE=kv.cache.shape[1],
         SINGLES=singles,
         **shared,

@@ -1,4 +1,4 @@
-"""The loading warp of Hopper's latent prefill, and how programs share the tiles of lines.
+"""The loading warp of Hopper's latent prefill, and how programs claim tiles of lines.
 
 Queries of a tile of lines lie one behind another in memory, 64 rows of R + P elements; vectors come
 as parts of a block, up to 64 slots by 64 elements. Both through TMA. See :mod:`.prefill_sm90`.
@@ -22,7 +22,6 @@ class Batch(NamedTuple):
     num_tokens: Any
     num_rows: Any
     num_tiles: Any
-    num_turns: Any  # tiles of a program, at most
 
 
 class LineTile(NamedTuple):
@@ -64,13 +63,8 @@ def _row_of(starts, num_rows, tile, H: gl.constexpr, NUM_WARPS: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(turn, batch, H: gl.constexpr, SINGLES: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """The :class:`LineTile` that a program has in its ``turn``. Programs take turns there and back,
-    for the tiles of a row become shorter."""
-    program = gl.program_id(0)
-    num_programs = gl.num_programs(0)
-    tile = turn * num_programs
-    tile += gl.where(turn % 2 == 0, program, num_programs - 1 - program)
+def tile_of(tile, batch, H: gl.constexpr, SINGLES: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """The :class:`LineTile` of a number below ``num_tiles``."""
     row = _row_of(batch.starts, batch.num_rows, tile, H, NUM_WARPS)
     is_row = row < batch.num_rows
     begin = gl.load(batch.starts + row)
@@ -80,7 +74,7 @@ def tile_of(turn, batch, H: gl.constexpr, SINGLES: gl.constexpr, NUM_WARPS: gl.c
     behind = tile - (begin * H // LINES + row)
     # The last tile first, which sees the most.
     first = ((num_queries * H + LINES - 1) // LINES - 1 - behind) * LINES
-    exists = (tile < batch.num_tiles) & (first >= 0)
+    exists = first >= 0
     attends = exists & is_row
     if not SINGLES:  # rows of one query are the decode kernel's
         attends = attends & (num_queries != 1)
@@ -150,18 +144,53 @@ def _load_step(
 
 
 @gluon.jit
+def _claim(counter):
+    """How many tiles were claimed before this one."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, 32, LAYOUT)
+    ones = gl.full([32], 1, gl.int32, LAYOUT)
+    before = gl.atomic_add(counter + lanes, ones, mask=lanes == 0, sem="relaxed")
+    return gl.sum(gl.where(lanes == 0, before, 0), 0)
+
+
+@gluon.jit
+def _hand_on(tile, tile_smem, bars, count):
+    """Hand a tile's number, the ``count``-th, to the warpgroups, once they have the one before."""
+    t_full, t_empty = bars[6], bars[7]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(t_empty, (count & 1) ^ 1)
+    tile_smem.store(gl.full([32], 0, gl.int32, LAYOUT) + tile)
+    mbarrier.arrive(t_full, count=1)
+
+
+@gluon.jit
+def next_tile(tile_smem, bars, count):
+    """The ``count``-th number that :func:`produce` hands on; ``num_tiles`` behind the last."""
+    t_full, t_empty = bars[6], bars[7]
+    mbarrier.wait(t_full, count & 1)
+    numbers = tile_smem.load(gl.BlockedLayout([1], [32], [4], [0]))
+    mbarrier.arrive(t_empty, count=1)
+    return gl.max(numbers, 0)
+
+
+@gluon.jit
 def produce(
-    q_desc, c_desc, batch, tables, table_stride, q_smem, ring, bars,
+    q_desc, c_desc, batch, counter, tables, table_stride, q_smem, ring, tile_smem, bars,
     H: gl.constexpr, SINGLES: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr,
     GROUP: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Queries of each tile, and its vectors step by step. ``PANELS`` of 64 elements make a vector,
-    and ``GROUP`` panels have a barrier."""
+    """Claims tiles, and loads the queries of each and its vectors step by step. ``PANELS`` of 64
+    elements make a vector, and ``GROUP`` panels have a barrier."""
     q_full, q_empty = bars[2], bars[3]
     done = 0  # steps of all tiles
     tiles = 0
-    for turn in range(batch.num_turns):
-        tile = tile_of(turn, batch, H, SINGLES, 1)
+    count = 0
+    number = gl.program_id(0)
+    while number < batch.num_tiles:
+        tile = tile_of(number, batch, H, SINGLES, 1)
+        if tile.attends | tile.pads:
+            _hand_on(number, tile_smem, bars, count)
+            count += 1
         if tile.attends:
             table = tables + tile.row.to(gl.int64) * table_stride
             mbarrier.wait(q_empty, (tiles & 1) ^ 1)
@@ -175,3 +204,5 @@ def produce(
                     GROUP,
                 )  # fmt: skip
                 done += 1
+        number = gl.num_programs(0) + _claim(counter)
+    _hand_on(batch.num_tiles, tile_smem, bars, count)

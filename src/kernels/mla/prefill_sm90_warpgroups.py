@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..attention.prefill_sm90_softmax import times, weigh
-from .prefill_sm90_loads import LINES, STEP_N, tile_of
+from .prefill_sm90_loads import LINES, STEP_N, next_tile, tile_of
 
 
 @gluon.jit
@@ -47,7 +47,7 @@ def _fold_sums(total, sums, a, b):
 
 @gluon.jit
 def weigh_vectors(
-    q_smem, ring, p_smem, line_smem, bars, batch, factor, splits,
+    q_smem, ring, p_smem, line_smem, tile_smem, bars, batch, factor, splits,
     H: gl.constexpr, SINGLES: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -63,8 +63,10 @@ def weigh_vectors(
     offsets = gl.arange(0, STEP_N, gl.SliceLayout(0, S))
     done = 0
     tiles = 0
-    for turn in range(batch.num_turns):
-        tile = tile_of(turn, batch, H, SINGLES, 4)
+    count = 0
+    number = next_tile(tile_smem, bars, count)
+    while number < batch.num_tiles:
+        tile = tile_of(number, batch, H, SINGLES, 4)
         last = tile.last
         if tile.attends:
             positions = gl.minimum(tile.start + (tile.first + lines) // H, last)
@@ -113,6 +115,8 @@ def weigh_vectors(
             line_smem.store(1.0 / gl.max(total_row_sum, 1))
             mbarrier.arrive(p_full, count=1)
             tiles += 1
+        count += 1
+        number = next_tile(tile_smem, bars, count)
 
 
 @gluon.jit
@@ -167,7 +171,7 @@ def _folded(piece, scratch, has_total, a, b):
 @gluon.jit
 def sum_values(
     WARPGROUP: gl.constexpr,
-    ring, p_smem, line_smem, bars, batch, out, scratch, factor, splits,
+    ring, p_smem, line_smem, tile_smem, bars, batch, out, scratch, factor, splits,
     H: gl.constexpr, SINGLES: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
@@ -184,8 +188,10 @@ def sum_values(
     scratch += (gl.program_id(0) * R + WARPGROUP * (2 * D)) * LINES
     done = 0
     tiles = 0
-    for turn in range(batch.num_turns):
-        tile = tile_of(turn, batch, H, SINGLES, 4)
+    count = 0
+    number = next_tile(tile_smem, bars, count)
+    while number < batch.num_tiles:
+        tile = tile_of(number, batch, H, SINGLES, 4)
         last = tile.last
         lines = tile.first + gl.arange(0, LINES, gl.SliceLayout(1, PIECE))
         dims = WARPGROUP * (2 * D) + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
@@ -253,3 +259,5 @@ def sum_values(
             zeros = gl.zeros([LINES, 64], dtype, PIECE)
             for i in gl.static_range(PIECES):
                 gl.store(target + i * 64, zeros, mask=is_line)
+        count += 1
+        number = next_tile(tile_smem, bars, count)

@@ -59,14 +59,14 @@ def build(case: dict[str, Any]) -> Any:
     kinds = {
         **{name: f"tensordesc<{short}{d.block_shape},{d.layout!r}>" for name, d in found},
         **dict(zip(("out", "scratch", "factor"), (f"*{short}", "*fp32", "fp32"), strict=True)),
-        **dict.fromkeys(("starts", "contexts", "tables"), "*i32"),
+        **dict.fromkeys(("counter", "starts", "contexts", "tables"), "*i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
     source = GluonASTSource(
         kernel,
         {name: kinds.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "scratch")},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "scratch", "counter")},
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
