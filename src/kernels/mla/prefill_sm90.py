@@ -8,9 +8,9 @@ work:
 - one warp loads (:mod:`.prefill_sm90_loads`), through TMA, queries and a ring of tiles;
 - a warpgroup multiplies queries with a tile and weighs it;
 - two warpgroups each sum half of the values with those weights (:mod:`.prefill_sm90_warpgroups`).
-  Their sums of a split take all registers they have. Those of the splits before it lie in memory,
-  in practice in the L2 cache, and are read and written where a split ends, each number by one
-  thread.
+  With 512 values, their sums of a split take all registers they have. Those of the splits before it
+  lie in memory, in practice in the L2 cache, and are read and written where a split ends, each
+  number by one thread.
 
 Programs are as many as multiprocessors, and claim tiles of lines by counting.
 """
@@ -31,7 +31,7 @@ from ..arguments import LatentKV
 from ..attention.bundles import Splits
 from ..device import Gpu
 from .prefill_sm90_loads import LINES, STEP_N, Batch, produce
-from .prefill_sm90_warpgroups import sum_values, weigh_vectors
+from .prefill_sm90_warpgroups import needs_scratch, sum_values, weigh_vectors
 
 _SHARED_BYTES = 226 << 10  # but for barriers and maxima
 _PANEL_BYTES = 64 * 64 * 2
@@ -46,7 +46,7 @@ def latent_prefill_kernel(
     q_desc,  # [T * H, R + P], boxes [64, 64]
     c_desc,  # [slots, R + P], boxes [min(PAGE, 64), 64]
     out,
-    scratch,  # float32 [programs, R, 64]
+    scratch,  # float32 [programs, R * 64], if needed
     counter,  # of tiles that programs claim beside their first: 0
     starts, contexts, tables, factor, table_stride, num_tokens, num_rows, num_tiles,
     H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
@@ -175,7 +175,8 @@ def launch(
     num_tiles = num_tokens * num_heads // LINES.value + num_rows + 2
     num_programs = min(Gpu.of(query.device).num_sms, num_tiles)
     rank = shared["R"]
-    scratch = torch.empty(num_programs, rank, LINES.value, dtype=torch.float32, device=out.device)
+    num_sums = rank * LINES.value if needs_scratch(rank) else 0
+    scratch = torch.empty(num_programs, num_sums, dtype=torch.float32, device=out.device)
     counter = torch.zeros(1, dtype=torch.int32, device=out.device)
     q_desc, c_desc = descriptors(query, kv.cache)
     latent_prefill_kernel[(num_programs,)](

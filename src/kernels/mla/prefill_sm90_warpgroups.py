@@ -21,6 +21,12 @@ from ..attention.prefill_sm90_softmax import times, weigh
 from .prefill_sm90_loads import LINES, STEP_N, next_tile, tile_of
 
 
+@gluon.constexpr_function
+def needs_scratch(R):
+    """Whether a warpgroup's registers do not hold its half of the values twice."""
+    return R > 256
+
+
 @gluon.jit
 def _begins_split(start, splits):
     """Whether the tile at ``start``, not the first, begins a split."""
@@ -176,9 +182,10 @@ def sum_values(
     SLOTS: gl.constexpr,
 ):  # fmt: skip
     """A half of the values, of all lines. Its threads keep the sums of a split; those of the splits
-    before it, which have no registers, lie in ``scratch``."""
+    before it lie in ``scratch`` where they have no registers."""
     D: gl.constexpr = R // 4  # values of an instruction: ptxas takes no 256 with so many threads
     PIECES: gl.constexpr = 2 * D // 64
+    HAS_SCRATCH: gl.constexpr = needs_scratch(R)
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LINE: gl.constexpr = gl.SliceLayout(1, A)
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -203,6 +210,8 @@ def sum_values(
             row_max = gl.full([LINES], float("-inf"), gl.float32, LINE)
             total_row_max = row_max
             has_total = False
+            total_left = left  # used where they have registers
+            total_right = left
             for step in range(last // STEP_N + 1):
                 slot = done % SLOTS
                 mbarrier.wait(p_full, (done + tiles) & 1)
@@ -211,13 +220,17 @@ def sum_values(
                 mbarrier.arrive(p_empty, count=1)
                 if _begins_split(step * STEP_N, splits):
                     total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
-                    pieces = _pieces(left, right)
-                    for i in gl.static_range(PIECES):
-                        total, places = _folded(
-                            pieces[i], scratch + i * (64 * LINES), has_total, a, b
-                        )
-                        gl.store(places, _by_thread(total), cache_modifier=".cg")
-                    has_total = True
+                    if HAS_SCRATCH:
+                        pieces = _pieces(left, right)
+                        for i in gl.static_range(PIECES):
+                            total, places = _folded(
+                                pieces[i], scratch + i * (64 * LINES), has_total, a, b
+                            )
+                            gl.store(places, _by_thread(total), cache_modifier=".cg")
+                        has_total = True
+                    else:
+                        total_left = _fold_sums(total_left, left, a, b)
+                        total_right = _fold_sums(total_right, right, a, b)
                     row_max = gl.full_like(row_max, float("-inf"))
                     left = gl.zeros_like(left)
                     right = gl.zeros_like(right)
@@ -250,11 +263,15 @@ def sum_values(
             mbarrier.arrive(p_empty, count=1)
             tiles += 1
             total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+            if not HAS_SCRATCH:
+                left = _fold_sums(total_left, left, a, b)
+                right = _fold_sums(total_right, right, a, b)
             pieces = _pieces(left, right)
             for i in gl.static_range(PIECES):
-                total, _ = _folded(pieces[i], scratch + i * (64 * LINES), has_total, a, b)
-                result = times(total, reciprocal).to(dtype)
-                gl.store(target + i * 64, result, mask=is_line)
+                total = pieces[i]
+                if HAS_SCRATCH:
+                    total, _ = _folded(total, scratch + i * (64 * LINES), has_total, a, b)
+                gl.store(target + i * 64, times(total, reciprocal).to(dtype), mask=is_line)
         if tile.pads:
             zeros = gl.zeros([LINES, 64], dtype, PIECE)
             for i in gl.static_range(PIECES):
