@@ -176,8 +176,9 @@ def kernels(heads: Sequence[int], decode: Sequence[tuple[int, int]]) -> None:
             took, other = latent_seconds(rows, num_heads), expanded_seconds(rows, num_heads)
             flops = [2 * rows.pairs * num_heads * n for n in (WIDTH + RANK, NOPE + ROPE + VALUE)]
             print(
-                f"{num_heads:4} prefill {num_rows} x {num_new} of {context}: latent {took * 1e3:.2f} ms "
-                f"{flops[0] / took / 1e12:.0f} TFLOP/s, expanded {other * 1e3:.2f} ms "
+                f"{num_heads:4} prefill {num_rows} x {num_new} of {context}: "
+                f"latent {took * 1e3:.2f} ms {flops[0] / took / 1e12:.0f} TFLOP/s, "
+                f"expanded {other * 1e3:.2f} ms "
                 f"{flops[1] / other / 1e12:.0f} TFLOP/s; matmuls of heads "
                 f"{heads_seconds(rows.num_tokens, num_heads) * 1e3:.2f} ms",
                 flush=True,
