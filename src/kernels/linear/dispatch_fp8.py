@@ -16,7 +16,7 @@ from ..fused import quantize_rows as rows_of
 from ..fused.e4m3_groups import QuantizedRows
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
-from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile
+from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile, gates_in_store
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -48,11 +48,16 @@ def _multiply(
     has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
     tile = None
     if bias is None and dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
-        tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
+        card = Gpu.of(values.device)
+        tile = choose_sm90_tile(
+            num_rows, num_outs, k_size, card, has_blocks=_has_blocks(values, scales)
+        )
     if tile is not None:
         # Gluon is not in every Triton; the card says whether it is.
-        from . import matmul_fp8_sm90
+        from . import matmul_fp8_sm90, matmul_fp8_sm90_wide_launch
 
+        if isinstance(tile, matmul_fp8_sm90_wide_launch.WideTile):
+            return matmul_fp8_sm90_wide_launch.matmul_wide(rows, values, scales, tile=tile)
         return matmul_fp8_sm90.matmul(rows, values, scales, shared=shared, tile=tile)
     of_any = choose_fp8_tile(num_rows, num_outs)
     return matmul(rows, values, scales, bias, dtype, shared=shared, tile=of_any)
@@ -114,3 +119,56 @@ def act_linear(
 ) -> Tensor:
     """:func:`linear` of :func:`.dispatch.act_mul`, whose arguments come first."""
     return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)
+
+
+def mlp(
+    x: Tensor, gate_up: Tensor, gate_up_scales: Tensor,
+    values: Tensor, scales: Tensor, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """:func:`act_linear` of the halves of :func:`linear` with the weight ``gate_up``, of silu."""
+    rows = rows_of.quantize_rows(x)
+    return multiply(_gated(rows, x.dtype, gate_up, gate_up_scales), x, values, scales, bias)
+
+
+def norm_mlp(
+    x: Tensor, weight: Tensor, eps: float, form: str, gate_up: Tensor, gate_up_scales: Tensor,
+    values: Tensor, scales: Tensor, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """:func:`mlp` of :func:`.dispatch.rms_norm`, whose arguments come first."""
+    rows, _ = rows_of.rms_norm_quantize(x, None, weight, eps, form)
+    return multiply(_gated(rows, x.dtype, gate_up, gate_up_scales), x, values, scales, bias)
+
+
+def add_norm_mlp(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: str,
+    gate_up: Tensor, gate_up_scales: Tensor,
+    values: Tensor, scales: Tensor, bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(:func:`mlp` of the first result of :func:`.dispatch.add_rms_norm`, its second)."""
+    rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
+    gated = _gated(rows, x.dtype, gate_up, gate_up_scales)
+    return multiply(gated, x, values, scales, bias), hidden
+
+
+def _has_blocks(values: Tensor, scales: Tensor) -> bool:
+    """Whether scales are of blocks of 128 x 128, and not, as those of one group, of outputs."""
+    (num_outs, k_size), shape = values.shape, scales.shape
+    return k_size > BLOCK and shape == (num_outs / BLOCK, k_size / BLOCK)
+
+
+def _gated(
+    rows: QuantizedRows, dtype: torch.dtype, values: Tensor, scales: Tensor
+) -> QuantizedRows:
+    """``silu(gate) * up`` of the halves of a matmul, quantised: where it stores, if rows are many,
+    else by a kernel of its own, with the same bits."""
+    num_outs, k_size = values.shape
+    has_blocks = _has_blocks(values, scales)
+    is_wide = dtype == torch.bfloat16 and has_blocks
+    if is_wide and gates_in_store(len(rows.values), num_outs, k_size, Gpu.of(values.device)):
+        # Gluon is not in every Triton; the card says whether it is.
+        from . import matmul_fp8_sm90_wide_launch
+
+        return matmul_fp8_sm90_wide_launch.gated_matmul(rows, values, scales)
+    out = _multiply(rows, dtype, values, scales, None)
+    gate, up = out.chunk(2, -1)
+    return rows_of.act_mul_quantize(gate, up, "silu")

@@ -23,9 +23,15 @@ from pagespec.kernels.linear.matmul_fp8_sm90_launch import (
     plan_launch,
 )
 from pagespec.kernels.linear.matmul_fp8_sm90_many import many_rows_kernel
+from pagespec.kernels.linear.matmul_fp8_sm90_wide import wide_rows_kernel
+from pagespec.kernels.linear.matmul_fp8_sm90_wide_launch import (
+    NUM_WARPS,
+    WideTile,
+    plan_wide_launch,
+)
 from tests.support.assembled import assembled
 
-_POINTERS = ("x_scales", "w_scales", "out", "x", "weight")
+_POINTERS = ("x_scales", "w_scales", "out", "out_scales", "x", "weight")
 
 
 def described(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, Any]:
@@ -90,6 +96,20 @@ def in_gluon(
     return described(source, launch.num_warps)
 
 
+def in_wide_tiles(outs: int, k_size: int, has_gate: bool) -> dict[str, Any]:
+    launch = plan_wide_launch(outs, k_size, has_gate, True, WideTile())
+    kinds = {"x_scales": "*fp32", "w_scales": "*fp32", "out_scales": "*fp32", "num_rows": "i32"}
+    for name, box, layout in (
+        ("x_desc", launch.x_box, launch.x_layout),
+        ("w_desc", launch.weight_box, launch.weight_layout),
+        ("out_desc", launch.out_box, launch.out_layout),
+    ):
+        dtype = "bf16" if name == "out_desc" and not has_gate else "fp8e4nv"
+        kinds[name] = f"tensordesc<{dtype}{box},{layout!r}>"
+    source = source_of(GluonASTSource, wide_rows_kernel, kinds, launch.constants)
+    return described(source, NUM_WARPS)
+
+
 def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "weight"), "*fp8e4nv") | {
         "x_scales": "*fp32",
@@ -117,6 +137,8 @@ def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool
 
 
 if __name__ == "__main__":
-    gluon_cases, triton_cases = json.loads(sys.argv[1])
-    answer = [in_gluon(*case) for case in gluon_cases], [in_triton(*case) for case in triton_cases]
-    print(json.dumps(answer))
+    given = json.loads(sys.argv[1])
+    makers = (in_gluon, in_wide_tiles, in_triton)
+    print(
+        json.dumps([[make(*case) for case in of] for make, of in zip(makers, given, strict=True)])
+    )
