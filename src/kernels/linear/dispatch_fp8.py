@@ -48,16 +48,11 @@ def _multiply(
     has_whole_blocks = shared == BLOCK and num_outs % BLOCK == 0
     tile = None
     if bias is None and dtype == torch.bfloat16 and (has_whole_blocks or scales.shape[1] == 1):
-        card = Gpu.of(values.device)
-        tile = choose_sm90_tile(
-            num_rows, num_outs, k_size, card, has_blocks=_has_blocks(values, scales)
-        )
+        tile = choose_sm90_tile(num_rows, num_outs, k_size, Gpu.of(values.device))
     if tile is not None:
         # Gluon is not in every Triton; the card says whether it is.
-        from . import matmul_fp8_sm90, matmul_fp8_sm90_wide_launch
+        from . import matmul_fp8_sm90
 
-        if isinstance(tile, matmul_fp8_sm90_wide_launch.WideTile):
-            return matmul_fp8_sm90_wide_launch.matmul_wide(rows, values, scales, tile=tile)
         return matmul_fp8_sm90.matmul(rows, values, scales, shared=shared, tile=tile)
     of_any = choose_fp8_tile(num_rows, num_outs)
     return matmul(rows, values, scales, bias, dtype, shared=shared, tile=of_any)
@@ -150,25 +145,17 @@ def add_norm_mlp(
     return multiply(gated, x, values, scales, bias), hidden
 
 
-def _has_blocks(values: Tensor, scales: Tensor) -> bool:
-    """Whether scales are of blocks of 128 x 128, and not, as those of one group, of outputs."""
-    (num_outs, k_size), shape = values.shape, scales.shape
-    return k_size > BLOCK and shape == (num_outs / BLOCK, k_size / BLOCK)
-
-
 def _gated(
     rows: QuantizedRows, dtype: torch.dtype, values: Tensor, scales: Tensor
 ) -> QuantizedRows:
-    """``silu(gate) * up`` of the halves of a matmul, quantised: where it stores, if rows are many,
-    else by a kernel of its own, with the same bits."""
+    """``silu(gate) * up`` of the halves of a matmul, quantised: where it stores, or by a kernel of
+    its own, with the same bits."""
     num_outs, k_size = values.shape
-    has_blocks = _has_blocks(values, scales)
-    is_wide = dtype == torch.bfloat16 and has_blocks
-    if is_wide and gates_in_store(len(rows.values), num_outs, k_size, Gpu.of(values.device)):
+    is_like = dtype == torch.bfloat16 and scales.shape == (num_outs / BLOCK, k_size / BLOCK)
+    if is_like and gates_in_store(len(rows.values), num_outs, k_size, Gpu.of(values.device)):
         # Gluon is not in every Triton; the card says whether it is.
-        from . import matmul_fp8_sm90_wide_launch
+        from .matmul_fp8_sm90_gated_launch import gated_matmul
 
-        return matmul_fp8_sm90_wide_launch.gated_matmul(rows, values, scales)
-    out = _multiply(rows, dtype, values, scales, None)
-    gate, up = out.chunk(2, -1)
+        return gated_matmul(rows, values, scales)
+    gate, up = _multiply(rows, dtype, values, scales, None).chunk(2, -1)
     return rows_of.act_mul_quantize(gate, up, "silu")

@@ -13,14 +13,12 @@ from .matmul import Tile
 
 if TYPE_CHECKING:
     from .matmul_fp8_sm90_launch import FewTile, ManyTile
-    from .matmul_fp8_sm90_wide_launch import WideTile
 
 _MAX_FEW_ROWS = 64
-# Time of a tile of 128 rows, by the rows of the weight in it.
-_TILE_TIMES = {256: 2.6, 128: 1.5, 64: 1.0}
 _MANY_PROGRAMS = 96
 _STAGED_BYTES = 192 << 10
 _SHARED_STAGED_BYTES = 96 << 10  # where two programs are to have a multiprocessor
+_CACHED_BYTES = 64 << 20  # about what the L2 cache keeps from one kernel to the next
 
 
 def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
@@ -36,8 +34,8 @@ def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
 
 
 def choose_sm90_tile(
-    num_rows: int, num_outs: int, k_size: int, card: Gpu, has_blocks: bool = True
-) -> FewTile | ManyTile | WideTile | None:
+    num_rows: int, num_outs: int, k_size: int, card: Gpu
+) -> FewTile | ManyTile | None:
     """The tile for a weight ``[N, K]``; None where that kernel has none.
 
     By what was the quickest for the weights of Qwen3-8B on an H200 (docs/notes/fp8.md).
@@ -50,31 +48,25 @@ def choose_sm90_tile(
         if tile is not None or num_rows <= _MAX_FEW_ROWS:
             return tile
     from .matmul_fp8_sm90_launch import ManyTile
-    from .matmul_fp8_sm90_wide_launch import WideTile
 
-    # Narrow tiles share the work more evenly.
-    wide, tiles = WideTile(), (ManyTile(128, 6), ManyTile(64, 6))
-    fitting: dict[int, ManyTile | WideTile] = {t.part: t for t in tiles if t.fits(num_outs, k_size)}
-    if has_blocks and wide.fits(num_outs, k_size):
-        fitting[256] = wide
-    if not fitting:
-        return None
-    return fitting[min(fitting, key=lambda part: _time(num_rows, num_outs, part, card))]
-
-
-def _time(num_rows: int, num_weight_rows: int, part: int, card: Gpu) -> float:
-    num_tiles = num_weight_rows // part * -(-num_rows // 128)
-    return -(-num_tiles // card.num_sms) * _TILE_TIMES[part]
+    # Time of a tile, beside that of the widest: narrow ones share the work more evenly.
+    best: tuple[float, ManyTile] | None = None
+    for many, time in ((ManyTile(128, 6), 1.5), (ManyTile(64, 6), 1.0)):
+        num_tiles = num_outs // many.part * -(-num_rows // 128)
+        total = -(-num_tiles // card.num_sms) * time
+        if many.fits(num_outs, k_size) and (best is None or total < best[0]):
+            best = total, many
+    return None if best is None else best[1]
 
 
 def gates_in_store(num_rows: int, num_weight_rows: int, k_size: int, card: Gpu) -> bool:
-    """Whether the matmul of so many rows with a gate and up is that of wide tiles, which applies
-    the gate and quantises."""
-    if not card.has_prefetch or num_rows <= _MAX_FEW_ROWS:
-        return False
-    from .matmul_fp8_sm90_wide_launch import WideTile
+    """Whether a matmul with gate and up applies the gate where it stores.
 
-    return WideTile().fits(num_weight_rows // 2, k_size, has_gate=True)
+    Its tiles are a little slower: it pays where gate and up of all rows, in bfloat16, would go to
+    memory and back (docs/notes/fp8.md).
+    """
+    fits = num_weight_rows % (2 * BLOCK) == 0 and k_size % BLOCK == 0 and k_size >= 2 * BLOCK
+    return card.has_prefetch and fits and 2 * num_rows * num_weight_rows > _CACHED_BYTES
 
 
 def _few_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile | None:

@@ -17,18 +17,21 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.linear.matmul_fp8 import fp8_kernel
 from pagespec.kernels.linear.matmul_fp8_sm90_few import few_rows_kernel
+from pagespec.kernels.linear.matmul_fp8_sm90_gated import gated_rows_kernel
+from pagespec.kernels.linear.matmul_fp8_sm90_gated_launch import (
+    NUM_WARPS,
+    OUT_BOX,
+    WEIGHT_BOX,
+    X_BOX,
+    constants_of,
+    layout_of,
+)
 from pagespec.kernels.linear.matmul_fp8_sm90_launch import (
     FewTile,
     ManyTile,
     plan_launch,
 )
 from pagespec.kernels.linear.matmul_fp8_sm90_many import many_rows_kernel
-from pagespec.kernels.linear.matmul_fp8_sm90_wide import wide_rows_kernel
-from pagespec.kernels.linear.matmul_fp8_sm90_wide_launch import (
-    NUM_WARPS,
-    WideTile,
-    plan_wide_launch,
-)
 from tests.support.assembled import assembled
 
 _POINTERS = ("x_scales", "w_scales", "out", "out_scales", "x", "weight")
@@ -96,18 +99,12 @@ def in_gluon(
     return described(source, launch.num_warps)
 
 
-def in_wide_tiles(outs: int, k_size: int, has_gate: bool) -> dict[str, Any]:
-    launch = plan_wide_launch(outs, k_size, has_gate, True, WideTile())
+def with_gate(outs: int, k_size: int) -> dict[str, Any]:
     kinds = {"x_scales": "*fp32", "w_scales": "*fp32", "out_scales": "*fp32", "num_rows": "i32"}
-    for name, box, layout in (
-        ("x_desc", launch.x_box, launch.x_layout),
-        ("w_desc", launch.weight_box, launch.weight_layout),
-        ("out_desc", launch.out_box, launch.out_layout),
-    ):
-        dtype = "bf16" if name == "out_desc" and not has_gate else "fp8e4nv"
-        kinds[name] = f"tensordesc<{dtype}{box},{layout!r}>"
-    source = source_of(GluonASTSource, wide_rows_kernel, kinds, launch.constants)
-    return described(source, NUM_WARPS)
+    for name, box in (("x_desc", X_BOX), ("w_desc", WEIGHT_BOX), ("out_desc", OUT_BOX)):
+        kinds[name] = f"tensordesc<fp8e4nv{box},{layout_of(box)!r}>"
+    constants = constants_of(outs, k_size, overlap=True)
+    return described(source_of(GluonASTSource, gated_rows_kernel, kinds, constants), NUM_WARPS)
 
 
 def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool) -> dict[str, Any]:
@@ -138,7 +135,7 @@ def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    makers = (in_gluon, in_wide_tiles, in_triton)
+    makers = (in_gluon, with_gate, in_triton)
     print(
         json.dumps([[make(*case) for case in of] for make, of in zip(makers, given, strict=True)])
     )

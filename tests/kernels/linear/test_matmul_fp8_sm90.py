@@ -35,8 +35,7 @@ def _gluon() -> None:
 def test_chosen_tiles_fit() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.linear.matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
-    from pagespec.kernels.linear.matmul_fp8_sm90_wide_launch import WideTile, plan_wide_launch
-    from pagespec.kernels.linear.tiles_fp8 import choose_sm90_tile, gates_in_store
+    from pagespec.kernels.linear.tiles_fp8 import choose_sm90_tile
 
     card = Gpu(132, 227 << 10, has_prefetch=True)
     for shape in SHAPES:
@@ -44,24 +43,12 @@ def test_chosen_tiles_fit() -> None:
             tile = choose_sm90_tile(rows, *shape, card)
             assert tile is not None
             assert isinstance(tile, FewTile) == (rows <= (128 if shape[0] <= 4096 else 64))
-            assert isinstance(tile, WideTile) or rows < 8192
-            if isinstance(tile, WideTile):
-                assert plan_wide_launch(*shape, False, True, tile).constants["STAGES"] == 4
-                continue
             launch = plan_launch(
                 rows, *shape, shape[1] // 128, 128, tile, overlap=True, num_sms=132
             )
             assert launch.num_programs >= 32
         assert choose_sm90_tile(1, *shape, Gpu(132, 227 << 10)) is None
     assert choose_sm90_tile(1, 640, 160, card) is None
-    # One scale for all inputs: not by wide tiles.
-    assert isinstance(choose_sm90_tile(8192, 4096, 4096, card, has_blocks=False), ManyTile)
-    assert gates_in_store(8192, 24576, 4096, card)
-    assert not gates_in_store(8192, 2 * 192, 4096, card)
-    assert not gates_in_store(1, 24576, 4096, card)
-    assert not gates_in_store(8192, 24576, 4096, Gpu(132, 227 << 10))
-    with pytest.raises(ValueError, match="does not suit"):
-        plan_wide_launch(384, 1024, False, True, WideTile())
     assert choose_sm90_tile(129, 640, 640, card) is None  # an odd number of groups
     assert choose_sm90_tile(1, 645, 640, card) is None
     for tile in (FewTile(32, 4, 3), FewTile(32, 3, 1), FewTile(128, 4, 4), ManyTile(128, 5)):
@@ -70,10 +57,26 @@ def test_chosen_tiles_fit() -> None:
 
 
 @pytest.mark.usefixtures("_gluon")
+def test_when_the_gate_is_applied_in_the_store() -> None:
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.linear.matmul_fp8_sm90_gated_launch import constants_of
+    from pagespec.kernels.linear.tiles_fp8 import gates_in_store
+
+    card = Gpu(132, 227 << 10, has_prefetch=True)
+    assert gates_in_store(8192, 24576, 4096, card)
+    assert gates_in_store(2048, 24576, 4096, card)
+    assert not gates_in_store(1024, 24576, 4096, card)
+    assert not gates_in_store(8192, 24576, 4096, Gpu(132, 227 << 10))
+    for num_outs, k_size in ((12288 + 64, 4096), (12288, 4096 + 64), (12288, 128)):
+        assert not gates_in_store(8192, 2 * num_outs, k_size, card)
+        with pytest.raises(ValueError, match="does not suit"):
+            constants_of(num_outs, k_size, overlap=True)
+
+
+@pytest.mark.usefixtures("_gluon")
 def test_they_compile_for_hopper() -> None:
     """To the instruction of a warpgroup, whose bits are compared on a GPU; without spills."""
     from pagespec.kernels.device import Gpu
-    from pagespec.kernels.linear.matmul_fp8_sm90_wide_launch import WideTile
     from pagespec.kernels.linear.tiles_fp8 import choose_fp8_tile, choose_sm90_tile
 
     card = Gpu(132, 227 << 10, has_prefetch=True)
@@ -81,10 +84,8 @@ def test_they_compile_for_hopper() -> None:
     for has_blocks in (True, False):
         for shape in ((4096, 4096), (24576, 4096), (4096, 12288))[: 3 if has_blocks else 1]:
             for rows in (1, 64, 256, 8192):
-                tile = choose_sm90_tile(rows, *shape, card, has_blocks=has_blocks)
+                tile = choose_sm90_tile(rows, *shape, card)
                 assert tile is not None
-                if isinstance(tile, WideTile):
-                    continue
                 cases.append((rows, *shape, has_blocks, type(tile).__name__, *astuple(tile)))
     plain = []
     for rows in (1, 32, 64, 128, 8192):
@@ -92,11 +93,11 @@ def test_they_compile_for_hopper() -> None:
         size = (tile.block_m, tile.block_n, tile.num_stages, tile.num_warps, tile.swap_ab)
         plain += [(*size, has_tma) for has_tma in (True, False)]
     script = Path(__file__).with_name("compile_matmul_fp8.py")
-    wide = [(4096, 4096, False), (4096, 12288, False), (12288, 4096, True)]
-    answers = json.loads(run_apart(str(script), json.dumps([cases, wide, plain])))
-    in_gluon, in_wide_tiles, in_triton = answers
-    made_of = [*in_gluon, *in_wide_tiles, *in_triton]
-    for case, made in zip([*cases, *wide, *plain], made_of, strict=True):
+    gated = [(12288, 4096), (128, 256)]
+    answers = json.loads(run_apart(str(script), json.dumps([cases, gated, plain])))
+    in_gluon, with_gate, in_triton = answers
+    made_of = [*in_gluon, *with_gate, *in_triton]
+    for case, made in zip([*cases, *gated, *plain], made_of, strict=True):
         assert made["wgmma"] > 0, case
         assert made["mma"] == 0, case
         assert made["spilled"] == 0, (case, made)
