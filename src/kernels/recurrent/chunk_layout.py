@@ -16,6 +16,9 @@ import torch
 CHUNK = 16
 """Positions of a chunk. Chunks begin where an interval does; its last one may be shorter."""
 
+PREPARED_SIZE = 2 * CHUNK * CHUNK + 4 * CHUNK
+"""Floats of a head that :mod:`.chunk_inner` computes of a chunk: P, four vectors, (I + A)^-1 beta."""
+
 # Elements of a state that a program holds, 64 registers of each thread of four warps.
 _TILE_ELEMENTS = 8192
 _MIN_SIDE = 16  # of a tile, of the matrix units

@@ -1,9 +1,10 @@
-"""The gated delta rule and Mamba-2 as a Triton kernel, a chunk of positions at a time.
+"""The gated delta rule and Mamba-2 as Triton kernels, a chunk of positions at a time.
 
 Of a chunk that begins with state S, with g the decays' logarithms summed up from its begin:
 
-    A[i, j] = beta[i] exp(g[i] - g[j]) (k[i] . k[j]), j < i;  P[i, j] = exp(g[i] - g[j]) (q[i] . k[j]), j <= i
-    u = (I + A)^-1 (beta (v - exp(g) k S))      (Mamba-2: u = dt x)
+    A[i, j] = beta[i] exp(g[i] - g[j]) (k[i] . k[j]) for j < i
+    P[i, j] = exp(g[i] - g[j]) (q[i] . k[j])         for j <= i
+    u = (I + A)^-1 beta (v - exp(g) k S)             (Mamba-2: u = dt x)
     y = exp(g) q S + P u
     S after the chunk = exp(g[last]) S + sum over i of exp(g[last] - g[i]) k[i] (x) u[i]
 
@@ -15,6 +16,10 @@ taken from the slot, a decode step: a slot holds the state before the chunk and 
 
 Matmuls are of bfloat16 with float32 sums; a float32 factor is split into two bfloat16, 16 bits of
 its mantissa. Of inputs in other dtypes they are of float32.
+
+A program walks the chunks of one row with a tile of one head's state in registers. What follows from
+a chunk's queries, keys and decays alone (:mod:`.chunk_inner`) a kernel computes before, for all
+chunks side by side; in a step of a token a row, whose chunks are one for each row, each program does.
 """
 
 from __future__ import annotations
@@ -28,108 +33,132 @@ from torch import Tensor
 
 from ..fused.rounding import EMULATE, rounded
 from . import chunk_layout
-from .device_functions import exp, first_slot, step_size, zero_padding
+from .chunk_inner import (
+    delta_inner, inner_products, load_rows, load_scalars, matmul, ssd_inner, step_sizes,
+)  # fmt: skip
+from .device_functions import first_slot, zero_padding
 from .walk import StepRows
 
 _NUM_WARPS = 4
+# Elements that are loaded at once, where heads are of multiples of it.
+_UNIT = 8
+# Programs of the kernel in front beyond which those of a row share its chunks.
+_MOST_PROGRAMS = 1 << 15
+# What follows the batch must not make new versions of the kernels.
+_BATCH = [
+    "num_rows", "num_tokens", "interval", "table_stride", "q_stride", "q_head_stride", "k_stride",
+    "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride", "b_stride",
+    "b_head_stride",
+]  # fmt: skip
+_POINTERS = ["decay", "beta", "starts", "contexts", "tables"]
 
 
 @triton.jit
-def _split(x):  # type: ignore[no-untyped-def]
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+def _prepared(chunks, token, begin, row, head, CHUNK: tl.constexpr, SIZE: tl.constexpr, H):  # type: ignore[no-untyped-def]
+    """Where the kernel in front leaves what it computes of the chunk whose first token of the step
+    is ``token``: of a row's chunks, all but the first begin CHUNK tokens apart."""
+    number = token // CHUNK + (token > begin).to(tl.int32) + 2 * row
+    return chunks + (number.to(tl.int64) * H + head) * SIZE
 
 
-@triton.jit
-def _matmul(x, y, total, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``total + x y`` for float32 x; with SPLIT, y in bfloat16 is exact."""
-    if SPLIT:
-        x_high, x_low = _split(x)
-        if y.dtype == tl.bfloat16:
-            total = tl.dot(x_low, y, total)
-            total = tl.dot(x_high, y, total)
-        else:
-            y_high, y_low = _split(y)
-            total = tl.dot(x_low, y_high, total)
-            total = tl.dot(x_high, y_low, total)
-            total = tl.dot(x_high, y_high, total)
-    else:
-        total = tl.dot(x, y.to(tl.float32), total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _inner(x, y, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``x y^T`` of tokens' queries or keys, in float32."""
-    if SPLIT:
-        return tl.dot(x, tl.trans(y))
-    return tl.dot(x.to(tl.float32), tl.trans(y.to(tl.float32)), input_precision="ieee")
-
-
-@triton.jit
-def _diagonal(x, i, j):  # type: ignore[no-untyped-def]
-    return tl.sum(tl.where(i == j, x, 0.0), 1)
-
-
-@triton.jit
-def _inverse(a, i, j, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``(I + a)^-1`` of a strictly lower triangular, from blocks of 2 on by doubling them: the
-    inverse of ``[[b, 0], [c, d]]`` has ``-d^-1 c b^-1`` below its diagonal."""
-    x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
-    for LEVEL in tl.static_range(1, CHUNK.bit_length() - 1):
-        SIDE: tl.constexpr = 1 << LEVEL
-        below = tl.where((i // (2 * SIDE) == j // (2 * SIDE)) & (i // SIDE > j // SIDE), a, 0.0)
-        left = tl.dot(x, below, input_precision="ieee")
-        x -= tl.dot(left, x, input_precision="ieee")
-    return x
-
-
-@triton.jit
-def _load_chunk(  # type: ignore[no-untyped-def]
-    query, key, value, decay, beta, token, index, inside, mask_k, mask_v,
-    q_stride, k_stride, v_stride, a_stride, b_stride,
+@triton.jit(do_not_specialize=_BATCH, do_not_specialize_on_alignment=_POINTERS)
+def _inner_kernel(  # type: ignore[no-untyped-def]
+    query, key, decay, beta, rates, dt_bias, states, chunks, starts, contexts, tables, interval,
+    table_stride, scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
+    a_stride, a_head_stride, b_stride, b_head_stride,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_PAD: tl.constexpr,
+    CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
+    SOFTPLUS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys ``[CHUNK, K]``, values ``[BLOCK_V, CHUNK]``, decays and betas ``[CHUNK]`` of
-    positions ``index`` of a chunk that begins at ``token``; zeros where not ``inside``."""
-    tokens = token + index
-    mask = inside[:, None] & mask_k[None, :]
-    q = tl.load(query + tokens[:, None] * q_stride, mask=mask, other=0.0)
-    k = tl.load(key + tokens[:, None] * k_stride, mask=mask, other=0.0)
-    mask = mask_v[:, None] & inside[None, :]
-    v = tl.load(value + tokens[None, :] * v_stride, mask=mask, other=0.0)
-    a = tl.load(decay + tokens * a_stride, mask=inside, other=0.0).to(tl.float32)
-    b = a
-    if beta is not None:
-        b = tl.load(beta + tokens * b_stride, mask=inside, other=0.0).to(tl.float32)
-    return q, k, v, a, b
+    """Grid: ``(HK, B, programs that share the chunks of a row)``; interval a multiple of CHUNK."""
+    DELTA: tl.constexpr = beta is not None
+    KEY: tl.constexpr = key.dtype.element_ty
+    row = tl.program_id(1)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    position = tl.load(contexts + row) - (end - begin)
+    i0 = position % CHUNK
+    begin_of_chunk = begin - i0 + tl.program_id(2) * CHUNK
+    if (begin_of_chunk >= end) | (begin == end):
+        return
+    record = states
+    if position > 0:
+        table = tables + row.to(tl.int64) * table_stride
+        record += first_slot(table, position, interval) * (H * TILES * LAYOUT[3])
+    head_k = tl.program_id(0)
+    k_index = tl.arange(0, K_PAD)[None, :]
+    mask_k = k_index < K
+    index = tl.arange(0, CHUNK)
+    cells = index[:, None] * CHUNK + index[None, :]
+    q_stride, k_stride = q_stride * UNIT, k_stride * UNIT
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
+    keys = record + head_k * (H // HK * TILES * LAYOUT[3]) + LAYOUT[0]
+    keys = keys.to(tl.pointer_type(KEY), bitcast=True)
+    offsets = index[:, None] * K + k_index
+
+    for t in range(begin_of_chunk, end, tl.num_programs(2) * CHUNK):
+        first = tl.maximum(begin - t, 0)
+        last = tl.minimum(end - t, CHUNK)
+        tokens = t + index.to(tl.int64)
+        i = index[:, None]
+        # Queries of positions before are of no matter, and kept by nobody.
+        q = tl.load(query + tokens[:, None] * q_stride,
+                    mask=(i >= first) & (i < last) & mask_k, other=0.0)  # fmt: skip
+        k = load_rows(key, tokens[:, None], k_stride, keys, offsets, i, first, last, mask_k)
+        products = inner_products(q, k)
+        if DELTA:
+            known = inner_products(k, k)
+            squares = known
+            if L2NORM:
+                squares = inner_products(q, q)
+        for head in range(head_k * (H // HK), (head_k + 1) * (H // HK)):
+            kept = record + head * (TILES * LAYOUT[3]) + LAYOUT[2]
+            a = load_scalars(
+                decay + head * a_head_stride, tokens, a_stride, kept, index, first, last
+            )
+            place = _prepared(chunks, tl.maximum(t, begin), begin, row, head, CHUNK, SIZE, H)
+            vectors = place + CHUNK * CHUNK + index
+            if DELTA:
+                b = load_scalars(
+                    beta + head * b_head_stride, tokens, b_stride, kept + CHUNK, index, first, last
+                )
+                scores, solve, of_key, of_query, of_update, growth = delta_inner(
+                    products, known, squares, a, b, scale, L2NORM
+                )
+                tl.store(place + 4 * CHUNK + CHUNK * CHUNK + cells, solve)
+            else:
+                bias = None
+                if dt_bias is not None:
+                    bias = tl.load(dt_bias + head)
+                of_key = step_sizes(
+                    a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
+                )
+                rate = tl.load(rates + head).to(tl.float32)
+                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key)
+            tl.store(place + cells, scores)
+            tl.store(vectors, of_key)
+            tl.store(vectors + CHUNK, of_query)
+            tl.store(vectors + 2 * CHUNK, of_update)
+            tl.store(vectors + 3 * CHUNK, of_update * 0.0 + growth)
 
 
-@triton.jit(
-    # What follows the batch must not make new versions of the kernel.
-    do_not_specialize=[
-        "num_rows", "num_tokens", "interval", "table_stride", "q_stride", "q_head_stride",
-        "k_stride", "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride",
-        "b_stride", "b_head_stride",
-    ],
-    do_not_specialize_on_alignment=[
-        "query", "key", "value", "decay", "beta", "starts", "contexts", "tables",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=_BATCH, do_not_specialize_on_alignment=_POINTERS)
 def _chunked_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, decay, beta, rates, dt_bias, skip, states, out,
+    query, key, value, decay, beta, rates, dt_bias, skip, states, chunks, out,
     starts, contexts, tables, num_rows, num_tokens, interval, table_stride,
     scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
     v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-    K_PAD: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr, L2NORM: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
+    K_PAD: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr,
+    L2NORM: tl.constexpr, SOFTPLUS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The delta rule given ``beta``; else Mamba-2, of which ``decay`` is dt. Grid: ``(H * ceil(V /
     BLOCK_V), B + 1)``; the last row is that of padding.
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay and beta ``[T, H]``,
-    rates, dt_bias and skip ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, starts
-    ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    rates, dt_bias and skip ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, chunks None
+    or what ``_inner_kernel`` wrote, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
     """
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -139,7 +168,8 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     row = tl.program_id(1)
     head = tl.program_id(0) // TILES
-    v_index = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    j = tl.arange(0, BLOCK_V)[:, None]
+    v_index = tl.program_id(0) % TILES * BLOCK_V + j
     mask_v = v_index < V
     begin = tl.load(starts + row)
     if row == num_rows:
@@ -150,148 +180,156 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
         return
     position = tl.load(contexts + row) - (end - begin)
     table = tables + row.to(tl.int64) * table_stride
-    k_index = tl.arange(0, K_PAD)
+    k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
-    # Of the slot 0: what this program keeps, as pointers to a state, keys, values and scalars.
+    index = tl.arange(0, CHUNK)
+    i = index[:, None]
+    cells = i * CHUNK + index[None, :]
     states += tl.program_id(0) * LAYOUT[3]
     SLOT: tl.constexpr = H * TILES * LAYOUT[3]
-    s_offsets = tl.arange(0, BLOCK_V)[:, None] * K + k_index[None, :]
-    index = tl.arange(0, CHUNK)
-    k_offsets = index[:, None] * K + k_index[None, :]
-    v_offsets = index[None, :] * BLOCK_V + tl.arange(0, BLOCK_V)[:, None]
-    mask_s = mask_v[:, None] & mask_k[None, :]
+    s_offsets = j * K + k_index
+    k_offsets = i * K + k_index
+    v_offsets = index[None, :] * BLOCK_V + j
 
     head_k = head // (H // HK)
-    query += head_k.to(tl.int64) * q_head_stride + k_index[None, :]
-    key += head_k.to(tl.int64) * k_head_stride + k_index[None, :]
-    value += head.to(tl.int64) * v_head_stride + v_index[:, None]
+    q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
+    value += head.to(tl.int64) * (v_head_stride * UNIT) + v_index
     decay += head.to(tl.int64) * a_head_stride
-    out += head * V + v_index[:, None]
+    out += head * V + v_index
     if DELTA:
         beta += head.to(tl.int64) * b_head_stride
-    else:
-        rate = tl.load(rates + head).to(tl.float32)
-        bias = None
-        if dt_bias is not None:
-            bias = tl.load(dt_bias + head)
     if skip is not None:
         skipped = tl.load(skip + head).to(tl.float32)
 
-    # Positions [i0, i1) of a chunk of `full` are computed next, the first of them that of `token`.
+    # The next are positions [first, last) of a chunk of `size`; `token` is that of the first.
     offset = position % interval
-    i0 = offset % CHUNK
-    full = tl.minimum(CHUNK, interval - (offset - i0))
-    token = begin.to(tl.int64)
-    i1 = tl.minimum(full, i0 + (end - begin))
-    state = tl.zeros((BLOCK_V, K_PAD), tl.float32)
+    first = offset % CHUNK
+    size = tl.minimum(CHUNK, interval - (offset - first))
+    token = begin
+    left = end - begin
+    last = tl.minimum(size, first + left)
     record = states
+    state = tl.zeros((BLOCK_V, K_PAD), tl.float32)
     if position > 0:
         record += first_slot(table, position, interval) * SLOT
-        state = tl.load(record + s_offsets, mask=mask_s, other=0.0)
-    inside = (index >= i0) & (index < i1)
-    q_1, k_1, v_1, a_1, b_1 = _load_chunk(
-        query, key, value, decay, beta, token - i0, index, inside, mask_k, mask_v,
-        q_stride, k_stride, v_stride, a_stride, b_stride,
-    )  # fmt: skip
-    if i0 > 0:
-        old = index < i0
-        keys = (record + LAYOUT[0]).to(tl.pointer_type(KEY), bitcast=True) + k_offsets
-        k_1 = tl.where(
-            old[:, None], tl.load(keys, mask=old[:, None] & mask_k[None, :], other=0.0), k_1
-        )
-        values = (record + LAYOUT[1]).to(tl.pointer_type(VALUE), bitcast=True) + v_offsets
-        v_1 = tl.where(
-            old[None, :], tl.load(values, mask=mask_v[:, None] & old[None, :], other=0.0), v_1
-        )
-        a_1 = tl.where(old, tl.load(record + LAYOUT[2] + index, mask=old, other=0.0), a_1)
-        if DELTA:
-            b_1 = tl.where(
-                old, tl.load(record + LAYOUT[2] + CHUNK + index, mask=old, other=0.0), b_1
-            )
-
-    i, j = index[:, None], index[None, :]
+        state = tl.load(record + s_offsets, mask=mask_v & mask_k, other=0.0)
     # A state that begins an interval comes from another slot than it goes to.
     is_new = offset == 0
-    left = end - begin
+    if chunks is not None:
+        q_1, k_1 = _load_next(
+            query, key, q_stride, k_stride, record, k_offsets, token, first, last, i, mask_k,
+            LAYOUT,
+        )  # fmt: skip
+
     while left > 0:
-        q, k, v, a, b = q_1, k_1, v_1, a_1, b_1
-        first, last, size = i0, i1, full
+        tokens = (token - first).to(tl.int64) + index
+        v = load_rows(
+            value, tokens[None, :], v_stride, _typed(record + LAYOUT[1], VALUE), v_offsets,
+            index[None, :], first, last, mask_v,
+        )  # fmt: skip
+        if chunks is not None:
+            place = _prepared(chunks, token, begin, row, head, CHUNK, SIZE, H)
+            vectors = place + CHUNK * CHUNK + index
+            scores = tl.load(place + cells)
+            of_key = tl.load(vectors)
+            of_query = tl.load(vectors + CHUNK)
+            of_update = tl.load(vectors + 2 * CHUNK)
+            growth = tl.load(place + CHUNK * CHUNK + 3 * CHUNK)
+            if DELTA:
+                solve = tl.load(place + 4 * CHUNK + CHUNK * CHUNK + cells)
+            q, k = q_1, k_1
+            q_1, k_1 = _load_next(
+                query, key, q_stride, k_stride, record, k_offsets, token + (last - first), 0,
+                tl.minimum(CHUNK, left - (last - first)), i, mask_k, LAYOUT,
+            )  # fmt: skip
+        else:
+            q, k = _load_next(
+                query, key, q_stride, k_stride, record, k_offsets, token, first, last, i, mask_k,
+                LAYOUT,
+            )  # fmt: skip
+            kept = record + LAYOUT[2]
+            a = load_scalars(decay, tokens, a_stride, kept, index, first, last)
+            products = inner_products(q, k)
+            if DELTA:
+                b = load_scalars(beta, tokens, b_stride, kept + CHUNK, index, first, last)
+                known = inner_products(k, k)
+                squares = known
+                if L2NORM:
+                    squares = inner_products(q, q)
+                scores, solve, of_key, of_query, of_update, growth = delta_inner(
+                    products, known, squares, a, b, scale, L2NORM
+                )
+            else:
+                bias = None
+                if dt_bias is not None:
+                    bias = tl.load(dt_bias + head)
+                of_key = step_sizes(
+                    a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
+                )
+                rate = tl.load(rates + head).to(tl.float32)
+                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key)
+
+        zeros = tl.zeros((BLOCK_V, CHUNK), tl.float32)
+        wide_v = v.to(tl.float32)
+        read = matmul(state, tl.trans(q), zeros, SPLIT) * of_query[None, :]
+        if DELTA:
+            u = wide_v - matmul(state, tl.trans(k), zeros, SPLIT) * of_key[None, :]
+            u = matmul(u, tl.trans(solve), zeros, SPLIT)
+        else:
+            u = wide_v * of_key[None, :]
+        y = matmul(u, tl.trans(scores), read, SPLIT)
+        if skip is not None:
+            y += skipped * wide_v
         new = (index >= first) & (index < last)
-        tokens = token - first + index
+        target = out + tokens[None, :] * (H * V)
+        tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v & new[None, :])
+
         token += last - first
         left -= last - first
         position += last - first
         offset = position % interval
-        i0 = 0
-        full = tl.minimum(CHUNK, interval - offset)
-        i1 = tl.minimum(full, left)
-        q_1, k_1, v_1, a_1, b_1 = _load_chunk(
-            query, key, value, decay, beta, token, index, index < i1, mask_k, mask_v,
-            q_stride, k_stride, v_stride, a_stride, b_stride,
-        )  # fmt: skip
-
-        raw_a = a
-        scores = _inner(q, k, SPLIT)
-        if DELTA:
-            known = _inner(k, k, SPLIT)
-            of_k = tl.full((CHUNK,), 1.0, tl.float32)
-            of_q = of_k
-            if L2NORM:
-                of_k = tl.rsqrt(_diagonal(known, i, j) + 1e-6)
-                of_q = tl.rsqrt(_diagonal(_inner(q, q, SPLIT), i, j) + 1e-6)
-            of_q *= scale
-            known = known * of_k[:, None] * of_k[None, :]
-            scores = scores * of_q[:, None] * of_k[None, :]
-        else:
-            dt = step_size(a, bias, SOFTPLUS, decay.dtype.element_ty)
-            dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-            dt = tl.where(index < last, dt, 0.0)
-            a = rate * dt
-        g = tl.cumsum(a, 0)
-        grown = exp(g)
-        # Nothing is taken of positions behind, the exponentials of which may be infinite.
-        decayed = exp(tl.where(i >= j, g[:, None] - g[None, :], 0.0))
-        scores = tl.where(i >= j, scores * decayed, 0.0)
-        zeros = tl.zeros((BLOCK_V, CHUNK), tl.float32)
-        read = _matmul(state, tl.trans(q), zeros, SPLIT)
-        wide_v = v.to(tl.float32)
-        if DELTA:
-            missing = _matmul(state, tl.trans(k), zeros, SPLIT)
-            missing = (wide_v - missing * (of_k * grown)[None, :]) * b[None, :]
-            corrections = tl.where(i > j, known * decayed * b[:, None], 0.0)
-            inverse = _inverse(corrections, i, j, CHUNK)
-            u = _matmul(missing, tl.trans(inverse), zeros, SPLIT)
-            read *= (of_q * grown)[None, :]
-        else:
-            u = wide_v * dt[None, :]
-            read *= grown[None, :]
-        y = _matmul(u, tl.trans(scores), read, SPLIT)
-        if skip is not None:
-            y += skipped * wide_v
-        target = out + tokens[None, :] * (H * V)
-        tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v[:, None] & new[None, :])
-
         record = states + tl.load(table + (position - 1) // interval).to(tl.int64) * SLOT
         if last == size:
-            g_last = tl.sum(tl.where(index == size - 1, g, 0.0), 0)
-            weight = exp(g_last - g)
-            if DELTA:
-                weight *= of_k
-            # Padding has decays of 0, weights of 1, and keys of zeros.
-            state = _matmul(u * weight[None, :], k, state * exp(g_last), SPLIT)
+            state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
             is_new = True
         elif left == 0:
-            mask = new[:, None] & mask_k[None, :]
-            keys = (record + LAYOUT[0]).to(tl.pointer_type(KEY), bitcast=True) + k_offsets
-            tl.store(keys, k, mask=mask)
-            values = (record + LAYOUT[1]).to(tl.pointer_type(VALUE), bitcast=True) + v_offsets
-            tl.store(values, v, mask=mask_v[:, None] & new[None, :])
-            tl.store(record + LAYOUT[2] + index, raw_a, mask=new)
+            tl.debug_barrier()
+            tl.store(_typed(record + LAYOUT[0], KEY) + k_offsets, k, mask=new[:, None] & mask_k)
+            tl.store(
+                _typed(record + LAYOUT[1], VALUE) + v_offsets, v, mask=mask_v & new[None, :]
+            )
+            a = tl.load(decay + tokens * a_stride, mask=new).to(tl.float32)
+            tl.store(record + LAYOUT[2] + index, a, mask=new)
             if DELTA:
+                b = tl.load(beta + tokens * b_stride, mask=new).to(tl.float32)
                 tl.store(record + LAYOUT[2] + CHUNK + index, b, mask=new)
         if is_new & ((left == 0) | (offset == 0)):
             tl.debug_barrier()  # other threads of this program may still be reading
-            tl.store(record + s_offsets, state, mask=mask_s)
+            tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+        first = 0
+        size = tl.minimum(CHUNK, interval - offset)
+        last = tl.minimum(size, left)
+
+
+@triton.jit
+def _typed(pointer, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    return pointer.to(tl.pointer_type(dtype), bitcast=True)
+
+
+@triton.jit
+def _load_next(  # type: ignore[no-untyped-def]
+    query, key, q_stride, k_stride, record, offsets, token, first, last, i, mask_k,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Queries and keys of positions [first, last) of a chunk, the first that of ``token``, and the
+    keys before. Nobody needs queries again."""
+    tokens = (token - first).to(tl.int64) + i
+    inside = (i >= first) & (i < last) & mask_k
+    q = tl.load(query + tokens * q_stride, mask=inside, other=0.0)
+    keys = _typed(record + LAYOUT[0], key.dtype.element_ty)
+    return q, load_rows(key, tokens, k_stride, keys, offsets, i, first, last, mask_k)
 
 
 def delta_rule(
@@ -349,26 +387,57 @@ def _launch(
     num_rows, num_heads, num_values = len(rows.context_lens), *out.shape[1:]
     if not len(out):
         return
-    # The kernel steps over tokens and heads; what lies within a head must lie side by side.
-    given = [x if x is None or x.dim() == 2 or x.stride(2) == 1 else x.contiguous() for x in tokens]
-    strides = [0 if x is None else x.stride(n) for x in given for n in (0, 1)]
-    query, key, value = tokens[:3]
-    num_keys = key.shape[2]
+    num_keys = tokens[1].shape[2]
+    unit = _UNIT if num_keys % _UNIT == 0 == num_values % _UNIT else 1
+    query, key, value = (_aligned(x, unit) for x in tokens[:3])
+    given = query, key, value, *tokens[3:]
+    strides = [x.stride(n) // unit for x in (query, key, value) for n in (0, 1)]
+    strides += [0 if x is None else x.stride(n) for x in tokens[3:] for n in (0, 1)]
     layout = chunk_layout.record_layout(num_keys, num_values, key.dtype, value.dtype)
+    sizes = {
+        "H": num_heads,
+        "HK": key.shape[1],
+        "K": num_keys,
+        "K_PAD": chunk_layout.padded(num_keys),
+        "CHUNK": chunk_layout.CHUNK,
+        "LAYOUT": tuple(layout),
+        "UNIT": unit,
+        "SIZE": chunk_layout.PREPARED_SIZE,
+        "num_warps": _NUM_WARPS,
+        "num_stages": 1,
+        "enable_fp_fusion": False,
+    }
+    metadata = rows.query_starts, rows.context_lens, rows.state_tables
+    steps = rows.interval, rows.state_tables.stride(0)
+    chunks = None
+    if len(out) > num_rows and rows.interval % chunk_layout.CHUNK == 0:
+        num_chunks = len(out) // chunk_layout.CHUNK + 2 * num_rows + 2
+        chunks = torch.empty(
+            num_chunks, num_heads, chunk_layout.PREPARED_SIZE, device=out.device
+        )
+        sharing = _MOST_PROGRAMS // (key.shape[1] * num_rows)
+        most = triton.cdiv(len(out), chunk_layout.CHUNK) + 1
+        _inner_kernel[(key.shape[1], num_rows, max(1, min(sharing, most)))](
+            query, key, *given[3:], *per_head[:2], states, chunks, *metadata, *steps, *limits,
+            *strides[:4], *strides[6:],
+            TILES=states.shape[1] // num_heads,
+            **sizes,
+            **options,
+        )  # fmt: skip
     _chunked_kernel[(states.shape[1], num_rows + 1)](
-        *given, *per_head, states, out,
-        rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(out), rows.interval,
-        rows.state_tables.stride(0), *limits, *strides,
-        H=num_heads,
-        HK=key.shape[1],
-        K=num_keys,
+        *given, *per_head, states, chunks, out, *metadata, num_rows, len(out), *steps, *limits,
+        *strides,
         V=num_values,
         BLOCK_V=chunk_layout.block_v(num_keys, num_values),
-        K_PAD=chunk_layout.padded(num_keys),
-        CHUNK=chunk_layout.CHUNK,
-        LAYOUT=tuple(layout),
-        num_warps=_NUM_WARPS,
-        num_stages=1,
-        enable_fp_fusion=False,
+        **sizes,
         **options,
     )  # fmt: skip
+
+
+def _aligned(x: Tensor, unit: int) -> Tensor:
+    """``[T, heads, size]`` as the kernels read it: heads side by side in memory, tokens and heads in
+    multiples of ``unit``, all of 16 bytes. A copy where it is not."""
+    suits = x.stride(2) == 1 and all(stride % unit == 0 for stride in x.stride()[:2])
+    if suits and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

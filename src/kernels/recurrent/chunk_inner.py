@@ -1,0 +1,162 @@
+"""What positions of a chunk have to do with each other, whatever its state: device functions of
+:mod:`.chunked`, which has the equations, and a kernel that computes it for all chunks of a step.
+
+Everything here has one order of additions in any layout, as kernels of other shapes share it:
+matmuls, elementwise operations, and sums of which all summands but one are zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..fused.rounding import EMULATE
+from .device_functions import exp, step_size
+
+
+@triton.jit
+def as_bfloat16(x):  # type: ignore[no-untyped-def]
+    """Two at a time: Triton 3.6 converts one by one, at a quarter of the rate."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, True, 2
+    )
+
+
+@triton.jit
+def split(x):  # type: ignore[no-untyped-def]
+    high = as_bfloat16(x)
+    return high, as_bfloat16(x - high.to(tl.float32))
+
+
+@triton.jit
+def matmul(x, y, total, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``total + x y`` of float32 x; with SPLIT by bfloat16, where a y in it is exact."""
+    if SPLIT:
+        x_high, x_low = split(x)
+        if y.dtype == tl.bfloat16:
+            total = tl.dot(x_low, y, total)
+            total = tl.dot(x_high, y, total)
+        else:
+            y_high, y_low = split(y)
+            total = tl.dot(x_low, y_high, total)
+            total = tl.dot(x_high, y_low, total)
+            total = tl.dot(x_high, y_high, total)
+    else:
+        total = tl.dot(x, y.to(tl.float32), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def inner_products(x, y):  # type: ignore[no-untyped-def]
+    """``x y^T`` of tokens' queries or keys, in float32."""
+    if x.dtype == tl.bfloat16 and not EMULATE:
+        return tl.dot(x, tl.trans(y))
+    return tl.dot(x.to(tl.float32), tl.trans(y.to(tl.float32)), input_precision="ieee")
+
+
+@triton.jit
+def diagonal(x):  # type: ignore[no-untyped-def]
+    i, j = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
+    return tl.sum(tl.where(i == j, x, 0.0), 1)
+
+
+@triton.jit
+def _inverse(a, i, j):  # type: ignore[no-untyped-def]
+    """``(I + a)^-1`` of a strictly lower triangular ``[16, 16]``, from blocks of 2 on by doubling
+    them: that of ``[[b, 0], [c, d]]`` has ``-d^-1 c b^-1`` below its diagonal."""
+    x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
+    for LEVEL in tl.static_range(1, 4):
+        is_pair = i >> (LEVEL + 1) == j >> (LEVEL + 1)
+        below = tl.where(is_pair & (i >> LEVEL > j >> LEVEL), a, 0.0)
+        left = tl.dot(x, below, input_precision="ieee")
+        x -= tl.dot(left, x, input_precision="ieee")
+    return x
+
+
+@triton.jit
+def logarithms(decay):  # type: ignore[no-untyped-def]
+    """``[i, j]``: that of the decays from a chunk's begin to position i, summed up in order."""
+    i, j = tl.arange(0, decay.shape[0])[:, None], tl.arange(0, decay.shape[0])[None, :]
+    lower = tl.where(i >= j, 1.0, 0.0)
+    return tl.dot(lower, tl.broadcast_to(decay[:, None], lower.shape), input_precision="ieee")
+
+
+@triton.jit
+def delta_inner(  # type: ignore[no-untyped-def]
+    scores, known, squares, a, b, scale, L2NORM: tl.constexpr
+):
+    """What :func:`.chunked._chunked_kernel` needs of a chunk of a delta rule.
+
+    Args:
+        scores: ``q k^T``. known: ``k k^T``. squares: ``q q^T``.
+        a, b: decay and beta of each position.
+
+    Returns:
+        P; what u is of ``v - exp(g) k S``; the factors of a position on what its key and its query
+        read of S, and on what it adds to S; the factor on S.
+    """
+    CHUNK: tl.constexpr = scores.shape[0]
+    index = tl.arange(0, CHUNK)
+    i, j = index[:, None], index[None, :]
+    g_i = logarithms(a)
+    g_j = tl.trans(g_i)
+    g = diagonal(g_i)
+    # Nothing is taken of positions behind, the exponentials of which may be infinite.
+    decayed = exp(tl.where(i >= j, g_i - g_j, 0.0))
+    of_k = tl.full((CHUNK,), 1.0, tl.float32)
+    of_q = of_k
+    if L2NORM:
+        of_k = tl.rsqrt(diagonal(known) + 1e-6)
+        of_q = tl.rsqrt(diagonal(squares) + 1e-6)
+    of_q *= scale
+    decayed = decayed * of_k[None, :]
+    scores = tl.where(i >= j, scores * (decayed * of_q[:, None]), 0.0)
+    known = tl.where(i > j, known * (decayed * (of_k * b)[:, None]), 0.0)
+    solve = _inverse(known, i, j) * b[None, :]
+    grown = exp(g)
+    g_last = tl.sum(tl.where(index == CHUNK - 1, g, 0.0), 0)
+    return scores, solve, of_k * grown, of_q * grown, of_k * exp(g_last - g), exp(g_last)
+
+
+@triton.jit
+def ssd_inner(scores, a):  # type: ignore[no-untyped-def]
+    """As :func:`delta_inner` of Mamba-2, where u depends on no state and keys read none."""
+    CHUNK: tl.constexpr = scores.shape[0]
+    index = tl.arange(0, CHUNK)
+    i, j = index[:, None], index[None, :]
+    g_i = logarithms(a)
+    g = diagonal(g_i)
+    scores = tl.where(i >= j, scores * exp(tl.where(i >= j, g_i - tl.trans(g_i), 0.0)), 0.0)
+    g_last = tl.sum(tl.where(index == CHUNK - 1, g, 0.0), 0)
+    return scores, exp(g), exp(g_last - g), exp(g_last)
+
+
+@triton.jit
+def step_sizes(dt, bias, valid, dt_min, dt_max, SOFTPLUS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Those of Mamba-2 of the positions of a chunk, 0 of what is none."""
+    dt = step_size(dt, bias, SOFTPLUS, DTYPE)
+    return tl.where(valid, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
+
+
+@triton.jit
+def load_rows(  # type: ignore[no-untyped-def]
+    x, tokens, stride, kept, offsets, index, first, last, mask
+):
+    """``[CHUNK, K]`` or, index along the second dimension, ``[V, CHUNK]`` of a chunk's positions:
+    those below ``first`` of what the slot keeps, up to ``last`` of the step; zeros behind."""
+    rows = tl.load(x + tokens * stride, mask=(index >= first) & (index < last) & mask, other=0.0)
+    if first > 0:
+        old = index < first
+        rows = tl.where(old, tl.load(kept + offsets, mask=old & mask, other=0.0), rows)
+    return rows
+
+
+@triton.jit
+def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[no-untyped-def]
+    """As :func:`load_rows`, of one number a position, as float32."""
+    inside = (index >= first) & (index < last)
+    values = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
+    if first > 0:
+        old = index < first
+        values = tl.where(old, tl.load(kept + index, mask=old, other=0.0), values)
+    return values
