@@ -61,29 +61,35 @@ def diagonal(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _inverse(a, i, j):  # type: ignore[no-untyped-def]
+def _inverse(a, i, j, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """``(I + a)^-1`` of a strictly lower triangular ``[16, 16]``, from blocks of 2 on by doubling
     them: that of ``[[b, 0], [c, d]]`` has ``-d^-1 c b^-1`` below its diagonal."""
     x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
+    zeros = tl.zeros(a.shape, tl.float32)
     for LEVEL in tl.static_range(1, 4):
         is_pair = i >> (LEVEL + 1) == j >> (LEVEL + 1)
         below = tl.where(is_pair & (i >> LEVEL > j >> LEVEL), a, 0.0)
-        left = tl.dot(x, below, input_precision="ieee")
-        x -= tl.dot(left, x, input_precision="ieee")
+        x -= matmul(matmul(x, below, zeros, SPLIT), x, zeros, SPLIT)
     return x
 
 
 @triton.jit
-def logarithms(decay):  # type: ignore[no-untyped-def]
-    """``[i, j]``: that of the decays from a chunk's begin to position i, summed up in order."""
+def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``[i, j]``: that of the decays from a chunk's begin to position i."""
     i, j = tl.arange(0, decay.shape[0])[:, None], tl.arange(0, decay.shape[0])[None, :]
     lower = tl.where(i >= j, 1.0, 0.0)
-    return tl.dot(lower, tl.broadcast_to(decay[:, None], lower.shape), input_precision="ieee")
+    a = tl.broadcast_to(decay[:, None], lower.shape)
+    if SPLIT:  # in three, so that nothing is lost
+        high, low = split(a)
+        lowest = as_bfloat16(a - high.to(tl.float32) - low.to(tl.float32))
+        ones = as_bfloat16(lower)
+        return tl.dot(ones, high, tl.dot(ones, low, tl.dot(ones, lowest)))
+    return tl.dot(lower, a, input_precision="ieee")
 
 
 @triton.jit
 def delta_inner(  # type: ignore[no-untyped-def]
-    scores, known, squares, a, b, scale, L2NORM: tl.constexpr
+    scores, known, squares, a, b, scale, L2NORM: tl.constexpr, SPLIT: tl.constexpr
 ):
     """What :func:`.chunked._chunked_kernel` needs of a chunk of a delta rule.
 
@@ -98,7 +104,7 @@ def delta_inner(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr = scores.shape[0]
     index = tl.arange(0, CHUNK)
     i, j = index[:, None], index[None, :]
-    g_i = logarithms(a)
+    g_i = logarithms(a, SPLIT)
     g_j = tl.trans(g_i)
     g = diagonal(g_i)
     # Nothing is taken of positions behind, the exponentials of which may be infinite.
@@ -112,19 +118,19 @@ def delta_inner(  # type: ignore[no-untyped-def]
     decayed = decayed * of_k[None, :]
     scores = tl.where(i >= j, scores * (decayed * of_q[:, None]), 0.0)
     known = tl.where(i > j, known * (decayed * (of_k * b)[:, None]), 0.0)
-    solve = _inverse(known, i, j) * b[None, :]
+    solve = _inverse(known, i, j, SPLIT) * b[None, :]
     grown = exp(g)
     g_last = tl.sum(tl.where(index == CHUNK - 1, g, 0.0), 0)
     return scores, solve, of_k * grown, of_q * grown, of_k * exp(g_last - g), exp(g_last)
 
 
 @triton.jit
-def ssd_inner(scores, a):  # type: ignore[no-untyped-def]
+def ssd_inner(scores, a, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """As :func:`delta_inner` of Mamba-2, where u depends on no state and keys read none."""
     CHUNK: tl.constexpr = scores.shape[0]
     index = tl.arange(0, CHUNK)
     i, j = index[:, None], index[None, :]
-    g_i = logarithms(a)
+    g_i = logarithms(a, SPLIT)
     g = diagonal(g_i)
     scores = tl.where(i >= j, scores * exp(tl.where(i >= j, g_i - tl.trans(g_i), 0.0)), 0.0)
     g_last = tl.sum(tl.where(index == CHUNK - 1, g, 0.0), 0)

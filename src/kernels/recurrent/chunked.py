@@ -73,6 +73,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
     """Grid: ``(HK, B, programs that share the chunks of a row)``; interval a multiple of CHUNK."""
     DELTA: tl.constexpr = beta is not None
     KEY: tl.constexpr = key.dtype.element_ty
+    SPLIT: tl.constexpr = KEY == tl.bfloat16 and not EMULATE
     row = tl.program_id(1)
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1)
@@ -124,7 +125,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
                     beta + head * b_head_stride, tokens, b_stride, kept + CHUNK, index, first, last
                 )
                 scores, solve, of_key, of_query, of_update, growth = delta_inner(
-                    products, known, squares, a, b, scale, L2NORM
+                    products, known, squares, a, b, scale, L2NORM, SPLIT
                 )
                 tl.store(place + 4 * CHUNK + CHUNK * CHUNK + cells, solve)
             else:
@@ -135,7 +136,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
                     a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
                 )
                 rate = tl.load(rates + head).to(tl.float32)
-                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key)
+                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
             tl.store(place + cells, scores)
             tl.store(vectors, of_key)
             tl.store(vectors + CHUNK, of_query)
@@ -259,7 +260,7 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
                 if L2NORM:
                     squares = inner_products(q, q)
                 scores, solve, of_key, of_query, of_update, growth = delta_inner(
-                    products, known, squares, a, b, scale, L2NORM
+                    products, known, squares, a, b, scale, L2NORM, SPLIT
                 )
             else:
                 bias = None
@@ -269,7 +270,7 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
                     a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
                 )
                 rate = tl.load(rates + head).to(tl.float32)
-                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key)
+                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
 
         zeros = tl.zeros((BLOCK_V, CHUNK), tl.float32)
         wide_v = v.to(tl.float32)
