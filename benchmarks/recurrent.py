@@ -32,7 +32,7 @@ from benchmarks.attention import environment
 from benchmarks.card import rates_of_this_process
 from benchmarks.gpu_timing import median_seconds
 from benchmarks.other_models import qwen3_next
-from pagespec.kernels.recurrent import ops
+from pagespec.kernels.recurrent import chunk_layout, ops
 
 _POOL_BYTES = 400 << 20
 _MOST_LAYERS = 64
@@ -48,6 +48,7 @@ class Kernel:
     Attributes:
         per_token: makes the inputs of T tokens. call: the op, given those, states and rows.
         state: of one slot. state_dtype: its dtype.
+        num_state: elements of the state that a slot holds, if its tail is to be counted apart.
     """
 
     name: str
@@ -55,6 +56,17 @@ class Kernel:
     call: Callable[..., Tensor]
     state: tuple[int, ...]
     state_dtype: torch.dtype = torch.float32
+    num_state: int = 0
+
+    def decode_bytes(self) -> float:
+        """Of a slot, what a decode step has to read and write of it, on average: the state is
+        written at a chunk's end, and before that half of a tail is read and an input written."""
+        num_bytes = math.prod(self.state) * self.state_dtype.itemsize
+        if not self.num_state:
+            return 2 * num_bytes
+        state = self.num_state * self.state_dtype.itemsize
+        tail = (num_bytes - state) / chunk_layout.CHUNK
+        return state * (1 + 1 / chunk_layout.CHUNK) + tail * ((chunk_layout.CHUNK - 1) / 2 + 1)
 
 
 def _normal(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -83,7 +95,8 @@ def delta_rule(name: str, heads: int, key_heads: int, dim: int, *, per_channel: 
         name,
         tokens,
         lambda x, states, rows: ops.delta_rule(*x, states, *rows, dim**-0.5, True),
-        (heads, dim, dim),
+        (heads, dim, dim) if per_channel else chunk_layout.slot_shape(heads, dim, dim, BF16, BF16),
+        num_state=0 if per_channel else heads * dim * dim,
     )
 
 
@@ -98,7 +111,8 @@ def ssd_scan(name: str, heads: int, groups: int, dim: int, size: int) -> Kernel:
         keys = [_normal(n, groups, size) for _ in "BC"]
         return [_normal(n, heads, dim), _normal(n, heads), *keys]
 
-    return Kernel(name, tokens, call, (heads, size, dim))
+    slot = chunk_layout.slot_shape(heads, size, dim, BF16, BF16)
+    return Kernel(name, tokens, call, slot, num_state=heads * size * dim)
 
 
 def selective_scan(name: str, inner: int, size: int) -> Kernel:
@@ -126,10 +140,11 @@ def kernels() -> list[Kernel]:
 
 
 def _rows(num_rows: int, num_tokens: int) -> Rows:
-    """All rows have ``num_tokens``; decoding rows go on behind a state."""
-    before = 1 if num_tokens == 1 else 0
+    """All rows have ``num_tokens``; decoding rows go on behind a state, at all places of a chunk."""
     starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * num_tokens
-    contexts = torch.full((num_rows,), before + num_tokens, device="cuda", dtype=torch.int32)
+    contexts = torch.full((num_rows,), num_tokens, device="cuda", dtype=torch.int32)
+    if num_tokens == 1:
+        contexts += 8 + torch.arange(num_rows, device="cuda", dtype=torch.int32) % 16
     tables = torch.arange(num_rows, device="cuda", dtype=torch.int32)[:, None]
     return starts, contexts, tables.repeat(1, -(-num_tokens // 256) + 1), 256
 
@@ -143,7 +158,7 @@ def measure(kernel: Kernel, num_rows: int, num_tokens: int, repeats: int) -> tup
     out = kernel.call(inputs, state, rows)
     token_bytes = sum(x.nbytes for x in inputs) + out.nbytes
     is_decode = num_tokens == 1
-    num_bytes = token_bytes + state_bytes * (2 if is_decode else 1)
+    num_bytes = token_bytes + int(kernel.decode_bytes() * num_rows if is_decode else state_bytes)
     num_layers = min(_MOST_LAYERS, max(2, math.ceil(_POOL_BYTES / num_bytes)))
     states = [state, *(torch.zeros_like(state) for _ in range(num_layers - 1))]
     calls = [lambda s=s: kernel.call(inputs, s, rows) for s in states]

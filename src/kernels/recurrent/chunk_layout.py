@@ -54,8 +54,12 @@ def record_layout(
 
 
 def slot_shape(
-    num_heads: int, num_keys: int, num_values: int, dtypes: tuple[torch.dtype, torch.dtype]
+    num_heads: int,
+    num_keys: int,
+    num_values: int,
+    key_dtype: torch.dtype,
+    value_dtype: torch.dtype,
 ) -> tuple[int, int]:
-    """(records, float32 of each) of a slot; ``dtypes`` of the keys and of the values."""
+    """(records, float32 of each) of a slot."""
     num_tiles = -(-num_values // block_v(num_keys, num_values))
-    return num_heads * num_tiles, record_layout(num_keys, num_values, *dtypes).size
+    return num_heads * num_tiles, record_layout(num_keys, num_values, key_dtype, value_dtype).size

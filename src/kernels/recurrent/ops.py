@@ -82,13 +82,15 @@ def _short_conv_cuda(*arguments: Any) -> Tensor:
 
 
 def _delta_rule_cuda(*arguments: Any) -> Tensor:
-    from .linear_state import delta_rule as kernel
+    from . import chunked, linear_state
 
+    has_channels = arguments[3].dim() == 3
+    kernel = linear_state.delta_rule if has_channels else chunked.delta_rule
     return _bundled(kernel, 6)(*arguments)
 
 
 def _ssd_scan_cuda(*arguments: Any) -> Tensor:
-    from .linear_state import ssd_scan as kernel
+    from .chunked import ssd_scan as kernel
 
     return _bundled(kernel, 8)(*arguments)
 
