@@ -66,14 +66,15 @@ def diagonal(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inverse(a, i, j, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``(I + a)^-1`` of a strictly lower triangular ``[16, 16]``, from blocks of 2 on by doubling
+    """``(I + a)^-1`` of a strictly lower triangular matrix, from blocks of 2 on by doubling
     them: that of ``[[b, 0], [c, d]]`` has ``-d^-1 c b^-1`` below its diagonal."""
     x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
     zeros = tl.zeros(a.shape, tl.float32)
-    for LEVEL in tl.static_range(1, 4):
-        is_pair = i >> (LEVEL + 1) == j >> (LEVEL + 1)
-        below = tl.where(is_pair & (i >> LEVEL > j >> LEVEL), a, 0.0)
-        x -= matmul(matmul(x, below, zeros, SPLIT), x, zeros, SPLIT)
+    for LEVEL in tl.static_range(1, 6):
+        if 2 << LEVEL <= a.shape[0]:
+            is_pair = i >> (LEVEL + 1) == j >> (LEVEL + 1)
+            below = tl.where(is_pair & (i >> LEVEL > j >> LEVEL), a, 0.0)
+            x -= matmul(matmul(x, below, zeros, SPLIT), x, zeros, SPLIT)
     return x
 
 

@@ -411,7 +411,7 @@ def _launch(
     metadata = rows.query_starts, rows.context_lens, rows.state_tables
     steps = rows.interval, rows.state_tables.stride(0)
     chunks = None
-    if len(out) > num_rows and rows.interval % chunk_layout.CHUNK == 0:
+    if _has_long_rows(len(out), num_rows) and rows.interval % chunk_layout.CHUNK == 0:
         num_chunks = len(out) // chunk_layout.CHUNK + 2 * num_rows + 2
         chunks = torch.empty(
             num_chunks, num_heads, chunk_layout.PREPARED_SIZE, device=out.device
@@ -433,6 +433,11 @@ def _launch(
         **sizes,
         **options,
     )  # fmt: skip
+
+
+def _has_long_rows(num_tokens: int, num_rows: int) -> bool:
+    """Whether what a step computes of chunks is worth a kernel of its own. Bits are the same."""
+    return num_tokens > num_rows
 
 
 def _aligned(x: Tensor, unit: int) -> Tensor:
