@@ -82,10 +82,10 @@ def _short_conv_cuda(*arguments: Any) -> Tensor:
 
 
 def _delta_rule_cuda(*arguments: Any) -> Tensor:
-    from . import chunked, linear_state
+    from . import chunked, walked_delta_rule
 
     has_channels = arguments[3].dim() == 3
-    kernel = linear_state.delta_rule if has_channels else chunked.delta_rule
+    kernel = walked_delta_rule.delta_rule if has_channels else chunked.delta_rule
     return _bundled(kernel, 6)(*arguments)
 
 

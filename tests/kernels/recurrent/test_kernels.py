@@ -49,10 +49,10 @@ CASES: dict[str, Callable[[int], Case]] = {
 
 def kernel_of(name: str) -> tuple[Callable[..., Tensor], int]:
     """(the kernel's function, the place of query_starts among an op's arguments)."""
-    from pagespec.kernels.recurrent import chunked, linear_state, selective_scan, short_conv
+    from pagespec.kernels.recurrent import chunked, selective_scan, short_conv, walked_delta_rule
 
     functions: dict[str, tuple[Callable[..., Tensor], int]] = {
-        "delta_rule": (linear_state.delta_rule, 6),
+        "delta_rule": (walked_delta_rule.delta_rule, 6),
         "delta_rule in chunks": (chunked.delta_rule, 6),
         "short_conv": (short_conv.short_conv, 4),
         "selective_scan": (selective_scan.selective_scan, 9),
