@@ -103,8 +103,9 @@ def delta_inner(  # type: ignore[no-untyped-def]
         a, b: decay and beta of each position.
 
     Returns:
-        P; what u is of ``v - exp(g) k S``; the factors of a position on what its key and its query
-        read of S, and on what it adds to S; the factor on S.
+        ``M = (I + A)^-1 beta`` and ``P M``, ``[2, CHUNK, CHUNK]``, which make u and the rest of y of
+        ``v - exp(g) k S``; the factors of a position on what its key and its query read of S, and on
+        what it adds to S; the factor on S.
     """
     CHUNK: tl.constexpr = scores.shape[0]
     index = tl.arange(0, CHUNK)
@@ -126,12 +127,14 @@ def delta_inner(  # type: ignore[no-untyped-def]
     solve = _inverse(known, i, j, SPLIT) * b[None, :]
     grown = exp(g)
     g_last = tl.sum(tl.where(index == CHUNK - 1, g, 0.0), 0)
-    return scores, solve, of_k * grown, of_q * grown, of_k * exp(g_last - g), exp(g_last)
+    mixed = matmul(scores, solve, tl.zeros((CHUNK, CHUNK), tl.float32), SPLIT)
+    both = tl.permute(tl.join(solve, mixed), (2, 0, 1))
+    return both, of_k * grown, of_q * grown, of_k * exp(g_last - g), exp(g_last)
 
 
 @triton.jit
 def ssd_inner(scores, a, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As :func:`delta_inner` of Mamba-2, where u depends on no state and keys read none."""
+    """P and the last three as of :func:`delta_inner` of Mamba-2, where u depends on no state."""
     CHUNK: tl.constexpr = scores.shape[0]
     index = tl.arange(0, CHUNK)
     i, j = index[:, None], index[None, :]
@@ -147,6 +150,13 @@ def step_sizes(dt, bias, valid, dt_min, dt_max, SOFTPLUS: tl.constexpr, DTYPE: t
     """Those of Mamba-2 of the positions of a chunk, 0 of what is none."""
     dt = step_size(dt, bias, SOFTPLUS, DTYPE)
     return tl.where(valid, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
+
+
+@triton.jit
+def halves(x):  # type: ignore[no-untyped-def]
+    """The first and the last columns of ``[M, 2 N]``."""
+    x = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    return tl.split(tl.permute(x, (0, 2, 1)))
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from torch import Tensor
 from ..fused.rounding import EMULATE, rounded
 from . import chunk_layout
 from .chunk_inner import (
-    delta_inner, inner_products, load_rows, load_scalars, matmul, ssd_inner, step_sizes,
+    delta_inner, halves, inner_products, load_rows, load_scalars, matmul, ssd_inner, step_sizes,
 )  # fmt: skip
 from .device_functions import first_slot, zero_padding
 from .walk import StepRows
@@ -119,15 +119,16 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
                 decay + head * a_head_stride, tokens, a_stride, kept, index, first, last
             )
             place = _prepared(chunks, tl.maximum(t, begin), begin, row, head, CHUNK, SIZE, H)
-            vectors = place + CHUNK * CHUNK + index
+            vectors = place + 2 * CHUNK * CHUNK + index
             if DELTA:
                 b = load_scalars(
                     beta + head * b_head_stride, tokens, b_stride, kept + CHUNK, index, first, last
                 )
-                scores, solve, of_key, of_query, of_update, growth = delta_inner(
+                mixing, of_key, of_query, of_update, growth = delta_inner(
                     products, known, squares, a, b, scale, L2NORM, SPLIT
                 )
-                tl.store(place + 4 * CHUNK + CHUNK * CHUNK + cells, solve)
+                half = tl.arange(0, 2)[:, None, None] * (CHUNK * CHUNK)
+                tl.store(place + half + cells[None, :, :], mixing)
             else:
                 bias = None
                 if dt_bias is not None:
@@ -137,7 +138,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
                 )
                 rate = tl.load(rates + head).to(tl.float32)
                 scores, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
-            tl.store(place + cells, scores)
+                tl.store(place + cells, scores)
             tl.store(vectors, of_key)
             tl.store(vectors + CHUNK, of_query)
             tl.store(vectors + 2 * CHUNK, of_update)
@@ -184,12 +185,13 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
     index = tl.arange(0, CHUNK)
-    i = index[:, None]
-    cells = i * CHUNK + index[None, :]
+    # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
+    reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
+    cells = reads * CHUNK + index[None, :]
     states += tl.program_id(0) * LAYOUT[3]
     SLOT: tl.constexpr = H * TILES * LAYOUT[3]
     s_offsets = j * K + k_index
-    k_offsets = i * K + k_index
+    k_offsets = index[:, None] * K + k_index
     v_offsets = index[None, :] * BLOCK_V + j
 
     head_k = head // (H // HK)
@@ -219,9 +221,9 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
     # A state that begins an interval comes from another slot than it goes to.
     is_new = offset == 0
     if chunks is not None:
-        q_1, k_1 = _load_next(
-            query, key, q_stride, k_stride, record, k_offsets, token, first, last, i, mask_k,
-            LAYOUT,
+        x_1 = _load_reads(
+            query, key, q_stride, k_stride, record + LAYOUT[0], token, first, last, reads, mask_k,
+            K, CHUNK,
         )  # fmt: skip
 
     while left > 0:
@@ -230,25 +232,32 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
             value, tokens[None, :], v_stride, _typed(record + LAYOUT[1], VALUE), v_offsets,
             index[None, :], first, last, mask_v,
         )  # fmt: skip
+        k = load_rows(
+            key, tokens[:, None], k_stride, _typed(record + LAYOUT[0], KEY), k_offsets,
+            index[:, None], first, last, mask_k,
+        )  # fmt: skip
         if chunks is not None:
             place = _prepared(chunks, token, begin, row, head, CHUNK, SIZE, H)
-            vectors = place + CHUNK * CHUNK + index
-            scores = tl.load(place + cells)
+            vectors = place + 2 * CHUNK * CHUNK + index
+            mixing = tl.load(place + cells)
             of_key = tl.load(vectors)
             of_query = tl.load(vectors + CHUNK)
             of_update = tl.load(vectors + 2 * CHUNK)
-            growth = tl.load(place + CHUNK * CHUNK + 3 * CHUNK)
-            if DELTA:
-                solve = tl.load(place + 4 * CHUNK + CHUNK * CHUNK + cells)
-            q, k = q_1, k_1
-            q_1, k_1 = _load_next(
-                query, key, q_stride, k_stride, record, k_offsets, token + (last - first), 0,
-                tl.minimum(CHUNK, left - (last - first)), i, mask_k, LAYOUT,
+            growth = tl.load(place + 2 * CHUNK * CHUNK + 3 * CHUNK)
+            x = x_1
+            x_1 = _load_reads(
+                query, key, q_stride, k_stride, record + LAYOUT[0], token + (last - first), 0,
+                tl.minimum(CHUNK, left - (last - first)), reads, mask_k, K, CHUNK,
             )  # fmt: skip
         else:
-            q, k = _load_next(
-                query, key, q_stride, k_stride, record, k_offsets, token, first, last, i, mask_k,
-                LAYOUT,
+            x = _load_reads(
+                query, key, q_stride, k_stride, record + LAYOUT[0], token, first, last, reads,
+                mask_k, K, CHUNK,
+            )  # fmt: skip
+            i = index[:, None]
+            q = tl.load(
+                query + tokens[:, None] * q_stride, mask=(i >= first) & (i < last) & mask_k,
+                other=0.0,
             )  # fmt: skip
             kept = record + LAYOUT[2]
             a = load_scalars(decay, tokens, a_stride, kept, index, first, last)
@@ -259,9 +268,10 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
                 squares = known
                 if L2NORM:
                     squares = inner_products(q, q)
-                scores, solve, of_key, of_query, of_update, growth = delta_inner(
+                mixing, of_key, of_query, of_update, growth = delta_inner(
                     products, known, squares, a, b, scale, L2NORM, SPLIT
                 )
+                mixing = tl.reshape(mixing, (2 * CHUNK, CHUNK))
             else:
                 bias = None
                 if dt_bias is not None:
@@ -270,17 +280,18 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
                     a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
                 )
                 rate = tl.load(rates + head).to(tl.float32)
-                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
+                mixing, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
 
-        zeros = tl.zeros((BLOCK_V, CHUNK), tl.float32)
         wide_v = v.to(tl.float32)
-        read = matmul(state, tl.trans(q), zeros, SPLIT) * of_query[None, :]
+        zeros = tl.zeros((BLOCK_V, CHUNK * (1 + DELTA)), tl.float32)
+        read = matmul(state, tl.trans(x), zeros, SPLIT)
         if DELTA:
-            u = wide_v - matmul(state, tl.trans(k), zeros, SPLIT) * of_key[None, :]
-            u = matmul(u, tl.trans(solve), zeros, SPLIT)
+            read, known = halves(read)
+            u, y = halves(matmul(wide_v - known * of_key[None, :], tl.trans(mixing), zeros, SPLIT))
+            y += read * of_query[None, :]
         else:
             u = wide_v * of_key[None, :]
-        y = matmul(u, tl.trans(scores), read, SPLIT)
+            y = matmul(u, tl.trans(mixing), read * of_query[None, :], SPLIT)
         if skip is not None:
             y += skipped * wide_v
         new = (index >= first) & (index < last)
@@ -320,17 +331,19 @@ def _typed(pointer, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_next(  # type: ignore[no-untyped-def]
-    query, key, q_stride, k_stride, record, offsets, token, first, last, i, mask_k,
-    LAYOUT: tl.constexpr,
+def _load_reads(  # type: ignore[no-untyped-def]
+    query, key, q_stride, k_stride, kept, token, first, last, index, mask_k, K: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys of positions [first, last) of a chunk, the first that of ``token``, and the
-    keys before. Nobody needs queries again."""
+    """Queries of positions [first, last) of a chunk, the first that of ``token``, and, where
+    ``index`` goes on, the keys of these and of the positions before, which the slot keeps."""
+    i = index % CHUNK
     tokens = (token - first).to(tl.int64) + i
-    inside = (i >= first) & (i < last) & mask_k
-    q = tl.load(query + tokens * q_stride, mask=inside, other=0.0)
-    keys = _typed(record + LAYOUT[0], key.dtype.element_ty)
-    return q, load_rows(key, tokens, k_stride, keys, offsets, i, first, last, mask_k)
+    is_key = index >= CHUNK
+    is_old = is_key & (i < first)
+    x = tl.where(is_key, key + tokens * k_stride, query + tokens * q_stride)
+    x = tl.where(is_old, _typed(kept, key.dtype.element_ty) + i * K + tl.arange(0, mask_k.shape[1])[None, :], x)
+    return tl.load(x, mask=(is_old | (i >= first)) & (i < last) & mask_k, other=0.0)
 
 
 def delta_rule(
