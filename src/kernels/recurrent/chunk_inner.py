@@ -65,20 +65,6 @@ def diagonal(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _inverse(a, i, j, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``(I + a)^-1`` of a strictly lower triangular matrix, from blocks of 2 on by doubling
-    them: that of ``[[b, 0], [c, d]]`` has ``-d^-1 c b^-1`` below its diagonal."""
-    x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
-    zeros = tl.zeros(a.shape, tl.float32)
-    for LEVEL in tl.static_range(1, 6):
-        if 2 << LEVEL <= a.shape[0]:
-            is_pair = i >> (LEVEL + 1) == j >> (LEVEL + 1)
-            below = tl.where(is_pair & (i >> LEVEL > j >> LEVEL), a, 0.0)
-            x -= matmul(matmul(x, below, zeros, SPLIT), x, zeros, SPLIT)
-    return x
-
-
-@triton.jit
 def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """``[i, j]``: that of the decays from a chunk's begin to position i."""
     i, j = tl.arange(0, decay.shape[0])[:, None], tl.arange(0, decay.shape[0])[None, :]
@@ -94,13 +80,16 @@ def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def delta_inner(  # type: ignore[no-untyped-def]
-    scores, known, squares, a, b, scale, L2NORM: tl.constexpr, SPLIT: tl.constexpr
+    scores, known, squares, a, b, made, first, last, scale, L2NORM: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """What :func:`.chunked._chunked_kernel` needs of a chunk of a delta rule.
 
     Args:
         scores: ``q k^T``. known: ``k k^T``. squares: ``q q^T``.
         a, b: decay and beta of each position.
+        made: rows of M of positions before ``first``, which were computed before.
+        first, last: the positions to compute.
 
     Returns:
         ``M = (I + A)^-1 beta`` and ``P M``, ``[2, CHUNK, CHUNK]``, which make u and the rest of y of
@@ -124,11 +113,15 @@ def delta_inner(  # type: ignore[no-untyped-def]
     decayed = decayed * of_k[None, :]
     scores = tl.where(i >= j, scores * (decayed * of_q[:, None]), 0.0)
     known = tl.where(i > j, known * (decayed * (of_k * b)[:, None]), 0.0)
-    solve = _inverse(known, i, j, SPLIT) * b[None, :]
+    # The rows of M one by one, each of those before it: M = beta - A M.
+    zeros = tl.zeros((CHUNK, CHUNK), tl.float32)
+    m = tl.where(i < first, made, 0.0)
+    for row in range(first, last):
+        lacking = matmul(tl.where(i == row, known, 0.0), m, zeros, SPLIT)
+        m = tl.where(i == row, tl.where(i == j, b[None, :], 0.0) - lacking, m)
     grown = exp(g)
     g_last = tl.sum(tl.where(index == CHUNK - 1, g, 0.0), 0)
-    mixed = matmul(scores, solve, tl.zeros((CHUNK, CHUNK), tl.float32), SPLIT)
-    both = tl.permute(tl.join(solve, mixed), (2, 0, 1))
+    both = tl.permute(tl.join(m, matmul(scores, m, zeros, SPLIT)), (2, 0, 1))
     return both, of_k * grown, of_q * grown, of_k * exp(g_last - g), exp(g_last)
 
 
@@ -164,20 +157,16 @@ def load_rows(  # type: ignore[no-untyped-def]
     x, tokens, stride, kept, offsets, index, first, last, mask
 ):
     """``[CHUNK, K]`` or, index along the second dimension, ``[V, CHUNK]`` of a chunk's positions:
-    those below ``first`` of what the slot keeps, up to ``last`` of the step; zeros behind."""
-    rows = tl.load(x + tokens * stride, mask=(index >= first) & (index < last) & mask, other=0.0)
-    if first > 0:
-        old = index < first
-        rows = tl.where(old, tl.load(kept + offsets, mask=old & mask, other=0.0), rows)
-    return rows
+    those below ``first`` of what the slot keeps, up to ``last`` of the step; zeros behind. One load
+    of both, and no branch that would wait for either."""
+    kept = kept.to(x.dtype, bitcast=True)
+    pointers = tl.where(index < first, kept + offsets, x + tokens * stride)
+    return tl.load(pointers, mask=(index < last) & mask, other=0.0)
 
 
 @triton.jit
 def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[no-untyped-def]
     """As :func:`load_rows`, of one number a position, as float32."""
     inside = (index >= first) & (index < last)
-    values = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
-    if first > 0:
-        old = index < first
-        values = tl.where(old, tl.load(kept + index, mask=old, other=0.0), values)
-    return values
+    new = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(index < first, tl.load(kept + index, mask=index < first, other=0.0), new)

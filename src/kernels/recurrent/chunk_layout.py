@@ -1,9 +1,9 @@
 """What a slot holds of a recurrence that is computed chunk by chunk (:mod:`.chunked`).
 
 A *record* for each tile of a head's values: the state before the chunk that the last position lies
-in, ``[tile, K]`` in float32, and the *tail*, the inputs of the chunk's positions so far: keys
-``[CHUNK, K]`` and values ``[CHUNK, tile]`` in their dtypes, then two float32 for each position, its
-decay and its beta (its step size in Mamba-2). The program of a tile reads and writes its record and
+in, ``[tile, K]`` in float32, and the *tail*, of the chunk's positions so far: keys ``[CHUNK, K]`` and
+values ``[CHUNK, tile]`` in their dtypes, then in float32 decays and betas (in Mamba-2 step sizes),
+``[2, CHUNK]``, and rows of :func:`.chunk_inner.delta_inner`'s M, ``[CHUNK, CHUNK]``. The program of a tile reads and writes its record and
 no other: heads that share keys, and the tiles of a head, have each a copy of the keys.
 """
 
@@ -30,6 +30,7 @@ class RecordLayout(NamedTuple):
     keys: int
     values: int
     scalars: int
+    rows: int
     size: int
 
 
@@ -50,7 +51,8 @@ def record_layout(
     keys = tile * num_keys
     values = keys + CHUNK * num_keys * key_dtype.itemsize // 4
     scalars = values + CHUNK * tile * value_dtype.itemsize // 4
-    return RecordLayout(keys, values, scalars, scalars + 2 * CHUNK)
+    rows = scalars + 2 * CHUNK
+    return RecordLayout(keys, values, scalars, rows, rows + CHUNK * CHUNK)
 
 
 def slot_shape(

@@ -85,7 +85,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
     record = states
     if position > 0:
         table = tables + row.to(tl.int64) * table_stride
-        record += first_slot(table, position, interval) * (H * TILES * LAYOUT[3])
+        record += first_slot(table, position, interval) * (H * TILES * LAYOUT[4])
     head_k = tl.program_id(0)
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
@@ -94,8 +94,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
     q_stride, k_stride = q_stride * UNIT, k_stride * UNIT
     query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
     key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
-    keys = record + head_k * (H // HK * TILES * LAYOUT[3]) + LAYOUT[0]
-    keys = keys.to(tl.pointer_type(KEY), bitcast=True)
+    keys = record + head_k * (H // HK * TILES * LAYOUT[4]) + LAYOUT[0]
     offsets = index[:, None] * K + k_index
 
     for t in range(begin_of_chunk, end, tl.num_programs(2) * CHUNK):
@@ -114,7 +113,7 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
             if L2NORM:
                 squares = inner_products(q, q)
         for head in range(head_k * (H // HK), (head_k + 1) * (H // HK)):
-            kept = record + head * (TILES * LAYOUT[3]) + LAYOUT[2]
+            kept = record + head * (TILES * LAYOUT[4]) + LAYOUT[2]
             a = load_scalars(
                 decay + head * a_head_stride, tokens, a_stride, kept, index, first, last
             )
@@ -124,8 +123,9 @@ def _inner_kernel(  # type: ignore[no-untyped-def]
                 b = load_scalars(
                     beta + head * b_head_stride, tokens, b_stride, kept + CHUNK, index, first, last
                 )
+                made = tl.load(kept + 2 * CHUNK + cells, mask=index[:, None] < first, other=0.0)
                 mixing, of_key, of_query, of_update, growth = delta_inner(
-                    products, known, squares, a, b, scale, L2NORM, SPLIT
+                    products, known, squares, a, b, made, first, last, scale, L2NORM, SPLIT
                 )
                 half = tl.arange(0, 2)[:, None, None] * (CHUNK * CHUNK)
                 tl.store(place + half + cells[None, :, :], mixing)
@@ -188,8 +188,8 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
     # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
     reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
     cells = reads * CHUNK + index[None, :]
-    states += tl.program_id(0) * LAYOUT[3]
-    SLOT: tl.constexpr = H * TILES * LAYOUT[3]
+    states += tl.program_id(0) * LAYOUT[4]
+    SLOT: tl.constexpr = H * TILES * LAYOUT[4]
     s_offsets = j * K + k_index
     k_offsets = index[:, None] * K + k_index
     v_offsets = index[None, :] * BLOCK_V + j
@@ -229,11 +229,11 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
     while left > 0:
         tokens = (token - first).to(tl.int64) + index
         v = load_rows(
-            value, tokens[None, :], v_stride, _typed(record + LAYOUT[1], VALUE), v_offsets,
+            value, tokens[None, :], v_stride, record + LAYOUT[1], v_offsets,
             index[None, :], first, last, mask_v,
         )  # fmt: skip
         k = load_rows(
-            key, tokens[:, None], k_stride, _typed(record + LAYOUT[0], KEY), k_offsets,
+            key, tokens[:, None], k_stride, record + LAYOUT[0], k_offsets,
             index[:, None], first, last, mask_k,
         )  # fmt: skip
         if chunks is not None:
@@ -268,8 +268,12 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
                 squares = known
                 if L2NORM:
                     squares = inner_products(q, q)
+                made = tl.load(
+                    kept + 2 * CHUNK + index[:, None] * CHUNK + index[None, :],
+                    mask=index[:, None] < first, other=0.0,
+                )  # fmt: skip
                 mixing, of_key, of_query, of_update, growth = delta_inner(
-                    products, known, squares, a, b, scale, L2NORM, SPLIT
+                    products, known, squares, a, b, made, first, last, scale, L2NORM, SPLIT
                 )
                 mixing = tl.reshape(mixing, (2 * CHUNK, CHUNK))
             else:
@@ -317,6 +321,8 @@ def _chunked_kernel(  # type: ignore[no-untyped-def]
             if DELTA:
                 b = tl.load(beta + tokens * b_stride, mask=new).to(tl.float32)
                 tl.store(record + LAYOUT[2] + CHUNK + index, b, mask=new)
+                in_new = (reads >= first) & (reads < last)
+                tl.store(record + LAYOUT[3] + cells, mixing, mask=in_new)
         if is_new & ((left == 0) | (offset == 0)):
             tl.debug_barrier()  # other threads of this program may still be reading
             tl.store(record + s_offsets, state, mask=mask_v & mask_k)
