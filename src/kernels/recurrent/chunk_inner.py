@@ -1,8 +1,5 @@
-"""What positions of a chunk have to do with each other, whatever its state: device functions of
-:mod:`.chunked`, which has the equations, and a kernel that computes it for all chunks of a step.
-
-Everything here has one order of additions in any layout, as kernels of other shapes share it:
-matmuls, elementwise operations, and sums of which all summands but one are zeros.
+"""What positions of a chunk have to do with each other, whatever its state, as a Triton kernel: for
+all chunks of a step side by side. :mod:`.chunked` has the equations.
 """
 
 from __future__ import annotations
@@ -11,162 +8,109 @@ import triton
 import triton.language as tl
 
 from ..fused.rounding import EMULATE
-from .device_functions import exp, step_size
+from .chunk_functions import (
+    delta_inner, inner_products, load_rows, load_scalars, ssd_inner, step_sizes,
+)  # fmt: skip
+from .device_functions import first_slot
 
-# Of float32 matmuls where nothing is lost: by six products of bfloat16. As "ieee" a program of a
-# large head would spill thousands of bytes.
-_FLOAT32 = tl.constexpr("ieee" if EMULATE else "bf16x6")
-
-
-@triton.jit
-def as_bfloat16(x):  # type: ignore[no-untyped-def]
-    """Two at a time: Triton 3.6 converts one by one, at a quarter of the rate."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, True, 2
-    )
-
-
-@triton.jit
-def split(x):  # type: ignore[no-untyped-def]
-    high = as_bfloat16(x)
-    return high, as_bfloat16(x - high.to(tl.float32))
+# What follows the batch must not make new versions of the kernels.
+BATCH = [
+    "num_rows", "num_tokens", "interval", "table_stride", "q_stride", "q_head_stride", "k_stride",
+    "k_head_stride", "v_stride", "v_head_stride", "a_stride", "a_head_stride", "b_stride",
+    "b_head_stride",
+]  # fmt: skip
+POINTERS = ["decay", "beta", "starts", "contexts", "tables"]
 
 
 @triton.jit
-def matmul(x, y, total, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``total + x y`` of float32 x; with SPLIT by bfloat16, where a y in it is exact."""
-    if SPLIT:
-        x_high, x_low = split(x)
-        if y.dtype == tl.bfloat16:
-            total = tl.dot(x_low, y, total)
-            total = tl.dot(x_high, y, total)
-        else:
-            y_high, y_low = split(y)
-            total = tl.dot(x_low, y_high, total)
-            total = tl.dot(x_high, y_low, total)
-            total = tl.dot(x_high, y_high, total)
-    else:
-        total = tl.dot(x, y.to(tl.float32), total, input_precision=_FLOAT32)
-    return total
+def place_of_chunk(chunks, token, begin, row, head, CHUNK: tl.constexpr, SIZE: tl.constexpr, H):  # type: ignore[no-untyped-def]
+    """Where the kernel in front leaves what it computes of the chunk whose first token of the step
+    is ``token``: of a row's chunks, all but the first begin CHUNK tokens apart."""
+    number = token // CHUNK + (token > begin).to(tl.int32) + 2 * row
+    return chunks + (number.to(tl.int64) * H + head) * SIZE
 
 
-@triton.jit
-def inner_products(x, y):  # type: ignore[no-untyped-def]
-    """``x y^T`` of tokens' queries or keys, in float32."""
-    if x.dtype == tl.bfloat16 and not EMULATE:
-        return tl.dot(x, tl.trans(y))
-    return tl.dot(x.to(tl.float32), tl.trans(y.to(tl.float32)), input_precision=_FLOAT32)
-
-
-@triton.jit
-def diagonal(x):  # type: ignore[no-untyped-def]
-    i, j = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
-    return tl.sum(tl.where(i == j, x, 0.0), 1)
-
-
-@triton.jit
-def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``[i, j]``: that of the decays from a chunk's begin to position i."""
-    i, j = tl.arange(0, decay.shape[0])[:, None], tl.arange(0, decay.shape[0])[None, :]
-    lower = tl.where(i >= j, 1.0, 0.0)
-    a = tl.broadcast_to(decay[:, None], lower.shape)
-    if SPLIT:  # in three, so that nothing is lost
-        high, low = split(a)
-        lowest = as_bfloat16(a - high.to(tl.float32) - low.to(tl.float32))
-        ones = as_bfloat16(lower)
-        return tl.dot(ones, high, tl.dot(ones, low, tl.dot(ones, lowest)))
-    return tl.dot(lower, a, input_precision=_FLOAT32)
-
-
-@triton.jit
-def delta_inner(  # type: ignore[no-untyped-def]
-    scores, known, squares, a, b, made, first, last, scale, L2NORM: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """What :func:`.chunked._chunked_kernel` needs of a chunk of a delta rule.
-
-    Args:
-        scores: ``q k^T``. known: ``k k^T``. squares: ``q q^T``.
-        a, b: decay and beta of each position.
-        made: rows of M of positions before ``first``, which were computed before.
-        first, last: the positions to compute.
-
-    Returns:
-        ``M = (I + A)^-1 beta`` and ``P M``, ``[2, CHUNK, CHUNK]``, which make u and the rest of y of
-        ``v - exp(g) k S``; the factors of a position on what its key and its query read of S, and on
-        what it adds to S; the factor on S.
-    """
-    CHUNK: tl.constexpr = scores.shape[0]
+@triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
+def inner_kernel(  # type: ignore[no-untyped-def]
+    query, key, decay, beta, rates, dt_bias, states, chunks, starts, contexts, tables, interval,
+    table_stride, scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
+    a_stride, a_head_stride, b_stride, b_head_stride,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_PAD: tl.constexpr,
+    CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
+    SOFTPLUS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``(H / HEADS, B, programs that share the chunks of a row)``, HEADS being of one head of
+    keys; interval a multiple of CHUNK. Shapes as of :func:`.chunk_prompt.prompt_kernel`; rates and
+    dt_bias ``[H]``, of Mamba-2. ``chunks`` are :func:`.chunk_functions.delta_inner`'s results."""
+    DELTA: tl.constexpr = beta is not None
+    SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
+    row = tl.program_id(1)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    position = tl.load(contexts + row) - (end - begin)
+    i0 = position % CHUNK
+    begin_of_chunk = begin - i0 + tl.program_id(2) * CHUNK
+    if (begin_of_chunk >= end) | (begin == end):
+        return
+    record = states
+    if position > 0:
+        table = tables + row.to(tl.int64) * table_stride
+        record += first_slot(table, position, interval) * (H * TILES * LAYOUT[4])
+    first_head = tl.program_id(0) * HEADS
+    head_k = first_head // (H // HK)
+    k_index = tl.arange(0, K_PAD)[None, :]
+    mask_k = k_index < K
     index = tl.arange(0, CHUNK)
-    i, j = index[:, None], index[None, :]
-    g_i = logarithms(a, SPLIT)
-    g_j = tl.trans(g_i)
-    g = diagonal(g_i)
-    # Nothing is taken of positions behind, the exponentials of which may be infinite.
-    decayed = exp(tl.where(i >= j, g_i - g_j, 0.0))
-    of_k = tl.full((CHUNK,), 1.0, tl.float32)
-    of_q = of_k
-    if L2NORM:
-        of_k = tl.rsqrt(diagonal(known) + 1e-6)
-        of_q = tl.rsqrt(diagonal(squares) + 1e-6)
-    of_q *= scale
-    decayed = decayed * of_k[None, :]
-    scores = tl.where(i >= j, scores * (decayed * of_q[:, None]), 0.0)
-    known = tl.where(i > j, known * (decayed * (of_k * b)[:, None]), 0.0)
-    # The rows of M one by one, each of those before it: M = beta - A M.
-    zeros = tl.zeros((CHUNK, CHUNK), tl.float32)
-    m = tl.where(i < first, made, 0.0)
-    for row in range(first, last):
-        lacking = matmul(tl.where(i == row, known, 0.0), m, zeros, SPLIT)
-        m = tl.where(i == row, tl.where(i == j, b[None, :], 0.0) - lacking, m)
-    grown = exp(g)
-    g_last = tl.sum(tl.where(index == CHUNK - 1, g, 0.0), 0)
-    both = tl.permute(tl.join(m, matmul(scores, m, zeros, SPLIT)), (2, 0, 1))
-    return both, of_k * grown, of_q * grown, of_k * exp(g_last - g), exp(g_last)
+    cells = index[:, None] * CHUNK + index[None, :]
+    q_stride, k_stride = q_stride * UNIT, k_stride * UNIT
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
+    keys = record + first_head * (TILES * LAYOUT[4]) + LAYOUT[0]
+    offsets = index[:, None] * K + k_index
 
-
-@triton.jit
-def ssd_inner(scores, a, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """P and the last three as of :func:`delta_inner` of Mamba-2, where u depends on no state."""
-    CHUNK: tl.constexpr = scores.shape[0]
-    index = tl.arange(0, CHUNK)
-    i, j = index[:, None], index[None, :]
-    g_i = logarithms(a, SPLIT)
-    g = diagonal(g_i)
-    scores = tl.where(i >= j, scores * exp(tl.where(i >= j, g_i - tl.trans(g_i), 0.0)), 0.0)
-    g_last = tl.sum(tl.where(index == CHUNK - 1, g, 0.0), 0)
-    return scores, exp(g), exp(g_last - g), exp(g_last)
-
-
-@triton.jit
-def step_sizes(dt, bias, valid, dt_min, dt_max, SOFTPLUS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Those of Mamba-2 of the positions of a chunk, 0 of what is none."""
-    dt = step_size(dt, bias, SOFTPLUS, DTYPE)
-    return tl.where(valid, tl.minimum(tl.maximum(dt, dt_min), dt_max), 0.0)
-
-
-@triton.jit
-def halves(x):  # type: ignore[no-untyped-def]
-    """The first and the last columns of ``[M, 2 N]``."""
-    x = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
-    return tl.split(tl.permute(x, (0, 2, 1)))
-
-
-@triton.jit
-def load_rows(  # type: ignore[no-untyped-def]
-    x, tokens, stride, kept, offsets, index, first, last, mask
-):
-    """``[CHUNK, K]`` or, index along the second dimension, ``[V, CHUNK]`` of a chunk's positions:
-    those below ``first`` of what the slot keeps, up to ``last`` of the step; zeros behind. One load
-    of both, and no branch that would wait for either."""
-    kept = kept.to(x.dtype, bitcast=True)
-    pointers = tl.where(index < first, kept + offsets, x + tokens * stride)
-    return tl.load(pointers, mask=(index < last) & mask, other=0.0)
-
-
-@triton.jit
-def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[no-untyped-def]
-    """As :func:`load_rows`, of one number a position, as float32."""
-    inside = (index >= first) & (index < last)
-    new = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(index < first, tl.load(kept + index, mask=index < first, other=0.0), new)
+    for t in range(begin_of_chunk, end, tl.num_programs(2) * CHUNK):
+        first = tl.maximum(begin - t, 0)
+        last = tl.minimum(end - t, CHUNK)
+        tokens = t + index.to(tl.int64)
+        i = index[:, None]
+        # Queries of positions before are of no matter, and kept by nobody.
+        q = tl.load(query + tokens[:, None] * q_stride,
+                    mask=(i >= first) & (i < last) & mask_k, other=0.0)  # fmt: skip
+        k = load_rows(key, tokens[:, None], k_stride, keys, offsets, i, first, last, mask_k)
+        products = inner_products(q, k)
+        if DELTA:
+            known = inner_products(k, k)
+            squares = known
+            if L2NORM:
+                squares = inner_products(q, q)
+        for head in range(first_head, first_head + HEADS):
+            kept = record + head * (TILES * LAYOUT[4]) + LAYOUT[2]
+            a = load_scalars(
+                decay + head * a_head_stride, tokens, a_stride, kept, index, first, last
+            )
+            place = place_of_chunk(chunks, tl.maximum(t, begin), begin, row, head, CHUNK, SIZE, H)
+            vectors = place + 2 * CHUNK * CHUNK + index
+            if DELTA:
+                b = load_scalars(
+                    beta + head * b_head_stride, tokens, b_stride, kept + CHUNK, index, first, last
+                )
+                made = tl.load(kept + 2 * CHUNK + cells, mask=index[:, None] < first, other=0.0)
+                mixing, of_key, of_query, of_update, growth = delta_inner(
+                    products, known, squares, a, b, made, first, last, scale, L2NORM, SPLIT
+                )
+                half = tl.arange(0, 2)[:, None, None] * (CHUNK * CHUNK)
+                tl.store(place + half + cells[None, :, :], mixing)
+            else:
+                bias = None
+                if dt_bias is not None:
+                    bias = tl.load(dt_bias + head)
+                of_key = step_sizes(
+                    a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
+                )
+                rate = tl.load(rates + head).to(tl.float32)
+                scores, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
+                tl.store(place + cells, scores)
+            tl.store(vectors, of_key)
+            tl.store(vectors + CHUNK, of_query)
+            tl.store(vectors + 2 * CHUNK, of_update)
+            tl.store(vectors + 3 * CHUNK, of_update * 0.0 + growth)

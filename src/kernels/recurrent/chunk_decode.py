@@ -1,0 +1,157 @@
+"""The gated delta rule and Mamba-2 over few positions a row, as a Triton kernel: chunk by chunk,
+whose states go from slot to slot. :mod:`.chunked` has the equations.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..fused.rounding import EMULATE, rounded
+from .chunk_functions import (
+    advance, delta_inner, inner_products, keep_inputs, load_reads, load_rows, load_scalars, matmul,
+    ssd_inner, step_sizes,
+)  # fmt: skip
+from .chunk_inner import BATCH, POINTERS
+from .device_functions import first_slot, zero_padding
+
+
+@triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
+def decode_kernel(  # type: ignore[no-untyped-def]
+    query, key, value, decay, beta, rates, dt_bias, skip, states, out, starts, contexts, tables,
+    num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, a_stride,
+    a_head_stride, b_stride, b_head_stride,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_PAD: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr,
+    L2NORM: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """As :func:`.chunk_prompt.prompt_kernel`, for any interval, with what that of
+    :mod:`.chunk_inner` computes; rates and dt_bias ``[H]``, of Mamba-2."""
+    DELTA: tl.constexpr = beta is not None
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    row = tl.program_id(1)
+    head = tl.program_id(0) // TILES
+    j = tl.arange(0, BLOCK_V)[:, None]
+    v_index = tl.program_id(0) % TILES * BLOCK_V + j
+    mask_v = v_index < V
+    begin = tl.load(starts + row)
+    if row == num_rows:
+        zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
+        return
+    end = tl.load(starts + row + 1)
+    if begin == end:
+        return
+    position = tl.load(contexts + row) - (end - begin)
+    table = tables + row.to(tl.int64) * table_stride
+    k_index = tl.arange(0, K_PAD)[None, :]
+    mask_k = k_index < K
+    index = tl.arange(0, CHUNK)
+    # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
+    reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
+    cells = reads * CHUNK + index[None, :]
+    states += tl.program_id(0) * LAYOUT[4]
+    SLOT: tl.constexpr = H * TILES * LAYOUT[4]
+    s_offsets = j * K + k_index
+    k_offsets = index[:, None] * K + k_index
+    read_offsets = (reads % CHUNK) * K + k_index
+    v_offsets = index[None, :] * BLOCK_V + j
+
+    head_k = head // (H // HK)
+    q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
+    value += head.to(tl.int64) * (v_head_stride * UNIT) + v_index
+    decay += head.to(tl.int64) * a_head_stride
+    out += head * V + v_index
+    if DELTA:
+        beta += head.to(tl.int64) * b_head_stride
+    if skip is not None:
+        skipped = tl.load(skip + head).to(tl.float32)
+
+    if not DELTA:
+        rate = tl.load(rates + head).to(tl.float32)
+        bias = None
+        if dt_bias is not None:
+            bias = tl.load(dt_bias + head)
+    i = index[:, None]
+    token = begin
+    left = end - begin
+    while left > 0:
+        # Positions [first, last) of a chunk of `size`; `token` is that of the first.
+        offset = position % interval
+        first = offset % CHUNK
+        size = tl.minimum(CHUNK, interval - (offset - first))
+        last = tl.minimum(size, first + left)
+        slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
+        source = slot
+        if position > 0:
+            source = first_slot(table, position, interval)
+        record = states + source * SLOT
+        # All loads are on their way before the first is waited for.
+        tokens = (token - first).to(tl.int64) + index
+        q = tl.load(
+            query + tokens[:, None] * q_stride, mask=(i >= first) & (i < last) & mask_k, other=0.0
+        )
+        k = load_rows(
+            key, tokens[:, None], k_stride, record + LAYOUT[0], k_offsets, i, first, last, mask_k
+        )
+        a = load_scalars(decay, tokens, a_stride, record + LAYOUT[2], index, first, last)
+        if DELTA:
+            b = load_scalars(
+                beta, tokens, b_stride, record + LAYOUT[2] + CHUNK, index, first, last
+            )
+            made = tl.load(
+                record + LAYOUT[3] + i * CHUNK + index[None, :], mask=i < first, other=0.0
+            )
+        x = load_reads(
+            query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets, token, first, last,
+            reads, mask_k, CHUNK,
+        )  # fmt: skip
+        v = load_rows(
+            value, tokens[None, :], v_stride, record + LAYOUT[1], v_offsets, index[None, :], first,
+            last, mask_v,
+        )  # fmt: skip
+        state = tl.load(record + s_offsets, mask=mask_v & mask_k & (position > 0), other=0.0)
+
+        products = inner_products(q, k)
+        if DELTA:
+            known = inner_products(k, k)
+            squares = known
+            if L2NORM:
+                squares = inner_products(q, q)
+            mixing, of_key, of_query, of_update, growth = delta_inner(
+                products, known, squares, a, b, made, first, last, scale, L2NORM, SPLIT
+            )
+            mixing = tl.reshape(mixing, (2 * CHUNK, CHUNK))
+        else:
+            of_key = step_sizes(
+                a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
+            )
+            mixing, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
+        wide_v = v.to(tl.float32)
+        u, y = advance(state, x, wide_v, mixing, of_key, of_query, DELTA, SPLIT)
+        if skip is not None:
+            y += skipped * wide_v
+        new = (index >= first) & (index < last)
+        target = out + tokens[None, :] * (H * V)
+        tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v & new[None, :])
+
+        record = states + slot * SLOT
+        tl.debug_barrier()  # other threads of this program may still be reading
+        if last == size:
+            state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
+            tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+        else:
+            if offset == 0:  # the state comes from another slot
+                tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+            keep_inputs(
+                record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets,
+                index, reads, first, last, mask_k, mask_v, LAYOUT,
+            )  # fmt: skip
+        token += last - first
+        left -= last - first
+        position += last - first
+        tl.debug_barrier()  # the next chunk's state was written by other threads

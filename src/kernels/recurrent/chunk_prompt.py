@@ -1,0 +1,141 @@
+"""The gated delta rule and Mamba-2 over the chunks of prompts, as a Triton kernel behind that of
+:mod:`.chunk_inner`. :mod:`.chunked` has the equations.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..fused.rounding import EMULATE, rounded
+from .chunk_functions import advance, keep_inputs, load_reads, load_rows, matmul
+from .chunk_inner import BATCH, POINTERS, place_of_chunk
+from .device_functions import first_slot, zero_padding
+
+
+@triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
+def prompt_kernel(  # type: ignore[no-untyped-def]
+    query, key, value, decay, beta, skip, states, chunks, out, starts, contexts, tables,
+    num_rows, num_tokens, interval, table_stride, q_stride, q_head_stride, k_stride, k_head_stride,
+    v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_PAD: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """The delta rule given ``beta``; else Mamba-2, of which ``decay`` is dt. Grid: ``(H * ceil(V /
+    BLOCK_V), B + 1)``; the last row is that of padding. A program walks the chunks of one row with
+    one tile of a head's state in registers.
+
+    Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay and beta ``[T, H]``, skip
+    ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, starts ``[B + 1]``, contexts ``[B]``,
+    tables ``[B, M]``; chunks is what the kernel in front wrote. Interval a multiple of CHUNK.
+    """
+    DELTA: tl.constexpr = beta is not None
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    row = tl.program_id(1)
+    head = tl.program_id(0) // TILES
+    j = tl.arange(0, BLOCK_V)[:, None]
+    v_index = tl.program_id(0) % TILES * BLOCK_V + j
+    mask_v = v_index < V
+    begin = tl.load(starts + row)
+    if row == num_rows:
+        zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
+        return
+    end = tl.load(starts + row + 1)
+    if begin == end:
+        return
+    position = tl.load(contexts + row) - (end - begin)
+    table = tables + row.to(tl.int64) * table_stride
+    k_index = tl.arange(0, K_PAD)[None, :]
+    mask_k = k_index < K
+    index = tl.arange(0, CHUNK)
+    # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
+    reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
+    cells = reads * CHUNK + index[None, :]
+    states += tl.program_id(0) * LAYOUT[4]
+    SLOT: tl.constexpr = H * TILES * LAYOUT[4]
+    s_offsets = j * K + k_index
+    k_offsets = index[:, None] * K + k_index
+    read_offsets = (reads % CHUNK) * K + k_index
+    v_offsets = index[None, :] * BLOCK_V + j
+
+    head_k = head // (H // HK)
+    q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
+    value += head.to(tl.int64) * (v_head_stride * UNIT) + v_index
+    decay += head.to(tl.int64) * a_head_stride
+    out += head * V + v_index
+    if DELTA:
+        beta += head.to(tl.int64) * b_head_stride
+    if skip is not None:
+        skipped = tl.load(skip + head).to(tl.float32)
+
+    # The next are positions [first, last) of a chunk; `token` is that of the first.
+    first = position % CHUNK
+    token = begin
+    left = end - begin
+    last = tl.minimum(CHUNK, first + left)
+    record = states
+    if position > 0:
+        record += first_slot(table, position, interval) * SLOT
+    x_1 = load_reads(
+        query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets, token, first, last, reads,
+        mask_k, CHUNK,
+    )  # fmt: skip
+    state = tl.load(record + s_offsets, mask=mask_v & mask_k & (position > 0), other=0.0)
+    # A state that begins an interval comes from another slot than it goes to.
+    is_new = position % interval == 0
+
+    while left > 0:
+        tokens = (token - first).to(tl.int64) + index
+        v = load_rows(
+            value, tokens[None, :], v_stride, record + LAYOUT[1], v_offsets, index[None, :], first,
+            last, mask_v,
+        )  # fmt: skip
+        k = load_rows(
+            key, tokens[:, None], k_stride, record + LAYOUT[0], k_offsets, index[:, None], first,
+            last, mask_k,
+        )  # fmt: skip
+        place = place_of_chunk(chunks, token, begin, row, head, CHUNK, SIZE, H)
+        vectors = place + 2 * CHUNK * CHUNK + index
+        mixing = tl.load(place + cells)
+        of_key = tl.load(vectors)
+        of_query = tl.load(vectors + CHUNK)
+        of_update = tl.load(vectors + 2 * CHUNK)
+        growth = tl.load(place + 2 * CHUNK * CHUNK + 3 * CHUNK)
+        slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
+        x = x_1
+        x_1 = load_reads(
+            query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets,
+            token + (last - first), 0, tl.minimum(CHUNK, left - (last - first)), reads, mask_k,
+            CHUNK,
+        )  # fmt: skip
+
+        wide_v = v.to(tl.float32)
+        u, y = advance(state, x, wide_v, mixing, of_key, of_query, DELTA, SPLIT)
+        if skip is not None:
+            y += skipped * wide_v
+        new = (index >= first) & (index < last)
+        target = out + tokens[None, :] * (H * V)
+        tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v & new[None, :])
+
+        token += last - first
+        left -= last - first
+        position += last - first
+        record = states + slot * SLOT
+        if last == CHUNK:
+            state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
+            is_new = True
+        else:
+            keep_inputs(
+                record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets,
+                index, reads, first, last, mask_k, mask_v, LAYOUT,
+            )  # fmt: skip
+        if is_new & ((left == 0) | (position % interval == 0)):
+            tl.debug_barrier()  # other threads of this program may still be reading
+            tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+        first = 0
+        last = tl.minimum(CHUNK, left)
