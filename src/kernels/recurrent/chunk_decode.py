@@ -9,11 +9,11 @@ import triton.language as tl
 
 from ..fused.rounding import EMULATE, rounded
 from .chunk_functions import (
-    advance, delta_inner, inner_products, keep_inputs, load_reads, load_rows, load_scalars, matmul,
+    advance, delta_inner, has_reads, inner_products, keep_inputs, load_reads, load_rows, load_scalars, matmul,
     ssd_inner, step_sizes,
 )  # fmt: skip
 from .chunk_inner import BATCH, POINTERS
-from .device_functions import first_slot, zero_padding
+from .device_functions import zero_padding
 
 
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
@@ -37,21 +37,22 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     j = tl.arange(0, BLOCK_V)[:, None]
     v_index = tl.program_id(0) % TILES * BLOCK_V + j
     mask_v = v_index < V
+    # Together, as each takes what a load of a state takes.
     begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+    context = tl.load(contexts + row, mask=row < num_rows, other=0)
     if row == num_rows:
         zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
         return
-    end = tl.load(starts + row + 1)
     if begin == end:
         return
-    position = tl.load(contexts + row) - (end - begin)
+    position = context - (end - begin)
     table = tables + row.to(tl.int64) * table_stride
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
     index = tl.arange(0, CHUNK)
     # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
     reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
-    cells = reads * CHUNK + index[None, :]
     states += tl.program_id(0) * LAYOUT[4]
     SLOT: tl.constexpr = H * TILES * LAYOUT[4]
     s_offsets = j * K + k_index
@@ -86,15 +87,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         size = tl.minimum(CHUNK, interval - (offset - first))
         last = tl.minimum(size, first + left)
         slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
-        source = slot
-        if position > 0:
-            source = first_slot(table, position, interval)
+        source = tl.load(table + tl.maximum(position - 1, 0) // interval).to(tl.int64)
         record = states + source * SLOT
         # All loads are on their way before the first is waited for.
         tokens = (token - first).to(tl.int64) + index
-        q = tl.load(
-            query + tokens[:, None] * q_stride, mask=(i >= first) & (i < last) & mask_k, other=0.0
-        )
+        has_q = (i >= first) & (i < last) & mask_k
+        has_k = (i < last) & mask_k
+        has_state = mask_v & mask_k & (position > 0)
+        q = tl.load(query + tokens[:, None] * q_stride, mask=has_q)
         k = load_rows(
             key, tokens[:, None], k_stride, record + LAYOUT[0], k_offsets, i, first, last, mask_k
         )
@@ -103,9 +103,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             b = load_scalars(
                 beta, tokens, b_stride, record + LAYOUT[2] + CHUNK, index, first, last
             )
-            made = tl.load(
-                record + LAYOUT[3] + i * CHUNK + index[None, :], mask=i < first, other=0.0
-            )
+            made = tl.load(record + LAYOUT[3] + i * CHUNK + index[None, :], mask=i < first)
         x = load_reads(
             query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets, token, first, last,
             reads, mask_k, CHUNK,
@@ -114,8 +112,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             value, tokens[None, :], v_stride, record + LAYOUT[1], v_offsets, index[None, :], first,
             last, mask_v,
         )  # fmt: skip
-        state = tl.load(record + s_offsets, mask=mask_v & mask_k & (position > 0), other=0.0)
+        state = tl.load(record + s_offsets, mask=has_state)
 
+        q = tl.where(has_q, q, 0.0)
+        k = tl.where(has_k, k, 0.0)
         products = inner_products(q, k)
         if DELTA:
             known = inner_products(k, k)
@@ -131,8 +131,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
             )
             mixing, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
-        wide_v = v.to(tl.float32)
-        u, y = advance(state, x, wide_v, mixing, of_key, of_query, DELTA, SPLIT)
+        x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x, 0.0)
+        state = tl.where(has_state, state, 0.0)
+        mask = (index < last)[None, :] & mask_v
+        u, y, wide_v = advance(state, x, v, mask, mixing, of_key, of_query, DELTA, SPLIT)
         if skip is not None:
             y += skipped * wide_v
         new = (index >= first) & (index < last)

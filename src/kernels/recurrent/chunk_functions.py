@@ -154,17 +154,19 @@ def halves(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def advance(  # type: ignore[no-untyped-def]
-    state, reads, v, mixing, of_key, of_query, DELTA: tl.constexpr, SPLIT: tl.constexpr
+    state, reads, v, mask, mixing, of_key, of_query, DELTA: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """u and y ``[V, CHUNK]`` of a chunk that begins with ``state [V, K]``.
+    """u and y ``[V, CHUNK]`` of a chunk that begins with ``state [V, K]``, and its values in float32.
 
     Args:
-        reads: its queries, and below them, in the delta rule, its keys. v: float32 ``[V, CHUNK]``.
+        reads: its queries, and below them, in the delta rule, its keys.
+        v: its values ``[V, CHUNK]`` where ``mask`` is.
         mixing: ``[2 CHUNK, CHUNK]``, what :func:`delta_inner` gives; in Mamba-2 P. The factors are
             of :func:`delta_inner`; in Mamba-2 ``of_key`` are the step sizes.
     """
     zeros = tl.zeros((state.shape[0], reads.shape[0]), tl.float32)
     read = matmul(state, tl.trans(reads), zeros, SPLIT)
+    v = tl.where(mask, v, 0.0).to(tl.float32)
     if DELTA:
         read, known = halves(read)
         u, y = halves(matmul(v - known * of_key[None, :], tl.trans(mixing), zeros, SPLIT))
@@ -172,7 +174,37 @@ def advance(  # type: ignore[no-untyped-def]
     else:
         u = v * of_key[None, :]
         y = matmul(u, tl.trans(mixing), read * of_query[None, :], SPLIT)
-    return u, y
+    return u, y, v
+
+
+# Loads give what they like where nothing is: zeros are put there by `tl.where` only where a program
+# has to wait anyway. Triton copies what a matmul needs to shared memory right behind what it comes
+# from, and waits for it there, with the loads behind it not yet on their way.
+
+
+@triton.jit
+def load_rows(x, tokens, stride, kept, offsets, index, first, last, mask):  # type: ignore[no-untyped-def]
+    """``[CHUNK, K]`` or, index along the second dimension, ``[V, CHUNK]`` of a chunk's positions:
+    those below ``first`` of what the slot keeps, up to ``last`` of the step."""
+    pointers = tl.where(
+        index < first, kept.to(x.dtype, bitcast=True) + offsets, x + tokens * stride
+    )
+    return tl.load(pointers, mask=(index < last) & mask)
+
+
+@triton.jit
+def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[no-untyped-def]
+    """As :func:`load_rows`, of one number a position, as float32; zeros behind."""
+    inside = (index >= first) & (index < last)
+    new = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(index < first, tl.load(kept + index, mask=index < first, other=0.0), new)
+
+
+@triton.jit
+def has_reads(index, first, last, mask_k, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where :func:`load_reads` loads."""
+    i = index % CHUNK
+    return ((index >= CHUNK) | (i >= first)) & (i < last) & mask_k
 
 
 @triton.jit
@@ -185,30 +217,10 @@ def load_reads(  # type: ignore[no-untyped-def]
     i = index % CHUNK
     tokens = (token - first).to(tl.int64) + i
     is_key = index >= CHUNK
-    is_old = is_key & (i < first)
     pointers = tl.where(is_key, key + tokens * k_stride, query + tokens * q_stride)
-    pointers = tl.where(is_old, kept.to(key.dtype, bitcast=True) + offsets, pointers)
-    return tl.load(pointers, mask=(is_old | (i >= first)) & (i < last) & mask_k, other=0.0)
-
-
-@triton.jit
-def load_rows(  # type: ignore[no-untyped-def]
-    x, tokens, stride, kept, offsets, index, first, last, mask
-):
-    """``[CHUNK, K]`` or, index along the second dimension, ``[V, CHUNK]`` of a chunk's positions:
-    those below ``first`` of what the slot keeps, up to ``last`` of the step; zeros behind. One load
-    of both, and no branch that would wait for either."""
-    kept = kept.to(x.dtype, bitcast=True)
-    pointers = tl.where(index < first, kept + offsets, x + tokens * stride)
-    return tl.load(pointers, mask=(index < last) & mask, other=0.0)
-
-
-@triton.jit
-def load_scalars(x, tokens, stride, kept, index, first, last):  # type: ignore[no-untyped-def]
-    """As :func:`load_rows`, of one number a position, as float32."""
-    inside = (index >= first) & (index < last)
-    new = tl.load(x + tokens * stride, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(index < first, tl.load(kept + index, mask=index < first, other=0.0), new)
+    kept = kept.to(key.dtype, bitcast=True) + offsets
+    pointers = tl.where(is_key & (i < first), kept, pointers)
+    return tl.load(pointers, mask=has_reads(index, first, last, mask_k, CHUNK))
 
 
 @triton.jit

@@ -77,6 +77,7 @@ def inner_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(query + tokens[:, None] * q_stride,
                     mask=(i >= first) & (i < last) & mask_k, other=0.0)  # fmt: skip
         k = load_rows(key, tokens[:, None], k_stride, keys, offsets, i, first, last, mask_k)
+        k = tl.where((i < last) & mask_k, k, 0.0)
         products = inner_products(q, k)
         if DELTA:
             known = inner_products(k, k)

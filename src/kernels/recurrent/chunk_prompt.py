@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from ..fused.rounding import EMULATE, rounded
-from .chunk_functions import advance, keep_inputs, load_reads, load_rows, matmul
+from .chunk_functions import advance, has_reads, keep_inputs, load_reads, load_rows, matmul
 from .chunk_inner import BATCH, POINTERS, place_of_chunk
-from .device_functions import first_slot, zero_padding
+from .device_functions import zero_padding
 
 
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
@@ -39,14 +39,16 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     j = tl.arange(0, BLOCK_V)[:, None]
     v_index = tl.program_id(0) % TILES * BLOCK_V + j
     mask_v = v_index < V
+    # Together, as each takes what a load of a state takes.
     begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+    context = tl.load(contexts + row, mask=row < num_rows, other=0)
     if row == num_rows:
         zero_padding(out + head * V + v_index, begin, num_tokens, mask_v, H * V)
         return
-    end = tl.load(starts + row + 1)
     if begin == end:
         return
-    position = tl.load(contexts + row) - (end - begin)
+    position = context - (end - begin)
     table = tables + row.to(tl.int64) * table_stride
     k_index = tl.arange(0, K_PAD)[None, :]
     mask_k = k_index < K
@@ -78,9 +80,8 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     token = begin
     left = end - begin
     last = tl.minimum(CHUNK, first + left)
-    record = states
-    if position > 0:
-        record += first_slot(table, position, interval) * SLOT
+    slot = tl.load(table + tl.maximum(position - 1, 0) // interval).to(tl.int64)
+    record = states + slot * SLOT
     x_1 = load_reads(
         query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets, token, first, last, reads,
         mask_k, CHUNK,
@@ -107,15 +108,15 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
         of_update = tl.load(vectors + 2 * CHUNK)
         growth = tl.load(place + 2 * CHUNK * CHUNK + 3 * CHUNK)
         slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
-        x = x_1
+        x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x_1, 0.0)
         x_1 = load_reads(
             query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets,
             token + (last - first), 0, tl.minimum(CHUNK, left - (last - first)), reads, mask_k,
             CHUNK,
         )  # fmt: skip
 
-        wide_v = v.to(tl.float32)
-        u, y = advance(state, x, wide_v, mixing, of_key, of_query, DELTA, SPLIT)
+        mask = (index < last)[None, :] & mask_v
+        u, y, wide_v = advance(state, x, v, mask, mixing, of_key, of_query, DELTA, SPLIT)
         if skip is not None:
             y += skipped * wide_v
         new = (index >= first) & (index < last)
@@ -127,7 +128,7 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
         position += last - first
         record = states + slot * SLOT
         if last == CHUNK:
-            state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
+            state = matmul(u * of_update[None, :], tl.where(mask_k, k, 0.0), state * growth, SPLIT)
             is_new = True
         else:
             keep_inputs(
