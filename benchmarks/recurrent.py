@@ -140,7 +140,7 @@ def kernels() -> list[Kernel]:
 
 
 def _rows(num_rows: int, num_tokens: int) -> Rows:
-    """All rows have ``num_tokens``; decoding rows go on behind a state, at all places of a chunk."""
+    """All rows have ``num_tokens``; decoding rows go on behind a state, all over a chunk."""
     starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * num_tokens
     contexts = torch.full((num_rows,), num_tokens, device="cuda", dtype=torch.int32)
     if num_tokens == 1:

@@ -9,8 +9,17 @@ import triton.language as tl
 
 from ..fused.rounding import EMULATE, rounded
 from .chunk_functions import (
-    advance, delta_inner, has_reads, inner_products, keep_inputs, load_reads, load_rows, load_scalars, matmul,
-    ssd_inner, step_sizes,
+    advance,
+    delta_inner,
+    has_reads,
+    inner_products,
+    keep_inputs,
+    load_reads,
+    load_rows,
+    load_scalars,
+    matmul,
+    ssd_inner,
+    step_sizes,
 )  # fmt: skip
 from .chunk_inner import BATCH, POINTERS
 from .device_functions import zero_padding
@@ -100,9 +109,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         )
         a = load_scalars(decay, tokens, a_stride, record + LAYOUT[2], index, first, last)
         if DELTA:
-            b = load_scalars(
-                beta, tokens, b_stride, record + LAYOUT[2] + CHUNK, index, first, last
-            )
+            b = load_scalars(beta, tokens, b_stride, record + LAYOUT[2] + CHUNK, index, first, last)
             made = tl.load(record + LAYOUT[3] + i * CHUNK + index[None, :], mask=i < first)
         x = load_reads(
             query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets, token, first, last,

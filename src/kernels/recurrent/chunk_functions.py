@@ -80,10 +80,19 @@ def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def delta_inner(  # type: ignore[no-untyped-def]
-    scores, known, squares, a, b, made, first, last, scale, L2NORM: tl.constexpr,
+    scores,
+    known,
+    squares,
+    a,
+    b,
+    made,
+    first,
+    last,
+    scale,
+    L2NORM: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """What :func:`.chunked._chunked_kernel` needs of a chunk of a delta rule.
+    """What positions of a chunk of a delta rule have to do with each other.
 
     Args:
         scores: ``q k^T``. known: ``k k^T``. squares: ``q q^T``.
@@ -92,9 +101,9 @@ def delta_inner(  # type: ignore[no-untyped-def]
         first, last: the positions to compute.
 
     Returns:
-        ``M = (I + A)^-1 beta`` and ``P M``, ``[2, CHUNK, CHUNK]``, which make u and the rest of y of
-        ``v - exp(g) k S``; the factors of a position on what its key and its query read of S, and on
-        what it adds to S; the factor on S.
+        ``M = (I + A)^-1 beta`` and ``P M``, ``[2, CHUNK, CHUNK]``, which make u and the rest of y
+        of ``v - exp(g) k S``; the factors of a position on what its key and its query read of S,
+        and on what it adds to S; the factor on S.
     """
     CHUNK: tl.constexpr = scores.shape[0]
     index = tl.arange(0, CHUNK)
@@ -156,7 +165,7 @@ def halves(x):  # type: ignore[no-untyped-def]
 def advance(  # type: ignore[no-untyped-def]
     state, reads, v, mask, mixing, of_key, of_query, DELTA: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """u and y ``[V, CHUNK]`` of a chunk that begins with ``state [V, K]``, and its values in float32.
+    """u, y and v in float32, ``[V, CHUNK]``, of a chunk that begins with ``state [V, K]``.
 
     Args:
         reads: its queries, and below them, in the delta rule, its keys.
@@ -225,8 +234,8 @@ def load_reads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keep_inputs(  # type: ignore[no-untyped-def]
-    record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets, index, reads,
-    first, last, mask_k, mask_v, LAYOUT: tl.constexpr,
+    record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets, index,
+    reads, first, last, mask_k, mask_v, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Add positions [first, last) of a chunk to the tail of a record."""
     CHUNK: tl.constexpr = index.shape[0]

@@ -9,7 +9,12 @@ import triton.language as tl
 
 from ..fused.rounding import EMULATE
 from .chunk_functions import (
-    delta_inner, inner_products, load_rows, load_scalars, ssd_inner, step_sizes,
+    delta_inner,
+    inner_products,
+    load_rows,
+    load_scalars,
+    ssd_inner,
+    step_sizes,
 )  # fmt: skip
 from .device_functions import first_slot
 
@@ -24,8 +29,8 @@ POINTERS = ["decay", "beta", "starts", "contexts", "tables"]
 
 @triton.jit
 def place_of_chunk(chunks, token, begin, row, head, CHUNK: tl.constexpr, SIZE: tl.constexpr, H):  # type: ignore[no-untyped-def]
-    """Where the kernel in front leaves what it computes of the chunk whose first token of the step
-    is ``token``: of a row's chunks, all but the first begin CHUNK tokens apart."""
+    """Where ``inner_kernel`` leaves what it computes of the chunk whose first token of the step is
+    ``token``: of a row's chunks, all but the first begin CHUNK tokens apart."""
     number = token // CHUNK + (token > begin).to(tl.int32) + 2 * row
     return chunks + (number.to(tl.int64) * H + head) * SIZE
 

@@ -1,10 +1,12 @@
 """What a slot holds of a recurrence that is computed chunk by chunk (:mod:`.chunked`).
 
 A *record* for each tile of a head's values: the state before the chunk that the last position lies
-in, ``[tile, K]`` in float32, and the *tail*, of the chunk's positions so far: keys ``[CHUNK, K]`` and
-values ``[CHUNK, tile]`` in their dtypes, then in float32 decays and betas (in Mamba-2 step sizes),
-``[2, CHUNK]``, and rows of :func:`.chunk_inner.delta_inner`'s M, ``[CHUNK, CHUNK]``. The program of a tile reads and writes its record and
-no other: heads that share keys, and the tiles of a head, have each a copy of the keys.
+in, ``[tile, K]`` in float32, and the *tail*, of the chunk's positions so far: keys ``[CHUNK, K]``
+and values ``[CHUNK, tile]`` in their dtypes, then in float32 decays and betas (in Mamba-2 step
+sizes), ``[2, CHUNK]``, and the rows of M of :mod:`.chunked`, ``[CHUNK, CHUNK]``.
+
+The program of a tile reads and writes its record and no other: heads that share keys, and the tiles
+of a head, have each a copy of the keys.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ CHUNK = 16
 """Positions of a chunk. Chunks begin where an interval does; its last one may be shorter."""
 
 PREPARED_SIZE = 2 * CHUNK * CHUNK + 4 * CHUNK
-"""Floats of a head that :mod:`.chunk_inner` computes of a chunk: P, four vectors, (I + A)^-1 beta."""
+"""Floats that :mod:`.chunk_inner` computes of a chunk and head: two matrices, four vectors."""
 
 # Elements of a state that a program holds, 64 registers of each thread of four warps.
 _TILE_ELEMENTS = 8192

@@ -26,9 +26,10 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     BLOCK_V), B + 1)``; the last row is that of padding. A program walks the chunks of one row with
     one tile of a head's state in registers.
 
-    Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay and beta ``[T, H]``, skip
-    ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, starts ``[B + 1]``, contexts ``[B]``,
-    tables ``[B, M]``; chunks is what the kernel in front wrote. Interval a multiple of CHUNK.
+    Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay and beta ``[T, H]``,
+    skip ``[H]``, states ``[slots, H * ceil(V / BLOCK_V), record]``, starts ``[B + 1]``, contexts
+    ``[B]``, tables ``[B, M]``; chunks is what the kernel in front wrote. The interval is a multiple
+    of CHUNK. ``key``, ``query`` and ``value`` have strides in units of UNIT elements.
     """
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty

@@ -4,22 +4,22 @@ Of a chunk that begins with state S, with g the decays' logarithms summed up fro
 
     A[i, j] = beta[i] exp(g[i] - g[j]) (k[i] . k[j]) for j < i
     P[i, j] = exp(g[i] - g[j]) (q[i] . k[j])         for j <= i
-    u = (I + A)^-1 beta (v - exp(g) k S)             (Mamba-2: u = dt x)
+    u = M (v - exp(g) k S), M = (I + A)^-1 beta      (Mamba-2: u = dt x)
     y = exp(g) q S + P u
     S after the chunk = exp(g[last]) S + sum over i of exp(g[last] - g[i]) k[i] (x) u[i]
 
 (Yang et al. 2024, Dao and Gu 2024). All are matmuls, of which a row for position i adds up
 nothing but zeros from positions behind i. So what a position gives does not depend on how far its
-chunk has come, and one loop body computes chunks of prompts and, with the positions before it
-taken from the slot, a decode step: a slot holds the state before the chunk and the inputs since
-(:mod:`.chunk_layout`). The state is only written at a chunk's end.
+chunk has come: a decode step computes it as a prompt does, with the chunk's earlier positions taken
+from the slot, which holds the state before the chunk and the inputs since (:mod:`.chunk_layout`).
+The state is only written at a chunk's end.
 
 Matmuls are of bfloat16 with float32 sums; a float32 factor is split into two bfloat16, 16 bits of
 its mantissa. Of inputs in other dtypes they are of float32.
 
-In steps of prompts a kernel computes what follows from queries, keys and decays alone, for all chunks
-side by side (:mod:`.chunk_inner`), and another walks the chunks (:mod:`.chunk_prompt`). In steps of a
-token a row one kernel does both (:mod:`.chunk_decode`).
+In steps of prompts a kernel computes what follows from queries, keys and decays alone, for all
+chunks side by side (:mod:`.chunk_inner`), and another walks the chunks (:mod:`.chunk_prompt`). In
+steps of a token a row one kernel does both (:mod:`.chunk_decode`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _launch(
     grid = states.shape[1], num_rows + 1
     if not _has_long_rows(len(out), num_rows) or rows.interval % chunk_layout.CHUNK:
         decode_kernel[grid](
-            *given, *per_head, states, out, *metadata, num_rows, len(out), *steps, *limits, *strides,
+            *given, *per_head, states, out, *metadata, num_rows, len(out), *steps, *limits,
+            *strides,
             **sizes,
             **tiles,
             **options,
@@ -168,8 +169,8 @@ def _has_long_rows(num_tokens: int, num_rows: int) -> bool:
 
 
 def _aligned(x: Tensor, unit: int) -> Tensor:
-    """``[T, heads, size]`` as the kernels read it: heads side by side in memory, tokens and heads in
-    multiples of ``unit``, all of 16 bytes. A copy where it is not."""
+    """``[T, heads, size]`` as the kernels read it: a head's elements side by side, tokens and heads
+    a multiple of ``unit`` apart, all at a multiple of 16 bytes. A copy where it is not so."""
     suits = x.stride(2) == 1 and all(stride % unit == 0 for stride in x.stride()[:2])
     if suits and x.data_ptr() % 16 == 0:
         return x

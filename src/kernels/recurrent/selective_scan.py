@@ -1,7 +1,8 @@
 """Mamba-1's recurrence as a Triton kernel; :mod:`.cpu_selective_scan` has the equations.
 
 A program walks the tokens of one row with the states of some channels in registers. As of
-:mod:`.walked_delta_rule`: one kernel for decoding and prompts, and no choice that follows the batch.
+:mod:`.walked_delta_rule`: one kernel for decoding and prompts, and no choice that follows the
+batch.
 """
 
 from __future__ import annotations

@@ -47,8 +47,9 @@ class RecurrentSpec:
         """Of what one slot holds: the state, or on a GPU what :mod:`.chunk_layout` says."""
         if torch.device(device).type == "cpu" or not self.input_dtypes:
             return self.state_shape
+        num_heads, num_keys, num_values = self.state_shape
         key_dtype, value_dtype = (getattr(torch, name) for name in self.input_dtypes)
-        return slot_shape(*self.state_shape, key_dtype, value_dtype)
+        return slot_shape(num_heads, num_keys, num_values, key_dtype, value_dtype)
 
     def num_bytes(self, device: torch.device | str) -> int:
         """Of one slot."""

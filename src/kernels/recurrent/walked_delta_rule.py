@@ -62,7 +62,8 @@ def _walked_delta_rule_kernel(  # type: ignore[no-untyped-def]
     """Grid: ``(H * ceil(V / BLOCK_V), B + 1)``; the last row is that of padding.
 
     Shapes: query and key ``[T, HK, K]``, value and out ``[T, H, V]``, decay ``[T, H, K]``, beta
-    ``[T, H]``, states ``[slots, H, K, V]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``.
+    ``[T, H]``, states ``[slots, H, K, V]``, starts ``[B + 1]``, contexts ``[B]``, tables
+    ``[B, M]``.
 
     ``unit`` is 1. The compiler, which must not know, would otherwise give a thread values that lie
     side by side, and sums over keys would cross more lanes.

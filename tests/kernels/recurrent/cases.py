@@ -197,9 +197,7 @@ class Steps:
         return out[len(tokens) :]
 
 
-def run_whole(
-    case: Case, first: int, last: int, interval: int = 1 << 20
-) -> tuple[Tensor, Tensor]:
+def run_whole(case: Case, first: int, last: int, interval: int = 1 << 20) -> tuple[Tensor, Tensor]:
     """(outputs, slot at the end) of one sequence in one step, alone."""
     steps = Steps(case, 1, interval)
     request = Request(first, last, [0] * -(-(last - first) // interval))
