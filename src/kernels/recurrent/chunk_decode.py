@@ -20,7 +20,7 @@ from .chunk_functions import (
     matmul,
     ssd_inner,
     step_sizes,
-)  # fmt: skip
+)
 from .chunk_inner import BATCH, POINTERS
 from .device_functions import zero_padding
 

@@ -15,7 +15,7 @@ from .chunk_functions import (
     load_scalars,
     ssd_inner,
     step_sizes,
-)  # fmt: skip
+)
 from .device_functions import first_slot
 
 # What follows the batch must not make new versions of the kernels.
