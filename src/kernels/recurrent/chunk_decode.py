@@ -14,6 +14,7 @@ from .chunk_functions import (
     has_reads,
     inner_products,
     keep_inputs,
+    load_inner,
     load_reads,
     load_rows,
     load_scalars,
@@ -21,22 +22,22 @@ from .chunk_functions import (
     ssd_inner,
     step_sizes,
 )
-from .chunk_inner import BATCH, POINTERS
+from .chunk_inner import BATCH, POINTERS, place_of_chunk
 from .device_functions import zero_padding
 
 
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
 def decode_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, decay, beta, rates, dt_bias, skip, states, out, starts, contexts, tables,
-    num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
+    query, key, value, decay, beta, rates, dt_bias, skip, states, chunks, out, starts, contexts,
+    tables, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, a_stride,
     a_head_stride, b_stride, b_head_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     K_PAD: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr,
-    L2NORM: tl.constexpr, SOFTPLUS: tl.constexpr,
+    L2NORM: tl.constexpr, SOFTPLUS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`.chunk_prompt.prompt_kernel`, for any interval, with what that of
-    :mod:`.chunk_inner` computes; rates and dt_bias ``[H]``, of Mamba-2."""
+    """As :func:`.chunk_prompt.prompt_kernel`, but that without ``chunks`` each program computes
+    what would be in them itself, for any interval; rates and dt_bias ``[H]``, of Mamba-2."""
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
     SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
@@ -81,7 +82,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if skip is not None:
         skipped = tl.load(skip + head).to(tl.float32)
 
-    if not DELTA:
+    if chunks is None and not DELTA:
         rate = tl.load(rates + head).to(tl.float32)
         bias = None
         if dt_bias is not None:
@@ -100,17 +101,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         record = states + source * SLOT
         # All loads are on their way before the first is waited for.
         tokens = (token - first).to(tl.int64) + index
-        has_q = (i >= first) & (i < last) & mask_k
         has_k = (i < last) & mask_k
         has_state = mask_v & mask_k & (position > 0)
-        q = tl.load(query + tokens[:, None] * q_stride, mask=has_q)
         k = load_rows(
             key, tokens[:, None], k_stride, record + LAYOUT[0], k_offsets, i, first, last, mask_k
         )
-        a = load_scalars(decay, tokens, a_stride, record + LAYOUT[2], index, first, last)
-        if DELTA:
-            b = load_scalars(beta, tokens, b_stride, record + LAYOUT[2] + CHUNK, index, first, last)
-            made = tl.load(record + LAYOUT[3] + i * CHUNK + index[None, :], mask=i < first)
         x = load_reads(
             query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets, token, first, last,
             reads, mask_k, CHUNK,
@@ -119,25 +114,37 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             value, tokens[None, :], v_stride, record + LAYOUT[1], v_offsets, index[None, :], first,
             last, mask_v,
         )  # fmt: skip
-        state = tl.load(record + s_offsets, mask=has_state)
-
-        q = tl.where(has_q, q, 0.0)
-        k = tl.where(has_k, k, 0.0)
-        products = inner_products(q, k)
-        if DELTA:
-            known = inner_products(k, k)
-            squares = known
-            if L2NORM:
-                squares = inner_products(q, q)
-            mixing, of_key, of_query, of_update, growth = delta_inner(
-                products, known, squares, a, b, made, first, last, scale, L2NORM, SPLIT
-            )
-            mixing = tl.reshape(mixing, (2 * CHUNK, CHUNK))
+        if chunks is not None:
+            place = place_of_chunk(chunks, token, begin, row, head, CHUNK, SIZE, H)
+            mixing, of_key, of_query, of_update, growth = load_inner(place, reads, index)
+            state = tl.load(record + s_offsets, mask=has_state)
         else:
-            of_key = step_sizes(
-                a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
-            )
-            mixing, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
+            has_q = (i >= first) & (i < last) & mask_k
+            q = tl.load(query + tokens[:, None] * q_stride, mask=has_q)
+            a = load_scalars(decay, tokens, a_stride, record + LAYOUT[2], index, first, last)
+            if DELTA:
+                b = load_scalars(
+                    beta, tokens, b_stride, record + LAYOUT[2] + CHUNK, index, first, last
+                )
+                made = tl.load(record + LAYOUT[3] + i * CHUNK + index[None, :], mask=i < first)
+            state = tl.load(record + s_offsets, mask=has_state)
+            q = tl.where(has_q, q, 0.0)
+            all_k = tl.where(has_k, k, 0.0)
+            products = inner_products(q, all_k)
+            if DELTA:
+                known = inner_products(all_k, all_k)
+                squares = known
+                if L2NORM:
+                    squares = inner_products(q, q)
+                mixing, of_key, of_query, of_update, growth = delta_inner(
+                    products, known, squares, a, b, made, first, last, scale, L2NORM, SPLIT
+                )
+                mixing = tl.reshape(mixing, (2 * CHUNK, CHUNK))
+            else:
+                of_key = step_sizes(
+                    a, bias, index < last, dt_min, dt_max, SOFTPLUS, decay.dtype.element_ty
+                )
+                mixing, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
         x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x, 0.0)
         state = tl.where(has_state, state, 0.0)
         mask = (index < last)[None, :] & mask_v
@@ -151,6 +158,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         record = states + slot * SLOT
         tl.debug_barrier()  # other threads of this program may still be reading
         if last == size:
+            k = tl.where(has_k, k, 0.0)
             state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
             tl.store(record + s_offsets, state, mask=mask_v & mask_k)
         else:

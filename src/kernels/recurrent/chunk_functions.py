@@ -233,6 +233,20 @@ def load_reads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_inner(place, reads, index):  # type: ignore[no-untyped-def]
+    """What ``inner_kernel`` left at ``place``: mixing, the three factors and that on S."""
+    CHUNK: tl.constexpr = index.shape[0]
+    vectors = place + 2 * CHUNK * CHUNK + index
+    return (
+        tl.load(place + reads * CHUNK + index[None, :]),
+        tl.load(vectors),
+        tl.load(vectors + CHUNK),
+        tl.load(vectors + 2 * CHUNK),
+        tl.load(place + 2 * CHUNK * CHUNK + 3 * CHUNK),
+    )
+
+
+@triton.jit
 def keep_inputs(  # type: ignore[no-untyped-def]
     record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets, index,
     reads, first, last, mask_k, mask_v, LAYOUT: tl.constexpr,

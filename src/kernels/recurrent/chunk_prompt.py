@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from ..fused.rounding import EMULATE, rounded
-from .chunk_functions import advance, has_reads, keep_inputs, load_reads, load_rows, matmul
+from .chunk_functions import (
+    advance,
+    has_reads,
+    keep_inputs,
+    load_inner,
+    load_reads,
+    load_rows,
+    matmul,
+)
 from .chunk_inner import BATCH, POINTERS, place_of_chunk
 from .device_functions import zero_padding
 
@@ -56,7 +64,6 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     index = tl.arange(0, CHUNK)
     # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
     reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
-    cells = reads * CHUNK + index[None, :]
     states += tl.program_id(0) * LAYOUT[4]
     SLOT: tl.constexpr = H * TILES * LAYOUT[4]
     s_offsets = j * K + k_index
@@ -102,12 +109,7 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
             last, mask_k,
         )  # fmt: skip
         place = place_of_chunk(chunks, token, begin, row, head, CHUNK, SIZE, H)
-        vectors = place + 2 * CHUNK * CHUNK + index
-        mixing = tl.load(place + cells)
-        of_key = tl.load(vectors)
-        of_query = tl.load(vectors + CHUNK)
-        of_update = tl.load(vectors + 2 * CHUNK)
-        growth = tl.load(place + 2 * CHUNK * CHUNK + 3 * CHUNK)
+        mixing, of_key, of_query, of_update, growth = load_inner(place, reads, index)
         slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
         x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x_1, 0.0)
         x_1 = load_reads(

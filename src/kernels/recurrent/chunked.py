@@ -19,7 +19,8 @@ its mantissa. Of inputs in other dtypes they are of float32.
 
 In steps of prompts a kernel computes what follows from queries, keys and decays alone, for all
 chunks side by side (:mod:`.chunk_inner`), and another walks the chunks (:mod:`.chunk_prompt`). In
-steps of a token a row one kernel does both (:mod:`.chunk_decode`).
+steps of a token a row the second has each state go from slot to slot (:mod:`.chunk_decode`), and of
+few rows it does the first's work, too.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ _NUM_WARPS = 4
 _NUM_WARPS_INNER = 1
 # Elements that are loaded at once, where heads are of multiples of it.
 _UNIT = 8
-# Programs of the kernel in front beyond which those of a row share its chunks.
+# Heads of a program of the kernel in front, and its programs beyond which those of a row share its
+# chunks.
+_MOST_HEADS = 4
 _MOST_PROGRAMS = 1 << 15
+# Programs that compute everything of their chunks themselves: four times as many as run at a time.
+_FEW_PROGRAMS = 1 << 10
 
 
 def delta_rule(
@@ -126,46 +131,55 @@ def _launch(
     }
     metadata = rows.query_starts, rows.context_lens, rows.state_tables
     steps = rows.interval, rows.state_tables.stride(0)
+    sizes["SIZE"] = chunk_layout.PREPARED_SIZE
     grid = states.shape[1], num_rows + 1
-    if not _has_long_rows(len(out), num_rows) or rows.interval % chunk_layout.CHUNK:
+    is_long = has_long_rows(len(out), num_rows)
+    chunks = None
+    if rows.interval % chunk_layout.CHUNK == 0 and (is_long or has_many_rows(grid)):
+        num_chunks = len(out) // chunk_layout.CHUNK + 2 * num_rows + 2
+        chunks = torch.empty(num_chunks, num_heads, sizes["SIZE"], device=out.device)
+        # Of the heads that share keys a program computes some.
+        heads = math.gcd(num_heads // key.shape[1], _MOST_HEADS)
+        most = triton.cdiv(len(out), chunk_layout.CHUNK) + 1 if is_long else 1
+        sharing = max(1, _MOST_PROGRAMS * heads // (num_heads * num_rows))
+        inner_kernel[(num_heads // heads, num_rows, min(sharing, most))](
+            query, key, *given[3:], *per_head[:2], states, chunks, *metadata, *steps, *limits,
+            *strides[:4], *strides[6:],
+            TILES=states.shape[1] // num_heads,
+            HEADS=heads,
+            num_warps=_NUM_WARPS_INNER,
+            **sizes,
+            **options,
+        )  # fmt: skip
+    if is_long and chunks is not None:
+        prompt_kernel[grid](
+            *given, per_head[2], states, chunks, out, *metadata, num_rows, len(out), *steps,
+            *strides,
+            **sizes,
+            **tiles,
+        )  # fmt: skip
+    else:
         decode_kernel[grid](
-            *given, *per_head, states, out, *metadata, num_rows, len(out), *steps, *limits,
+            *given, *per_head, states, chunks, out, *metadata, num_rows, len(out), *steps, *limits,
             *strides,
             **sizes,
             **tiles,
             **options,
         )  # fmt: skip
-        return
-    sizes["SIZE"] = chunk_layout.PREPARED_SIZE
-    num_chunks = len(out) // chunk_layout.CHUNK + 2 * num_rows + 2
-    chunks = torch.empty(num_chunks, num_heads, sizes["SIZE"], device=out.device)
-    num_parts = key.shape[1] * (num_heads // key.shape[1] // _heads_a_program(num_heads, key))
-    sharing = max(1, _MOST_PROGRAMS // (num_parts * num_rows))
-    most = triton.cdiv(len(out), chunk_layout.CHUNK) + 1
-    inner_kernel[(num_parts, num_rows, min(sharing, most))](
-        query, key, *given[3:], *per_head[:2], states, chunks, *metadata, *steps, *limits,
-        *strides[:4], *strides[6:],
-        TILES=states.shape[1] // num_heads,
-        HEADS=_heads_a_program(num_heads, key),
-        num_warps=_NUM_WARPS_INNER,
-        **sizes,
-        **options,
-    )  # fmt: skip
-    prompt_kernel[grid](
-        *given, per_head[2], states, chunks, out, *metadata, num_rows, len(out), *steps, *strides,
-        **sizes,
-        **tiles,
-    )  # fmt: skip
 
 
-def _heads_a_program(num_heads: int, key: Tensor) -> int:
-    """Of the heads that share keys, those that a program of the kernel in front computes."""
-    return math.gcd(num_heads // key.shape[1], 4)
+# Which kernels compute a step; its bits are the same.
 
 
-def _has_long_rows(num_tokens: int, num_rows: int) -> bool:
-    """Whether what a step computes of chunks is worth a kernel of its own. Bits are the same."""
+def has_long_rows(num_tokens: int, num_rows: int) -> bool:
+    """Whether rows have more than a chunk or two, as a rule."""
     return num_tokens > num_rows
+
+
+def has_many_rows(grid: tuple[int, int]) -> bool:
+    """Whether what positions of a chunk have to do with each other is worth a kernel of its own,
+    though a program could compute it for its tile while a state is on its way."""
+    return grid[0] * grid[1] > _FEW_PROGRAMS
 
 
 def _aligned(x: Tensor, unit: int) -> Tensor:

@@ -66,13 +66,17 @@ class Case:
         keys = slot[:, layout.keys : layout.values].contiguous().view(key)
         values = slot[:, layout.values : layout.scalars].contiguous().view(value)
         by_value = values.view(num_heads, -1, CHUNK, tile).transpose(1, 2).flatten(2)
-        scalars = slot[:, layout.scalars :].view(-1, 2, CHUNK)[:, : 2 - (self.name == "ssd_scan")]
-        return torch.cat([
-            self.state(slot).flatten(),
-            keys.view(-1, CHUNK, num_keys)[:, :since].flatten().float(),
-            by_value[:, :since, :num_values].flatten().float(),
-            scalars[:, :, :since].flatten(),
-        ])  # fmt: skip
+        kept = [
+            self.state(slot),
+            keys.view(-1, CHUNK, num_keys)[:, :since],
+            by_value[:, :since, :num_values],
+            slot[:, layout.scalars : layout.scalars + since],
+        ]
+        if self.name == "delta_rule":
+            first_beta = layout.scalars + CHUNK
+            kept.append(slot[:, first_beta : first_beta + since])
+            kept.append(slot[:, layout.rows :].reshape(-1, CHUNK, CHUNK)[:, :since])
+        return torch.cat([x.flatten().float() for x in kept])
 
 
 def short_conv(

@@ -40,10 +40,12 @@ LINEAR = {
 TILE = walked_delta_rule.block_v(128, 128)
 CHANNELS = {"H": 32, "HK": 32, "K": 128, "V": 128, "BLOCK_V": TILE, "L2NORM": True,
             "LANES": walked_delta_rule.lanes(128, TILE)}  # fmt: skip
-CHUNK_KERNELS = {
-    "in chunks": (chunk_prompt.prompt_kernel, chunked._NUM_WARPS),
-    "in chunks, decoding": (chunk_decode.decode_kernel, chunked._NUM_WARPS),
-    "in chunks, inner": (chunk_inner.inner_kernel, chunked._NUM_WARPS_INNER),
+# Kernels, their warps, and constants besides.
+CHUNK_KERNELS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "in chunks": (chunk_prompt.prompt_kernel, chunked._NUM_WARPS, {}),
+    "in chunks, many rows": (chunk_decode.decode_kernel, chunked._NUM_WARPS, {}),
+    "in chunks, few rows": (chunk_decode.decode_kernel, chunked._NUM_WARPS, {"chunks": None}),
+    "in chunks, inner": (chunk_inner.inner_kernel, chunked._NUM_WARPS_INNER, {}),
 }
 
 
@@ -79,12 +81,22 @@ CONV_TILES = {"": short_conv._TILE, " of decoding": short_conv._TILE_OF_DECODING
 INPUTS = ("x", "dt", "B", "C", "z", "dt_bias", "weight", "bias")
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     **{
-        f"delta_rule {kind}": (kernel, LINEAR | {"decay": "*fp32", "out": "*bf16"}, DELTA, warps)
-        for kind, (kernel, warps) in CHUNK_KERNELS.items()
+        f"delta_rule {kind}": (
+            kernel,
+            LINEAR | {"decay": "*fp32", "out": "*bf16"},
+            DELTA | constants,
+            warps,
+        )
+        for kind, (kernel, warps, constants) in CHUNK_KERNELS.items()
     },
     **{
-        f"ssd_scan {kind}": (kernel, LINEAR | {"decay": "*bf16", "out": "*fp32"}, MAMBA_2, warps)
-        for kind, (kernel, warps) in CHUNK_KERNELS.items()
+        f"ssd_scan {kind}": (
+            kernel,
+            LINEAR | {"decay": "*bf16", "out": "*fp32"},
+            MAMBA_2 | constants,
+            warps,
+        )
+        for kind, (kernel, warps, constants) in CHUNK_KERNELS.items()
     },
     "delta_rule of channels": (
         walked_delta_rule._walked_delta_rule_kernel,
@@ -115,13 +127,17 @@ def report(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps:
     constants = {name: value for name, value in constants.items() if name in names}
     kinds = kinds | ROWS | dict.fromkeys(constants, "constexpr")
     aligned = ["states", "out"]
-    if kernel in [one for one, _ in CHUNK_KERNELS.values()]:
+    if kernel in [one for one, *_ in CHUNK_KERNELS.values()]:
         aligned += ["query", "key", "value", "chunks"]
     source = ASTSource(
         kernel,
         {name: kinds.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names},
+        {
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in aligned
+            if name in names and name not in constants
+        },
     )
     options = {"num_warps": warps, "enable_fp_fusion": kernel in WITH_FUSION}
     built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)

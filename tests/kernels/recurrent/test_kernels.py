@@ -154,18 +154,19 @@ def test_rows_share_a_checkpoint(
 
 @interpreted
 @pytest.mark.parametrize("name", ["delta_rule", "delta_rule_bf16", "ssd_scan", "ssd_scan_bf16"])
-def test_chunks_computed_side_by_side_give_the_same_bits(
+def test_all_kernels_of_chunks_give_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a kernel in front computes of chunks, and what their own programs do."""
+    """Those of prompts, of many rows and of few."""
     from pagespec.kernels.recurrent import chunked
 
     torch.manual_seed(0)
     case = CASES[name](60)
     by_kernel(case, monkeypatch)
     found = []
-    for before in (True, False):
-        monkeypatch.setattr(chunked, "_has_long_rows", lambda *_, before=before: before)
+    for is_long, is_many in ((True, True), (False, True), (False, False)):
+        monkeypatch.setattr(chunked, "has_long_rows", lambda *_, found=is_long: found)
+        monkeypatch.setattr(chunked, "has_many_rows", lambda *_, found=is_many: found)
         steps = Steps(case, 3, 2 * CHUNK)
         rows = Request(0, 40, [0, 1]), Request(40, 60, [2])
         for first, second in ((5, 0), (1, 7), (30, 13), (4, 0)):
@@ -173,13 +174,14 @@ def test_chunks_computed_side_by_side_give_the_same_bits(
         found.append(
             (*(torch.cat(row.outputs) for row in rows), case.kept(steps.states[1], 40, 32))
         )
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+    for same in zip(*found, strict=True):
+        assert torch.equal(same[0], same[1])
+        assert torch.equal(same[0], same[2])
 
 
 def test_they_compile_for_hopper_without_spilling() -> None:
     built = json.loads(run_apart(str(Path(__file__).with_name("compile_kernels.py"))))
-    assert len(built) == 10
+    assert len(built) == 12
     for name, report in built.items():
         assert report["spilled"] == 0, name
         assert report["registers"] <= 255, name

@@ -114,7 +114,7 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(name: str) -> None:
 def test_all_ways_to_compute_a_chunk_give_the_same_bits(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, token by token and in cuts; what chunks are computed side by side before, or not."""
+    """Whole, token by token and in cuts, by the kernels of prompts, of many rows and of few."""
     from pagespec.kernels.recurrent import chunked
 
     torch.manual_seed(0)
@@ -124,8 +124,9 @@ def test_all_ways_to_compute_a_chunk_give_the_same_bits(
     }[name]
     case = make(150)
     outputs, slot = run_whole(case, 0, 150, 64)
-    for before in (True, False):
-        monkeypatch.setattr(chunked, "_has_long_rows", lambda *_, before=before: before)
+    for is_long, is_many in ((True, True), (False, True), (False, False)):
+        monkeypatch.setattr(chunked, "has_long_rows", lambda *_, found=is_long: found)
+        monkeypatch.setattr(chunked, "has_many_rows", lambda *_, found=is_many: found)
         for cuts in ([150], [1] * 150, [30, 1, 1, 1, 16, 47, 54]):
             steps = Steps(case, 1, 64)
             request = Request(0, 150, [0] * 3)
