@@ -118,6 +118,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             place = place_of_chunk(chunks, token, begin, row, head, CHUNK, SIZE, H)
             mixing, of_key, of_query, of_update, growth = load_inner(place, reads, index)
             state = tl.load(record + s_offsets, mask=has_state)
+            tl.debug_barrier()  # else the assembler has loads that are needed late wait for this
         else:
             has_q = (i >= first) & (i < last) & mask_k
             q = tl.load(query + tokens[:, None] * q_stride, mask=has_q)
