@@ -32,8 +32,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     tables, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, a_stride,
     a_head_stride, b_stride, b_head_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr,
+    RECORD: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-    K_PAD: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr,
+    K_PAD: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
     L2NORM: tl.constexpr, SOFTPLUS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """As :func:`.chunk_prompt.prompt_kernel`, but that without ``chunks`` each program computes
@@ -63,8 +65,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     index = tl.arange(0, CHUNK)
     # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
     reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
-    states += tl.program_id(0) * LAYOUT[4]
-    SLOT: tl.constexpr = H * TILES * LAYOUT[4]
+    states += tl.program_id(0) * RECORD
+    SLOT: tl.constexpr = H * TILES * RECORD
     s_offsets = j * K + k_index
     k_offsets = index[:, None] * K + k_index
     read_offsets = (reads % CHUNK) * K + k_index
@@ -104,14 +106,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         has_k = (i < last) & mask_k
         has_state = mask_v & mask_k & (position > 0)
         k = load_rows(
-            key, tokens[:, None], k_stride, record + LAYOUT[0], k_offsets, i, first, last, mask_k
+            key, tokens[:, None], k_stride, record + KEYS, k_offsets, i, first, last, mask_k
         )
         x = load_reads(
-            query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets, token, first, last,
+            query, key, q_stride, k_stride, record + KEYS, read_offsets, token, first, last,
             reads, mask_k, CHUNK,
         )  # fmt: skip
         v = load_rows(
-            value, tokens[None, :], v_stride, record + LAYOUT[1], v_offsets, index[None, :], first,
+            value, tokens[None, :], v_stride, record + VALUES, v_offsets, index[None, :], first,
             last, mask_v,
         )  # fmt: skip
         if chunks is not None:
@@ -122,12 +124,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         else:
             has_q = (i >= first) & (i < last) & mask_k
             q = tl.load(query + tokens[:, None] * q_stride, mask=has_q)
-            a = load_scalars(decay, tokens, a_stride, record + LAYOUT[2], index, first, last)
+            a = load_scalars(decay, tokens, a_stride, record + SCALARS, index, first, last)
             if DELTA:
                 b = load_scalars(
-                    beta, tokens, b_stride, record + LAYOUT[2] + CHUNK, index, first, last
+                    beta, tokens, b_stride, record + SCALARS + CHUNK, index, first, last
                 )
-                made = tl.load(record + LAYOUT[3] + i * CHUNK + index[None, :], mask=i < first)
+                made = tl.load(record + ROWS + i * CHUNK + index[None, :], mask=i < first)
             state = tl.load(record + s_offsets, mask=has_state)
             q = tl.where(has_q, q, 0.0)
             all_k = tl.where(has_k, k, 0.0)
@@ -167,7 +169,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
                 tl.store(record + s_offsets, state, mask=mask_v & mask_k)
             keep_inputs(
                 record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets,
-                index, reads, first, last, mask_k, mask_v, LAYOUT,
+                index, reads, first, last, mask_k, mask_v, KEYS, VALUES, SCALARS, ROWS,
             )  # fmt: skip
         token += last - first
         left -= last - first

@@ -249,22 +249,23 @@ def load_inner(place, reads, index):  # type: ignore[no-untyped-def]
 @triton.jit
 def keep_inputs(  # type: ignore[no-untyped-def]
     record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets, index,
-    reads, first, last, mask_k, mask_v, LAYOUT: tl.constexpr,
+    reads, first, last, mask_k, mask_v, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    SCALARS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add positions [first, last) of a chunk to the tail of a record."""
     CHUNK: tl.constexpr = index.shape[0]
     new = (index >= first) & (index < last)
-    keys = record + LAYOUT[0]
+    keys = record + KEYS
     keys = keys.to(tl.pointer_type(k.dtype), bitcast=True)
     tl.store(keys + k_offsets, k, mask=new[:, None] & mask_k)
-    values = record + LAYOUT[1]
+    values = record + VALUES
     values = values.to(tl.pointer_type(v.dtype), bitcast=True)
     tl.store(values + v_offsets, v, mask=mask_v & new[None, :])
-    scalars = record + LAYOUT[2] + index
+    scalars = record + SCALARS + index
     a = tl.load(decay + tokens * a_stride, mask=new, other=0.0)
     tl.store(scalars, a.to(tl.float32), mask=new)
     if beta is not None:
         b = tl.load(beta + tokens * b_stride, mask=new, other=0.0)
         tl.store(scalars + CHUNK, b.to(tl.float32), mask=new)
-        cells = record + LAYOUT[3] + reads * CHUNK + index[None, :]
+        cells = record + ROWS + reads * CHUNK + index[None, :]
         tl.store(cells, mixing, mask=(reads >= first) & (reads < last))

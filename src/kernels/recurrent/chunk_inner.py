@@ -40,8 +40,9 @@ def inner_kernel(  # type: ignore[no-untyped-def]
     query, key, decay, beta, rates, dt_bias, states, chunks, starts, contexts, tables, interval,
     table_stride, scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
     a_stride, a_head_stride, b_stride, b_head_stride,
+    KEYS: tl.constexpr, SCALARS: tl.constexpr, RECORD: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_PAD: tl.constexpr,
-    CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
+    CHUNK: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
     SOFTPLUS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``(H / HEADS, B, programs that share the chunks of a row)``, HEADS being of one head of
@@ -60,7 +61,7 @@ def inner_kernel(  # type: ignore[no-untyped-def]
     record = states
     if position > 0:
         table = tables + row.to(tl.int64) * table_stride
-        record += first_slot(table, position, interval) * (H * TILES * LAYOUT[4])
+        record += first_slot(table, position, interval) * (H * TILES * RECORD)
     first_head = tl.program_id(0) * HEADS
     head_k = first_head // (H // HK)
     k_index = tl.arange(0, K_PAD)[None, :]
@@ -70,7 +71,7 @@ def inner_kernel(  # type: ignore[no-untyped-def]
     q_stride, k_stride = q_stride * UNIT, k_stride * UNIT
     query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
     key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
-    keys = record + first_head * (TILES * LAYOUT[4]) + LAYOUT[0]
+    keys = record + first_head * (TILES * RECORD) + KEYS
     offsets = index[:, None] * K + k_index
 
     for t in range(begin_of_chunk, end, tl.num_programs(2) * CHUNK):
@@ -90,7 +91,7 @@ def inner_kernel(  # type: ignore[no-untyped-def]
             if L2NORM:
                 squares = inner_products(q, q)
         for head in range(first_head, first_head + HEADS):
-            kept = record + head * (TILES * LAYOUT[4]) + LAYOUT[2]
+            kept = record + head * (TILES * RECORD) + SCALARS
             a = load_scalars(
                 decay + head * a_head_stride, tokens, a_stride, kept, index, first, last
             )

@@ -27,13 +27,13 @@ _MIN_SIDE = 16  # of a tile, of the matrix units
 
 
 class RecordLayout(NamedTuple):
-    """Sizes, in float32, of a record and what lies before its parts."""
+    """Of a record, in float32: what lies before its parts, and its size."""
 
     keys: int
     values: int
     scalars: int
     rows: int
-    size: int
+    record: int
 
 
 def padded(size: int) -> int:
@@ -66,4 +66,4 @@ def slot_shape(
 ) -> tuple[int, int]:
     """(records, float32 of each) of a slot."""
     num_tiles = -(-num_values // block_v(num_keys, num_values))
-    return num_heads * num_tiles, record_layout(num_keys, num_values, key_dtype, value_dtype).size
+    return num_heads * num_tiles, record_layout(num_keys, num_values, key_dtype, value_dtype).record

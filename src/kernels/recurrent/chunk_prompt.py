@@ -26,8 +26,10 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, skip, states, chunks, out, starts, contexts, tables,
     num_rows, num_tokens, interval, table_stride, q_stride, q_head_stride, k_stride, k_head_stride,
     v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SCALARS: tl.constexpr, ROWS: tl.constexpr,
+    RECORD: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-    K_PAD: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr, UNIT: tl.constexpr,
+    K_PAD: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """The delta rule given ``beta``; else Mamba-2, of which ``decay`` is dt. Grid: ``(H * ceil(V /
@@ -64,8 +66,8 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     index = tl.arange(0, CHUNK)
     # A chunk's queries, and below them, in the delta rule, its keys: what S is multiplied by.
     reads = tl.arange(0, CHUNK * (1 + DELTA))[:, None]
-    states += tl.program_id(0) * LAYOUT[4]
-    SLOT: tl.constexpr = H * TILES * LAYOUT[4]
+    states += tl.program_id(0) * RECORD
+    SLOT: tl.constexpr = H * TILES * RECORD
     s_offsets = j * K + k_index
     k_offsets = index[:, None] * K + k_index
     read_offsets = (reads % CHUNK) * K + k_index
@@ -91,7 +93,7 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(table + tl.maximum(position - 1, 0) // interval).to(tl.int64)
     record = states + slot * SLOT
     x_1 = load_reads(
-        query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets, token, first, last, reads,
+        query, key, q_stride, k_stride, record + KEYS, read_offsets, token, first, last, reads,
         mask_k, CHUNK,
     )  # fmt: skip
     state = tl.load(record + s_offsets, mask=mask_v & mask_k & (position > 0), other=0.0)
@@ -101,11 +103,11 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     while left > 0:
         tokens = (token - first).to(tl.int64) + index
         v = load_rows(
-            value, tokens[None, :], v_stride, record + LAYOUT[1], v_offsets, index[None, :], first,
+            value, tokens[None, :], v_stride, record + VALUES, v_offsets, index[None, :], first,
             last, mask_v,
         )  # fmt: skip
         k = load_rows(
-            key, tokens[:, None], k_stride, record + LAYOUT[0], k_offsets, index[:, None], first,
+            key, tokens[:, None], k_stride, record + KEYS, k_offsets, index[:, None], first,
             last, mask_k,
         )  # fmt: skip
         place = place_of_chunk(chunks, token, begin, row, head, CHUNK, SIZE, H)
@@ -113,7 +115,7 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
         x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x_1, 0.0)
         x_1 = load_reads(
-            query, key, q_stride, k_stride, record + LAYOUT[0], read_offsets,
+            query, key, q_stride, k_stride, record + KEYS, read_offsets,
             token + (last - first), 0, tl.minimum(CHUNK, left - (last - first)), reads, mask_k,
             CHUNK,
         )  # fmt: skip
@@ -136,7 +138,7 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
         else:
             keep_inputs(
                 record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets,
-                index, reads, first, last, mask_k, mask_v, LAYOUT,
+                index, reads, first, last, mask_k, mask_v, KEYS, VALUES, SCALARS, ROWS,
             )  # fmt: skip
         if is_new & ((left == 0) | (position % interval == 0)):
             tl.debug_barrier()  # other threads of this program may still be reading

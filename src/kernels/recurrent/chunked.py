@@ -46,6 +46,8 @@ _UNIT = 8
 # chunks.
 _MOST_HEADS = 4
 _MOST_PROGRAMS = 1 << 15
+# Of a thread that moves states from slot to slot: three programs on a multiprocessor in place of two.
+REGISTERS_OF_MANY_ROWS = 168
 # Programs that compute everything of their chunks themselves: four times as many as run at a time.
 _FEW_PROGRAMS = 1 << 10
 
@@ -112,19 +114,20 @@ def _launch(
     strides = [x.stride(n) // unit for x in (query, key, value) for n in (0, 1)]
     strides += [0 if x is None else x.stride(n) for x in tokens[3:] for n in (0, 1)]
     layout = chunk_layout.record_layout(num_keys, num_values, key.dtype, value.dtype)
+    places = {name.upper(): place for name, place in layout._asdict().items()}
     sizes: dict[str, Any] = {
         "H": num_heads,
         "HK": key.shape[1],
         "K": num_keys,
         "K_PAD": chunk_layout.padded(num_keys),
         "CHUNK": chunk_layout.CHUNK,
-        "LAYOUT": tuple(layout),
         "UNIT": unit,
         # The same roundings in all kernels.
         "enable_fp_fusion": False,
         "num_stages": 1,
     }
-    tiles = {
+    tiles: dict[str, Any] = {
+        **places,
         "V": num_values,
         "BLOCK_V": chunk_layout.block_v(num_keys, num_values),
         "num_warps": _NUM_WARPS,
@@ -147,6 +150,9 @@ def _launch(
             *strides[:4], *strides[6:],
             TILES=states.shape[1] // num_heads,
             HEADS=heads,
+            KEYS=layout.keys,
+            SCALARS=layout.scalars,
+            RECORD=layout.record,
             num_warps=_NUM_WARPS_INNER,
             **sizes,
             **options,
@@ -159,6 +165,8 @@ def _launch(
             **tiles,
         )  # fmt: skip
     else:
+        if chunks is not None and key.dtype == torch.bfloat16:
+            tiles["maxnreg"] = REGISTERS_OF_MANY_ROWS
         decode_kernel[grid](
             *given, *per_head, states, chunks, out, *metadata, num_rows, len(out), *steps, *limits,
             *strides,

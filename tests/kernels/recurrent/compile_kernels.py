@@ -53,6 +53,7 @@ def in_chunks(num_heads: int, num_key_heads: int, num_values: int) -> dict[str, 
     """The constants of the kernels of chunks, for keys of 128."""
     sizes = 128, num_values
     block_v = chunk_layout.block_v(*sizes)
+    layout = chunk_layout.record_layout(*sizes, torch.bfloat16, torch.bfloat16)
     return {
         "H": num_heads,
         "HK": num_key_heads,
@@ -62,7 +63,7 @@ def in_chunks(num_heads: int, num_key_heads: int, num_values: int) -> dict[str, 
         "TILES": num_values // block_v,
         "K_PAD": 128,
         "CHUNK": chunk_layout.CHUNK,
-        "LAYOUT": tuple(chunk_layout.record_layout(*sizes, torch.bfloat16, torch.bfloat16)),
+        **{name.upper(): place for name, place in layout._asdict().items()},
         "UNIT": chunked._UNIT,
         "SIZE": chunk_layout.PREPARED_SIZE,
         "HEADS": math.gcd(num_heads // num_key_heads, 4),
@@ -140,6 +141,8 @@ def report(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps:
         },
     )
     options = {"num_warps": warps, "enable_fp_fusion": kernel in WITH_FUSION}
+    if kernel is chunk_decode.decode_kernel and "chunks" not in constants:
+        options["maxnreg"] = chunked.REGISTERS_OF_MANY_ROWS
     built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
