@@ -46,7 +46,7 @@ _UNIT = 8
 # chunks.
 _MOST_HEADS = 4
 _MOST_PROGRAMS = 1 << 15
-# Of a thread that moves states from slot to slot: three programs on a multiprocessor in place of two.
+# Of a thread that moves states from slot to slot: so a multiprocessor runs three programs, not two.
 REGISTERS_OF_MANY_ROWS = 168
 # Programs that compute everything of their chunks themselves: four times as many as run at a time.
 _FEW_PROGRAMS = 1 << 10
