@@ -59,14 +59,19 @@ class Kernel:
     num_state: int = 0
 
     def decode_bytes(self) -> float:
-        """Of a slot, what a decode step has to read and write of it, on average: the state is
-        written at a chunk's end, and before that half of a tail is read and an input written."""
+        """Of a slot, what a decode step has to read and write of it, on average."""
         num_bytes = math.prod(self.state) * self.state_dtype.itemsize
         if not self.num_state:
             return 2 * num_bytes
-        state = self.num_state * self.state_dtype.itemsize
-        tail = (num_bytes - state) / chunk_layout.CHUNK
-        return state * (1 + 1 / chunk_layout.CHUNK) + tail * ((chunk_layout.CHUNK - 1) / 2 + 1)
+        return in_chunks(num_bytes, self.num_state * self.state_dtype.itemsize)
+
+
+def in_chunks(slot_bytes: int, state_bytes: int) -> float:
+    """What a decode step moves of a slot, on average: the state is written at a chunk's end, and
+    before that half of the inputs in a slot are read and one is written."""
+    size = chunk_layout.CHUNK
+    of_an_input = (slot_bytes - state_bytes) / size
+    return state_bytes * (1 + 1 / size) + of_an_input * ((size - 1) / 2 + 1)
 
 
 def _normal(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -192,8 +197,10 @@ def floor_ms(num_rows: int, num_tokens: int, read: float) -> float:
     attention = hidden * (2 * 4096 + 2 * 512) + 4096 * hidden
     head = hidden * c["vocab_size"]
     weights = 2 * (4 * experts + 3 * delta + attention + head)
-    state = 3 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) * num_rows
-    memory = (weights + state * (2 if num_tokens == 1 else 1)) / read / 1e9
+    slot = 4 * math.prod(chunk_layout.slot_shape(32, 128, 128, BF16, BF16))
+    state, conv = 4 * 32 * 128 * 128, 2 * 3 * 8192
+    moved = in_chunks(slot, state) + 2 * conv if num_tokens == 1 else slot + conv
+    memory = (weights + 3 * moved * num_rows) / read / 1e9
     active = 4 * expert * (c["num_experts_per_tok"] + 1) + 3 * delta + attention
     return 1e3 * max(memory, 2 * (active * total + head * num_rows) / _FLOPS)
 
