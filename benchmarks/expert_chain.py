@@ -73,7 +73,7 @@ def variants() -> Iterator[Variant]:
     ):
         now = replace(now, name=name, **change)
         yield now
-    for rows in (2, 4, 16, 1 << 20):
+    for rows in (1, 4, 8, 16, 1 << 20):
         yield replace(now, name=f"now, but {rows} rows ahead", ahead_rows=rows)
     yield replace(now, name="now, but early behind the norm", is_norm_late=False)
 

@@ -36,6 +36,7 @@ WIDTH = RANK + ROPE
 _POOL_BYTES = 300 << 20
 BF16 = torch.bfloat16
 PAGE = 64
+PREFILLS = [(1, 2048, 2048), (4, 2048, 2048), (1, 8192, 8192), (8, 4224, 128)]
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -170,13 +171,14 @@ def kernels(heads: Sequence[int], decode: Sequence[tuple[int, int]]) -> None:
                 cells.append(f"{other * 1e6:8.1f} {wide / bandwidth * 1e6:7.1f}")
             cells.append(f"{heads_seconds(num_rows, num_heads) * 1e6:6.1f}")
             print(f"{num_heads:4} {num_rows:4} {context:6} | " + " | ".join(cells), flush=True)
-        for num_rows, context in ((1, 2048), (4, 4096)):
-            rows = Rows(num_rows, context, context)
+        for num_rows, context, num_new in PREFILLS:
+            rows = Rows(num_rows, context, num_new)
             took, other = latent_seconds(rows, num_heads), expanded_seconds(rows, num_heads)
             flops = [2 * rows.pairs * num_heads * n for n in (WIDTH + RANK, NOPE + ROPE + VALUE)]
             print(
-                f"{num_heads:4} prefill {num_rows} x {context}: latent {took * 1e3:.2f} ms "
-                f"{flops[0] / took / 1e12:.0f} TFLOP/s, expanded {other * 1e3:.2f} ms "
+                f"{num_heads:4} prefill {num_rows} x {num_new} of {context}: "
+                f"latent {took * 1e3:.2f} ms {flops[0] / took / 1e12:.0f} TFLOP/s, "
+                f"expanded {other * 1e3:.2f} ms "
                 f"{flops[1] / other / 1e12:.0f} TFLOP/s; matmuls of heads "
                 f"{heads_seconds(rows.num_tokens, num_heads) * 1e3:.2f} ms",
                 flush=True,

@@ -32,7 +32,7 @@ from benchmarks.attention import environment
 from benchmarks.card import rates_of_this_process
 from benchmarks.gpu_timing import median_seconds
 from benchmarks.other_models import qwen3_next
-from pagespec.kernels.recurrent import ops
+from pagespec.kernels.recurrent import chunk_layout, ops
 
 _POOL_BYTES = 400 << 20
 _MOST_LAYERS = 64
@@ -48,6 +48,7 @@ class Kernel:
     Attributes:
         per_token: makes the inputs of T tokens. call: the op, given those, states and rows.
         state: of one slot. state_dtype: its dtype.
+        num_state: elements of the state that a slot holds, if its tail is to be counted apart.
     """
 
     name: str
@@ -55,6 +56,22 @@ class Kernel:
     call: Callable[..., Tensor]
     state: tuple[int, ...]
     state_dtype: torch.dtype = torch.float32
+    num_state: int = 0
+
+    def decode_bytes(self) -> float:
+        """Of a slot, what a decode step has to read and write of it, on average."""
+        num_bytes = math.prod(self.state) * self.state_dtype.itemsize
+        if not self.num_state:
+            return 2 * num_bytes
+        return in_chunks(num_bytes, self.num_state * self.state_dtype.itemsize)
+
+
+def in_chunks(slot_bytes: int, state_bytes: int) -> float:
+    """What a decode step moves of a slot, on average: the state is written at a chunk's end, and
+    before that half of the inputs in a slot are read and one is written."""
+    size = chunk_layout.CHUNK
+    of_an_input = (slot_bytes - state_bytes) / size
+    return state_bytes * (1 + 1 / size) + of_an_input * ((size - 1) / 2 + 1)
 
 
 def _normal(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -83,7 +100,8 @@ def delta_rule(name: str, heads: int, key_heads: int, dim: int, *, per_channel: 
         name,
         tokens,
         lambda x, states, rows: ops.delta_rule(*x, states, *rows, dim**-0.5, True),
-        (heads, dim, dim),
+        (heads, dim, dim) if per_channel else chunk_layout.slot_shape(heads, dim, dim, BF16, BF16),
+        num_state=0 if per_channel else heads * dim * dim,
     )
 
 
@@ -98,7 +116,8 @@ def ssd_scan(name: str, heads: int, groups: int, dim: int, size: int) -> Kernel:
         keys = [_normal(n, groups, size) for _ in "BC"]
         return [_normal(n, heads, dim), _normal(n, heads), *keys]
 
-    return Kernel(name, tokens, call, (heads, size, dim))
+    slot = chunk_layout.slot_shape(heads, size, dim, BF16, BF16)
+    return Kernel(name, tokens, call, slot, num_state=heads * size * dim)
 
 
 def selective_scan(name: str, inner: int, size: int) -> Kernel:
@@ -126,10 +145,11 @@ def kernels() -> list[Kernel]:
 
 
 def _rows(num_rows: int, num_tokens: int) -> Rows:
-    """All rows have ``num_tokens``; decoding rows go on behind a state."""
-    before = 1 if num_tokens == 1 else 0
+    """All rows have ``num_tokens``; decoding rows go on behind a state, all over a chunk."""
     starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * num_tokens
-    contexts = torch.full((num_rows,), before + num_tokens, device="cuda", dtype=torch.int32)
+    contexts = torch.full((num_rows,), num_tokens, device="cuda", dtype=torch.int32)
+    if num_tokens == 1:
+        contexts += 8 + torch.arange(num_rows, device="cuda", dtype=torch.int32) % 16
     tables = torch.arange(num_rows, device="cuda", dtype=torch.int32)[:, None]
     return starts, contexts, tables.repeat(1, -(-num_tokens // 256) + 1), 256
 
@@ -143,7 +163,7 @@ def measure(kernel: Kernel, num_rows: int, num_tokens: int, repeats: int) -> tup
     out = kernel.call(inputs, state, rows)
     token_bytes = sum(x.nbytes for x in inputs) + out.nbytes
     is_decode = num_tokens == 1
-    num_bytes = token_bytes + state_bytes * (2 if is_decode else 1)
+    num_bytes = token_bytes + int(kernel.decode_bytes() * num_rows if is_decode else state_bytes)
     num_layers = min(_MOST_LAYERS, max(2, math.ceil(_POOL_BYTES / num_bytes)))
     states = [state, *(torch.zeros_like(state) for _ in range(num_layers - 1))]
     calls = [lambda s=s: kernel.call(inputs, s, rows) for s in states]
@@ -177,8 +197,10 @@ def floor_ms(num_rows: int, num_tokens: int, read: float) -> float:
     attention = hidden * (2 * 4096 + 2 * 512) + 4096 * hidden
     head = hidden * c["vocab_size"]
     weights = 2 * (4 * experts + 3 * delta + attention + head)
-    state = 3 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) * num_rows
-    memory = (weights + state * (2 if num_tokens == 1 else 1)) / read / 1e9
+    slot = 4 * math.prod(chunk_layout.slot_shape(32, 128, 128, BF16, BF16))
+    state, conv = 4 * 32 * 128 * 128, 2 * 3 * 8192
+    moved = in_chunks(slot, state) + 2 * conv if num_tokens == 1 else slot + conv
+    memory = (weights + 3 * moved * num_rows) / read / 1e9
     active = 4 * expert * (c["num_experts_per_tok"] + 1) + 3 * delta + attention
     return 1e3 * max(memory, 2 * (active * total + head * num_rows) / _FLOPS)
 

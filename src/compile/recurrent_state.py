@@ -21,13 +21,13 @@ from .step_inputs import RecurrentStates
 def allocate_states(
     specs: Sequence[RecurrentSpec], num_slots: int, interval: int, device: torch.device | str
 ) -> RecurrentStates:
-    """One tensor ``[num_slots + 1, *state_shape]`` a recurrent call, the null slot as the last one.
+    """One tensor ``[num_slots + 1, *slot_shape]`` a recurrent call, the null slot as the last one.
 
     Nothing reads a slot that was not written, but the null slot.
     """
 
     def zeros(spec: RecurrentSpec) -> Tensor:
-        shape = (num_slots + 1, *spec.state_shape)
+        shape = (num_slots + 1, *spec.slot_shape(device))
         if torch.device(device).type != "cpu":
             return torch.zeros(shape, dtype=spec.dtype, device=device)
         # As the pages of the KV cache: memory is taken only once it is written.
@@ -50,6 +50,6 @@ def check_interval(specs: Iterable[RecurrentSpec], interval: int) -> None:
         raise InvalidInputError("state_interval", interval, limit)
 
 
-def bytes_per_slot(specs: Iterable[RecurrentSpec]) -> int:
+def bytes_per_slot(specs: Iterable[RecurrentSpec], device: torch.device | str) -> int:
     """Bytes that one state slot takes in the tensors of all recurrent calls."""
-    return sum(spec.num_bytes for spec in specs)
+    return sum(spec.num_bytes(device) for spec in specs)

@@ -75,7 +75,9 @@ def make_gpu_runner(
         torch.cuda.empty_cache()
         num_bytes = profile.left_on_device if config.num_blocks else profile.left_for_kv
         num_state_slots = state_slots_in(num_bytes, config, captured)
-        num_state_bytes = (num_state_slots + has_states) * bytes_per_slot(captured.loaded.recurrent)
+        num_state_bytes = (num_state_slots + has_states) * bytes_per_slot(
+            captured.loaded.recurrent, captured.loaded.device
+        )
         left_for_kv = profile.left_for_kv - num_state_bytes
         num_blocks = config.num_blocks or blocks_in(left_for_kv, config, captured, limit)
         num_blocks = communicator.least(num_blocks)

@@ -47,7 +47,7 @@ def state_slots_in(num_bytes: int, config: EngineConfig, captured: CapturedModel
     Raises:
         InvalidInputError: there is no room for one a request, and one more.
     """
-    num_bytes_a_slot = bytes_per_slot(captured.loaded.recurrent)
+    num_bytes_a_slot = bytes_per_slot(captured.loaded.recurrent, captured.loaded.device)
     if not num_bytes_a_slot:
         return 0
     num_fitting = num_bytes // num_bytes_a_slot - 1  # one is the null slot
@@ -85,7 +85,9 @@ def num_cpu_blocks(
         InvalidInputError: they do not fit the memory available.
     """
     num_available = available_bytes() // config.tensor_parallel_size  # of one host, for all ranks
-    num_state_bytes = (num_state_slots + 1) * bytes_per_slot(captured.loaded.recurrent)
+    num_state_bytes = (num_state_slots + 1) * bytes_per_slot(
+        captured.loaded.recurrent, captured.loaded.device
+    )
     if config.num_blocks is None:
         num_bytes = _cpu_cache_bytes(config, num_available)
         return blocks_in(num_bytes - num_state_bytes, config, captured, limit)

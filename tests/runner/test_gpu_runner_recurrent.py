@@ -115,7 +115,7 @@ def test_a_model_without_attention_needs_no_block_copies() -> None:
 
 def test_slots_are_what_half_of_the_memory_holds() -> None:
     _, captured = captured_model("mamba2", num_hidden_layers=1)
-    size = bytes_per_slot(captured.loaded.recurrent)
+    size = bytes_per_slot(captured.loaded.recurrent, captured.loaded.device)
     config = EngineConfig(max_num_seqs=4)
     assert state_slots_in(100 * size, config, captured) == 9
     assert state_slots_in(13 * size, config, captured) == 6

@@ -91,6 +91,7 @@ def _spec(number: int, call: RecurrentCall) -> RecurrentSpec | None:
     dims = [len(shape) for shape in shapes]
     state: tuple[int, ...]
     dtype = torch.float32
+    keys_and_values: tuple[Tensor | None, ...] = ()
     if call.kind == "short_conv":
         if dims[:2] != [2, 2] or shapes[0][1] != shapes[1][0] or shapes[1][1] < 2:
             return None
@@ -103,6 +104,8 @@ def _spec(number: int, call: RecurrentCall) -> RecurrentSpec | None:
         if decay not in (value[:2], (*value[:2], query[2])) or beta != value[:2]:
             return None
         state = value[1], query[2], value[2]
+        if len(decay) == 2:
+            keys_and_values = call.tensors[1:3]
     elif call.kind == "ssd_scan":
         x, dt, a, b, c, d, dt_bias = shapes
         if dims[:2] != [3, 2] or dims[3] != 3 or b != c or dt != x[:2] or x[1] % b[1]:
@@ -110,6 +113,7 @@ def _spec(number: int, call: RecurrentCall) -> RecurrentSpec | None:
         if any(shape not in ((), (x[1],)) for shape in (a, d, dt_bias)) or not a:
             return None
         state = x[1], b[2], x[2]
+        keys_and_values = call.tensors[3], call.tensors[0]
     else:
         x, dt, a, b, c, d, z, dt_bias = shapes
         if dims[0] != 2 or len(b) != 2 or b != c or dt != x or a != (x[1], b[1]):
@@ -117,4 +121,9 @@ def _spec(number: int, call: RecurrentCall) -> RecurrentSpec | None:
         if z not in ((), x) or any(shape not in ((), (x[1],)) for shape in (d, dt_bias)):
             return None
         state = b[1], x[1]
-    return RecurrentSpec(number, call.kind, state, str(dtype).removeprefix("torch."), call.settings)
+    names = tuple(_name(x.dtype) for x in keys_and_values if x is not None)
+    return RecurrentSpec(number, call.kind, state, _name(dtype), call.settings, names)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -69,7 +69,7 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
         elif (operands := grouped_operands(node)) is not None:
             if not _fits_our_kernel(operands):
                 continue
-            gated = _only_gate(node)
+            gated = only_gate(node)
             *_, offs = operands
             options: dict[str, Any] = {
                 "has_gate": gated is not None,
@@ -85,7 +85,7 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
         elif matmul is not None:
             source, weight, bias = linear_operands(node)
             max_custom_rows = plans.max_custom_rows(*matmul)
-            gated = _only_gate(node)
+            gated = only_gate(node)
             with graph.inserting_before(node):
                 if gated is not None:
                     call = graph.call_function(
@@ -97,7 +97,7 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
                     )
             _put(graph, call, gated or node, node)
         elif (made := quantized(node)) is not None:
-            gated = _only_gate(node)
+            gated = only_gate(node)
             made_gated = None if gated is None else quantized(node, has_gate=True)
             with graph.inserting_before(node):
                 call = graph.call_function(*(made_gated or made))
@@ -113,7 +113,7 @@ def _matmul(node: Node, context: PassContext) -> tuple[Tensor, Tensor | None, bo
     """Weight and bias of a linear layer, if they are constants that our kernel can multiply, and
     whether a gated activation joins it."""
     _, weight, bias = linear_operands(node)
-    return _constants(weight, bias, _only_gate(node) is not None, context)
+    return _constants(weight, bias, only_gate(node) is not None, context)
 
 
 def _constants(
@@ -141,7 +141,7 @@ def _fits_our_kernel(operands: tuple[Node, Node, Node]) -> bool:
     )
 
 
-def _only_gate(node: Node) -> Node | None:
+def only_gate(node: Node) -> Node | None:
     """The ``act_mul(gate, up, "silu")`` that alone reads the two halves of ``node``, or None."""
     users = list(node.users)
     if len(users) != 1 or not _is_halving(users[0]) or len(users[0].users) != 2:

@@ -74,21 +74,22 @@ def _norm_quantize_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):  # fmt: skip
     """As :func:`.rms_norm._norm_kernel`, quantising the normalised row. Grid: ``(rows,)``."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < N
+    # A parameter: older than the kernel before, which need not have ended.
+    w = tl.load(weight + i, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     h = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         h += tl.load(residual + row * residual_stride + i, mask=mask, other=0.0).to(tl.float32)
         h = rounded(h, DTYPE)
         tl.store(hidden + row * N + i, h.to(DTYPE), mask=mask)
     mean = mean_square(h, N)
-    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    y = scaled(h * tl.rsqrt(mean + eps), w, FORM, DTYPE)
+    y = scaled(h * tl.rsqrt(mean + eps), w.to(tl.float32), FORM, DTYPE)
     _store(y, values, scales, row, num_rows, 0, N, BLOCK)
 
 

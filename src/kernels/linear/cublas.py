@@ -1,14 +1,24 @@
-"""Settings under which cuBLAS sums in the plain order, whatever the number of rows."""
+"""Settings under which cuBLAS sums in the plain order, whatever the number of rows.
+
+Those of the environment are for the rest of the process. torch makes a workspace for each thread
+and stream at its first matmul, of the size that the environment asks for then. Up to torch 2.11 at
+least it reads the environment again for each matmul, and tells cuBLAS that size whatever the size
+of the workspace. Put back, the settings would have cuBLAS split K again, and write to 32 MiB where
+there are 128 KiB.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+_WORKSPACE, _LT_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"
+_SMALL, _LT_KIB = ":16:8", 1  # KiB of a buffer, and how many
+_SMALL_KIB = 16 * 8
 
 
 @contextmanager
@@ -31,26 +41,25 @@ def fp32_accumulation() -> Iterator[None]:
         flags.allow_fp16_reduced_precision_reduction = fp16
 
 
-@contextmanager
-def without_split_k() -> Iterator[None]:
-    """Keep cuBLAS from splitting K, for this process.
+def forbid_split_k() -> None:
+    """Keep cuBLAS from splitting K, for the rest of this process.
 
     Sets ``CUBLAS_WORKSPACE_CONFIG=:16:8`` and ``CUBLASLT_WORKSPACE_SIZE=1`` (KiB) in the
-    environment, which leaves split-K no room for its partial sums, and enters
-    :func:`fp32_accumulation`. All are put back at the end.
+    environment, which leaves split-K no room for its partial sums; what asks for less already
+    stays, as there may be a workspace of that size.
 
-    **Enter it before the first matmul on the GPU.** torch and cuBLAS read the two variables once
-    a process, at their first matmul, and keep what they read: entered later it changes nothing,
-    and what was read inside stays after the end. Only :func:`.plan.sweep` shows what is in force.
+    **Call it before the first matmul on the GPU**: later versions of torch read both once a
+    process. Only :func:`.plan.sweep` shows what is in force.
     """
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
-    try:
-        with fp32_accumulation():
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    sizes = re.findall(r":(\d+):(\d+)", os.environ.get(_WORKSPACE, ""))
+    if not sizes or sum(int(size) * int(count) for size, count in sizes) > _SMALL_KIB:
+        os.environ[_WORKSPACE] = _SMALL
+    os.environ[_LT_WORKSPACE] = str(_LT_KIB)
+
+
+@contextmanager
+def without_split_k() -> Iterator[None]:
+    """:func:`forbid_split_k`, which lasts, and inside :func:`fp32_accumulation`."""
+    forbid_split_k()
+    with fp32_accumulation():
+        yield

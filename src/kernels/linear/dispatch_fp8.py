@@ -16,7 +16,7 @@ from ..fused import quantize_rows as rows_of
 from ..fused.e4m3_groups import QuantizedRows
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
-from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile
+from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile, gates_in_store
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -114,3 +114,48 @@ def act_linear(
 ) -> Tensor:
     """:func:`linear` of :func:`.dispatch.act_mul`, whose arguments come first."""
     return multiply(rows_of.act_mul_quantize(gate, up, kind), gate, values, scales, bias)
+
+
+def mlp(
+    x: Tensor, gate_up: Tensor, gate_up_scales: Tensor,
+    values: Tensor, scales: Tensor, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """:func:`act_linear` of the halves of :func:`linear` with the weight ``gate_up``, of silu."""
+    rows = rows_of.quantize_rows(x)
+    return multiply(_gated(rows, x.dtype, gate_up, gate_up_scales), x, values, scales, bias)
+
+
+def norm_mlp(
+    x: Tensor, weight: Tensor, eps: float, form: str, gate_up: Tensor, gate_up_scales: Tensor,
+    values: Tensor, scales: Tensor, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """:func:`mlp` of :func:`.dispatch.rms_norm`, whose arguments come first."""
+    rows, _ = rows_of.rms_norm_quantize(x, None, weight, eps, form)
+    return multiply(_gated(rows, x.dtype, gate_up, gate_up_scales), x, values, scales, bias)
+
+
+def add_norm_mlp(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: str,
+    gate_up: Tensor, gate_up_scales: Tensor,
+    values: Tensor, scales: Tensor, bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(:func:`mlp` of the first result of :func:`.dispatch.add_rms_norm`, its second)."""
+    rows, hidden = rows_of.rms_norm_quantize(x, residual, weight, eps, form)
+    gated = _gated(rows, x.dtype, gate_up, gate_up_scales)
+    return multiply(gated, x, values, scales, bias), hidden
+
+
+def _gated(
+    rows: QuantizedRows, dtype: torch.dtype, values: Tensor, scales: Tensor
+) -> QuantizedRows:
+    """``silu(gate) * up`` of the halves of a matmul, quantised: where it stores, or by a kernel of
+    its own, with the same bits."""
+    num_outs, k_size = values.shape
+    is_like = dtype == torch.bfloat16 and scales.shape == (num_outs / BLOCK, k_size / BLOCK)
+    if is_like and gates_in_store(len(rows.values), num_outs, k_size, Gpu.of(values.device)):
+        # Gluon is not in every Triton; the card says whether it is.
+        from .matmul_fp8_sm90_gated_launch import gated_matmul
+
+        return gated_matmul(rows, values, scales)
+    gate, up = _multiply(rows, dtype, values, scales, None).chunk(2, -1)
+    return rows_of.act_mul_quantize(gate, up, "silu")

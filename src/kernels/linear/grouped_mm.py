@@ -23,10 +23,10 @@ from .tuned_tiles import _swapped, _tile
 LATE_TRIGGER_ROWS = 32
 """Rows up to which a kernel lets the next one start only behind its own wait: those of four tokens
 with eight experts each (:func:`..device.triggers_dependents_late`)."""
-AHEAD_ROWS = 8
-"""Rows whose experts' weights, all of them, are as much as is asked for before the wait: half of
-those of a step of one token and one of padding. What is more would be in the way of the kernel
-before."""
+AHEAD_ROWS = 2
+"""Rows whose experts' weights, all of them, are as much as is asked for before the wait: an eighth
+of those of a step of one token and one of padding. What is more would be in the way of the kernel
+before (docs/notes/experts.md)."""
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from .matmul_fp8_sm90_few import product_of_group, stage_of
 
 
 @gluon.jit
-def _place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr):
+def place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr):
     """(first row of x, first output) of a tile. They go in bands of 16 tiles of rows, so that what
     runs at a time shares both operands."""
     BAND: gl.constexpr = 16
@@ -46,7 +46,7 @@ def _load(
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = _place(tile, num_rows, N, PART, X_ROWS)
+        begin_m, begin = place(tile, num_rows, N, PART, X_ROWS)
         for group in range(K // 128):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
@@ -137,7 +137,7 @@ def _multiply(
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = _place(tile, num_rows, N, PART, X_ROWS)
+        begin_m, begin = place(tile, num_rows, N, PART, X_ROWS)
         first = begin_m + HALF * 64
         total, slot, phase = _sums(
             smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,

@@ -18,6 +18,7 @@ _MAX_FEW_ROWS = 64
 _MANY_PROGRAMS = 96
 _STAGED_BYTES = 192 << 10
 _SHARED_STAGED_BYTES = 96 << 10  # where two programs are to have a multiprocessor
+_CACHED_BYTES = 64 << 20  # about what the L2 cache keeps from one kernel to the next
 
 
 def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
@@ -56,6 +57,16 @@ def choose_sm90_tile(
         if many.fits(num_outs, k_size) and (best is None or total < best[0]):
             best = total, many
     return None if best is None else best[1]
+
+
+def gates_in_store(num_rows: int, num_weight_rows: int, k_size: int, card: Gpu) -> bool:
+    """Whether a matmul with gate and up applies the gate where it stores.
+
+    Its tiles are a little slower: it pays where gate and up of all rows, in bfloat16, would go to
+    memory and back (docs/notes/fp8.md).
+    """
+    fits = num_weight_rows % (2 * BLOCK) == 0 and k_size % BLOCK == 0 and k_size >= 2 * BLOCK
+    return card.has_prefetch and fits and 2 * num_rows * num_weight_rows > _CACHED_BYTES
 
 
 def _few_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile | None:

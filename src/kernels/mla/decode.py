@@ -38,7 +38,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, ONES: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
-    BY_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr,
+    BY_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ C.T) @ C[:, :R]`` of the vectors of t's row.
 
@@ -50,6 +50,9 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     SHAPE: tl.constexpr = VectorShape(
         R, P, dot_size(R), dot_size(P), PAGE, BLOCK_N, ONES, dot_precision(query.dtype.element_ty)
     )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     GROUPS: tl.constexpr = (H + LINES - 1) // LINES
     DTYPE: tl.constexpr = out.dtype.element_ty
     unit = tl.program_id(1)
@@ -104,9 +107,12 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     partial, stats, out, starts, contexts, factor, num_rows, num_workers, max_splits,
     H: tl.constexpr, R: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
-    CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr,
+    CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Fold the segments of one head and unit, and store the output. Grid: ``(H, units)``."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     unit = tl.program_id(1)
     _, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)

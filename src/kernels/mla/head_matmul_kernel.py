@@ -11,9 +11,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import vector_strides
+from ..device import has_dependent_launch, vector_strides
 from ..fused.rounding import rounded
 from .pair_rotation import rotated_pairs
+
+
+@triton.jit
+def _prefetch_weight(  # type: ignore[no-untyped-def]
+    weight, first, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, W_IN: tl.constexpr,
+    W_OUT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Prefetch BLOCK_N columns of a head's weight into L2, a line of 128 bytes at a time."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    if W_IN == 1:
+        i = tl.arange(0, triton.next_power_of_2((NUM_IN + LINE - 1) // LINE)) * LINE
+        o = first + tl.arange(0, BLOCK_N)
+    else:
+        i = tl.arange(0, triton.next_power_of_2(NUM_IN))
+        o = first + tl.arange(0, (BLOCK_N + LINE - 1) // LINE) * LINE
+    i, o = tl.minimum(i, NUM_IN - 1), tl.minimum(o, NUM_OUT - 1)
+    places = weight + i[:, None] * W_IN + o[None, :] * W_OUT
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [places.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(
@@ -33,38 +58,51 @@ def _head_matmul_kernel(  # type: ignore[no-untyped-def]
     ROTATES: tl.constexpr,  # their pairs, on the way
     W_HEAD: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,  # strides of weight
     STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TAIL_ROWS: tl.constexpr,  # of a program for the tail
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``out[t, h] = [x[t, h, :NUM_IN] @ weight[h], x[t, h, NUM_IN:]]``, the latter rotated if
     ROTATES.
 
-    Grid: ``(tiles of rows, tiles of outputs and one for the tail, HEADS)``. Shapes: x
-    ``[T, HEADS, NUM_IN + TAIL]``, weight ``[HEADS, NUM_IN, NUM_OUT]``, out
+    Grid: ``(tiles of rows, tiles of outputs and BLOCK_M / TAIL_ROWS for the tail, HEADS)``. Shapes:
+    x ``[T, HEADS, NUM_IN + TAIL]``, weight ``[HEADS, NUM_IN, NUM_OUT]``, out
     ``[T, HEADS, NUM_OUT + TAIL]``, contiguous, cos and sin ``[T, TAIL / 2]``.
     """
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(2)
+    base = weight + head.to(tl.int64) * W_HEAD
+    TILES_N: tl.constexpr = (NUM_OUT + BLOCK_N - 1) // BLOCK_N
+    if PDL:
+        if BLOCK_M == 16:  # few rows, whose time is that of the weight
+            first = tl.program_id(1) * BLOCK_N
+            _prefetch_weight(base, first, NUM_IN, NUM_OUT, W_IN, W_OUT, BLOCK_N)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if TAIL:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if tl.program_id(1) >= TILES_N:
+            first_row = tl.program_id(0) * BLOCK_M + (tl.program_id(1) - TILES_N) * TAIL_ROWS
+            tail_rows = (first_row + tl.arange(0, TAIL_ROWS)).to(tl.int64)[:, None]
+            tail_source = x + tail_rows * (x_row_stride * STEP)
+            tail_source += head.to(tl.int64) * (x_head_stride * STEP) + NUM_IN
+            tail_target = out + (tail_rows * HEADS + head) * (NUM_OUT + TAIL) + NUM_OUT
+            i = tl.arange(0, triton.next_power_of_2(TAIL))[None, :]
+            mask = (tail_rows < num_rows) & (i < TAIL)
+            if ROTATES:
+                c, s = cos + tail_rows * cos_stride, sin + tail_rows * sin_stride
+                tail = rotated_pairs(tail_source, c, s, i, mask, cos_step, sin_step)
+                tail = rounded(tail, out.dtype.element_ty).to(out.dtype.element_ty)
+                tl.store(tail_target + i, tail, mask=mask)
+            else:
+                tl.store(tail_target + i, tl.load(tail_source + i, mask=mask), mask=mask)
+            return
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = (rows < num_rows)[:, None]
     source = x + rows.to(tl.int64)[:, None] * (x_row_stride * STEP)
     source += head.to(tl.int64) * (x_head_stride * STEP)
     target = out + (rows.to(tl.int64)[:, None] * HEADS + head) * (NUM_OUT + TAIL)
-    if TAIL:  # noqa: SIM102 (one is known when compiling, the other is not)
-        if tl.program_id(1) == (NUM_OUT + BLOCK_N - 1) // BLOCK_N:
-            i = tl.arange(0, triton.next_power_of_2(TAIL))[None, :]
-            mask = is_row & (i < TAIL)
-            if ROTATES:
-                c = cos + rows.to(tl.int64)[:, None] * cos_stride
-                s = sin + rows.to(tl.int64)[:, None] * sin_stride
-                tail = rotated_pairs(source + NUM_IN, c, s, i, mask, cos_step, sin_step)
-                tail = rounded(tail, out.dtype.element_ty).to(out.dtype.element_ty)
-                tl.store(target + NUM_OUT + i, tail, mask=mask)
-            else:
-                tl.store(target + NUM_OUT + i, tl.load(source + NUM_IN + i, mask=mask), mask=mask)
-            return
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < NUM_OUT
     ks = tl.arange(0, BLOCK_K)
-    base = weight + head.to(tl.int64) * W_HEAD
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, NUM_IN, BLOCK_K):
         here = k + ks
@@ -117,8 +155,11 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
     block_m = 16 if num_rows <= 32 or is_wide else 64
     block_n = 32 if is_wide else 64
     row_stride, head_stride, step = vector_strides(x)
-    tiles = triton.cdiv(num_out, block_n) + bool(tail)
+    # Rotated, an element is four loads, which few threads would ask for one after another.
+    tail_rows = block_m if tables is None else 8
+    tiles = triton.cdiv(num_out, block_n) + (block_m // tail_rows if tail else 0)
     cos, sin = (x, x) if tables is None else tables
+    overlap = has_dependent_launch(x.device)
     _head_matmul_kernel[(triton.cdiv(num_rows, block_m), tiles, num_heads)](
         x, weight, out, cos, sin, num_rows, row_stride, head_stride, cos.stride(1), cos.stride(2),
         sin.stride(1), sin.stride(2),
@@ -134,9 +175,12 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=32 if is_wide else 64,
+        TAIL_ROWS=tail_rows,
         PRECISION="ieee" if is_wide else "tf32",
+        PDL=overlap,
         num_warps=4,
         num_stages=3,
         enable_fp_fusion=tables is None,
+        launch_pdl=overlap,
     )  # fmt: skip
     return out

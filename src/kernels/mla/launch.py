@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..arguments import LatentKV
 from ..attention.online_softmax import LOG2E
-from ..device import Gpu
+from ..device import Gpu, has_dependent_launch, is_gluon_known
 from .decode import combine_kernel, latent_decode_kernel
 from .prefill import latent_prefill_kernel
 
@@ -124,10 +124,19 @@ def attention(
     num_workers = 1
     if is_split:
         num_workers = min(max_splits, triton.cdiv(t.num_programs, num_units * num_groups))
+    is_hopper = query.is_cuda and is_gluon_known()
+    if is_hopper:
+        from . import prefill_sm90
+
+        is_hopper = prefill_sm90.is_served(query, kv.cache, rank, t.block_n)
+        if is_hopper and not is_split and prefill_sm90.serves_singles(num_heads):
+            prefill_sm90.launch(query, kv, out, shared, factor, True)
+            return out
     # With whole contexts nothing is combined: these are empty, of the dtype they always have.
     shape = (num_units if is_split else 0, num_heads, max_splits)
     partial = torch.empty(*shape, rank, dtype=torch.float32, device=query.device)
     stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
+    overlap = has_dependent_launch(query.device)
     latent_decode_kernel[(num_groups * num_workers, num_units)](
         query, kv.cache, out, partial, stats, *kv[1:], factor,
         kv.block_tables.stride(0), num_rows, num_workers, max_splits,
@@ -136,8 +145,10 @@ def attention(
         LINES=t.decode_lines,
         BY_TOKEN=by_token,
         IS_SPLIT=is_split,
+        PDL=overlap,
         num_warps=t.decode_warps,
         num_stages=t.num_stages,
+        launch_pdl=overlap,
     )  # fmt: skip
     if is_split:
         combine_kernel[(num_heads, num_units)](
@@ -145,17 +156,23 @@ def attention(
             **shared,
             CHUNK=_COMBINE_CHUNK,
             BY_TOKEN=by_token,
+            PDL=overlap,
             num_warps=4,
+            launch_pdl=overlap,
         )  # fmt: skip
-    if not by_token:
-        latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
-            query, kv.cache, out, *kv[1:], factor,
-            kv.block_tables.stride(0), num_tokens, num_rows,
-            **shared,
-            **tiles,
-            LINES=t.prefill_lines,
-            ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
-            num_warps=t.prefill_warps,
-            num_stages=t.num_stages,
-        )  # fmt: skip
+    if by_token:
+        return out
+    if is_hopper:
+        prefill_sm90.launch(query, kv, out, shared, factor, False)
+        return out
+    latent_prefill_kernel[(num_tokens * num_heads // t.prefill_lines + num_rows + 2,)](
+        query, kv.cache, out, *kv[1:], factor,
+        kv.block_tables.stride(0), num_tokens, num_rows,
+        **shared,
+        **tiles,
+        LINES=t.prefill_lines,
+        ROWS=min(2048, triton.next_power_of_2(num_rows + 1)),
+        num_warps=t.prefill_warps,
+        num_stages=t.num_stages,
+    )  # fmt: skip
     return out

@@ -3,6 +3,8 @@
 Read in this order: ``ops`` (the custom ops, with all shapes and the rule of the slots), ``walk``
 (which rows read and write which slots, and when), ``cpu_short_conv``, ``cpu_linear_state`` (the
 delta rule and Mamba-2, whose states are matrices of keys and values), ``cpu_selective_scan``
-(Mamba-1); then ``short_conv``, ``linear_state`` and ``selective_scan``, the same as Triton kernels,
-with ``device_functions``.
+(Mamba-1); then as Triton kernels ``short_conv``, ``selective_scan``, ``walked_delta_rule`` (decays
+per channel), with ``device_functions``, and ``chunked`` (the other delta rules and Mamba-2), with
+``chunk_layout`` (their slots), ``chunk_inner``, ``chunk_prompt``, ``chunk_decode`` and
+``chunk_functions``.
 """

@@ -82,13 +82,15 @@ def _short_conv_cuda(*arguments: Any) -> Tensor:
 
 
 def _delta_rule_cuda(*arguments: Any) -> Tensor:
-    from .linear_state import delta_rule as kernel
+    from . import chunked, walked_delta_rule
 
+    has_channels = arguments[3].dim() == 3
+    kernel = walked_delta_rule.delta_rule if has_channels else chunked.delta_rule
     return _bundled(kernel, 6)(*arguments)
 
 
 def _ssd_scan_cuda(*arguments: Any) -> Tensor:
-    from .linear_state import ssd_scan as kernel
+    from .chunked import ssd_scan as kernel
 
     return _bundled(kernel, 8)(*arguments)
 
@@ -185,7 +187,8 @@ def delta_rule(
             in succession share one of keys.
         decay: log a, ``[T, H]``, or ``[T, H, K]`` for one per channel (Kimi Linear).
         beta: ``[T, H]``.
-        states: float32 ``[num_slots + 1, H, K, V]``.
+        states: float32 ``[num_slots + 1, H, K, V]``; on a GPU, of decays ``[T, H]``, as
+            :mod:`.chunk_layout` has it.
         query_starts, context_lens, state_tables, interval: as of :func:`short_conv`.
         scale: factor on the queries. l2norm: whether queries and keys are normalised first.
 
@@ -232,7 +235,7 @@ def ssd_scan(
         x: ``[T, H, P]``. dt: ``[T, H]``. A: ``[H]``, negative.
         B: ``[T, G, N]``, H a multiple of G. C: alike. D: ``[H]`` or None.
         dt_bias: ``[H]`` or None, added to dt before softplus (if dt_softplus) and the limits.
-        states: float32 ``[num_slots + 1, H, N, P]``.
+        states: float32 ``[num_slots + 1, H, N, P]``; on a GPU as :mod:`.chunk_layout` has it.
         query_starts, context_lens, state_tables, interval: as of :func:`short_conv`.
 
     Returns:

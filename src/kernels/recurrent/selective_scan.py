@@ -1,7 +1,8 @@
 """Mamba-1's recurrence as a Triton kernel; :mod:`.cpu_selective_scan` has the equations.
 
 A program walks the tokens of one row with the states of some channels in registers. As of
-:mod:`.linear_state`: one kernel for decoding and prompts, and no choice that follows the batch.
+:mod:`.walked_delta_rule`: one kernel for decoding and prompts, and no choice that follows the
+batch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _load_token(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    # As of linear_state: what follows the batch must not make new versions of the kernel.
+    # As of walked_delta_rule: what follows the batch must not make new versions of the kernel.
     do_not_specialize=[
         "num_rows", "num_tokens", "interval", "table_stride", "unit", "x_stride", "dt_stride",
         "b_stride", "c_stride", "z_stride",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .chunk_layout import slot_shape
+
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
@@ -16,8 +18,9 @@ class RecurrentSpec:
     Attributes:
         call: its number in order of execution, 0, 1, 2, ...
         kind: the op of :mod:`.ops` that computes it.
-        state_shape: of what one slot holds. state_dtype: by name.
+        state_shape: of its state. state_dtype: by name.
         settings: the numbers of the call that are no tensors, in the op's order.
+        input_dtypes: of its keys and values, by name, where a GPU computes it in chunks.
     """
 
     call: int
@@ -25,6 +28,7 @@ class RecurrentSpec:
     state_shape: tuple[int, ...]
     state_dtype: str
     settings: tuple[Any, ...]
+    input_dtypes: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RecurrentSpec:
@@ -39,7 +43,14 @@ class RecurrentSpec:
         found: torch.dtype = getattr(torch, self.state_dtype)
         return found
 
-    @property
-    def num_bytes(self) -> int:
+    def slot_shape(self, device: torch.device | str) -> tuple[int, ...]:
+        """Of what one slot holds: the state, or on a GPU what :mod:`.chunk_layout` says."""
+        if torch.device(device).type == "cpu" or not self.input_dtypes:
+            return self.state_shape
+        num_heads, num_keys, num_values = self.state_shape
+        key_dtype, value_dtype = (getattr(torch, name) for name in self.input_dtypes)
+        return slot_shape(num_heads, num_keys, num_values, key_dtype, value_dtype)
+
+    def num_bytes(self, device: torch.device | str) -> int:
         """Of one slot."""
-        return math.prod(self.state_shape) * self.dtype.itemsize
+        return math.prod(self.slot_shape(device)) * self.dtype.itemsize

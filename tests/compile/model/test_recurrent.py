@@ -32,7 +32,7 @@ def test_finds_calls_in_order_with_their_states() -> None:
         (2, "short_conv", (3, 128)),
         (3, "ssd_scan", (8, 8, 12)),
     ]
-    assert bytes_per_slot(loaded.recurrent) == 2 * 4 * (3 * 128 + 8 * 8 * 12)
+    assert bytes_per_slot(loaded.recurrent, "cpu") == 2 * 4 * (3 * 128 + 8 * 8 * 12)
 
 
 def test_a_short_convolution_has_a_state_in_the_dtype_of_the_model() -> None:

@@ -63,10 +63,11 @@ def test_lowered_for_a_gpu(tmp_path: Path, layout: str, monkeypatch: pytest.Monk
     assert captured.weight_formats == on_cpu.weight_formats
     assert captured.float32_matrices == on_cpu.float32_matrices
     called = Counter(n.target for n in captured.graph.graph.nodes if n.op == "call_function")
-    # Queries, keys and values behind the first norm, then gate and up twice and the others again.
+    # Queries, keys and values behind the first norm; an MLP; then the others again, and a gate and
+    # up without their down projection.
     assert called[dispatch_fp8.norm_linear] == 1
-    assert called[dispatch_fp8.add_norm_linear] == 3
-    assert called[dispatch_fp8.act_linear] == 1
+    assert called[dispatch_fp8.add_norm_linear] == 2
+    assert called[dispatch_fp8.add_norm_mlp] == 1
     assert called[dispatch_fp8.linear] == 2  # the outputs of attention
     assert captured.rewrites["fuse_quantize"] == 5
     assert called[fused.act_mul] == 1

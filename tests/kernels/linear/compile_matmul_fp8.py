@@ -17,6 +17,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.linear.matmul_fp8 import fp8_kernel
 from pagespec.kernels.linear.matmul_fp8_sm90_few import few_rows_kernel
+from pagespec.kernels.linear.matmul_fp8_sm90_gated import gated_rows_kernel
+from pagespec.kernels.linear.matmul_fp8_sm90_gated_launch import (
+    NUM_WARPS,
+    OUT_BOX,
+    WEIGHT_BOX,
+    X_BOX,
+    constants_of,
+    layout_of,
+)
 from pagespec.kernels.linear.matmul_fp8_sm90_launch import (
     FewTile,
     ManyTile,
@@ -25,7 +34,7 @@ from pagespec.kernels.linear.matmul_fp8_sm90_launch import (
 from pagespec.kernels.linear.matmul_fp8_sm90_many import many_rows_kernel
 from tests.support.assembled import assembled
 
-_POINTERS = ("x_scales", "w_scales", "out", "x", "weight")
+_POINTERS = ("x_scales", "w_scales", "out", "out_scales", "x", "weight")
 
 
 def described(source: ASTSource, num_warps: int, num_stages: int = 3) -> dict[str, Any]:
@@ -90,6 +99,14 @@ def in_gluon(
     return described(source, launch.num_warps)
 
 
+def with_gate(outs: int, k_size: int) -> dict[str, Any]:
+    kinds = {"x_scales": "*fp32", "w_scales": "*fp32", "out_scales": "*fp32", "num_rows": "i32"}
+    for name, box in (("x_desc", X_BOX), ("w_desc", WEIGHT_BOX), ("out_desc", OUT_BOX)):
+        kinds[name] = f"tensordesc<fp8e4nv{box},{layout_of(box)!r}>"
+    constants = constants_of(outs, k_size, overlap=True)
+    return described(source_of(GluonASTSource, gated_rows_kernel, kinds, constants), NUM_WARPS)
+
+
 def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool) -> dict[str, Any]:
     kinds = dict.fromkeys(("x", "weight"), "*fp8e4nv") | {
         "x_scales": "*fp32",
@@ -117,6 +134,8 @@ def in_triton(m: int, n: int, stages: int, warps: int, swap: bool, has_tma: bool
 
 
 if __name__ == "__main__":
-    gluon_cases, triton_cases = json.loads(sys.argv[1])
-    answer = [in_gluon(*case) for case in gluon_cases], [in_triton(*case) for case in triton_cases]
-    print(json.dumps(answer))
+    given = json.loads(sys.argv[1])
+    makers = (in_gluon, with_gate, in_triton)
+    print(
+        json.dumps([[make(*case) for case in of] for make, of in zip(makers, given, strict=True)])
+    )

@@ -182,6 +182,29 @@ def test_a_row_has_its_bits_among_1_to_512(num_outs: int, width: int, kind: str)
     assert torch.equal(dispatch_fp8.linear(x.repeat(4, 1), *parts), whole.repeat(4, 1))
 
 
+@pytest.mark.parametrize(("width", "hidden"), [(4096, 1536), (384, 256)])
+def test_a_gate_in_the_store_has_the_bits_of_its_own_kernel(width: int, hidden: int) -> None:
+    from pagespec.kernels.fused.quantize_rows import act_mul_quantize, quantize_rows
+    from pagespec.kernels.linear import dispatch_fp8
+    from pagespec.kernels.linear.matmul_fp8_sm90_gated_launch import gated_matmul
+
+    gate_up = dispatch_fp8.pack(weight_of("blocks", 2 * hidden, width))
+    down = dispatch_fp8.pack(weight_of("blocks", width, hidden))
+    x = rows_of(700, width)
+    x[5] = 0  # groups of zeros behind the gate
+    whole = dispatch_fp8.mlp(x, *gate_up, *down, None)
+    assert whole.isfinite().all()
+    for rows in (700, 513, 256, 129, 128, 65, 64, 9, 1):
+        gate, up = dispatch_fp8.linear(x[:rows], *gate_up).chunk(2, -1)
+        expected = act_mul_quantize(gate, up, "silu")
+        found = gated_matmul(quantize_rows(x[:rows]), *gate_up)
+        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8)), rows
+        assert torch.equal(found.scales, expected.scales), rows
+        apart = dispatch_fp8.act_linear(gate, up, "silu", *down, None)
+        assert torch.equal(apart, whole[:rows]), rows
+        assert torch.equal(dispatch_fp8.mlp(x[:rows], *gate_up, *down, None), apart), rows
+
+
 def test_bias_and_other_dtypes() -> None:
     from pagespec.kernels.linear import dispatch_fp8
 

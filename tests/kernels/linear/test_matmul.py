@@ -211,6 +211,34 @@ def test_a_plan_trusts_only_what_was_compared() -> None:
     assert plan_from(SweepReport(counts, (17,), ()), 10, 20, 16) == MatmulPlan(10, 20, 30)
 
 
+@pytest.fixture
+def one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps of small weights, by 512 rows."""
+    from pagespec.kernels.linear import plan as plans
+
+    monkeypatch.setattr(plans, "_LEAST_OUTPUTS", 1)
+    monkeypatch.setattr(plans, "_LEAST_RESULTS", 1)
+
+
+def test_a_sweep_finds_what_few_results_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagespec.kernels.linear import plan as plans
+
+    plain = F.linear
+
+    def library(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Another order of summation, which one row of some thousands shows."""
+        return plain(x, weight, bias) + (x[:, :1] > 3.3) * (len(x) == 65)
+
+    monkeypatch.setattr(F, "linear", library)
+    weight, counts = normal(64, 8), (64, 65)
+    rows = [plans._rows_to_try(weight, 65, draw)[:65, 0] for draw in range(32)]
+    assert rows[0].max() < 3.3 < max(x.max() for x in rows)
+    assert plans.sweep(weight, None, counts, ours_up_to=0).cublas_differs == (65,)
+    monkeypatch.setattr(plans, "_LEAST_RESULTS", 1)
+    assert plans.sweep(weight, None, counts, ours_up_to=0).cublas_differs == ()
+
+
+@pytest.mark.usefixtures("one_draw")
 def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
     from pagespec.kernels.linear import plan as plans
@@ -232,6 +260,7 @@ def test_a_sweep_names_the_row_counts_that_differ(monkeypatch: pytest.MonkeyPatc
     assert plans.sweep(normal(8, 1), None, (1, 3)).ours_differs == (1, 3)
 
 
+@pytest.mark.usefixtures("one_draw")
 def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
     from pagespec.kernels.linear import plan as plans
@@ -258,6 +287,7 @@ def test_a_plan_tries_our_kernel_as_far_as_it_is_used(monkeypatch: pytest.Monkey
         plans.choose_plan(weight)
 
 
+@pytest.mark.usefixtures("one_draw")
 def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
     from pagespec.kernels.linear import plan as plans
@@ -278,9 +308,11 @@ def test_our_kernel_for_all_rows_must_agree_with_itself(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((8, 16), torch.float32), ((8, 50), torch.float16)], ids=str
+    ("shape", "dtype"),
+    [((8, 16), torch.float32), ((8, 50), torch.float16), ((63, 16), torch.float16)],
+    ids=str,
 )
-def test_where_there_is_one_tile_the_library_is_not_asked(
+def test_with_one_tile_or_few_outputs_the_library_is_not_asked(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pagespec.kernels.linear import dispatch as gpu_linear
@@ -290,22 +322,30 @@ def test_where_there_is_one_tile_the_library_is_not_asked(
         raise AssertionError("cuBLAS was asked")
 
     monkeypatch.setattr(F, "linear", library)
+    monkeypatch.setattr(plans, "_LEAST_RESULTS", 1)
     plan = plans.choose_plan(normal(*shape, dtype=dtype))
     assert plan == plans.MatmulPlan(*shape, gpu_linear.ALL_ROWS)
 
 
-def test_pinning_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, ":16:8"), (":4096:2", ":16:8"), (":16:2:16:8", ":16:8"), (":16:4", ":16:4")],
+)
+def test_split_k_is_forbidden_for_the_rest_of_the_process(
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put back, torch would take a workspace of 128 KiB for one of 32 MiB."""
     from pagespec.kernels.linear.cublas import without_split_k
 
     flags = torch.backends.cuda.matmul
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
-    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
-    before = flags.allow_bf16_reduced_precision_reduction
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before or "")
+    if before is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    allowed = flags.allow_bf16_reduced_precision_reduction
     with without_split_k():
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-        assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"
         assert not flags.allow_bf16_reduced_precision_reduction
         assert not flags.allow_fp16_reduced_precision_reduction
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:2"
-    assert "CUBLASLT_WORKSPACE_SIZE" not in os.environ
-    assert flags.allow_bf16_reduced_precision_reduction == before
+    assert flags.allow_bf16_reduced_precision_reduction == allowed
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
+    assert os.environ["CUBLASLT_WORKSPACE_SIZE"] == "1"

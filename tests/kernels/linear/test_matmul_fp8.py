@@ -140,6 +140,29 @@ def test_calls_with_what_comes_before() -> None:
     assert torch.allclose(found, dispatch_fp8.linear(normed, *weight, bias), rtol=2e-2, atol=1e-2)
 
 
+def test_an_mlp_in_one_call() -> None:
+    """The results of its calls apart, with what comes before it or not."""
+    from pagespec.kernels.linear import dispatch_fp8
+
+    gate_up = dispatch_fp8.pack(quantize_fp8(torch.randn(2 * 96, 256)))
+    down = (*dispatch_fp8.pack(quantize_fp8(torch.randn(40, 96))), torch.randn(40))
+    x, y, scale = rows_of(3, 256)[None], rows_of(3, 256).flip(0)[None], torch.randn(256)
+
+    def apart(gated: Tensor) -> Tensor:
+        gate, up = gated.chunk(2, -1)
+        return dispatch_fp8.act_linear(gate, up, "silu", *down)
+
+    expected = apart(dispatch_fp8.linear(x, *gate_up))
+    assert expected.shape == (1, 3, 40)
+    assert torch.equal(dispatch_fp8.mlp(x, *gate_up, *down), expected)
+    expected = apart(dispatch_fp8.norm_linear(x, scale, 1e-6, "wide", *gate_up, None))
+    assert torch.equal(dispatch_fp8.norm_mlp(x, scale, 1e-6, "wide", *gate_up, *down), expected)
+    gated, total = dispatch_fp8.add_norm_linear(x, y, scale, 1e-6, "wide", *gate_up, None)
+    found, hidden = dispatch_fp8.add_norm_mlp(x, y, scale, 1e-6, "wide", *gate_up, *down)
+    assert torch.equal(hidden, total)
+    assert torch.equal(found, apart(gated))
+
+
 def test_a_row_has_the_bits_of_any_batch_and_tile() -> None:
     """Numbers whose sums are exact in any order: each is counted once, with its own scale."""
     generator = torch.Generator().manual_seed(0)

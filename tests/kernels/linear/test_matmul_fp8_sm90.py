@@ -57,13 +57,27 @@ def test_chosen_tiles_fit() -> None:
 
 
 @pytest.mark.usefixtures("_gluon")
+def test_when_the_gate_is_applied_in_the_store() -> None:
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.linear.matmul_fp8_sm90_gated_launch import constants_of
+    from pagespec.kernels.linear.tiles_fp8 import gates_in_store
+
+    card = Gpu(132, 227 << 10, has_prefetch=True)
+    assert gates_in_store(8192, 24576, 4096, card)
+    assert gates_in_store(2048, 24576, 4096, card)
+    assert not gates_in_store(1024, 24576, 4096, card)
+    assert not gates_in_store(8192, 24576, 4096, Gpu(132, 227 << 10))
+    for num_outs, k_size in ((12288 + 64, 4096), (12288, 4096 + 64), (12288, 128)):
+        assert not gates_in_store(8192, 2 * num_outs, k_size, card)
+        with pytest.raises(ValueError, match="does not suit"):
+            constants_of(num_outs, k_size, overlap=True)
+
+
+@pytest.mark.usefixtures("_gluon")
 def test_they_compile_for_hopper() -> None:
     """To the instruction of a warpgroup, whose bits are compared on a GPU; without spills."""
     from pagespec.kernels.device import Gpu
-    from pagespec.kernels.linear.tiles_fp8 import (
-        choose_fp8_tile,
-        choose_sm90_tile,
-    )
+    from pagespec.kernels.linear.tiles_fp8 import choose_fp8_tile, choose_sm90_tile
 
     card = Gpu(132, 227 << 10, has_prefetch=True)
     cases: list[tuple[int | bool | str, ...]] = []
@@ -79,8 +93,11 @@ def test_they_compile_for_hopper() -> None:
         size = (tile.block_m, tile.block_n, tile.num_stages, tile.num_warps, tile.swap_ab)
         plain += [(*size, has_tma) for has_tma in (True, False)]
     script = Path(__file__).with_name("compile_matmul_fp8.py")
-    in_gluon, in_triton = json.loads(run_apart(str(script), json.dumps([cases, plain])))
-    for case, made in zip([*cases, *plain], [*in_gluon, *in_triton], strict=True):
+    gated = [(12288, 4096), (128, 256)]
+    answers = json.loads(run_apart(str(script), json.dumps([cases, gated, plain])))
+    in_gluon, with_gate, in_triton = answers
+    made_of = [*in_gluon, *with_gate, *in_triton]
+    for case, made in zip([*cases, *gated, *plain], made_of, strict=True):
         assert made["wgmma"] > 0, case
         assert made["mma"] == 0, case
         assert made["spilled"] == 0, (case, made)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagespec.kernels.device import Gpu
 from pagespec.kernels.mla import dispatch as mla
 from pagespec.kernels.mla import launch
 from tests.support.latent import arguments, expected, float64_heads, latent_batch, latent_shape
@@ -78,6 +79,42 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
     for position in (0, 127, 128, 512, 1299):
         alone = attend(rescheduled(batch, [(position, position + 1)]), shape)
         assert torch.equal(alone[0], whole[position])
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and Gpu.of(torch.device("cuda")).has_prefetch),
+    reason="for Hopper, in the Gluon of some Tritons",
+)
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_prefill_of_hopper_has_the_bits_of_any(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagespec.kernels.mla import prefill_sm90
+
+    launched: list[bool] = []
+    start = prefill_sm90.launch
+
+    def noted(*given: Any) -> None:
+        launched.append(given[-1])
+        start(*given)
+
+    monkeypatch.setattr(prefill_sm90, "launch", noted)
+    batches = list(ROWS.values())
+    batches.append([(4096, 128), (63, 2), (0, 64), (0, 65), (0, 1), (2048, 3), (0, 700)])
+    batches.append([(37 * i % 3000, 1 + i * i % 70) for i in range(150)])
+    batches.append([(61 * i % 3000, 1) for i in range(140)])  # by token, without padding
+    takes_singles = shape.hq % 64 == 0
+    for rows in batches:
+        batch = latent_batch(rows, shape, num_padding=0 if len(rows) == 140 else 3, device="cuda")
+        by_token = len(batch.attend[0]) <= len(rows)
+        before = len(launched)
+        out = attend(batch.attend, shape, **WHOLE)
+        assert launched[before:] == [takes_singles] * (takes_singles or not by_token), rows
+        assert torch.equal(attend(batch.attend, shape, **SPLIT), out), rows
+        with monkeypatch.context() as without:
+            without.setattr(launch, "is_gluon_known", lambda: False)
+            for changes in (WHOLE, SPLIT):
+                assert torch.equal(attend(batch.attend, shape, **changes), out), rows
 
 
 def test_another_split_has_other_bits() -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pagespec.kernels.recurrent import ops
+from pagespec.kernels.recurrent import chunk_layout, ops
+from pagespec.kernels.recurrent.chunk_layout import CHUNK
 
 
 @dataclass
@@ -19,7 +20,10 @@ class Case:
         per_token: arguments ``[T, ...]`` by their place; of every sequence.
         call: the op, given all per-token arguments, the states and (starts, contexts, tables,
             interval).
-        state_shape: of one slot. state_dtype: its dtype.
+        state_shape: of one state. state_dtype: its dtype.
+        key, value: which of the inputs a GPU keeps in slots beside a state, where it computes in
+            chunks; key -1 if it does not.
+        in_chunks: whether slots are such ones.
     """
 
     name: str
@@ -27,6 +31,52 @@ class Case:
     call: Callable[..., Tensor]
     state_shape: tuple[int, ...]
     state_dtype: torch.dtype = torch.float32
+    key: int = -1
+    value: int = -1
+    in_chunks: bool = False
+
+    def __post_init__(self) -> None:
+        self.in_chunks = self.key >= 0 and torch.get_default_device().type == "cuda"
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        if not self.in_chunks:
+            return self.state_shape
+        dtypes = (self.per_token[i].dtype for i in (self.key, self.value))
+        return chunk_layout.slot_shape(*self.state_shape, *dtypes)
+
+    def state(self, slot: Tensor) -> Tensor:
+        """The state that a slot holds, in chunks that at the last chunk's begin."""
+        if not self.in_chunks:
+            return slot
+        num_heads, num_keys, num_values = self.state_shape
+        tile = chunk_layout.block_v(num_keys, num_values)
+        found = slot[:, : tile * num_keys].reshape(num_heads, -1, num_keys)
+        return found[:, :num_values].mT
+
+    def kept(self, slot: Tensor, num_tokens: int, interval: int) -> Tensor:
+        """What a slot holds after ``num_tokens`` positions, without what was there before."""
+        if not self.in_chunks:
+            return slot
+        num_heads, num_keys, num_values = self.state_shape
+        tile = chunk_layout.block_v(num_keys, num_values)
+        key, value = (self.per_token[i].dtype for i in (self.key, self.value))
+        layout = chunk_layout.record_layout(num_keys, num_values, key, value)
+        since = num_tokens % interval % CHUNK
+        keys = slot[:, layout.keys : layout.values].contiguous().view(key)
+        values = slot[:, layout.values : layout.scalars].contiguous().view(value)
+        by_value = values.view(num_heads, -1, CHUNK, tile).transpose(1, 2).flatten(2)
+        kept = [
+            self.state(slot),
+            keys.view(-1, CHUNK, num_keys)[:, :since],
+            by_value[:, :since, :num_values],
+            slot[:, layout.scalars : layout.scalars + since],
+        ]
+        if self.name == "delta_rule":
+            first_beta = layout.scalars + CHUNK
+            kept.append(slot[:, first_beta : first_beta + since])
+            kept.append(slot[:, layout.rows :].reshape(-1, CHUNK, CHUNK)[:, :since])
+        return torch.cat([x.flatten().float() for x in kept])
 
 
 def short_conv(
@@ -65,7 +115,8 @@ def delta_rule(
     def call(tokens: Sequence[Tensor], states: Tensor, *rows: object) -> Tensor:
         return ops.delta_rule(*tokens, states, *rows, keys**-0.5, True)
 
-    return Case("delta_rule", [query, key, value, decay, beta], call, (heads, keys, values))
+    inputs, kept = [query, key, value, decay, beta], -1 if per_channel else 1
+    return Case("delta_rule", inputs, call, (heads, keys, values), key=kept, value=2)
 
 
 def ssd_scan(
@@ -85,7 +136,7 @@ def ssd_scan(
         x, dt, B, C = tokens
         return ops.ssd_scan(x, dt, rates, B, C, skip, bias, states, *rows, True, 0.001, 5.0)
 
-    return Case("ssd_scan", [x, dt, B, C], call, (heads, size, inner))
+    return Case("ssd_scan", [x, dt, B, C], call, (heads, size, inner), key=2, value=0)
 
 
 def selective_scan(
@@ -121,7 +172,7 @@ class Steps:
         self.interval = interval
         # Whatever lies in a slot that was not written must not matter.
         self.states = torch.full(
-            (num_slots + 1, *case.state_shape), float("nan"), dtype=case.state_dtype
+            (num_slots + 1, *case.slot_shape), float("nan"), dtype=case.state_dtype
         )
 
     def step(self, work: Sequence[tuple[Request, int]], num_padding: int = 0) -> Tensor:
@@ -150,9 +201,9 @@ class Steps:
         return out[len(tokens) :]
 
 
-def run_whole(case: Case, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """(outputs, state at the end) of one sequence in one step, alone."""
-    steps = Steps(case, 1, 1 << 20)
-    request = Request(first, last, [0])
+def run_whole(case: Case, first: int, last: int, interval: int = 1 << 20) -> tuple[Tensor, Tensor]:
+    """(outputs, slot at the end) of one sequence in one step, alone."""
+    steps = Steps(case, 1, interval)
+    request = Request(first, last, [0] * -(-(last - first) // interval))
     steps.step([(request, last - first)])
     return request.outputs[0], steps.states[0]

@@ -7,50 +7,102 @@ A process of its own, started by ``test_kernels.py``: there, Triton interprets.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pagespec.kernels.recurrent import linear_state, selective_scan, short_conv
+from pagespec.kernels.recurrent import (
+    chunk_decode,
+    chunk_inner,
+    chunk_layout,
+    chunk_prompt,
+    chunked,
+    selective_scan,
+    short_conv,
+    walked_delta_rule,
+)
 
 CONV_KERNEL = short_conv._short_conv_kernel
 ROWS = dict.fromkeys(("starts", "contexts", "tables"), "*i32")
 LINEAR = {
     **dict.fromkeys(("query", "key", "value", "beta", "dt_bias", "skip"), "*bf16"),
-    **dict.fromkeys(("rates", "states"), "*fp32"),
+    **dict.fromkeys(("rates", "states", "chunks"), "*fp32"),
     **dict.fromkeys(("scale", "dt_min", "dt_max"), "fp32"),
 }
+TILE = walked_delta_rule.block_v(128, 128)
+CHANNELS = {"H": 32, "HK": 32, "K": 128, "V": 128, "BLOCK_V": TILE, "L2NORM": True,
+            "LANES": walked_delta_rule.lanes(128, TILE)}  # fmt: skip
+# Kernels, their warps, and constants besides.
+CHUNK_KERNELS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "in chunks": (chunk_prompt.prompt_kernel, chunked._NUM_WARPS, {}),
+    "in chunks, many rows": (chunk_decode.decode_kernel, chunked._NUM_WARPS, {}),
+    "in chunks, few rows": (chunk_decode.decode_kernel, chunked._NUM_WARPS, {"chunks": None}),
+    "in chunks, inner": (chunk_inner.inner_kernel, chunked._NUM_WARPS_INNER, {}),
+}
+
+
+def in_chunks(num_heads: int, num_key_heads: int, num_values: int) -> dict[str, Any]:
+    """The constants of the kernels of chunks, for keys of 128."""
+    sizes = 128, num_values
+    block_v = chunk_layout.block_v(*sizes)
+    layout = chunk_layout.record_layout(*sizes, torch.bfloat16, torch.bfloat16)
+    return {
+        "H": num_heads,
+        "HK": num_key_heads,
+        "K": 128,
+        "V": num_values,
+        "BLOCK_V": block_v,
+        "TILES": num_values // block_v,
+        "K_PAD": 128,
+        "CHUNK": chunk_layout.CHUNK,
+        **{name.upper(): place for name, place in layout._asdict().items()},
+        "UNIT": chunked._UNIT,
+        "SIZE": chunk_layout.PREPARED_SIZE,
+        "HEADS": math.gcd(num_heads // num_key_heads, 4),
+    }
+
+
 NO_MAMBA: dict[str, Any] = {"rates": None, "dt_bias": None, "skip": None, "SOFTPLUS": False}
-TILES = [linear_state.block_v(128, num_values) for num_values in (128, 64)]
-LANES = [linear_state.lanes(128, tile) for tile in TILES]
-DELTA = {"H": 32, "K": 128, "V": 128, "BLOCK_V": TILES[0], "LANES": LANES[0], "L2NORM": True}
-MAMBA_2 = {"H": 64, "HK": 8, "K": 128, "V": 64, "BLOCK_V": TILES[1], "LANES": LANES[1]}
+DELTA = in_chunks(32, 16, 128) | NO_MAMBA | {"L2NORM": True}
+MAMBA_2 = in_chunks(64, 8, 64) | {"beta": None, "L2NORM": False, "SOFTPLUS": True}
+WITH_FUSION = (
+    walked_delta_rule._walked_delta_rule_kernel,
+    selective_scan._selective_scan_kernel,
+)
 CONV = {"C": 8192, "K": 4, "CHUNK": 256, "SILU": True}
 CONV_TILES = {"": short_conv._TILE, " of decoding": short_conv._TILE_OF_DECODING}
 INPUTS = ("x", "dt", "B", "C", "z", "dt_bias", "weight", "bias")
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
-    "delta_rule": (
-        linear_state._linear_state_kernel,
-        LINEAR | {"decay": "*fp32", "out": "*bf16"},
-        DELTA | NO_MAMBA | {"HK": 16, "CHANNELS": False},
-        1,
-    ),
+    **{
+        f"delta_rule {kind}": (
+            kernel,
+            LINEAR | {"decay": "*fp32", "out": "*bf16"},
+            DELTA | constants,
+            warps,
+        )
+        for kind, (kernel, warps, constants) in CHUNK_KERNELS.items()
+    },
+    **{
+        f"ssd_scan {kind}": (
+            kernel,
+            LINEAR | {"decay": "*bf16", "out": "*fp32"},
+            MAMBA_2 | constants,
+            warps,
+        )
+        for kind, (kernel, warps, constants) in CHUNK_KERNELS.items()
+    },
     "delta_rule of channels": (
-        linear_state._linear_state_kernel,
+        walked_delta_rule._walked_delta_rule_kernel,
         LINEAR | {"decay": "*fp32", "out": "*bf16"},
-        DELTA | NO_MAMBA | {"HK": 32, "CHANNELS": True},
-        1,
-    ),
-    "ssd_scan": (
-        linear_state._linear_state_kernel,
-        LINEAR | {"decay": "*bf16", "out": "*fp32"},
-        MAMBA_2 | {"beta": None, "L2NORM": False, "CHANNELS": False, "SOFTPLUS": True},
+        CHANNELS,
         1,
     ),
     "selective_scan": (
@@ -73,14 +125,24 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
 
 def report(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
     names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
     kinds = kinds | ROWS | dict.fromkeys(constants, "constexpr")
+    aligned = ["states", "out"]
+    if kernel in [one for one, *_ in CHUNK_KERNELS.values()]:
+        aligned += ["query", "key", "value", "chunks"]
     source = ASTSource(
         kernel,
         {name: kinds.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in ("states", "out")},
+        {
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in aligned
+            if name in names and name not in constants
+        },
     )
-    options = {"num_warps": warps, "enable_fp_fusion": kernel is not CONV_KERNEL}
+    options = {"num_warps": warps, "enable_fp_fusion": kernel in WITH_FUSION}
+    if kernel is chunk_decode.decode_kernel and "chunks" not in constants:
+        options["maxnreg"] = chunked.REGISTERS_OF_MANY_ROWS
     built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:

@@ -55,14 +55,14 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.usefixtures("num_threads")
 def test_chunks_give_the_bits_of_the_whole(make_case: Callable[[int], Case], chunk: int) -> None:
     case = make_case(70)
-    outputs, state = run_whole(case, 0, 70)
+    outputs, state = run_whole(case, 0, 70, 16)
     assert outputs.isfinite().all()
     steps = Steps(case, 1, 16)
     request = Request(0, 70, [0] * 5)  # one slot, in place
     while request.done < 70:
         steps.step([(request, min(chunk, 70 - request.done))])
     assert torch.equal(torch.cat(request.outputs), outputs)
-    assert torch.equal(steps.states[0], state)
+    assert torch.equal(case.kept(steps.states[0], 70, 16), case.kept(state, 70, 16))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -93,14 +93,18 @@ def test_random_schedules_give_the_bits_of_sequences_alone(
         padding = steps.step(work, rng.choice([0, 0, 3]))
         assert not padding.any()
     for request in requests:
-        outputs, state = run_whole(case, request.first, request.last)
+        length = request.last - request.first
+        outputs, state = run_whole(case, request.first, request.last, interval)
         assert torch.equal(torch.cat(request.outputs), outputs)
-        assert torch.equal(steps.states[request.table[-1]], state)
+        found = case.kept(steps.states[request.table[-1]], length, interval)
+        assert torch.equal(found, case.kept(state, length, interval))
         # The checkpoints: the states at the ends of intervals whose slot differs from the next.
         for i, (slot, after) in enumerate(zip(request.table, request.table[1:], strict=False)):
             if slot != after:
-                _, state = run_whole(case, request.first, request.first + (i + 1) * interval)
-                assert torch.equal(steps.states[slot], state)
+                end = (i + 1) * interval
+                _, state = run_whole(case, request.first, request.first + end, interval)
+                found = case.kept(steps.states[slot], end, interval)
+                assert torch.equal(found, case.kept(state, end, interval))
 
 
 def test_a_prefix_is_restored_from_a_checkpoint_that_others_share(
@@ -108,11 +112,11 @@ def test_a_prefix_is_restored_from_a_checkpoint_that_others_share(
 ) -> None:
     """Two rows go on from one checkpoint, in one step with a row of their own beside them."""
     case = make_case(16 + 5)
-    outputs, _ = run_whole(case, 0, 21)
+    outputs, _ = run_whole(case, 0, 21, 8)
     steps = Steps(case, 5, 8)
     owner = Request(0, 21, [0, 1, 2])
     steps.step([(owner, 16)])
-    kept = steps.states[1].clone()
+    checkpoint = case.state(steps.states[1]).clone()
     null = len(steps.states) - 1
     first = Request(0, 21, [null, 1, 3], done=16)
     second = Request(0, 21, [null, 1, 4], done=16)
@@ -121,16 +125,17 @@ def test_a_prefix_is_restored_from_a_checkpoint_that_others_share(
     assert torch.equal(first.outputs[0], outputs[16:])
     assert torch.equal(torch.cat(second.outputs), outputs[16:])
     assert torch.equal(torch.cat(owner.outputs), outputs)
-    assert torch.equal(steps.states[1], kept)
+    assert torch.equal(case.state(steps.states[1]), checkpoint)
+    at_end = case.kept(steps.states[2], 21, 8)
     for slot in (3, 4):
-        assert torch.equal(steps.states[slot], steps.states[2])
+        assert torch.equal(case.kept(steps.states[slot], 21, 8), at_end)
 
 
 def test_rows_on_the_null_slot_and_rows_without_tokens_change_nothing(
     make_case: Callable[[int], Case],
 ) -> None:
     case = make_case(12)
-    outputs, state = run_whole(case, 0, 6)
+    outputs, state = run_whole(case, 0, 6, 4)
     steps = Steps(case, 2, 4)
     steps.states.zero_()
     null = len(steps.states) - 1
@@ -139,7 +144,7 @@ def test_rows_on_the_null_slot_and_rows_without_tokens_change_nothing(
     steps.step([(idle, 0), (nobody[0], 3), (request, 5), (idle, 0), (nobody[1], 1)])
     steps.step([(nobody[0], 1), (nobody[1], 1), (request, 1), (idle, 0)])
     assert torch.equal(torch.cat(request.outputs), outputs)
-    assert torch.equal(steps.states[0], state)
+    assert torch.equal(case.kept(steps.states[0], 6, 4), case.kept(state, 6, 4))
     assert not steps.states[1].any()
 
 

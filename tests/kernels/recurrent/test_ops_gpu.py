@@ -44,24 +44,25 @@ def real_cases(num_tokens: int) -> dict[str, Case]:
 @pytest.mark.parametrize("name", ["short_conv", "delta_rule", "channels", "ssd_scan",
                                   "selective_scan"])  # fmt: skip
 def test_real_shapes_are_close_to_the_cpu_and_keep_their_bits(name: str) -> None:
-    case = real_cases(300)[name]
-    outputs, state = run_whole(case, 0, 300)
+    case = real_cases(320)[name]
+    outputs, slot = run_whole(case, 0, 320, 64)
     steps = Steps(case, 1, 64)
-    request = Request(0, 300, [0] * 5)
-    for n in (1, 2, 7, 64, 1, 1, 100, 124):
+    request = Request(0, 320, [0] * 5)
+    for n in (1, 2, 7, 64, 1, 1, 100, 144):
         steps.step([(request, n)])
     assert torch.equal(torch.cat(request.outputs), outputs)
-    assert torch.equal(steps.states[0], state)
+    state = case.state(slot)
+    assert torch.equal(case.state(steps.states[0]), state)
 
     with torch.device("cpu"):
         torch.manual_seed(0)
-        expected_case = real_cases(300)[name]
+        expected_case = real_cases(320)[name]
     expected_case.per_token = [x.cpu() for x in case.per_token]
     weights = zip(_closure(expected_case), _closure(case), strict=True)
     for mine, given in weights:
         mine.copy_(given)
     with torch.device("cpu"):
-        expected, expected_state = run_whole(expected_case, 0, 300)
+        expected, expected_state = run_whole(expected_case, 0, 320)
     largest = expected.abs().max().item()
     # Mamba-1 rounds to bfloat16 what it then adds to and multiplies in float32.
     is_exact = expected.dtype == torch.float32 and name != "selective_scan"
@@ -85,7 +86,7 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(name: str) -> None:
     starts = torch.arange(5, dtype=torch.int32)
     contexts = torch.ones(4, dtype=torch.int32)
     tables = torch.arange(4, dtype=torch.int32)[:, None].repeat(1, 2)
-    states = torch.zeros(5, *case.state_shape, dtype=case.state_dtype)
+    states = torch.zeros(5, *case.slot_shape, dtype=case.state_dtype)
     tokens = [x[:4].clone() for x in case.per_token]
 
     def step() -> torch.Tensor:
@@ -106,3 +107,30 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(name: str) -> None:
     states.copy_(before)
     assert torch.equal(step(), captured)
     assert torch.equal(states, after)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("name", ["delta_rule", "ssd_scan"])
+def test_all_ways_to_compute_a_chunk_give_the_same_bits(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, token by token and in cuts, by the kernels of prompts, of many rows and of few."""
+    from pagespec.kernels.recurrent import chunked
+
+    torch.manual_seed(0)
+    make = {
+        "delta_rule": lambda n: cases.delta_rule(n, 4, 2, 128, 128, dtype=dtype),
+        "ssd_scan": lambda n: cases.ssd_scan(n, 8, 2, 64, 128, dtype=dtype),
+    }[name]
+    case = make(150)
+    outputs, slot = run_whole(case, 0, 150, 64)
+    for is_long, is_many in ((True, True), (False, True), (False, False)):
+        monkeypatch.setattr(chunked, "has_long_rows", lambda *_, found=is_long: found)
+        monkeypatch.setattr(chunked, "has_many_rows", lambda *_, found=is_many: found)
+        for cuts in ([150], [1] * 150, [30, 1, 1, 1, 16, 47, 54]):
+            steps = Steps(case, 1, 64)
+            request = Request(0, 150, [0] * 3)
+            for n in cuts:
+                steps.step([(request, n)])
+            assert torch.equal(torch.cat(request.outputs), outputs)
+            assert torch.equal(case.kept(steps.states[0], 150, 64), case.kept(slot, 150, 64))

@@ -1,0 +1,190 @@
+"""Warp-specialised prefill over latent vectors for Hopper (after FlashMLA, DeepSeek 2025).
+
+The arithmetic is that of :mod:`.prefill`, and so are the bits: the same tiles of vectors in the
+same order, the same matmuls, each one chain over k, and the same operations a line. What differs is
+that 64 lines share a tile, which is read from the L2 cache once for them, and how warps share the
+work:
+
+- one warp loads (:mod:`.prefill_sm90_loads`), through TMA, queries and a ring of tiles;
+- a warpgroup multiplies queries with a tile and weighs it;
+- two warpgroups each sum half of the values with those weights (:mod:`.prefill_sm90_warpgroups`).
+  With 512 values, their sums of a split take all registers they have. Those of the splits before it
+  lie in memory, in practice in the L2 cache, and are read and written where a split ends, each
+  number by one thread.
+
+Programs are as many as multiprocessors, and claim tiles of lines by counting.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..arguments import LatentKV
+from ..attention.bundles import Splits
+from ..device import Gpu
+from .prefill_sm90_loads import LINES, STEP_N, Batch, produce
+from .prefill_sm90_warpgroups import needs_scratch, sum_values, weigh_vectors
+
+_SHARED_BYTES = 226 << 10  # but for barriers and maxima
+_PANEL_BYTES = 64 * 64 * 2
+
+
+@gluon.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=["table_stride", "num_tokens", "num_rows", "num_tiles"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+)
+def latent_prefill_kernel(
+    q_desc,  # [T * H, R + P], boxes [64, 64]
+    c_desc,  # [slots, R + P], boxes [min(PAGE, 64), 64]
+    out,
+    scratch,  # float32 [programs, R * 64], if needed
+    counter,  # of tiles that programs claim beside their first: 0
+    starts, contexts, tables, factor, table_stride, num_tokens, num_rows, num_tiles,
+    H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
+    NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
+    SINGLES: gl.constexpr,  # whether rows of one query are served, too
+    GROUP: gl.constexpr,  # panels of 64 elements that arrive together
+    SLOTS: gl.constexpr,  # of the ring
+):  # fmt: skip
+    """As :func:`.prefill.latent_prefill_kernel`, with tiles of 64 lines. Grid: any number of
+    programs."""
+    PANELS: gl.constexpr = R // 64 + 1
+    SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = c_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [PANELS, LINES, 64], OPERAND)
+    ring = gl.allocate_shared_memory(dtype, [SLOTS * PANELS, STEP_N, 64], OPERAND)
+    p_smem = gl.allocate_shared_memory(dtype, [LINES, STEP_N], OPERAND)
+    line_smem = gl.allocate_shared_memory(
+        gl.float32, [LINES], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    tile_smem = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    NUM_FULL: gl.constexpr = SLOTS * (PANELS // GROUP)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_FULL, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    p_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    p_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    t_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    t_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(NUM_FULL):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(empty.index(i), count=2)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
+    mbarrier.init(p_full, count=1)
+    mbarrier.init(p_empty, count=2)
+    mbarrier.init(t_full, count=1)
+    mbarrier.init(t_empty, count=3)
+    fence_async_shared()
+    bars = (full, empty, q_full, q_empty, p_full, p_empty, t_full, t_empty)
+    batch = Batch(starts, contexts, num_tokens, num_rows, num_tiles)
+    gl.warp_specialize(
+        [
+            (sum_values, (
+                0, ring, p_smem, line_smem, tile_smem, bars, batch, out, scratch, factor, SPLITS, H,
+                SINGLES, R, PANELS, SLOTS,
+            )),
+            (sum_values, (
+                1, ring, p_smem, line_smem, tile_smem, bars, batch, out, scratch, factor, SPLITS, H,
+                SINGLES, R, PANELS, SLOTS,
+            )),
+            (weigh_vectors, (
+                q_smem, ring, p_smem, line_smem, tile_smem, bars, batch, factor, SPLITS, H, SINGLES,
+                PANELS, GROUP, SLOTS,
+            )),
+            (produce, (
+                q_desc, c_desc, batch, counter, tables, table_stride, q_smem, ring, tile_smem, bars,
+                H, SINGLES, PAGE, PANELS, GROUP, SLOTS,
+            )),
+        ],
+        [4, 4, 1],
+        [200, 88, 24],  # registers of a thread; the first partition gets 200, too
+    )  # fmt: skip
+
+
+def fits(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
+    """Whether there is a kernel for this. ``block_n``: vectors of a tile."""
+    width = query.shape[2]
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == cache.dtype
+        and rank in (256, 512)
+        and rank < width <= rank + 64
+        and width % 8 == 0
+        and cache.shape[1] >= 16  # smaller blocks are more messages than a warp sends in time
+        and block_n == STEP_N.value
+        and cache.is_contiguous()
+        and query.data_ptr() % 16 == cache.data_ptr() % 16 == 0
+    )
+
+
+def is_served(query: Tensor, cache: Tensor, rank: int, block_n: int) -> bool:
+    """:func:`fits`, and the GPU has what it takes."""
+    gpu = Gpu.of(query.device)
+    return gpu.has_prefetch and gpu.is_large and fits(query, cache, rank, block_n)
+
+
+def serves_singles(num_heads: int) -> bool:
+    """Whether rows of one query fill its tiles."""
+    return num_heads % LINES.value == 0
+
+
+def constants_of(rank: int) -> dict[str, int]:
+    """The kernel's own constants."""
+    panels = rank // 64 + 1
+    num_free = _SHARED_BYTES // _PANEL_BYTES - panels - 1  # queries and weights
+    return {"GROUP": 3 if panels % 3 == 0 else panels, "SLOTS": num_free // panels}
+
+
+def descriptors(query: Tensor, cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of queries ``[T, H, R + P]`` and a cache ``[blocks, page, 1, R + P]``. Behind the end of a
+    row's last panel TMA reads zeros."""
+    width = query.shape[2]
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    of = []
+    for x, rows in ((query, LINES.value), (cache, min(cache.shape[1], STEP_N.value))):
+        sizes = [x.numel() // width, width]
+        of.append(TensorDescriptor(x, sizes, [width, 1], [rows, 64], layout))
+    return of[0], of[1]
+
+
+def launch(
+    query: Tensor, kv: LatentKV, out: Tensor, shared: dict[str, Any], factor: float, singles: bool
+) -> None:
+    """Attention of all rows that :func:`is_served`; zeros for padding.
+
+    Args:
+        query: ``[T, H, R + P]``, contiguous, on a GPU. out: ``[T, H, R]``, contiguous.
+        shared: the constants that all kernels are given.
+        singles: whether rows of one query are served, too. Else they are left alone.
+    """
+    (num_tokens, num_heads, _), num_rows = query.shape, len(kv.context_lens)
+    num_tiles = num_tokens * num_heads // LINES.value + num_rows + 2
+    num_programs = min(Gpu.of(query.device).num_sms, num_tiles)
+    rank = shared["R"]
+    num_sums = rank * LINES.value if needs_scratch(rank) else 0
+    scratch = torch.empty(num_programs, num_sums, dtype=torch.float32, device=out.device)
+    counter = torch.zeros(1, dtype=torch.int32, device=out.device)
+    q_desc, c_desc = descriptors(query, kv.cache)
+    latent_prefill_kernel[(num_programs,)](
+        q_desc, c_desc, out, scratch, counter, *kv[1:], factor,
+        kv.block_tables.stride(0), num_tokens, num_rows, num_tiles,
+        PAGE=kv.cache.shape[1],
+        SINGLES=singles,
+        **shared,
+        **constants_of(rank),
+        num_warps=4,
+    )  # fmt: skip

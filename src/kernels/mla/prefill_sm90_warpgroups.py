@@ -1,0 +1,280 @@
+"""The warpgroups of Hopper's latent prefill: one weighs vectors, two sum them.
+
+The arithmetic is that of :func:`.tiles.attend_vectors`, operation by operation, for its bits depend
+on that: lines are rows here and columns there. See :mod:`.prefill_sm90`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..attention.prefill_sm90_softmax import times, weigh
+from .prefill_sm90_loads import LINES, STEP_N, next_tile, tile_of
+
+
+@gluon.constexpr_function
+def needs_scratch(R):
+    """Whether a warpgroup's registers do not hold its half of the values twice."""
+    return R > 256
+
+
+@gluon.jit
+def _begins_split(start, splits):
+    """Whether the tile at ``start``, not the first, begins a split."""
+    size = gl.where(start < splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
+    return (start > 0) & ((start & (size - 1)) == 0)
+
+
+@gluon.jit
+def _fold_factors(total_row_max, row_max, factor):
+    """The new maxima, and what sums of the total and of the split are multiplied by."""
+    new_row_max = gl.maximum(total_row_max, row_max)
+    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    a = gl.exp2((total_row_max - base) * factor)
+    b = gl.exp2((row_max - base) * factor)
+    return new_row_max, a, b
+
+
+@gluon.jit
+def _fold_sums(total, sums, a, b):
+    layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    b = gl.convert_layout(b, layout)[:, None]
+    return gl.fma(sums, gl.broadcast(b, sums)[0], times(total, a))
+
+
+@gluon.jit
+def weigh_vectors(
+    q_smem, ring, p_smem, line_smem, tile_smem, bars, batch, factor, splits,
+    H: gl.constexpr, SINGLES: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Hands on each step's weights in the model's dtype with the maxima so far, and behind the last
+    step the reciprocals of the weights' sums."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_N, 16])
+    MASS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    GROUPS: gl.constexpr = PANELS // GROUP
+    full, q_full, q_empty, p_full, p_empty = bars[0], bars[2], bars[3], bars[4], bars[5]
+    dtype: gl.constexpr = ring.dtype
+    ones = gl.full([STEP_N, 8], 1.0, dtype, gl.DotOperandLayout(1, MASS, 2))
+    lines = gl.arange(0, LINES, gl.SliceLayout(1, S))
+    offsets = gl.arange(0, STEP_N, gl.SliceLayout(0, S))
+    done = 0
+    tiles = 0
+    count = 0
+    number = next_tile(tile_smem, bars, count)
+    while number < batch.num_tiles:
+        tile = tile_of(number, batch, H, SINGLES, 4)
+        last = tile.last
+        if tile.attends:
+            positions = gl.minimum(tile.start + (tile.first + lines) // H, last)
+            whole = tile.start + tile.first // H  # up to here all lines see
+            row_max = gl.full([LINES], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+            total_row_max = row_max
+            row_sum = gl.zeros([LINES, 8], gl.float32, MASS)
+            total_row_sum = row_sum
+            mbarrier.wait(q_full, tiles & 1)
+            for step in range(last // STEP_N + 1):
+                slot = done % SLOTS
+                phase = done // SLOTS & 1
+                scores = gl.zeros([LINES, STEP_N], gl.float32, S)
+                for panel in gl.static_range(PANELS):
+                    if panel % GROUP == 0:
+                        mbarrier.wait(full.index(slot * GROUPS + panel // GROUP), phase)
+                    keys = ring.index(slot * PANELS + panel).permute((1, 0))
+                    scores = warpgroup_mma(
+                        q_smem.index(panel), keys, scores, use_acc=panel > 0, is_async=True
+                    )
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+                if step * STEP_N + (STEP_N - 1) > whole:
+                    visible = offsets[None, :] <= (positions - step * STEP_N)[:, None]
+                    scores = gl.where(visible, scores, float("-inf"))
+                if _begins_split(step * STEP_N, splits):
+                    total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+                    total_row_sum = _fold_sums(total_row_sum, row_sum, a, b)
+                    row_max = gl.full_like(row_max, float("-inf"))
+                    row_sum = gl.zeros_like(row_sum)
+                row_max, rescale, weights = weigh(scores, row_max, factor)
+                weights = weights.to(dtype)
+                mbarrier.wait(p_empty, ((done + tiles) & 1) ^ 1)
+                p_smem.store(weights)
+                line_smem.store(row_max)
+                mbarrier.arrive(p_full, count=1)
+                wide = gl.convert_layout(weights, gl.DotOperandLayout(0, S, 2))
+                narrow = gl.convert_layout(
+                    wide, gl.DotOperandLayout(0, MASS, 2), assert_trivial=True
+                )
+                row_sum = mma_v2(narrow, ones, times(row_sum, rescale))
+                done += 1
+            mbarrier.arrive(q_empty, count=1)
+            total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+            total_row_sum = _fold_sums(total_row_sum, row_sum, a, b)
+            mbarrier.wait(p_empty, ((done + tiles) & 1) ^ 1)
+            line_smem.store(1.0 / gl.max(total_row_sum, 1))
+            mbarrier.arrive(p_full, count=1)
+            tiles += 1
+        count += 1
+        number = next_tile(tile_smem, bars, count)
+
+
+@gluon.jit
+def _halves(sums):
+    """``[M, 2 N]`` as the left and the right ``[M, N]``, each thread's own registers."""
+    M: gl.constexpr = sums.shape[0]
+    N: gl.constexpr = sums.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    left, right = sums.reshape([M, 2, N]).permute([0, 2, 1]).split()
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _pieces(left, right):
+    """Two sums ``[M, N]`` side by side as pieces of 64 columns: what a thread folds at a time."""
+    if left.shape[1] == 64:
+        return left, right
+    else:  # noqa: RET505 (what is not compiled may have another type)
+        a, b = _halves(left)
+        c, d = _halves(right)
+        return a, b, c, d
+
+
+@gluon.jit
+def _by_thread(piece):
+    """``piece [64, 64]`` as ``[1024, 4]``, a row of it one thread's."""
+    warps = piece.reshape([4, 2, 8, 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+    return warps.reshape([1024, 4])
+
+
+@gluon.jit
+def _by_line(values):
+    """What :func:`_by_thread` was given."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    warps = values.reshape([4, 8, 8, 4, 2, 2]).permute([0, 4, 2, 1, 3, 5])
+    return gl.convert_layout(warps.reshape([64, 64]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _folded(piece, scratch, has_total, a, b):
+    """A piece folded into that of the total, which lies at ``scratch`` if there is one; and where
+    each thread's part of it lies."""
+    layout: gl.constexpr = _by_thread(piece).type.layout
+    offsets = gl.arange(0, 1024, gl.SliceLayout(1, layout))[:, None] * 4
+    target = scratch + (offsets + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :])
+    mask = gl.full([1024, 4], 1, gl.int1, layout) & has_total
+    total = gl.load(target, mask=mask, other=0.0, cache_modifier=".cg")
+    return _fold_sums(_by_line(total), piece, a, b), target
+
+
+@gluon.jit
+def sum_values(
+    WARPGROUP: gl.constexpr,
+    ring, p_smem, line_smem, tile_smem, bars, batch, out, scratch, factor, splits,
+    H: gl.constexpr, SINGLES: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    """A half of the values, of all lines. Its threads keep the sums of a split; those of the splits
+    before it lie in ``scratch`` where they have no registers."""
+    D: gl.constexpr = R // 4  # values of an instruction: ptxas takes no 256 with so many threads
+    PIECES: gl.constexpr = 2 * D // 64
+    HAS_SCRATCH: gl.constexpr = needs_scratch(R)
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LINE: gl.constexpr = gl.SliceLayout(1, A)
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    PANEL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    empty, p_full, p_empty = bars[1], bars[4], bars[5]
+    dtype: gl.constexpr = ring.dtype
+    scratch += (gl.program_id(0) * R + WARPGROUP * (2 * D)) * LINES
+    done = 0
+    tiles = 0
+    count = 0
+    number = next_tile(tile_smem, bars, count)
+    while number < batch.num_tiles:
+        tile = tile_of(number, batch, H, SINGLES, 4)
+        last = tile.last
+        lines = tile.first + gl.arange(0, LINES, gl.SliceLayout(1, PIECE))
+        dims = WARPGROUP * (2 * D) + gl.arange(0, 64, gl.SliceLayout(0, PIECE))
+        is_line = (lines < tile.num_queries * H)[:, None]
+        target = out + ((tile.begin * H + lines).to(gl.int64) * R)[:, None] + dims[None, :]
+        if tile.attends:
+            left = gl.zeros([LINES, D], gl.float32, A)
+            right = left
+            row_max = gl.full([LINES], float("-inf"), gl.float32, LINE)
+            total_row_max = row_max
+            has_total = False
+            total_left = left  # used where they have registers
+            total_right = left
+            for step in range(last // STEP_N + 1):
+                slot = done % SLOTS
+                mbarrier.wait(p_full, (done + tiles) & 1)
+                weights = p_smem.load(gl.DotOperandLayout(0, A, 2))
+                new_row_max = line_smem.load(LINE)
+                mbarrier.arrive(p_empty, count=1)
+                if _begins_split(step * STEP_N, splits):
+                    total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+                    if HAS_SCRATCH:
+                        pieces = _pieces(left, right)
+                        for i in gl.static_range(PIECES):
+                            total, places = _folded(
+                                pieces[i], scratch + i * (64 * LINES), has_total, a, b
+                            )
+                            gl.store(places, _by_thread(total), cache_modifier=".cg")
+                        has_total = True
+                    else:
+                        total_left = _fold_sums(total_left, left, a, b)
+                        total_right = _fold_sums(total_right, right, a, b)
+                    row_max = gl.full_like(row_max, float("-inf"))
+                    left = gl.zeros_like(left)
+                    right = gl.zeros_like(right)
+                base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+                rescale = gl.exp2((row_max - base) * factor)
+                row_max = new_row_max
+                panel = slot * PANELS + WARPGROUP * PIECES
+                if step * STEP_N + (STEP_N - 1) > last:
+                    # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
+                    exists = step * STEP_N + gl.arange(0, STEP_N, gl.SliceLayout(1, PANEL)) <= last
+                    for i in gl.static_range(PIECES):
+                        part = ring.index(panel + i)
+                        values = part.load(PANEL)
+                        part.store(gl.where(exists[:, None], values, gl.zeros_like(values)))
+                    fence_async_shared()
+                first_values = ring.index(panel)
+                second_values = ring.index(panel + PIECES // 2)
+                if D > 64:
+                    first_values = first_values._reinterpret(dtype, [STEP_N, D], ring.layout)
+                    second_values = second_values._reinterpret(dtype, [STEP_N, D], ring.layout)
+                left = times(left, rescale)
+                right = times(right, rescale)
+                left = warpgroup_mma(weights, first_values, left, is_async=True)
+                right = warpgroup_mma(weights, second_values, right, is_async=True)
+                left, right = warpgroup_mma_wait(0, deps=(left, right))
+                mbarrier.arrive(empty.index(slot), count=1)
+                done += 1
+            mbarrier.wait(p_full, (done + tiles) & 1)
+            reciprocal = line_smem.load(LINE)
+            mbarrier.arrive(p_empty, count=1)
+            tiles += 1
+            total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
+            if not HAS_SCRATCH:
+                left = _fold_sums(total_left, left, a, b)
+                right = _fold_sums(total_right, right, a, b)
+            pieces = _pieces(left, right)
+            for i in gl.static_range(PIECES):
+                total = pieces[i]
+                if HAS_SCRATCH:
+                    total, _ = _folded(total, scratch + i * (64 * LINES), has_total, a, b)
+                gl.store(target + i * 64, times(total, reciprocal).to(dtype), mask=is_line)
+        if tile.pads:
+            zeros = gl.zeros([LINES, 64], dtype, PIECE)
+            for i in gl.static_range(PIECES):
+                gl.store(target + i * 64, zeros, mask=is_line)
+        count += 1
+        number = next_tile(tile_smem, bars, count)

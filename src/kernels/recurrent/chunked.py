@@ -1,0 +1,199 @@
+"""The gated delta rule and Mamba-2 as Triton kernels, a chunk of positions at a time.
+
+Of a chunk that begins with state S, with g the decays' logarithms summed up from its begin:
+
+    A[i, j] = beta[i] exp(g[i] - g[j]) (k[i] . k[j]) for j < i
+    P[i, j] = exp(g[i] - g[j]) (q[i] . k[j])         for j <= i
+    u = M (v - exp(g) k S), M = (I + A)^-1 beta      (Mamba-2: u = dt x)
+    y = exp(g) q S + P u
+    S after the chunk = exp(g[last]) S + sum over i of exp(g[last] - g[i]) k[i] (x) u[i]
+
+(Yang et al. 2024, Dao and Gu 2024). All are matmuls, of which a row for position i adds up
+nothing but zeros from positions behind i. So what a position gives does not depend on how far its
+chunk has come: a decode step computes it as a prompt does, with the chunk's earlier positions taken
+from the slot, which holds the state before the chunk and the inputs since (:mod:`.chunk_layout`).
+The state is only written at a chunk's end.
+
+Matmuls are of bfloat16 with float32 sums; a float32 factor is split into two bfloat16, 16 bits of
+its mantissa. Of inputs in other dtypes they are of float32.
+
+In steps of prompts a kernel computes what follows from queries, keys and decays alone, for all
+chunks side by side (:mod:`.chunk_inner`), and another walks the chunks (:mod:`.chunk_prompt`). In
+steps of a token a row the second has each state go from slot to slot (:mod:`.chunk_decode`), and of
+few rows it does the first's work, too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import chunk_layout
+from .chunk_decode import decode_kernel
+from .chunk_inner import inner_kernel
+from .chunk_prompt import prompt_kernel
+from .walk import StepRows
+
+_NUM_WARPS = 4
+_NUM_WARPS_INNER = 1
+# Elements that are loaded at once, where heads are of multiples of it.
+_UNIT = 8
+# Heads of a program of the kernel in front, and its programs beyond which those of a row share its
+# chunks.
+_MOST_HEADS = 4
+_MOST_PROGRAMS = 1 << 15
+# Of a thread that moves states from slot to slot: so a multiprocessor runs three programs, not two.
+REGISTERS_OF_MANY_ROWS = 168
+# Programs that compute everything of their chunks themselves: four times as many as run at a time.
+_FEW_PROGRAMS = 1 << 10
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    rows: StepRows,
+    scale: float,
+    l2norm: bool,
+) -> Tensor:
+    """As :func:`.ops.delta_rule`, for decays ``[T, H]`` and states of :mod:`.chunk_layout`."""
+    out = torch.empty(value.shape, dtype=query.dtype, device=query.device)
+    limits = (scale, 0.0, 0.0)
+    options = {"L2NORM": l2norm, "SOFTPLUS": False}
+    _launch(
+        (query, key, value, decay, beta), (None, None, None), states, out, rows, limits, options
+    )
+    return out
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+    rows: StepRows,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+) -> Tensor:
+    """As :func:`.ops.ssd_scan`, for states of :mod:`.chunk_layout`."""
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    limits = (1.0, dt_min, dt_max)
+    options = {"L2NORM": False, "SOFTPLUS": dt_softplus}
+    _launch((C, B, x, dt, None), (A, dt_bias, D), states, out, rows, limits, options)
+    return out
+
+
+def _launch(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    per_head: tuple[Tensor | None, Tensor | None, Tensor | None],
+    states: Tensor,
+    out: Tensor,
+    rows: StepRows,
+    limits: tuple[float, float, float],
+    options: dict[str, Any],
+) -> None:
+    num_rows, num_heads, num_values = len(rows.context_lens), *out.shape[1:]
+    if not len(out):
+        return
+    num_keys = tokens[1].shape[2]
+    unit = _UNIT if num_keys % _UNIT == 0 == num_values % _UNIT else 1
+    query, key, value = (_aligned(x, unit) for x in tokens[:3])
+    given = query, key, value, *tokens[3:]
+    strides = [x.stride(n) // unit for x in (query, key, value) for n in (0, 1)]
+    strides += [0 if x is None else x.stride(n) for x in tokens[3:] for n in (0, 1)]
+    layout = chunk_layout.record_layout(num_keys, num_values, key.dtype, value.dtype)
+    places = {name.upper(): place for name, place in layout._asdict().items()}
+    sizes: dict[str, Any] = {
+        "H": num_heads,
+        "HK": key.shape[1],
+        "K": num_keys,
+        "K_PAD": chunk_layout.padded(num_keys),
+        "CHUNK": chunk_layout.CHUNK,
+        "UNIT": unit,
+        # The same roundings in all kernels.
+        "enable_fp_fusion": False,
+        "num_stages": 1,
+    }
+    tiles: dict[str, Any] = {
+        **places,
+        "V": num_values,
+        "BLOCK_V": chunk_layout.block_v(num_keys, num_values),
+        "num_warps": _NUM_WARPS,
+    }
+    metadata = rows.query_starts, rows.context_lens, rows.state_tables
+    steps = rows.interval, rows.state_tables.stride(0)
+    sizes["SIZE"] = chunk_layout.PREPARED_SIZE
+    grid = states.shape[1], num_rows + 1
+    is_long = has_long_rows(len(out), num_rows)
+    chunks = None
+    if rows.interval % chunk_layout.CHUNK == 0 and (is_long or has_many_rows(grid)):
+        num_chunks = len(out) // chunk_layout.CHUNK + 2 * num_rows + 2
+        chunks = torch.empty(num_chunks, num_heads, sizes["SIZE"], device=out.device)
+        # Of the heads that share keys a program computes some.
+        heads = math.gcd(num_heads // key.shape[1], _MOST_HEADS)
+        most = triton.cdiv(len(out), chunk_layout.CHUNK) + 1 if is_long else 1
+        sharing = max(1, _MOST_PROGRAMS * heads // (num_heads * num_rows))
+        inner_kernel[(num_heads // heads, num_rows, min(sharing, most))](
+            query, key, *given[3:], *per_head[:2], states, chunks, *metadata, *steps, *limits,
+            *strides[:4], *strides[6:],
+            TILES=states.shape[1] // num_heads,
+            HEADS=heads,
+            KEYS=layout.keys,
+            SCALARS=layout.scalars,
+            RECORD=layout.record,
+            num_warps=_NUM_WARPS_INNER,
+            **sizes,
+            **options,
+        )  # fmt: skip
+    if is_long and chunks is not None:
+        prompt_kernel[grid](
+            *given, per_head[2], states, chunks, out, *metadata, num_rows, len(out), *steps,
+            *strides,
+            **sizes,
+            **tiles,
+        )  # fmt: skip
+    else:
+        if chunks is not None and key.dtype == torch.bfloat16:
+            tiles["maxnreg"] = REGISTERS_OF_MANY_ROWS
+        decode_kernel[grid](
+            *given, *per_head, states, chunks, out, *metadata, num_rows, len(out), *steps, *limits,
+            *strides,
+            **sizes,
+            **tiles,
+            **options,
+        )  # fmt: skip
+
+
+# Which kernels compute a step; its bits are the same.
+
+
+def has_long_rows(num_tokens: int, num_rows: int) -> bool:
+    """Whether rows have more than a chunk or two, as a rule."""
+    return num_tokens > num_rows
+
+
+def has_many_rows(grid: tuple[int, int]) -> bool:
+    """Whether what positions of a chunk have to do with each other is worth a kernel of its own,
+    though a program could compute it for its tile while a state is on its way."""
+    return grid[0] * grid[1] > _FEW_PROGRAMS
+
+
+def _aligned(x: Tensor, unit: int) -> Tensor:
+    """``[T, heads, size]`` as the kernels read it: a head's elements side by side, tokens and heads
+    a multiple of ``unit`` apart, all at a multiple of 16 bytes. A copy where it is not so."""
+    suits = x.stride(2) == 1 and all(stride % unit == 0 for stride in x.stride()[:2])
+    if suits and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
