@@ -1,6 +1,6 @@
 """Tries the attention kernels' parameters on the GPU at hand, one by one and together.
 
-    python -m benchmarks.attention_sweep [--only 0.8k 1.5k prefill ...] [--seconds 60]
+    python -m benchmarks.attention_sweep [--only 0.8k 1.5k prefill ...] [--seconds 60] [--fp8]
     TRITON_INTERPRET=1 python -m benchmarks.attention_sweep --dry     # tiny shapes, on a CPU
 
 First all variants are compiled, side by side in other processes; then each is timed on each
@@ -11,7 +11,8 @@ read cannot reach, no decode kernel will.
 A variant whose outputs are not those of the present kernel to the last bit is marked. Those that
 change tiles or splits have other bits by design: to take one is to change the order of summation of
 all kernels (docs/transparency.md). Variants come in order of promise, and those that the time does
-not suffice for are named.
+not suffice for are named. ``--fp8`` is the same over caches of e4m3 numbers, without that read of
+blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ _MANY = 1 << 30
 _SAME_BITS: dict[str, dict[str, Any]] = {
     "rows in order": {"sorted_rows": 0},
     "any registers": {"unsplit_registers": None},
-    "8 warps": {"decode_warps": 8},
+    "8 warps": {"decode_warps": 8, "many_warps": 8},
+    "4 warps": {"many_warps": 4},
+    "2 warps": {"decode_warps": 2, "many_warps": 2},
+    "1 warp": {"decode_warps": 1, "many_warps": 1},
+    "128 registers": {"decode_registers": 128, "unsplit_registers": 128},
     "4 stages": {"decode_stages": 4},
     "1,024 programs at most": {"max_programs": 1024},
 }
@@ -168,7 +173,7 @@ class Sweep:
             attention.DTYPE = torch.float16  # the interpreter has no bfloat16
         else:
             self.cases = [
-                case
+                dataclasses.replace(case, is_fp8=options.fp8)
                 for case in [*DECODE, *PREFILL]
                 if any(part in case.name for part in options.only)
             ]
@@ -176,14 +181,15 @@ class Sweep:
 
     def variants_of(self, case: Case) -> dict[str, Tiling]:
         """By name, the present one first."""
-        base = choose_tiling(attention.DTYPE, case.head_dim, case.head_dim)
+        cache_dtype = torch.float8_e4m3fn if case.is_fp8 else None
+        base = choose_tiling(attention.DTYPE, case.head_dim, case.head_dim, cache_dtype)
         changes = {} if case.is_prefill else _SAME_BITS | _OTHER_BITS
         found = {"present": base}
         if self.is_dry:
             changes = {name: changes[name] for name in [*changes][::3]}
         for name, change in changes.items():
             tiling = dataclasses.replace(base, **change)
-            if tiling.near_split % tiling.block_n == 0:
+            if tiling != base and tiling.near_split % tiling.block_n == 0:
                 found[name] = tiling
         return found
 
@@ -206,7 +212,7 @@ class Sweep:
                     if case.is_prefill:
                         with patch.object(launch, "is_gluon_known", return_value=False):
                             paged_attention(query, kv, params, tiling, self.counters())
-                    if not case.is_prefill:
+                    if not (case.is_prefill or case.is_fp8):
                         for heads in (1, 2):
                             gather_call((query, kv, params), heads)()
                 plain_read(self.device, 1 << 20, 0)
@@ -279,7 +285,7 @@ class Sweep:
 
     def outcomes(self, case: Case, layers: list[tuple]) -> Iterator[Outcome]:
         counters, base = self.counters(), self.variants_of(case)["present"]
-        if not case.is_prefill:
+        if not (case.is_prefill or case.is_fp8):
             for heads in (1, 2):
                 calls = [gather_call(layer, heads) for layer in layers]
                 yield self.outcome(case, f"(blocks alone, {heads} heads)", calls)
@@ -316,6 +322,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="none begins after these")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--fp8", action="store_true", help="caches of e4m3 numbers")
     parser.add_argument("--dry", action="store_true", help="tiny shapes, interpreted on a CPU")
     options = parser.parse_args()
     if not options.dry:

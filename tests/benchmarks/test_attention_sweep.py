@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
@@ -17,10 +18,13 @@ def order_of(tiling: Tiling) -> tuple[int, ...]:
     return tiling.block_n, tiling.near_split, tiling.far_split, tiling.split_change
 
 
-def test_only_variants_that_say_so_change_the_order_of_summation() -> None:
-    options = argparse.Namespace(dry=False, repeats=1, block_size=16, seconds=1.0, only=["x"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_only_variants_that_say_so_change_the_order_of_summation(fp8: bool) -> None:
+    options = argparse.Namespace(
+        dry=False, repeats=1, block_size=16, seconds=1.0, only=["x"], fp8=fp8
+    )
     sweep = Sweep(options)
-    assert sweep.cases == [*DECODE, *PREFILL]
+    assert sweep.cases == [replace(case, is_fp8=fp8) for case in [*DECODE, *PREFILL]]
     for case in sweep.cases:
         variants = sweep.variants_of(case)
         present = variants.pop("present")

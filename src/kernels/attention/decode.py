@@ -29,16 +29,17 @@ from ..fused.norm_rope_store import HeadNorm, norm_and_rotate, partners_of
 from .bundles import Scoring, Splits, TileShape
 from .combine import combine, is_last_arrival
 from .decode_prologue import (
-    KEYS,
     Angles,
     NewTokens,
     WorkerShare,
+    keys_at_once,
     load_angles,
     load_weights,
     prefetch_tile,
     store_new,
 )
-from .e4m3_tiles import attend_e4m3_tiles, line_factors, scaled_queries
+from .e4m3_decode import attend_e4m3_tiles, num_lines
+from .e4m3_tiles import line_factors, scaled_queries
 from .online_softmax import (
     attend_tiles,
     block_ids,
@@ -152,7 +153,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr = dot_precision(DTYPE)
     G: tl.constexpr = HQ // HKV
     GROUP: tl.constexpr = triton.next_power_of_2(G)
-    BLOCK_M: tl.constexpr = dot_size(G)
+    FEW_LINES: tl.constexpr = IS_E4M3 or (FUSE_ROPE and QUANTIZE)  # see decode_prologue.fits
+    BLOCK_M: tl.constexpr = num_lines(GROUP, DK_PAD, FUSE_ROPE) if FEW_LINES else dot_size(G)
     FOLD: tl.constexpr = (
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits
@@ -184,7 +186,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         partners = partners_of(k_dims, R)
         q_own, q_others = load_weights(q_weight, k_dims, partners, DK, BLOCK_M, DTYPE, FORM)
         k_size = tl.where(stores, DK, 0)
-        k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, KEYS, DTYPE, FORM)
+        keys: tl.constexpr = keys_at_once(IS_E4M3, DK_PAD)
+        k_own, k_others = load_weights(k_weight, k_dims, partners, k_size, keys, DTYPE, FORM)
         if PDL:  # noqa: SIM102 (one is known when compiling, the other is not)
             if position >= 0:
                 pages = head_pages(k_cache, v_cache, table, head, 0, HKV, DK, DV, PAGE)

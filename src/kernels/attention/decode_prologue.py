@@ -28,10 +28,18 @@ from ..device import vector_strides
 from ..fused import norm_rope_store
 from ..fused.e4m3_store import is_e4m3, store_vectors
 from ..fused.norm_rope_store import norm_and_rotate
+from .e4m3_decode import num_lines
 from .online_softmax import split_of
 
 _KEYS = 16  # new tokens whose keys are made at once: rows of a tile as high as that of the queries
-KEYS = tl.constexpr(_KEYS)
+
+
+@triton.constexpr_function
+def keys_at_once(ARE_PLANES, DK_PAD):  # type: ignore[no-untyped-def]
+    """Height of the tile of new keys; of e4m3 ones at most 8 elements a thread. With more, a thread
+    would store 16 neighbours at once, and load as many: squares would be added up in another order
+    than in :mod:`..fused.norm_rope_store` (:func:`fits`)."""
+    return max(1, min(_KEYS, 1024 // DK_PAD)) if ARE_PLANES else _KEYS
 
 
 @triton.jit
@@ -175,6 +183,7 @@ def store_new(  # type: ignore[no-untyped-def]
         dims, partners: of a head, ``[DK_PAD]``.
     """
     DTYPE: tl.constexpr = new.key.dtype.element_ty
+    KEYS: tl.constexpr = keys_at_once(is_e4m3(k_cache.dtype.element_ty), shape.DK_PAD)
     v_dims = tl.arange(0, shape.DV_PAD)
     for first in range(new.first_new, new.end_new, KEYS):
         tokens = first + tl.arange(0, KEYS)
@@ -205,17 +214,24 @@ def store_new(  # type: ignore[no-untyped-def]
 
 
 def fits(
-    query: Tensor, key: Tensor, value: Tensor, has_norm: bool, are_planes: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    has_norm: bool,
+    are_planes: bool = False,
+    quantizes: bool = False,
 ) -> bool:
-    """Whether one launch gives the bits of two, into caches of numbers or of planes: by shapes,
-    strides and dtypes alone.
+    """Whether one launch gives the bits of two, into caches of numbers or of planes, with outputs
+    as they are or quantised: by shapes, strides and dtypes alone.
 
     - float32 matmuls are compiled to other instructions where contraction is off, as it is here.
     - A norm adds up its squares in an order that follows from how Triton spreads a tile over the
       threads: neighbours that one thread loads at once (16 bytes, if the strides allow it and the
       tile has as many elements for each of its 128 threads), then lanes of a warp. The tile here
       has another height than that of :mod:`..fused.norm_rope_store`; with heads of few elements or
-      in models of few heads it may not be spread alike.
+      in models of few heads it may not be spread alike. Nor where outputs are quantised and a
+      thread has more of the queries than those 16 bytes: it would store 16 outputs at once, and
+      load as many.
     """
     _, num_heads, dim = query.shape
     padded = triton.next_power_of_2(dim)
@@ -228,5 +244,8 @@ def fits(
     group = triton.next_power_of_2(num_heads // key.shape[1])
     theirs = norm_rope_store.heads_at_once(max(num_heads, key.shape[1]), padded) * padded
     at_once = 16 // query.element_size()
-    ours = (max(_KEYS, group) * padded, _KEYS * padded)
+    lines = num_lines(group, padded, True) if are_planes or quantizes else max(_KEYS, group)
+    if quantizes and lines * padded > 128 * at_once:
+        return False
+    ours = (lines * padded, keys_at_once(are_planes, padded) * padded)
     return all(min(at_once, n // 128) == min(at_once, theirs // 128) for n in ours)

@@ -1,4 +1,4 @@
-"""Tiles of e4m3 keys and values: loads, scores, weighted sums and the loops over tiles.
+"""Tiles of e4m3 keys and values: loads, scores, weighted sums and the prefill kernel's loop.
 
 The steps are those of :mod:`.online_softmax` with scales: a key's multiplies its scores, a value's
 the weights. What else is of its own:
@@ -10,6 +10,8 @@ the weights. What else is of its own:
 - Tiles are loaded as pairs of numbers, of 16 bits, since matrix instructions' operands are made of
   those. A pair is taken apart in registers: elements 0, 2, 4, ... are one operand and 1, 3, 5, ...
   another, the *halves* of a vector. Scores are the sum over the even ones, then the odd ones.
+
+The decode kernel's loop is :mod:`.e4m3_decode`.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def _load_halves(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scale_blocks(table, blocks, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_blocks_of(table, blocks, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Block ids of a tile's scales: each once, which ``blocks`` repeats for each slot."""
     if PAGE < BLOCK_N:
         positions = tl.minimum(start + tl.arange(0, BLOCK_N // PAGE) * PAGE, last)
@@ -87,7 +89,7 @@ def _load_scales(  # type: ignore[no-untyped-def]
     scales, blocks, start, BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """The scales ``[BLOCK_N]`` of a tile, of unused slots any number; ``blocks``: those of
-    :func:`_scale_blocks`."""
+    :func:`scale_blocks_of`."""
     base = scales.to(tl.pointer_type(tl.float32)) + blocks.to(tl.int64) * (BLOCK // SCALE_BYTES)
     if PAGE >= BLOCK_N:
         pointers = base + (start & (PAGE - 1)) + tl.arange(0, BLOCK_N)
@@ -97,7 +99,7 @@ def _load_scales(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The halves of a tile's keys, and their scales."""
     # Of unused slots, NaN perhaps: masked as scores.
     even, odd = _load_halves(
@@ -112,19 +114,25 @@ def _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.conste
 
 
 @triton.jit
-def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of a tile's values, and their scales, zeros beyond ``last``."""
-    even, odd = _load_halves(
-        pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
-        shape.PAGE, shape.BLOCK_N, True, DTYPE,
-    )  # fmt: skip
+def load_value_scales(pages, scale_blocks, start, last, shape):  # type: ignore[no-untyped-def]
+    """The scales of a tile's values, zeros beyond ``last``."""
     scales = _load_scales(
         pages.v_cache + pages.v_scales, scale_blocks, start,
         shape.V_BLOCK, shape.PAGE, shape.BLOCK_N,
     )  # fmt: skip
     # As the values, those have to be numbers.
     exists = tl.arange(0, shape.BLOCK_N) <= last - start
-    return even, odd, tl.where(exists, scales, 0.0)
+    return tl.where(exists, scales, 0.0)
+
+
+@triton.jit
+def _load_values(pages, blocks, scale_blocks, start, last, shape, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The halves of a tile's values, and their scales, zeros beyond ``last``."""
+    even, odd = _load_halves(
+        pages.v_cache, blocks, start, last, shape.DV, shape.DV_PAD, shape.V_WIDTH, shape.V_BLOCK,
+        shape.PAGE, shape.BLOCK_N, True, DTYPE,
+    )  # fmt: skip
+    return even, odd, load_value_scales(pages, scale_blocks, start, last, shape)
 
 
 @triton.jit
@@ -139,6 +147,14 @@ def _score(q_even, q_odd, k_even, k_odd, k_scales, scoring):  # type: ignore[no-
 
 
 @triton.jit
+def scale_exponents(v_scales):  # type: ignore[no-untyped-def]
+    """Logarithms of the powers of two above scales of values, less HEADROOM, as float32."""
+    exponents = (v_scales.to(tl.int32, bitcast=True) >> 23) - 126
+    exponents = tl.minimum(tl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
+    return exponents.to(tl.float32)
+
+
+@triton.jit
 def _add_tile(  # type: ignore[no-untyped-def]
     scores, v_even, v_odd, v_scales, ones, row_max, row_sum, even, odd, scoring
 ):
@@ -149,9 +165,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
     much smaller.
     """
     factor = scoring.factor[:, None]
-    exponents = (v_scales.to(tl.int32, bitcast=True) >> 23) - 126
-    exponents = tl.minimum(tl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
-    logs = tl.fma(scores, factor, exponents.to(tl.float32)[None, :])
+    logs = tl.fma(scores, factor, scale_exponents(v_scales)[None, :])
     new_row_max = tl.maximum(row_max, tl.max(logs, 1))
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
@@ -185,66 +199,14 @@ def _empty(BLOCK_M: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _whole(even, odd):  # type: ignore[no-untyped-def]
+def whole(even, odd):  # type: ignore[no-untyped-def]
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 
 
 @triton.constexpr_function
-def _sum_dtype(dtype):  # type: ignore[no-untyped-def]
+def sum_dtype(dtype):  # type: ignore[no-untyped-def]
     """Dtype that weights are summed in; those of values with scales are of any size."""
     return tl.float32 if dtype == tl.float32 else tl.bfloat16
-
-
-@triton.jit
-def attend_e4m3_tiles(  # type: ignore[no-untyped-def]
-    q_even, q_odd, pages, blocks, begin, end, last, positions, scoring, splits, shape,
-    FOLD: tl.constexpr,
-):  # fmt: skip
-    """As :func:`.online_softmax.attend_tiles`, of the halves of queries and caches of planes."""
-    BLOCK_M: tl.constexpr = q_even.shape[0]
-    BLOCK_N: tl.constexpr = shape.BLOCK_N
-    HALF: tl.constexpr = shape.DV_PAD // 2
-    DTYPE: tl.constexpr = q_even.dtype
-    offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, _sum_dtype(DTYPE))
-    total_row_max, total_row_sum, total_even, total_odd = _empty(BLOCK_M, HALF)
-    row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
-    scale_blocks = _scale_blocks(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N):
-        k_even, k_odd, k_scales = _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
-        v_even, v_odd, v_scales = _load_values(
-            pages, blocks, scale_blocks, start, last, shape, DTYPE
-        )
-        blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        scale_blocks = _scale_blocks(
-            pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
-        )
-        visible = (start + offsets)[None, :] <= positions[:, None]
-        if scoring.window is not None:
-            visible &= (start + offsets)[None, :] > positions[:, None] - scoring.window
-        scores = _score(q_even, q_odd, k_even, k_odd, k_scales, scoring)
-        scores = tl.where(visible, scores, float("-inf"))
-        row_max, row_sum, even, odd = _add_tile(
-            scores, v_even, v_odd, v_scales, ones, row_max, row_sum, even, odd, scoring
-        )
-        end_of_tile = start + BLOCK_N
-        if FOLD:  # noqa: SIM102 (one is known when compiling, the other is not)
-            if (
-                end_of_tile
-                & (
-                    tl.where(
-                        end_of_tile <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT
-                    )
-                    - 1
-                )
-                == 0
-            ):
-                total_row_max, total_row_sum, total_even, total_odd = _fold(
-                    total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
-                )
-                row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
-    total_acc = _whole(total_even, total_odd)
-    return total_row_max, total_row_sum, total_acc, row_max, row_sum, _whole(even, odd)
 
 
 @triton.jit
@@ -259,18 +221,18 @@ def attend_e4m3_tiles_fold_late(  # type: ignore[no-untyped-def]
     inf = float("inf")
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     offsets = tl.arange(0, BLOCK_N)
-    ones = tl.full((BLOCK_N, ONES), 1.0, _sum_dtype(DTYPE))
+    ones = tl.full((BLOCK_N, ONES), 1.0, sum_dtype(DTYPE))
     total_row_max, total_row_sum, total_even, total_odd = _empty(BLOCK_M, HALF)
     row_max, row_sum, even, odd = _empty(BLOCK_M, HALF)
     blocks = block_ids(pages.table, begin, last, shape.PAGE, BLOCK_N)
-    scale_blocks = _scale_blocks(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
+    scale_blocks = scale_blocks_of(pages.table, blocks, begin, last, shape.PAGE, BLOCK_N)
     for start in tl.range(begin, last + 1, BLOCK_N):
-        k_even, k_odd, k_scales = _load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
+        k_even, k_odd, k_scales = load_keys(pages, blocks, scale_blocks, start, last, shape, DTYPE)
         v_even, v_odd, v_scales = _load_values(
             pages, blocks, scale_blocks, start, last, shape, DTYPE
         )
         blocks = block_ids(pages.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
-        scale_blocks = _scale_blocks(
+        scale_blocks = scale_blocks_of(
             pages.table, blocks, start + BLOCK_N, last, shape.PAGE, BLOCK_N
         )
         scores = _score(q_even, q_odd, k_even, k_odd, k_scales, scoring)
@@ -297,4 +259,4 @@ def attend_e4m3_tiles_fold_late(  # type: ignore[no-untyped-def]
     row_max, row_sum, even, odd = _fold(
         total_row_max, total_row_sum, total_even, total_odd, row_max, row_sum, even, odd
     )
-    return row_max, row_sum, _whole(even, odd)
+    return row_max, row_sum, whole(even, odd)

@@ -31,7 +31,7 @@ from ..fused.e4m3_groups import GROUP, SMALLEST_SCALE, QuantizedRows, empty_rows
 from .decode import decode_kernel
 from .online_softmax import LOG2E, dot_size
 from .prefill import prefill_kernel
-from .tiling import ALL_SPLITS, Tiling, choose_spread, choose_tiling, for_card
+from .tiling import Tiling, choose_spread, choose_tiling, for_card, warps_and_registers
 
 
 def paged_attention(
@@ -245,12 +245,11 @@ def _decode(
     v_dim = e4m3.head_dim(kv.v_cache)
     num_rows, table_width = kv.block_tables.shape
     num_units = num_tokens if by_token else num_rows
-    spread = choose_spread(
-        for_card(t, count_sms(query.device)),
-        num_units * num_kv_heads,
-        table_width * page,
-        shared["window"] or 0,
-    )
+    num_programs = num_units * num_kv_heads
+    t = for_card(t, count_sms(query.device))
+    spread = choose_spread(t, num_programs, table_width * page, shared["window"] or 0)
+    fuses_rope = shared["key"] is not None
+    num_warps, registers = warps_and_registers(t, num_programs, spread, fuses_rope)
     # With one segment at most, nothing is merged: these are empty, of the dtype they always have.
     num_merging = num_units if spread.max_segments > 1 else 0
     shape = (num_merging, num_heads, spread.max_segments)
@@ -265,15 +264,12 @@ def _decode(
         )
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     overlap = has_dependent_launch(query.device)
-    is_late = shared["key"] is not None and triggers_dependents_late(num_tokens)
+    is_late = fuses_rope and triggers_dependents_late(num_tokens)
     trigger = "" if not overlap else "late" if is_late else "early"
-    is_unsplit = spread.first_splits == ALL_SPLITS.value
     is_sorted = spread.unsplit_below > 0 and num_tokens == num_rows <= t.sorted_rows
     grid: tuple[int, ...] = (num_kv_heads * spread.num_workers, num_units)
     if is_sorted:  # the second workers, most of which find nothing to do, behind all first ones
         grid = (num_kv_heads, num_units, spread.num_workers)
-    is_whole = is_unsplit and shared["key"] is None
-    registers = t.unsplit_registers if is_whole else t.decode_registers
     options = {"maxnreg": registers} if registers else {}
     decode_kernel[grid](
         query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
@@ -290,7 +286,7 @@ def _decode(
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,
         TRIGGER=trigger,
-        num_warps=t.decode_warps,
+        num_warps=num_warps,
         num_stages=t.decode_stages,
         launch_pdl=overlap,
         **options,

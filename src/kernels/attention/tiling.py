@@ -28,9 +28,10 @@ class Tiling:
         block_n: keys per tile. near_split: keys per split up to position ``split_change``,
             far_split: beyond; multiples of block_n. These four decide the bits.
         decode_warps, decode_stages: of the decode kernel. decode_registers: those that a thread of
-            it may have, None for as many as the compiler likes; unsplit_registers: alike, where
-            each program reads a whole context and fuses no RoPE. With fewer, more programs share a
-            multiprocessor. Changes no bits.
+            it may have, None for as many as the compiler likes. Change no bits.
+        many_warps: alike, of ``some_unsplit_from`` programs or more that fuse no RoPE;
+            many_fused_registers: of as many that do. unsplit_registers: where each program reads a
+            whole context and fuses no RoPE. With fewer, more programs share a multiprocessor.
         block_m: lines (queries x heads of a group) of a prefill tile.
         prefill_warps, prefill_stages: of the prefill kernel.
         prefill_parts: programs that share the values of a prefill tile, each with as many of their
@@ -59,6 +60,8 @@ class Tiling:
     prefill_warps: int
     prefill_stages: int
     decode_registers: int | None = None
+    many_warps: int = 4
+    many_fused_registers: int | None = None
     unsplit_registers: int | None = None
     prefill_parts: int = 1
     near_split: int = 128
@@ -122,8 +125,9 @@ def choose_tiling(
         block_m=128,
         prefill_warps=8,
         prefill_stages=3,
-        decode_registers=128 if is_e4m3 else None,
-        unsplit_registers=128 if is_e4m3 else 168,
+        many_warps=2 if is_e4m3 else 4,
+        many_fused_registers=128 if is_e4m3 else None,
+        unsplit_registers=None if is_e4m3 else 168,
     )
 
 
@@ -178,3 +182,15 @@ def choose_spread(t: Tiling, num_programs: int, length: int, window: int) -> Spr
     )
     num_workers = min(max_segments, max(1, num_workers))
     return Spread(first_splits, unsplit_below, long_context, max_segments, num_workers)
+
+
+def warps_and_registers(
+    t: Tiling, num_programs: int, spread: Spread, fuses_rope: bool
+) -> tuple[int, int | None]:
+    """Warps of a decode program, and the registers that a thread may have. Changes no bits."""
+    is_many = num_programs >= t.some_unsplit_from
+    if fuses_rope:
+        return t.decode_warps, t.many_fused_registers if is_many else t.decode_registers
+    is_unsplit = spread.first_splits == ALL_SPLITS.value
+    registers = t.unsplit_registers if is_unsplit else t.decode_registers
+    return t.many_warps if is_many else t.decode_warps, registers

@@ -81,7 +81,7 @@ class TritonBackend:
         counters = self._counters(query)
         is_decode = 0 < len(query) == len(kv.block_tables) <= _MAX_FUSED
         has_norm, are_planes = inputs.q_weight is not None, e4m3.are_planes(kv.k_cache)
-        if is_decode and fits(query, key, value, has_norm, are_planes):
+        if is_decode and fits(query, key, value, has_norm, are_planes, rows is not None):
             return fused_rope_attention(
                 inputs, slot_mapping, kv, params, arrival_counters=counters, rows=rows
             )

@@ -150,9 +150,7 @@ if __name__ == "__main__":
             build(decode_kernel, decode_constants(case, False), contract=x, num_stages=stages)
             for x in (True, False)
         ]
-        turned = build(
-            decode_kernel, decode_constants(case, True), contract=False, num_stages=stages
-        )
+        forms = [decode_constants(case, True)]
         quantizing = decode_constants(case, False)
         if case["dim"] % 128 == 0:
             del quantizing["scales"]
@@ -160,12 +158,15 @@ if __name__ == "__main__":
                 build(decode_kernel, quantizing, contract=x, num_stages=stages)
                 for x in (True, False)
             ]
+            forms.append(forms[0].copy())
+            del forms[1]["scales"]
+        turned = [build(decode_kernel, x, contract=False, num_stages=stages) for x in forms]
         rope = build(_norm_rope_store_kernel, rope_constants(case), contract=False)
         answer.append(
             {
                 "contracted": [contracted(built) for built in plain],
-                "squares": [order_of_squares(built) for built in (rope, turned)],
-                "spilled": [spilled(built) for built in (*plain, turned)],
+                "squares": [order_of_squares(built) for built in (rope, *turned)],
+                "spilled": [spilled(built) for built in (*plain, *turned)],
             }
         )
     print(json.dumps(answer))

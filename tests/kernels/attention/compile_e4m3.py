@@ -15,10 +15,19 @@ import torch
 
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.prefill import prefill_kernel
-from pagespec.kernels.attention.tiling import Tiling, choose_tiling
+from pagespec.kernels.attention.tiling import ALL_SPLITS, Tiling, choose_tiling
+from pagespec.kernels.fused.norm_rope_store import _norm_rope_store_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compile_decode_prologue import build, contracted, decode_constants, run_tool, spilled
+from compile_decode_prologue import (
+    build,
+    contracted,
+    decode_constants,
+    order_of_squares,
+    rope_constants,
+    run_tool,
+    spilled,
+)
 
 _CACHE = "*fp8e4nv"
 
@@ -41,11 +50,23 @@ def instructions(built: Any, name: str) -> int:
 def checked(case: dict[str, Any]) -> dict[str, Any]:
     t = choose_tiling(torch.bfloat16, case["dim"], case["dim"], torch.float8_e4m3fn)
     decode, turned = (decode_constants(case, x) | {"PAGE": case["page"]} for x in (False, True))
-    how: dict[str, Any] = {
-        "num_stages": t.decode_stages, "cache": _CACHE, "registers": t.decode_registers
-    }  # fmt: skip
-    kernels = [build(decode_kernel, decode, contract=x, **how) for x in (True, False)]
-    kernels.append(build(decode_kernel, turned, contract=False, **how))
+    many = {"FIRST_SPLITS": ALL_SPLITS.value, "LONG_CONTEXT": 0}
+    how: dict[str, Any] = {"num_stages": t.decode_stages, "cache": _CACHE}
+    few = how | {"num_warps": t.decode_warps, "registers": t.decode_registers}
+    kernels = [build(decode_kernel, decode, contract=x, **few) for x in (True, False)]
+    unsplit = how | {"num_warps": t.many_warps, "registers": t.unsplit_registers}
+    kernels.append(build(decode_kernel, decode | many, contract=True, **unsplit))
+    fused = [
+        build(decode_kernel, turned, contract=False, **few | {"registers": registers})
+        for registers in (t.decode_registers, t.many_fused_registers)
+    ]
+    if case["dim"] % 128 == 0:
+        del turned["scales"]
+        fused.append(build(decode_kernel, turned, contract=False, **few))
+    rope = build(
+        _norm_rope_store_kernel, rope_constants(case) | {"PAGE": case["page"]}, contract=False,
+        cache=_CACHE,
+    )  # fmt: skip
     prefill = [
         build(
             prefill_kernel, prefill_constants(case, t), contract=x, cache=_CACHE,
@@ -53,9 +74,11 @@ def checked(case: dict[str, Any]) -> dict[str, Any]:
         )
         for x in (True, False)
     ]  # fmt: skip
+    kernels += fused
     return {
         "contracted": [contracted(built) for built in kernels[:2]],
         "contracted_prefill": [contracted(built) for built in prefill],
+        "squares": [order_of_squares(built) for built in (rope, *fused)],
         "spilled": [spilled(built) for built in kernels],
         "bytes_alone": [instructions(built, "LDS.U8") for built in kernels],
         "copies": [instructions(built, "LDGSTS") for built in kernels],

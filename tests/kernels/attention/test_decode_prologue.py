@@ -193,6 +193,13 @@ def test_one_launch_only_where_squares_are_added_up_alike() -> None:
     assert fits((4, 2), 64, has_norm=False)
     assert not fits((16, 8), 128, width=132)  # strides that do not allow 16 bytes at once
     assert not decode_prologue.fits(torch.empty(2, 16, 128), *torch.empty(2, 2, 8, 128), False)
+    # Quantised outputs of 16 heads a KV head, or of 256 values, would be stored 16 at once.
+    for heads, dim in (((16, 8), 128), ((32, 8), 128), ((8, 4), 256), ((128, 8), 128)):
+        query, key = (torch.empty(2, n, dim, dtype=torch.bfloat16) for n in heads)
+        for are_planes in (False, True):
+            assert decode_prologue.fits(query, key, key, True, are_planes)
+            found = decode_prologue.fits(query, key, key, True, are_planes, quantizes=True)
+            assert found is (dim == 128 and heads[0] <= 64)
 
 
 def test_its_bits_do_not_hang_on_the_compiler() -> None:
@@ -209,8 +216,7 @@ def test_its_bits_do_not_hang_on_the_compiler() -> None:
         with_contraction, without = built["contracted"][::2], built["contracted"][1::2]
         assert with_contraction == without == sorted(set(without)), case
         assert len(without) == 1 + (case["dim"] % 128 == 0)
-        rope, turned = built["squares"]
-        assert rope == turned == [[8, case["dim"] // 8, 1]]
+        assert all(order == [[8, case["dim"] // 8, 1]] for order in built["squares"])
         # Bytes a thread. Newer Tritons than those in use spill a few, outside the loops.
         is_newer = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 7)
         assert max(built["spilled"]) <= (16 if is_newer else 0)

@@ -13,6 +13,7 @@ from pagespec.kernels import e4m3, ops
 from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import launch, reference
 from pagespec.kernels.attention.decode_prologue import fits
+from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.fused import dispatch, norm_rope_store
 from pagespec.runner.block_copies import BlockCopier
 from tests.kernels.attention.test_decode_gpu import (  # noqa: F401 (a fixture)
@@ -43,6 +44,7 @@ SHAPES = [
     Shape(hq=8, hkv=8, dk=80, dv=96, window=513, softcap=5.0, block_size=64, dtype=BF16,
           is_e4m3=True),
     Shape(hq=8, hkv=2, dk=64, dv=64, is_e4m3=True),
+    Shape(hq=24, hkv=2, dk=128, dv=128, dtype=BF16, is_e4m3=True),
 ]  # fmt: skip
 
 
@@ -134,6 +136,22 @@ def test_replays_of_a_graph_change_no_bit(shape: Shape) -> None:
         expected = torch.cat([whole[begin:end] for begin, end in schedules[name]])
         assert torch.equal(out, expected), name
     assert not counters.any()
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], SHAPES[6]], ids=str)
+def test_warps_and_registers_change_no_bit(shape: Shape) -> None:
+    """Decode of many rows and of few, by as many warps as are quick, beside one prefill."""
+    length = 900
+    batch = stored([(0, length)], shape, num_padding=0)
+    whole = scheduled(batch, [length])
+    base = choose_tiling(shape.dtype, shape.dk, shape.dv, torch.float8_e4m3fn)
+    for num_rows in (length, 80, 1):
+        ranges = [(p, p + 1) for p in range(length - num_rows, length)]
+        arguments = bundled(*rescheduled(batch, ranges))
+        for warps in (1, 2, 4):
+            tiling = replace(base, decode_warps=warps, many_warps=warps)
+            out = launch.paged_attention(*arguments, tiling=tiling)
+            assert torch.equal(out, whole[length - num_rows :]), (num_rows, warps)
 
 
 def bytes_of(caches: Any) -> list[Tensor]:
