@@ -140,7 +140,8 @@ def _launch(
     chunks = None
     if rows.interval % chunk_layout.CHUNK == 0 and (is_long or has_many_rows(grid)):
         num_chunks = len(out) // chunk_layout.CHUNK + 2 * num_rows + 2
-        chunks = torch.empty(num_chunks, num_heads, sizes["SIZE"], device=out.device)
+        shape = num_chunks, num_heads, sizes["SIZE"]
+        chunks = torch.empty(shape, dtype=torch.float32, device=out.device)
         # Of the heads that share keys a program computes some.
         heads = math.gcd(num_heads // key.shape[1], _MOST_HEADS)
         most = triton.cdiv(len(out), chunk_layout.CHUNK) + 1 if is_long else 1
