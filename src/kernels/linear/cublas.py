@@ -1,10 +1,10 @@
 """Settings under which cuBLAS sums in the plain order, whatever the number of rows.
 
 Those of the environment are for the rest of the process. torch makes a workspace for each thread
-and stream at its first matmul, of the size that the environment asks for then. Up to torch 2.11 at
-least it reads the environment again for each matmul, and tells cuBLAS that size whatever the size
-of the workspace. Put back, the settings would have cuBLAS split K again, and write to 32 MiB where
-there are 128 KiB.
+and stream at its first matmul, of the size that the environment asks for then. torch 2.11 reads the
+environment again for each matmul, and tells cuBLAS that size whatever the size of the workspace. Put
+back, the settings would let cuBLAS split K again, and write to 32 MiB where there are 128 KiB
+(docs/notes/matmul.md).
 """
 
 from __future__ import annotations
