@@ -2,8 +2,8 @@
 
 Those of the environment are for the rest of the process. torch makes a workspace for each thread
 and stream at its first matmul, of the size that the environment asks for then. torch 2.11 reads the
-environment again for each matmul, and tells cuBLAS that size whatever the size of the workspace. Put
-back, the settings would let cuBLAS split K again, and write to 32 MiB where there are 128 KiB
+environment again for each matmul, and tells cuBLAS that size whatever the size of the workspace.
+Put back, the settings would let cuBLAS split K again, and write to 32 MiB where there are 128 KiB
 (docs/notes/matmul.md).
 """
 

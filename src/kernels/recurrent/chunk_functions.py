@@ -16,6 +16,7 @@ from .device_functions import exp, step_size
 # Of float32 matmuls where nothing is lost: by six products of bfloat16. As "ieee" a program of a
 # large head would spill thousands of bytes.
 _FLOAT32 = tl.constexpr("ieee" if EMULATE else "bf16x6")
+_SMALLEST_LOGARITHM = tl.constexpr(-104.0)
 
 
 @triton.jit
@@ -67,6 +68,8 @@ def diagonal(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def logarithms(decay, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """``[i, j]``: that of the decays from a chunk's begin to position i."""
+    # exp of less is 0, too, and a larger sum would have fewer digits for the logarithms behind.
+    decay = tl.maximum(decay, _SMALLEST_LOGARITHM, propagate_nan=tl.PropagateNan.ALL)
     i, j = tl.arange(0, decay.shape[0])[:, None], tl.arange(0, decay.shape[0])[None, :]
     lower = tl.where(i >= j, 1.0, 0.0)
     a = tl.broadcast_to(decay[:, None], lower.shape)

@@ -79,7 +79,7 @@ def inner_kernel(  # type: ignore[no-untyped-def]
         last = tl.minimum(end - t, CHUNK)
         tokens = t + index.to(tl.int64)
         i = index[:, None]
-        # Queries of positions before are of no matter, and kept by nobody.
+        # Queries of positions before are of no matter: no slot keeps them.
         q = tl.load(query + tokens[:, None] * q_stride,
                     mask=(i >= first) & (i < last) & mask_k, other=0.0)  # fmt: skip
         k = load_rows(key, tokens[:, None], k_stride, keys, offsets, i, first, last, mask_k)

@@ -9,10 +9,10 @@ Of a chunk that begins with state S, with g the decays' logarithms summed up fro
     S after the chunk = exp(g[last]) S + sum over i of exp(g[last] - g[i]) k[i] (x) u[i]
 
 (Yang et al. 2024, Dao and Gu 2024). All are matmuls, of which a row for position i adds up
-nothing but zeros from positions behind i. So what a position gives does not depend on how far its
-chunk has come: a decode step computes it as a prompt does, with the chunk's earlier positions taken
-from the slot, which holds the state before the chunk and the inputs since (:mod:`.chunk_layout`).
-The state is only written at a chunk's end.
+nothing but zeros from positions behind i, if their inputs are finite. So what a position gives does
+not depend on how far its chunk has come: a decode step computes it as a prompt does, with the
+chunk's earlier positions taken from the slot, which holds the state before the chunk and the inputs
+since (:mod:`.chunk_layout`). The state is written at a chunk's end, and where an interval begins, in another slot.
 
 Matmuls are of bfloat16 with float32 sums; a float32 factor is split into two bfloat16, 16 bits of
 its mantissa. Of inputs in other dtypes they are of float32.
@@ -48,8 +48,8 @@ _MOST_HEADS = 4
 _MOST_PROGRAMS = 1 << 15
 # Of a thread that moves states from slot to slot: so a multiprocessor runs three programs, not two.
 REGISTERS_OF_MANY_ROWS = 168
-# Programs that compute everything of their chunks themselves: four times as many as run at a time.
-_FEW_PROGRAMS = 1 << 10
+# Programs that compute everything of their chunks themselves: eight times as many as run at a time.
+_FEW_PROGRAMS = 1 << 11
 
 
 def delta_rule(
@@ -114,6 +114,9 @@ def _launch(
     strides = [x.stride(n) // unit for x in (query, key, value) for n in (0, 1)]
     strides += [0 if x is None else x.stride(n) for x in tokens[3:] for n in (0, 1)]
     layout = chunk_layout.record_layout(num_keys, num_values, key.dtype, value.dtype)
+    if states.shape[2] != layout.record:
+        found = f"slots of {states.shape[2]} numbers a record"
+        raise ValueError(f"{found} for inputs of {key.dtype} and {value.dtype}: {layout.record}")
     places = {name.upper(): place for name, place in layout._asdict().items()}
     sizes: dict[str, Any] = {
         "H": num_heads,

@@ -96,6 +96,21 @@ def test_kernels_are_close_to_the_cpu(
 
 
 @interpreted
+@pytest.mark.parametrize("decay", [-200.0, -1e5, float("-inf")])
+def test_a_strong_decay_costs_what_is_behind_no_digits(
+    decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    case = cases.delta_rule(2 * CHUNK, 2, 1, 8, 6)
+    case.per_token[3][5] = decay
+    expected, _ = run_whole(case, 0, 2 * CHUNK)
+    by_kernel(case, monkeypatch)
+    outputs, _ = run_whole(case, 0, 2 * CHUNK)
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=2e-5 * largest)
+
+
+@interpreted
 @pytest.mark.parametrize("interval", [4, 20, 32])
 def test_kernels_give_the_bits_of_sequences_alone(
     make_case: Callable[[int], Case], interval: int, monkeypatch: pytest.MonkeyPatch
