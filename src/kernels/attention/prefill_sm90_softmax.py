@@ -71,7 +71,7 @@ def times(sums, by):
 
 
 @gluon.jit
-def _fold_sums(total, sums, a, b):
+def fold_sums(total, sums, a, b):
     layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     b = gl.convert_layout(b, layout)[:, None]
     return gl.fma(sums, gl.broadcast(b, sums)[0], times(total, a))
@@ -85,8 +85,8 @@ def fold(state, factor):
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     a = gl.exp2((total_row_max - base) * factor)
     b = gl.exp2((row_max - base) * factor)
-    total_row_sum = _fold_sums(total_row_sum, row_sum, a, b)
-    total_acc = _fold_sums(total_acc, acc, a, b)
+    total_row_sum = fold_sums(total_row_sum, row_sum, a, b)
+    total_acc = fold_sums(total_acc, acc, a, b)
     row_max = gl.full_like(row_max, float("-inf"))
     return (
         row_max,

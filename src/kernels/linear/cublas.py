@@ -46,7 +46,7 @@ def forbid_split_k() -> None:
 
     Sets ``CUBLAS_WORKSPACE_CONFIG=:16:8`` and ``CUBLASLT_WORKSPACE_SIZE=1`` (KiB) in the
     environment, which leaves split-K no room for its partial sums; what asks for less already
-    stays, as there may be a workspace of that size.
+    stays, as there may be workspaces of that size.
 
     **Call it before the first matmul on the GPU**: later versions of torch read both once a
     process. Only :func:`.plan.sweep` shows what is in force.
@@ -54,7 +54,8 @@ def forbid_split_k() -> None:
     sizes = re.findall(r":(\d+):(\d+)", os.environ.get(_WORKSPACE, ""))
     if not sizes or sum(int(size) * int(count) for size, count in sizes) > _SMALL_KIB:
         os.environ[_WORKSPACE] = _SMALL
-    os.environ[_LT_WORKSPACE] = str(_LT_KIB)
+    if os.environ.get(_LT_WORKSPACE) != "0":
+        os.environ[_LT_WORKSPACE] = str(_LT_KIB)
 
 
 @contextmanager

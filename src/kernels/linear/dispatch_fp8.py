@@ -14,9 +14,12 @@ from torch import Tensor
 from ..device import Gpu
 from ..fused import quantize_rows as rows_of
 from ..fused.e4m3_groups import QuantizedRows
+from ..jit.parallel_build import may_skip_launches
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
 from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile, gates_in_store
+
+_ANY_ROWS = 1 << 30
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -152,10 +155,15 @@ def _gated(
     its own, with the same bits."""
     num_outs, k_size = values.shape
     is_like = dtype == torch.bfloat16 and scales.shape == (num_outs / BLOCK, k_size / BLOCK)
-    if is_like and gates_in_store(len(rows.values), num_outs, k_size, Gpu.of(values.device)):
+    # Kernels are being made for later steps, of other numbers of rows: those of both ways.
+    wants_both = may_skip_launches()
+    num_rows = _ANY_ROWS if wants_both else len(rows.values)
+    if is_like and gates_in_store(num_rows, num_outs, k_size, Gpu.of(values.device)):
         # Gluon is not in every Triton; the card says whether it is.
         from .matmul_fp8_sm90_gated_launch import gated_matmul
 
-        return gated_matmul(rows, values, scales)
+        gated = gated_matmul(rows, values, scales)
+        if not wants_both:
+            return gated
     gate, up = _multiply(rows, dtype, values, scales, None).chunk(2, -1)
     return rows_of.act_mul_quantize(gate, up, "silu")

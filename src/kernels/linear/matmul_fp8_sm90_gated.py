@@ -3,8 +3,8 @@ quantises the result: ``silu(gate) * up``, rounded to e4m3 with a scale for each
 
 As :mod:`.matmul_fp8_sm90_many`, whose bits the sums have, with tiles twice as wide: 128 rows of x
 by 128 rows of the gate's weight and the same ones of up's. A thread has both of an output, and four
-threads have a row's group of 128 outputs: gate and up, which else go to
-memory and back in bfloat16, stay in registers.
+threads have a row's group of 128 outputs: gate and up, which else go to memory and back in
+bfloat16, stay in registers.
 
 A warpgroup has float32 sums of 64 rows by 256, which leaves registers for the product of one half
 and one group only: while a warpgroup adds one up, the matrix unit works for the other. One is two

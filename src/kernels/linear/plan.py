@@ -2,8 +2,9 @@
 
 The choice compares bits on the GPU at hand: see :func:`sweep`. Two orders of summation differ in
 the last places of a float32 sum, and once that is rounded to 16 bits, in one result of thousands or
-fewer. So a million results are compared for each number of rows, and a weight of few outputs, for
-which that would take long and cuBLAS gains little, is ours for all numbers of rows.
+fewer. So some hundred thousand results are compared for each number of rows from 17 on, up to which
+ours computes all, and a weight of few outputs, for which that would take long and cuBLAS gains
+little, is ours for all numbers of rows.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from .tiles import fastest_custom_rows, has_one_tile
 SWEEP_ROWS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 REFERENCE_ROWS = 512
 MANY_ROWS = 1023  # no whole tile at the end
-_LEAST_OUTPUTS = 64  # of a weight that cuBLAS may multiply with
-_LEAST_RESULTS = 1 << 20  # compared for each number of rows
+LEAST_OUTPUTS = 64  # of a weight that cuBLAS may multiply with
+_LEAST_RESULTS = 1 << 20  # of a sweep's draws of 512 rows
+_MAX_DRAWS = 16
+_MAX_SLICES = 4  # of a draw that a number of rows is tried with
 _MAX_UNSAFE_ROWS = 64  # where cuBLAS differs above what is ours and this, it is not used at all
 
 
@@ -73,8 +76,8 @@ def sweep(
 
     Args:
         weight: ``[N, K]`` on a GPU. bias: ``[N]`` or None.
-        counts: row counts. The inputs of rows beyond 512 repeat the first. All are tried with as
-            many draws of 512 rows as give a million results.
+        counts: row counts. The inputs of rows beyond 512 repeat the first. All are tried with
+            several draws of 512 rows, and a few of several parts of a draw.
         ours_up_to: the highest at which to try our kernel; each of its tiles is compiled once.
         has_gate: whether the weight is one of gate and up, which our kernel for many rows then
             joins here, too.
@@ -103,7 +106,8 @@ def sweep(
 
 
 def _num_draws(weight: Tensor) -> int:
-    return -(-_LEAST_RESULTS // (REFERENCE_ROWS * max(len(weight), _LEAST_OUTPUTS)))
+    """How often 512 rows are drawn to be tried with ``weight``."""
+    return min(-(-_LEAST_RESULTS // (REFERENCE_ROWS * len(weight))), _MAX_DRAWS)
 
 
 def many_differs(weight: Tensor, bias: Tensor | None, has_gate: bool) -> tuple[int, ...]:
@@ -130,17 +134,22 @@ def _rows_to_try(weight: Tensor, num_rows: int, draw: int = 0) -> Tensor:
 def _differing(
     matmul: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int], expected: Tensor
 ) -> tuple[int, ...]:
-    """The counts c at which some row of ``matmul(x[:c])`` has other bits than in ``expected``."""
+    """The counts c at which some row of a matmul with c rows of ``x`` has other bits than it has in
+    ``expected``, that with the first 512. Of those below, up to four times c rows are tried."""
     if not counts:
         return ()
     bits = _bits(expected)
 
-    def differs(out: Tensor) -> Tensor:
-        parts = _bits(out).split(REFERENCE_ROWS)
-        return torch.stack([(part != bits[: len(part)]).any() for part in parts]).any()
+    def differs(count: int) -> Tensor:
+        found = []
+        for first in range(0, max(REFERENCE_ROWS - count, 0) + 1, count)[:_MAX_SLICES]:
+            out = _bits(matmul(x[first : first + count]))
+            for part in out.split(REFERENCE_ROWS):
+                found.append((part != bits[first : first + len(part)]).any())
+        return torch.stack(found).any()
 
     # One look at the device for all of them.
-    found = torch.stack([differs(matmul(x[:c])) for c in counts]).tolist()
+    found = torch.stack([differs(count) for count in counts]).tolist()
     return tuple(c for c, is_other in zip(counts, found, strict=True) if is_other)
 
 
@@ -152,7 +161,7 @@ def _bits(values: Tensor) -> Tensor:
 def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = False) -> MatmulPlan:
     """The plan for weights of this shape, dtype and device, by :func:`sweep`.
 
-    Some milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
+    Tens of milliseconds and the compilation of the tiles that will be used; to be kept. Our kernel
     alone, without a look at cuBLAS, where it has one tile, that is one class of bits for all rows,
     and where the weight has few outputs. ``has_gate``: whether the weight is one of gate and up.
 
@@ -162,7 +171,7 @@ def choose_plan(weight: Tensor, bias: Tensor | None = None, has_gate: bool = Fal
     num_outs, k_size = weight.shape
     if has_one_tile(k_size, weight.itemsize):
         return MatmulPlan(num_outs, k_size, ALL_ROWS)
-    if num_outs < _LEAST_OUTPUTS:
+    if num_outs < LEAST_OUTPUTS:
         _check_ours(weight, bias)
         return MatmulPlan(num_outs, k_size, ALL_ROWS)
     worth_it = max_custom_rows = rows_worth_it(weight, has_gate)

@@ -64,8 +64,10 @@ class LinearPlans:
             del new[key]
         with torch.inference_mode(), parallel_build(device):
             for weight, bias, has_gate in new.values():
-                worth_it = plan.rows_worth_it(weight, has_gate)
-                for count in (c for c in plan.SWEEP_ROWS if c <= worth_it):
+                most = plan.rows_worth_it(weight, has_gate)
+                if len(weight) < plan.LEAST_OUTPUTS:
+                    most = plan.SWEEP_ROWS[-1]
+                for count in (c for c in plan.SWEEP_ROWS if c <= most):
                     x = weight.new_empty(count, weight.shape[1])
                     gpu_linear.linear(x, weight, bias, gpu_linear.ALL_ROWS)
                 plan.many_differs(weight, bias, has_gate)  # what it finds is nothing yet

@@ -14,7 +14,7 @@ from . import dispatch, dispatch_int4
 from .dispatch_int4 import MAX_FUSED_ROWS
 from .int4_packing import PackedWeight
 from .matmul_int4 import dequantize
-from .plan import REFERENCE_ROWS, SWEEP_ROWS, _differing, _rows_to_try
+from .plan import REFERENCE_ROWS, SWEEP_ROWS, _differing, _num_draws, _rows_to_try
 from .plan_cache import LinearPlans
 
 _LEAST_INPUTS = 512
@@ -60,6 +60,9 @@ class RowLimits:
         with parallel_build(plain.device):
             for count in counts:
                 multiply(x[:count])
-        expected = dispatch.linear(x, plain, None, max_custom_rows)
-        differing = _differing(multiply, x, counts, expected)
-        return 0 if differing else MAX_FUSED_ROWS, max_custom_rows
+        for draw in range(_num_draws(plain)):
+            x = _rows_to_try(plain, REFERENCE_ROWS, draw)
+            expected = dispatch.linear(x, plain, None, max_custom_rows)
+            if _differing(multiply, x, counts, expected):
+                return 0, max_custom_rows
+        return MAX_FUSED_ROWS, max_custom_rows

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..attention.prefill_sm90_softmax import times, weigh
+from ..attention.prefill_sm90_softmax import fold_sums, times, weigh
 from .prefill_sm90_loads import LINES, STEP_N, next_tile, tile_of
 
 
@@ -42,13 +42,6 @@ def _fold_factors(total_row_max, row_max, factor):
     a = gl.exp2((total_row_max - base) * factor)
     b = gl.exp2((row_max - base) * factor)
     return new_row_max, a, b
-
-
-@gluon.jit
-def _fold_sums(total, sums, a, b):
-    layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    b = gl.convert_layout(b, layout)[:, None]
-    return gl.fma(sums, gl.broadcast(b, sums)[0], times(total, a))
 
 
 @gluon.jit
@@ -99,7 +92,7 @@ def weigh_vectors(
                     scores = gl.where(visible, scores, float("-inf"))
                 if _begins_split(step * STEP_N, splits):
                     total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
-                    total_row_sum = _fold_sums(total_row_sum, row_sum, a, b)
+                    total_row_sum = fold_sums(total_row_sum, row_sum, a, b)
                     row_max = gl.full_like(row_max, float("-inf"))
                     row_sum = gl.zeros_like(row_sum)
                 row_max, rescale, weights = weigh(scores, row_max, factor)
@@ -116,7 +109,7 @@ def weigh_vectors(
                 done += 1
             mbarrier.arrive(q_empty, count=1)
             total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
-            total_row_sum = _fold_sums(total_row_sum, row_sum, a, b)
+            total_row_sum = fold_sums(total_row_sum, row_sum, a, b)
             mbarrier.wait(p_empty, ((done + tiles) & 1) ^ 1)
             line_smem.store(1.0 / gl.max(total_row_sum, 1))
             mbarrier.arrive(p_full, count=1)
@@ -171,7 +164,7 @@ def _folded(piece, scratch, has_total, a, b):
     target = scratch + (offsets + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :])
     mask = gl.full([1024, 4], 1, gl.int1, layout) & has_total
     total = gl.load(target, mask=mask, other=0.0, cache_modifier=".cg")
-    return _fold_sums(_by_line(total), piece, a, b), target
+    return fold_sums(_by_line(total), piece, a, b), target
 
 
 @gluon.jit
@@ -229,8 +222,8 @@ def sum_values(
                             gl.store(places, _by_thread(total), cache_modifier=".cg")
                         has_total = True
                     else:
-                        total_left = _fold_sums(total_left, left, a, b)
-                        total_right = _fold_sums(total_right, right, a, b)
+                        total_left = fold_sums(total_left, left, a, b)
+                        total_right = fold_sums(total_right, right, a, b)
                     row_max = gl.full_like(row_max, float("-inf"))
                     left = gl.zeros_like(left)
                     right = gl.zeros_like(right)
@@ -264,8 +257,8 @@ def sum_values(
             tiles += 1
             total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
             if not HAS_SCRATCH:
-                left = _fold_sums(total_left, left, a, b)
-                right = _fold_sums(total_right, right, a, b)
+                left = fold_sums(total_left, left, a, b)
+                right = fold_sums(total_right, right, a, b)
             pieces = _pieces(left, right)
             for i in gl.static_range(PIECES):
                 total = pieces[i]

@@ -12,7 +12,8 @@ Of a chunk that begins with state S, with g the decays' logarithms summed up fro
 nothing but zeros from positions behind i, if their inputs are finite. So what a position gives does
 not depend on how far its chunk has come: a decode step computes it as a prompt does, with the
 chunk's earlier positions taken from the slot, which holds the state before the chunk and the inputs
-since (:mod:`.chunk_layout`). The state is written at a chunk's end, and where an interval begins, in another slot.
+since (:mod:`.chunk_layout`). The state is written at a chunk's end, and where an interval begins,
+in another slot.
 
 Matmuls are of bfloat16 with float32 sums; a float32 factor is split into two bfloat16, 16 bits of
 its mantissa. Of inputs in other dtypes they are of float32.

@@ -205,6 +205,22 @@ def test_a_gate_in_the_store_has_the_bits_of_its_own_kernel(width: int, hidden: 
         assert torch.equal(dispatch_fp8.mlp(x[:rows], *gate_up, *down, None), apart), rows
 
 
+def test_a_gate_in_the_store_of_a_prompt() -> None:
+    """So many rows that ``mlp`` leaves the gate to the store, and programs have several tiles."""
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.linear import dispatch_fp8
+    from pagespec.kernels.linear.tiles_fp8 import gates_in_store
+
+    width, hidden, num_rows = 256, 12288, 1500
+    assert gates_in_store(num_rows, 2 * hidden, width, Gpu.of(torch.device("cuda")))
+    gate_up = dispatch_fp8.pack(weight_of("blocks", 2 * hidden, width))
+    down = dispatch_fp8.pack(weight_of("blocks", width, hidden))
+    x = rows_of(num_rows, width)
+    gate, up = dispatch_fp8.linear(x, *gate_up).chunk(2, -1)
+    apart = dispatch_fp8.act_linear(gate, up, "silu", *down, None)
+    assert torch.equal(dispatch_fp8.mlp(x, *gate_up, *down, None), apart)
+
+
 def test_bias_and_other_dtypes() -> None:
     from pagespec.kernels.linear import dispatch_fp8
 

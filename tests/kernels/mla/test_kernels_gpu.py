@@ -103,6 +103,7 @@ def test_prefill_of_hopper_has_the_bits_of_any(
     batches.append([(4096, 128), (63, 2), (0, 64), (0, 65), (0, 1), (2048, 3), (0, 700)])
     batches.append([(37 * i % 3000, 1 + i * i % 70) for i in range(150)])
     batches.append([(61 * i % 3000, 1) for i in range(140)])  # by token, without padding
+    batches.append([(5, 2)])  # fewer lines than a tile has
     takes_singles = shape.hq % 64 == 0
     for rows in batches:
         batch = latent_batch(rows, shape, num_padding=0 if len(rows) == 140 else 3, device="cuda")
