@@ -6,8 +6,10 @@ Needs no GPU; not for a process in which Triton interprets.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
+from typing import Any
 
 import triton.backends.nvidia as nvidia
 
@@ -19,4 +21,20 @@ def assembled(ptx: str) -> str:
         file.write(ptx)
         file.flush()
         command = [assembler, "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def described(built: Any) -> dict[str, Any]:
+    """What tests ask of a compiled kernel of specialised warps."""
+    ptx = built.asm["ptx"]
+    said = assembled(ptx)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    assert spilled is not None
+    return {
+        "warnings": re.findall(r"^.*(?:warning|\(C\d+\)).*$", said, re.MULTILINE),
+        "spilled": int(spilled[1]),
+        "shared": built.metadata.shared,
+        "registers": sorted(set(map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)))),
+        "roundings": sorted(set(re.findall(r"\b(?:ex2|div)\.\w+(?:\.ftz)?\.f32", ptx))),
+    }

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import torch
 
 _WORKSPACE, _LT_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"
-_SMALL, _LT_KIB = ":16:8", 1  # KiB of a buffer, and how many
-_SMALL_KIB = 16 * 8
+_SMALL, _SMALL_KIB = ":16:8", 16 * 8  # eight buffers of 16 KiB
+_LT_KIB = 1
 
 
 @contextmanager

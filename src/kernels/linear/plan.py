@@ -2,8 +2,8 @@
 
 The choice compares bits on the GPU at hand: see :func:`sweep`. Two orders of summation differ in
 the last places of a float32 sum, and once that is rounded to 16 bits, in one result of thousands or
-fewer. So some hundred thousand results are compared for each number of rows from 17 on, up to which
-ours computes all, and a weight of few outputs, for which that would take long and cuBLAS gains
+fewer. So some hundred thousand results are compared for each number of rows above 16, up to which
+ours computes in any case. A weight of few outputs, for which that would take long and cuBLAS gains
 little, is ours for all numbers of rows.
 """
 
@@ -88,26 +88,33 @@ def sweep(
     """
     counts = sorted(set(counts))
     tried = [c for c in counts if c <= ours_up_to]
-    cublas_differs: set[int] = set()
-    ours_differs: set[int] = set()
-    for draw in range(_num_draws(weight)):
-        x = _rows_to_try(weight, counts[-1], draw)
-        expected = F.linear(x[:REFERENCE_ROWS], weight, bias)
-        cublas_differs.update(
-            _differing(lambda rows: F.linear(rows, weight, bias), x, counts, expected)
-        )
-        ours_differs.update(_differing(lambda rows: _ours(rows, weight, bias), x, tried, expected))
+
+    def library(rows: Tensor) -> Tensor:
+        return F.linear(rows, weight, bias)
+
     return SweepReport(
         tuple(counts),
-        tuple(sorted(cublas_differs)),
-        tuple(sorted(ours_differs)),
+        differing_counts(library, library, weight, counts),
+        differing_counts(lambda rows: _ours(rows, weight, bias), library, weight, tried),
         many_differs(weight, bias, has_gate),
     )
 
 
-def _num_draws(weight: Tensor) -> int:
-    """How often 512 rows are drawn to be tried with ``weight``."""
-    return min(-(-_LEAST_RESULTS // (REFERENCE_ROWS * len(weight))), _MAX_DRAWS)
+def differing_counts(
+    matmul: Callable[[Tensor], Tensor],
+    reference: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    counts: Sequence[int],
+) -> tuple[int, ...]:
+    """The row counts, of ascending ``counts``, at which a row of ``matmul`` has other bits than
+    ``reference`` gives it among 512; both multiply with ``weight``. Several draws of 512 rows are
+    tried, the more the fewer outputs there are."""
+    found: set[int] = set()
+    num_draws = min(-(-_LEAST_RESULTS // (REFERENCE_ROWS * len(weight))), _MAX_DRAWS)
+    for draw in range(num_draws if counts else 0):
+        x = _rows_to_try(weight, counts[-1], draw)
+        found.update(_differing(matmul, x, counts, reference(x[:REFERENCE_ROWS])))
+    return tuple(sorted(found))
 
 
 def many_differs(weight: Tensor, bias: Tensor | None, has_gate: bool) -> tuple[int, ...]:
@@ -136,8 +143,6 @@ def _differing(
 ) -> tuple[int, ...]:
     """The counts c at which some row of a matmul with c rows of ``x`` has other bits than it has in
     ``expected``, that with the first 512. Of those below, up to four times c rows are tried."""
-    if not counts:
-        return ()
     bits = _bits(expected)
 
     def differs(count: int) -> Tensor:
@@ -198,16 +203,16 @@ def rows_worth_it(weight: Tensor, has_gate: bool) -> int:
 
 def _check_ours(weight: Tensor, bias: Tensor | None) -> None:
     """Raise UnsupportedModelError unless our kernel's tiles agree among themselves."""
-    changed: set[int] = set()
-    for draw in range(_num_draws(weight)):
-        x = _rows_to_try(weight, SWEEP_ROWS[-1], draw)
-        expected = _ours(x[:REFERENCE_ROWS], weight, bias)
-        changed.update(_differing(lambda rows: _ours(rows, weight, bias), x, SWEEP_ROWS, expected))
+
+    def ours(rows: Tensor) -> Tensor:
+        return _ours(rows, weight, bias)
+
+    changed = differing_counts(ours, ours, weight, SWEEP_ROWS)
     if changed:
         raise UnsupportedModelError(
             f"matmuls with a weight of {list(weight.shape)}, {weight.dtype}: on this GPU neither "
             f"cuBLAS nor our kernel keeps a row's bits for all numbers of rows (ours differs from "
-            f"its {REFERENCE_ROWS} rows at {sorted(changed)}); transparent=False does without"
+            f"its {REFERENCE_ROWS} rows at {list(changed)}); transparent=False does without"
         )
 
 

@@ -14,7 +14,7 @@ from . import dispatch, dispatch_int4
 from .dispatch_int4 import MAX_FUSED_ROWS
 from .int4_packing import PackedWeight
 from .matmul_int4 import dequantize
-from .plan import REFERENCE_ROWS, SWEEP_ROWS, _differing, _num_draws, _rows_to_try
+from .plan import SWEEP_ROWS, differing_counts
 from .plan_cache import LinearPlans
 
 _LEAST_INPUTS = 512
@@ -56,13 +56,11 @@ class RowLimits:
         def multiply(x: Tensor) -> Tensor:
             return dispatch_int4.multiply(x, weight, None, MAX_FUSED_ROWS, max_custom_rows)
 
-        x = _rows_to_try(plain, REFERENCE_ROWS)
+        def reference(x: Tensor) -> Tensor:
+            return dispatch.linear(x, plain, None, max_custom_rows)
+
         with parallel_build(plain.device):
             for count in counts:
-                multiply(x[:count])
-        for draw in range(_num_draws(plain)):
-            x = _rows_to_try(plain, REFERENCE_ROWS, draw)
-            expected = dispatch.linear(x, plain, None, max_custom_rows)
-            if _differing(multiply, x, counts, expected):
-                return 0, max_custom_rows
-        return MAX_FUSED_ROWS, max_custom_rows
+                multiply(plain.new_empty(count, num_inputs))
+        differing = differing_counts(multiply, reference, plain, counts)
+        return 0 if differing else MAX_FUSED_ROWS, max_custom_rows

@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..arguments import LatentKV
 from ..attention.bundles import Splits
 from ..device import Gpu
-from .prefill_sm90_loads import LINES, STEP_N, Batch, produce
+from .prefill_sm90_loads import LINES, STEP_N, Barriers, Batch, produce
 from .prefill_sm90_warpgroups import needs_scratch, sum_values, weigh_vectors
 
 _SHARED_BYTES = 226 << 10  # but for barriers and maxima
@@ -89,7 +89,7 @@ def latent_prefill_kernel(
     mbarrier.init(t_full, count=1)
     mbarrier.init(t_empty, count=3)
     fence_async_shared()
-    bars = (full, empty, q_full, q_empty, p_full, p_empty, t_full, t_empty)
+    bars = Barriers(full, empty, q_full, q_empty, p_full, p_empty, t_full, t_empty)
     batch = Batch(starts, contexts, num_tokens, num_rows, num_tiles)
     gl.warp_specialize(
         [

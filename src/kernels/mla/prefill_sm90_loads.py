@@ -45,6 +45,24 @@ class LineTile(NamedTuple):
     pads: Any
 
 
+class Barriers(NamedTuple):
+    """Pairs: what is waited for has come (full), and its place is free again (empty).
+
+    Attributes:
+        full, empty: of the ring: a group of panels, a slot.
+        q_full, q_empty: queries. p_full, p_empty: weights. t_full, t_empty: the number of a tile.
+    """
+
+    full: Any
+    empty: Any
+    q_full: Any
+    q_empty: Any
+    p_full: Any
+    p_empty: Any
+    t_full: Any
+    t_empty: Any
+
+
 LINES = gl.constexpr(64)  # of a tile: queries x heads
 STEP_N = gl.constexpr(64)  # vectors of a step, a tile of :mod:`.tiles`
 
@@ -123,7 +141,6 @@ def _load_step(
     ROWS: gl.constexpr = desc.block_type.shape[0]
     PARTS: gl.constexpr = STEP_N // ROWS
     GROUPS: gl.constexpr = PANELS // GROUP
-    full, empty = bars[0], bars[1]
     # Before the wait, beside which they arrive.
     first = _slot_of(table, start, last, PAGE, ROWS)
     if PARTS > 1:
@@ -131,9 +148,9 @@ def _load_step(
     if PARTS > 2:
         third = _slot_of(table, start + 2 * ROWS, last, PAGE, ROWS)
         fourth = _slot_of(table, start + 3 * ROWS, last, PAGE, ROWS)
-    mbarrier.wait(empty.index(slot), phase)
+    mbarrier.wait(bars.empty.index(slot), phase)
     for group in gl.static_range(GROUPS):
-        bar = full.index(slot * GROUPS + group)
+        bar = bars.full.index(slot * GROUPS + group)
         mbarrier.expect(bar, GROUP * (STEP_N * 64 * 2))
         _load_panels(desc, first, ring, slot * PANELS, bar, 0, group * GROUP, GROUP)
         if PARTS > 1:
@@ -156,20 +173,18 @@ def _claim(counter):
 @gluon.jit
 def _hand_on(tile, tile_smem, bars, count):
     """Hand a tile's number, the ``count``-th, to the warpgroups, once they have the one before."""
-    t_full, t_empty = bars[6], bars[7]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.wait(t_empty, (count & 1) ^ 1)
+    mbarrier.wait(bars.t_empty, (count & 1) ^ 1)
     tile_smem.store(gl.full([32], 0, gl.int32, LAYOUT) + tile)
-    mbarrier.arrive(t_full, count=1)
+    mbarrier.arrive(bars.t_full, count=1)
 
 
 @gluon.jit
 def next_tile(tile_smem, bars, count):
     """The ``count``-th number that :func:`produce` hands on; ``num_tiles`` behind the last."""
-    t_full, t_empty = bars[6], bars[7]
-    mbarrier.wait(t_full, count & 1)
+    mbarrier.wait(bars.t_full, count & 1)
     numbers = tile_smem.load(gl.BlockedLayout([1], [32], [4], [0]))
-    mbarrier.arrive(t_empty, count=1)
+    mbarrier.arrive(bars.t_empty, count=1)
     return gl.max(numbers, 0)
 
 
@@ -181,7 +196,6 @@ def produce(
 ):  # fmt: skip
     """Claims tiles, and loads the queries of each and its vectors step by step. ``PANELS`` of 64
     elements make a vector, and ``GROUP`` panels have a barrier."""
-    q_full, q_empty = bars[2], bars[3]
     done = 0  # steps of all tiles
     tiles = 0
     count = 0
@@ -193,8 +207,8 @@ def produce(
             count += 1
         if tile.attends:
             table = tables + tile.row.to(gl.int64) * table_stride
-            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
-            _load_queries(q_desc, tile.begin * H + tile.first, q_smem, q_full)
+            mbarrier.wait(bars.q_empty, (tiles & 1) ^ 1)
+            _load_queries(q_desc, tile.begin * H + tile.first, q_smem, bars.q_full)
             tiles += 1
             for step in range(tile.last // STEP_N + 1):
                 slot = done % SLOTS

@@ -55,7 +55,6 @@ def weigh_vectors(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_N, 16])
     MASS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     GROUPS: gl.constexpr = PANELS // GROUP
-    full, q_full, q_empty, p_full, p_empty = bars[0], bars[2], bars[3], bars[4], bars[5]
     dtype: gl.constexpr = ring.dtype
     ones = gl.full([STEP_N, 8], 1.0, dtype, gl.DotOperandLayout(1, MASS, 2))
     lines = gl.arange(0, LINES, gl.SliceLayout(1, S))
@@ -74,14 +73,14 @@ def weigh_vectors(
             total_row_max = row_max
             row_sum = gl.zeros([LINES, 8], gl.float32, MASS)
             total_row_sum = row_sum
-            mbarrier.wait(q_full, tiles & 1)
+            mbarrier.wait(bars.q_full, tiles & 1)
             for step in range(last // STEP_N + 1):
                 slot = done % SLOTS
                 phase = done // SLOTS & 1
                 scores = gl.zeros([LINES, STEP_N], gl.float32, S)
                 for panel in gl.static_range(PANELS):
                     if panel % GROUP == 0:
-                        mbarrier.wait(full.index(slot * GROUPS + panel // GROUP), phase)
+                        mbarrier.wait(bars.full.index(slot * GROUPS + panel // GROUP), phase)
                     keys = ring.index(slot * PANELS + panel).permute((1, 0))
                     scores = warpgroup_mma(
                         q_smem.index(panel), keys, scores, use_acc=panel > 0, is_async=True
@@ -97,22 +96,22 @@ def weigh_vectors(
                     row_sum = gl.zeros_like(row_sum)
                 row_max, rescale, weights = weigh(scores, row_max, factor)
                 weights = weights.to(dtype)
-                mbarrier.wait(p_empty, ((done + tiles) & 1) ^ 1)
+                mbarrier.wait(bars.p_empty, ((done + tiles) & 1) ^ 1)
                 p_smem.store(weights)
                 line_smem.store(row_max)
-                mbarrier.arrive(p_full, count=1)
+                mbarrier.arrive(bars.p_full, count=1)
                 wide = gl.convert_layout(weights, gl.DotOperandLayout(0, S, 2))
                 narrow = gl.convert_layout(
                     wide, gl.DotOperandLayout(0, MASS, 2), assert_trivial=True
                 )
                 row_sum = mma_v2(narrow, ones, times(row_sum, rescale))
                 done += 1
-            mbarrier.arrive(q_empty, count=1)
+            mbarrier.arrive(bars.q_empty, count=1)
             total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
             total_row_sum = fold_sums(total_row_sum, row_sum, a, b)
-            mbarrier.wait(p_empty, ((done + tiles) & 1) ^ 1)
+            mbarrier.wait(bars.p_empty, ((done + tiles) & 1) ^ 1)
             line_smem.store(1.0 / gl.max(total_row_sum, 1))
-            mbarrier.arrive(p_full, count=1)
+            mbarrier.arrive(bars.p_full, count=1)
             tiles += 1
         count += 1
         number = next_tile(tile_smem, bars, count)
@@ -183,7 +182,6 @@ def sum_values(
     LINE: gl.constexpr = gl.SliceLayout(1, A)
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     PANEL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    empty, p_full, p_empty = bars[1], bars[4], bars[5]
     dtype: gl.constexpr = ring.dtype
     scratch += (gl.program_id(0) * R + WARPGROUP * (2 * D)) * LINES
     done = 0
@@ -207,10 +205,10 @@ def sum_values(
             total_right = left
             for step in range(last // STEP_N + 1):
                 slot = done % SLOTS
-                mbarrier.wait(p_full, (done + tiles) & 1)
+                mbarrier.wait(bars.p_full, (done + tiles) & 1)
                 weights = p_smem.load(gl.DotOperandLayout(0, A, 2))
                 new_row_max = line_smem.load(LINE)
-                mbarrier.arrive(p_empty, count=1)
+                mbarrier.arrive(bars.p_empty, count=1)
                 if _begins_split(step * STEP_N, splits):
                     total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
                     if HAS_SCRATCH:
@@ -249,11 +247,11 @@ def sum_values(
                 left = warpgroup_mma(weights, first_values, left, is_async=True)
                 right = warpgroup_mma(weights, second_values, right, is_async=True)
                 left, right = warpgroup_mma_wait(0, deps=(left, right))
-                mbarrier.arrive(empty.index(slot), count=1)
+                mbarrier.arrive(bars.empty.index(slot), count=1)
                 done += 1
-            mbarrier.wait(p_full, (done + tiles) & 1)
+            mbarrier.wait(bars.p_full, (done + tiles) & 1)
             reciprocal = line_smem.load(LINE)
-            mbarrier.arrive(p_empty, count=1)
+            mbarrier.arrive(bars.p_empty, count=1)
             tiles += 1
             total_row_max, a, b = _fold_factors(total_row_max, row_max, factor)
             if not HAS_SCRATCH:

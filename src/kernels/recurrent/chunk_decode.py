@@ -27,7 +27,7 @@ from .device_functions import zero_padding
 
 
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
-def decode_kernel(  # type: ignore[no-untyped-def]
+def chunk_decode_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, rates, dt_bias, skip, states, chunks, out, starts, contexts,
     tables, num_rows, num_tokens, interval, table_stride, scale, dt_min, dt_max,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, a_stride,
@@ -38,8 +38,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     K_PAD: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
     L2NORM: tl.constexpr, SOFTPLUS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`.chunk_prompt.prompt_kernel`, but that without ``chunks`` each program computes
-    what would be in them itself, for any interval; rates and dt_bias ``[H]``, of Mamba-2."""
+    """As :func:`.chunk_prompt.chunk_prompt_kernel`, but that without ``chunks`` each program
+    computes what would be in them itself, for any interval; rates and dt_bias ``[H]``, of Mamba-2.
+    """
     DELTA: tl.constexpr = beta is not None
     DTYPE: tl.constexpr = out.dtype.element_ty
     SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE

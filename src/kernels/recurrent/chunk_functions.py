@@ -237,7 +237,7 @@ def load_reads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_inner(place, reads, index):  # type: ignore[no-untyped-def]
-    """What ``inner_kernel`` left at ``place``: mixing, the three factors and that on S."""
+    """What ``chunk_inner_kernel`` left at ``place``: mixing, the three factors and that on S."""
     CHUNK: tl.constexpr = index.shape[0]
     vectors = place + 2 * CHUNK * CHUNK + index
     return (

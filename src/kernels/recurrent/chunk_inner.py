@@ -29,14 +29,14 @@ POINTERS = ["decay", "beta", "starts", "contexts", "tables"]
 
 @triton.jit
 def place_of_chunk(chunks, token, begin, row, head, CHUNK: tl.constexpr, SIZE: tl.constexpr, H):  # type: ignore[no-untyped-def]
-    """Where ``inner_kernel`` leaves what it computes of the chunk whose first token of the step is
-    ``token``: of a row's chunks, all but the first begin CHUNK tokens apart."""
+    """Where ``chunk_inner_kernel`` leaves what it computes of the chunk whose first token of the
+    step is ``token``: of a row's chunks, all but the first begin CHUNK tokens apart."""
     number = token // CHUNK + (token > begin).to(tl.int32) + 2 * row
     return chunks + (number.to(tl.int64) * H + head) * SIZE
 
 
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
-def inner_kernel(  # type: ignore[no-untyped-def]
+def chunk_inner_kernel(  # type: ignore[no-untyped-def]
     query, key, decay, beta, rates, dt_bias, states, chunks, starts, contexts, tables, interval,
     table_stride, scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
     a_stride, a_head_stride, b_stride, b_head_stride,
@@ -46,8 +46,9 @@ def inner_kernel(  # type: ignore[no-untyped-def]
     SOFTPLUS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Grid: ``(H / HEADS, B, programs that share the chunks of a row)``, HEADS being of one head of
-    keys; interval a multiple of CHUNK. Shapes as of :func:`.chunk_prompt.prompt_kernel`; rates and
-    dt_bias ``[H]``, of Mamba-2. ``chunks`` are :func:`.chunk_functions.delta_inner`'s results."""
+    keys; interval a multiple of CHUNK. Shapes as of :func:`.chunk_prompt.chunk_prompt_kernel`;
+    rates and dt_bias ``[H]``, of Mamba-2. ``chunks`` are the results of
+    :func:`.chunk_functions.delta_inner`."""
     DELTA: tl.constexpr = beta is not None
     SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
     row = tl.program_id(1)

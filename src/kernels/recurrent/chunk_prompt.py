@@ -22,7 +22,7 @@ from .device_functions import zero_padding
 
 
 @triton.jit(do_not_specialize=BATCH, do_not_specialize_on_alignment=POINTERS)
-def prompt_kernel(  # type: ignore[no-untyped-def]
+def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
     query, key, value, decay, beta, skip, states, chunks, out, starts, contexts, tables,
     num_rows, num_tokens, interval, table_stride, q_stride, q_head_stride, k_stride, k_head_stride,
     v_stride, v_head_stride, a_stride, a_head_stride, b_stride, b_head_stride,

@@ -34,9 +34,9 @@ import triton
 from torch import Tensor
 
 from . import chunk_layout
-from .chunk_decode import decode_kernel
-from .chunk_inner import inner_kernel
-from .chunk_prompt import prompt_kernel
+from .chunk_decode import chunk_decode_kernel
+from .chunk_inner import chunk_inner_kernel
+from .chunk_prompt import chunk_prompt_kernel
 from .walk import StepRows
 
 _NUM_WARPS = 4
@@ -126,6 +126,7 @@ def _launch(
         "K_PAD": chunk_layout.padded(num_keys),
         "CHUNK": chunk_layout.CHUNK,
         "UNIT": unit,
+        "SIZE": chunk_layout.PREPARED_SIZE,
         # The same roundings in all kernels.
         "enable_fp_fusion": False,
         "num_stages": 1,
@@ -138,7 +139,6 @@ def _launch(
     }
     metadata = rows.query_starts, rows.context_lens, rows.state_tables
     steps = rows.interval, rows.state_tables.stride(0)
-    sizes["SIZE"] = chunk_layout.PREPARED_SIZE
     grid = states.shape[1], num_rows + 1
     is_long = has_long_rows(len(out), num_rows)
     chunks = None
@@ -150,7 +150,7 @@ def _launch(
         heads = math.gcd(num_heads // key.shape[1], _MOST_HEADS)
         most = triton.cdiv(len(out), chunk_layout.CHUNK) + 1 if is_long else 1
         sharing = max(1, _MOST_PROGRAMS * heads // (num_heads * num_rows))
-        inner_kernel[(num_heads // heads, num_rows, min(sharing, most))](
+        chunk_inner_kernel[(num_heads // heads, num_rows, min(sharing, most))](
             query, key, *given[3:], *per_head[:2], states, chunks, *metadata, *steps, *limits,
             *strides[:4], *strides[6:],
             TILES=states.shape[1] // num_heads,
@@ -163,7 +163,7 @@ def _launch(
             **options,
         )  # fmt: skip
     if is_long and chunks is not None:
-        prompt_kernel[grid](
+        chunk_prompt_kernel[grid](
             *given, per_head[2], states, chunks, out, *metadata, num_rows, len(out), *steps,
             *strides,
             **sizes,
@@ -172,7 +172,7 @@ def _launch(
     else:
         if chunks is not None and key.dtype == torch.bfloat16:
             tiles["maxnreg"] = REGISTERS_OF_MANY_ROWS
-        decode_kernel[grid](
+        chunk_decode_kernel[grid](
             *given, *per_head, states, chunks, out, *metadata, num_rows, len(out), *steps, *limits,
             *strides,
             **sizes,

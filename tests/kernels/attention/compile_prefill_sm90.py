@@ -6,15 +6,10 @@ A process of its own, started by ``test_prefill_sm90.py``: there, Triton interpr
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
@@ -24,6 +19,7 @@ from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import prefill_sm90
 from pagespec.kernels.attention.launch import _shared
 from pagespec.kernels.attention.tiling import choose_tiling
+from tests.support.assembled import described
 
 
 def tensors(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,36 +78,10 @@ def build(case: dict[str, Any]) -> Any:
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def assemble(ptx: str) -> str:
-    """What ptxas says of it."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
-        file.write(ptx)
-        file.flush()
-        command = [str(tool), "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
-
-
-def report(case: dict[str, Any]) -> dict[str, Any]:
-    built = build(case)
-    ptx = built.asm["ptx"]
-    said = assemble(ptx)
-    spilled = re.search(r"(\d+) bytes spill stores", said)
-    assert spilled is not None
-    return {
-        "warnings": re.findall(r"^.*(?:warning|\(C\d+\)).*$", said, re.MULTILINE),
-        "spilled": int(spilled[1]),
-        "shared": built.metadata.shared,
-        "registers": sorted(set(map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)))),
-        "roundings": sorted(set(re.findall(r"\b(?:ex2|div)\.\w+(?:\.ftz)?\.f32", ptx))),
-    }
-
-
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     answer = {
         "fits": [fits(case) for case in asked["fits"]],
-        "built": [report(case) for case in asked["build"]],
+        "built": [described(build(case)) for case in asked["build"]],
     }
     print(json.dumps(answer))

@@ -6,7 +6,6 @@ A process of its own, started by ``test_prefill_sm90.py``: there, Triton interpr
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import Any
 
@@ -18,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from pagespec.kernels.mla import prefill_sm90
 from pagespec.kernels.mla.launch import choose_tiling
-from tests.kernels.attention.compile_prefill_sm90 import assemble
+from tests.support.assembled import described
 
 
 def tensors(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -71,25 +70,10 @@ def build(case: dict[str, Any]) -> Any:
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def report(case: dict[str, Any]) -> dict[str, Any]:
-    built = build(case)
-    ptx = built.asm["ptx"]
-    said = assemble(ptx)
-    spilled = re.search(r"(\d+) bytes spill stores", said)
-    assert spilled is not None
-    return {
-        "warnings": re.findall(r"^.*(?:warning|\(C\d+\)).*$", said, re.MULTILINE),
-        "spilled": int(spilled[1]),
-        "shared": built.metadata.shared,
-        "registers": sorted(set(map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)))),
-        "roundings": sorted(set(re.findall(r"\b(?:ex2|div)\.\w+(?:\.ftz)?\.f32", ptx))),
-    }
-
-
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     answer = {
         "fits": [fits(case) for case in asked["fits"]],
-        "built": [report(case) for case in asked["build"]],
+        "built": [described(build(case)) for case in asked["build"]],
     }
     print(json.dumps(answer))

@@ -42,10 +42,10 @@ CHANNELS = {"H": 32, "HK": 32, "K": 128, "V": 128, "BLOCK_V": TILE, "L2NORM": Tr
             "LANES": walked_delta_rule.lanes(128, TILE)}  # fmt: skip
 # Kernels, their warps, and constants besides.
 CHUNK_KERNELS: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "in chunks": (chunk_prompt.prompt_kernel, chunked._NUM_WARPS, {}),
-    "in chunks, many rows": (chunk_decode.decode_kernel, chunked._NUM_WARPS, {}),
-    "in chunks, few rows": (chunk_decode.decode_kernel, chunked._NUM_WARPS, {"chunks": None}),
-    "in chunks, inner": (chunk_inner.inner_kernel, chunked._NUM_WARPS_INNER, {}),
+    "in chunks": (chunk_prompt.chunk_prompt_kernel, chunked._NUM_WARPS, {}),
+    "in chunks, many rows": (chunk_decode.chunk_decode_kernel, chunked._NUM_WARPS, {}),
+    "in chunks, few rows": (chunk_decode.chunk_decode_kernel, chunked._NUM_WARPS, {"chunks": None}),
+    "in chunks, inner": (chunk_inner.chunk_inner_kernel, chunked._NUM_WARPS_INNER, {}),
 }
 
 
@@ -141,7 +141,7 @@ def report(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps:
         },
     )
     options = {"num_warps": warps, "enable_fp_fusion": kernel in WITH_FUSION}
-    if kernel is chunk_decode.decode_kernel and "chunks" not in constants:
+    if kernel is chunk_decode.chunk_decode_kernel and "chunks" not in constants:
         options["maxnreg"] = chunked.REGISTERS_OF_MANY_ROWS
     built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
