@@ -51,6 +51,7 @@ Load = Annotated[
 Json = Annotated[Path, typer.Option(help="Everything measured is written to this file.")]
 Quantization = Annotated[str | None, typer.Option(help="fp8, or none.")]
 KvCacheDtype = Annotated[str, typer.Option(help="auto or fp8.")]
+TensorParallelSize = Annotated[int, typer.Option(min=1, help="GPUs that share the model.")]
 
 
 @app.command()
@@ -60,6 +61,7 @@ def pagespec(
     json: Json,
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    tensor_parallel_size: TensorParallelSize = 1,
 ) -> None:
     """Measure pagespec."""
     runs = parsed(load)
@@ -68,7 +70,10 @@ def pagespec(
     import pagespec as engine
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    settings: dict[str, Any] = {
+        "kv_cache_dtype": kv_cache_dtype,
+        "tensor_parallel_size": tensor_parallel_size,
+    }
     if quantization is not None:
         settings["quantization"] = quantization
     with model_folder(model) as folder:
@@ -92,7 +97,12 @@ def pagespec(
             engine.SamplingParams,
             runs,
             json,
-            {**about, "gpu": gpu, "start_s": start_s, **named(model, quantization, kv_cache_dtype)},
+            {
+                **about,
+                "gpu": gpu,
+                "start_s": start_s,
+                "model": named(model, quantization, kv_cache_dtype, tensor_parallel_size),
+            },
         )
 
 
@@ -103,12 +113,13 @@ def vllm(
     json: Json,
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    tensor_parallel_size: TensorParallelSize = 1,
 ) -> None:
     """Measure vLLM, which has to be in PYTHONPATH."""
     runs = parsed(load)
     # Its engine in this process, no look-ups, no kernels that are not there; read when imported.
     for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -138,6 +149,7 @@ def vllm(
             disable_log_stats=True,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel_size=tensor_parallel_size,
         )
         start_s = time.perf_counter() - begin
         config = llm.llm_engine.vllm_config
@@ -156,18 +168,22 @@ def vllm(
                 **about,
                 "gpu": torch.cuda.get_device_name(),
                 "start_s": start_s,
-                **named(model, quantization, kv_cache_dtype),
+                "model": named(model, quantization, kv_cache_dtype, tensor_parallel_size),
             },
         )
 
 
-def named(model: str, quantization: str | None, kv_cache_dtype: str) -> dict[str, str]:
+def named(
+    model: str, quantization: str | None, kv_cache_dtype: str, tensor_parallel_size: int
+) -> str:
     parts = [model]
     if quantization is not None:
         parts.append(quantization)
     if kv_cache_dtype != "auto":
         parts.append(f"cache {kv_cache_dtype}")
-    return {"model": ", ".join(parts)}
+    if tensor_parallel_size > 1:
+        parts.append(f"{tensor_parallel_size} GPUs")
+    return ", ".join(parts)
 
 
 def parsed(loads: list[str]) -> dict[str, int]:
