@@ -3,6 +3,7 @@
 Read in this order: ``cpu_runner`` and ``cpu_pack`` (the whole way of a step, in its simplest form);
 ``gpu_runner``, ``gpu_pack``, ``pinned_ring``, ``block_tables`` (what is sent to the device),
 ``unpack_kernels``, ``device_buffers`` (what becomes of it there), ``step_shapes``, ``cuda_graphs``;
+``gpu_sampler`` (the order of what is sampled, in the graph and behind it);
 ``edit_batch``, ``cpu_edits``, ``gpu_edits``, ``gpu_masks`` and ``gpu_masked_rows`` (rows whose
 logits are edited or masked);
 ``logprob_fields``, ``cpu_logprobs`` and ``gpu_logprobs`` (log-probabilities, of rows that ask);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from ..compile.step_inputs import MIN_SIZE
 from ..engine.config import EngineConfig
 from ..engine.stats import Clock, EngineStats
 from ..errors import InvalidInputError
+from ..kernels.jit.compile_pool import current_compilers
+from ..kernels.jit.parallel_build import parallel_build
 from ..startup import gc_paused
 from .cpu_runner import OnLogits
 from .gpu_logprobs import CHUNK_ROWS
@@ -67,7 +70,7 @@ def make_gpu_runner(
         if communicator.num_ranks > 1:
             communicator.reserve(*_collectives(config, captured))
         trial = make(MIN_SIZE, limit, int(has_states))
-        trial.build_kernels(shapes)
+        _build_kernels(trial, device, shapes)
         profile = profile_memory(
             config, device, trial.run_worst_case, trial.run_prompt_chunk, len(shapes)
         )
@@ -116,6 +119,30 @@ def make_gpu_runner(
         num_blocks * config.block_size,
     )
     return runner, max_model_len
+
+
+def _build_kernels(runner: GpuRunner, device: torch.device, shapes: Sequence[StepShape]) -> None:
+    """Compile side by side what the largest step and steps of these shapes launch."""
+    decode, mixed = (sorted(s for s in shapes if s.is_decode == kind) for kind in (True, False))
+    others = current_compilers()
+    if others is not None and others.is_running:
+        # They begin with what is asked for, and are at it while more is found to be missing.
+        first = [*decode, *mixed]
+    else:
+        # These have nearly all that takes long. Of the others little is missing then, which
+        # counts: a launch that is left out takes ten times as long as one that is not.
+        some = [decode[i * (len(decode) - 1) // 3] for i in range(4) if decode]
+        first = [*dict.fromkeys(some), *mixed[:1], *mixed[-1:]]
+    with runner.step_context():
+        with parallel_build(device) as built:
+            runner.run_worst_case()
+            for shape in first:
+                runner.run_blank(shape)
+        if not built.num_compiled or len(first) == len(shapes):
+            return  # such a start has been here before: the others come from the disk, too
+        with parallel_build(device):
+            for shape in shapes:
+                runner.run_blank(shape)
 
 
 def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[int, int]]:

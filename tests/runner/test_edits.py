@@ -114,9 +114,10 @@ def test_steps_in_which_nobody_asks_launch_nothing(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = make_runner(kind, 50, True, None)
+    edits = runner._edits if kind == "cpu" else runner._sampler.edits
     for name in ("sample", "_sample", "_keep_history", "_keep_inputs", "_send"):
-        monkeypatch.setattr(type(runner._edits), name, None, raising=False)
+        monkeypatch.setattr(type(edits), name, None, raising=False)
     plain = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     requests = [Asked([5, 6, i], plain).request(str(i)) for i in range(3)]
     serve(runner, requests, num_blocks=50, block_size=BLOCK_SIZE)
-    assert runner._edits._packer._lists == {}
+    assert edits._packer._lists == {}

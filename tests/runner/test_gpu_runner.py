@@ -222,5 +222,5 @@ def test_an_empty_step_finds_nothing_of_the_step_before(monkeypatch: pytest.Monk
     monkeypatch.setattr(runner, "run_staged", run)
     shapes = [StepShape(8, 2, False), StepShape(4, 4, True), StepShape(8, 2, False)]
     for shape in shapes:
-        runner._run_blank(shape)
+        runner.run_blank(shape)
     assert seen == shapes

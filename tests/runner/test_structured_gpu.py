@@ -127,7 +127,7 @@ def test_nothing_is_compiled_or_captured_once_it_serves() -> None:
 def test_an_interrupted_run_leaves_a_whole_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params, _ = load()
     llm = engine()
-    matchers = llm.engine.runner._matchers  # type: ignore[attr-defined]
+    matchers = llm.engine.runner._sampler.matchers  # type: ignore[attr-defined]
     masks, calls = matchers.masks, []
 
     def interrupted(rows: Any) -> Any:

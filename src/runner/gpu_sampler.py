@@ -1,0 +1,280 @@
+"""Samples the steps of a GPU runner: in the graph, and whatever a plan asks for behind it.
+
+Greedy rows and rows of plain temperature are sampled by the graph's last kernel. Behind the graph
+follow, in steps with rows that ask for them: rows that use top-k, top-p or min-p, edited rows,
+constrained rows, log-probabilities. Only constrained rows wait, for masks that the host makes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compile.captured_model import CapturedModel
+from ..compile.step_inputs import StepOutputs
+from ..engine.plan import StepPlan, StepResult
+from ..kernels.sampling.gumbel import Results, sample_simple
+from ..kernels.sampling.logprob_rows import LOGPROB_FIELDS
+from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
+from ..structured.grammars import Grammars
+from ..structured.matchers import ConstrainedRows, Masks, Matchers
+from .cpu_runner import OnLogits
+from .device_buffers import StepBuffers
+from .gpu_edits import GpuEdits
+from .gpu_logprobs import GpuLogprobs, max_logprob_rows, read_logprobs
+from .gpu_pack import StagedStep
+from .pinned_ring import PinnedRing
+from .step_shapes import StepShape
+
+_POLL_S = 20e-6
+
+
+@dataclass(slots=True, eq=False)
+class GpuStepHandle:
+    """A step queued on the device; ``token_ids`` is filled once ``event`` has passed, and so are
+    ``logprobs``, the first of which are of ``num_logprobs`` sampled rows.
+
+    Attributes:
+        constrained: rows that are sampled when their masks are made; until then there is no
+            ``event``, and no ``logprobs``.
+    """
+
+    token_ids: Tensor
+    constrained: ConstrainedRows | None = None
+    event: torch.cuda.Event | None = None
+    logprobs: Tensor | None = None
+    num_logprobs: int = 0
+
+    def is_computed(self, wait_s: float) -> bool:
+        """Whether the step has been computed, after at most ``wait_s`` seconds."""
+        end = time.perf_counter() + wait_s
+        while self.event is None or not self.event.query():
+            if time.perf_counter() > end:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+class _Unfinished(NamedTuple):
+    """A step whose constrained rows are still to be sampled, with the arguments of ``_finish``."""
+
+    handle: GpuStepHandle
+    staged: StagedStep
+    constrained: ConstrainedRows
+    outputs: StepOutputs
+    truncated: Tensor
+    store_rows: list[int]
+
+
+class GpuStepSampler:
+    """Samples steps, and stores tokens and log-probabilities in the host's memory.
+
+    Args:
+        captured: the model.
+        buffers: of the runner's steps.
+        num_results: steps whose results are kept: at least one more than can be in flight.
+        max_model_len: most tokens of a request, or a little more.
+        processed_logprobs, on_logits: as for :class:`.cpu_runner.ModelRunner`.
+
+    Attributes:
+        edits: of edited rows. matchers: of constrained rows.
+        mask_s: seconds that the host has waited for masks so far.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        buffers: StepBuffers,
+        grammars: Grammars,
+        *,
+        num_results: int,
+        max_model_len: int,
+        processed_logprobs: bool = False,
+        on_logits: OnLogits | None = None,
+    ) -> None:
+        num_tokens, num_rows = len(buffers.input_ids), len(buffers.context_lens)
+        self._captured, self._buffers, self._on_logits = captured, buffers, on_logits
+        self._ring = PinnedRing(num_results, num_rows, torch.int64)
+        self._results = Results(self._ring.tensor, buffers.result_row)
+        self._logprobs = GpuLogprobs(
+            captured,
+            num_results,
+            max_logprob_rows(num_tokens, num_rows),
+            buffers.temperatures if processed_logprobs else None,
+        )
+        self._blank_hidden: Tensor | None = None
+        self.edits = GpuEdits(buffers, self._results, max_model_len, processed_logprobs)
+        self.matchers = Matchers(grammars, self.edits.masks.make_space)
+        self._unfinished: _Unfinished | None = None
+        self.mask_s = 0.0
+
+    # A step, in this order --------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> tuple[int, bool]:
+        """Where the tokens of a plan will go, and whether rows of it may be edited."""
+        is_edited = self.edits.look(plan)
+        return self._ring.take()[0], is_edited
+
+    def wait_for(self, result_row: int) -> None:
+        """Until nobody stores there any more, on ranks that have no plans."""
+        self._ring.wait_for(result_row)
+
+    def sample(self, logits: Tensor) -> None:
+        """Sample all rows, greedily or with their temperature; graphs capture this."""
+        b = self._buffers
+        sample_simple(
+            logits,
+            b.temperatures,
+            b.seeds,
+            b.sample_positions,
+            b.sampled,
+            self._results,
+            self._captured.vocab_shard,
+        )
+
+    def sample_behind(
+        self,
+        plan: StepPlan | None,
+        staged: StagedStep,
+        outputs: StepOutputs,
+        truncated: Tensor,
+        store_rows: list[int],
+    ) -> GpuStepHandle:
+        """Queue what follows the graph. Constrained rows are left to :meth:`sample_constrained`.
+
+        Args:
+            plan: None on ranks that have none; they have nothing to edit.
+            truncated: of the rows that use top_k, top_p or min_p, as staged.
+            store_rows: as of :attr:`.gpu_pack.GpuStepPacker.store_rows`.
+        """
+        logits, hidden = outputs
+        has_logprobs = bool(staged.num_logprobs or staged.num_prompt_logprobs)
+        is_whole = has_logprobs or staged.is_edited or self._on_logits is not None
+        if len(truncated) or is_whole:
+            logits = self._captured.whole_logits(logits)
+        if len(truncated):
+            self._sample_truncated(logits, truncated)
+        if plan is not None:
+            self.edits.keep_history(plan, staged.shape, store_rows)
+        constrained = None if plan is None else self.matchers.take(plan)
+        handle = GpuStepHandle(
+            self._ring.tensor[staged.result_row, : staged.num_sampled], constrained
+        )
+        outputs = StepOutputs(logits, hidden)
+        if constrained is None:
+            self._finish(handle, staged, plan, outputs, truncated, store_rows)
+        else:
+            self._unfinished = _Unfinished(
+                handle, staged, constrained, outputs, truncated, store_rows
+            )
+        if self._on_logits is not None and plan is not None:
+            self._on_logits(plan, logits[: staged.num_sampled])
+        return handle
+
+    def has_unfinished(self, handle: GpuStepHandle | None = None) -> bool:
+        """Whether the step queued last has constrained rows to sample; of ``handle``, if given."""
+        step = self._unfinished
+        return step is not None and (handle is None or step.handle is handle)
+
+    def sample_constrained(self) -> None:
+        """Finish the step queued last, which has constrained rows.
+
+        A thread makes their masks since their last tokens were collected. This is called at the
+        beginning of the next ``dispatch``, while the step computes, or when it is itself collected:
+        no sooner, as one who is early waits. What is queued later finds their tokens on the device.
+        """
+        if self._unfinished is None:
+            return
+        handle, staged, constrained, outputs, truncated, store_rows = self._unfinished
+        begin = time.perf_counter()
+        masks = self.matchers.masks(constrained)
+        self.mask_s += time.perf_counter() - begin
+        self._finish(handle, staged, constrained.plan, outputs, truncated, store_rows, masks)
+        self._unfinished = None
+
+    def results(self, handle: GpuStepHandle) -> StepResult:
+        """Of a step that has been computed."""
+        found = handle.logprobs
+        logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
+        tokens = handle.token_ids.tolist()
+        if handle.constrained is None:
+            return StepResult(tokens, logprobs)
+        return StepResult(tokens, logprobs, self.matchers.settle(handle.constrained, tokens))
+
+    def reset(self) -> None:
+        """A step failed: those in flight are forgotten."""
+        self.matchers.reset()
+        self._unfinished = None
+
+    # Its parts --------------------------------------------------------------------------------
+
+    def _sample_truncated(self, logits: Tensor, truncated: Tensor) -> None:
+        """Sample rows that use top_k, top_p or min_p anew; ``truncated`` as staged."""
+        b = self._buffers
+        sample_truncated(
+            logits, truncated, b.temperatures, b.seeds, b.sample_positions, b.sampled, self._results
+        )
+
+    def _finish(
+        self,
+        handle: GpuStepHandle,
+        staged: StagedStep,
+        plan: StepPlan | None,
+        outputs: StepOutputs,
+        truncated: Tensor,
+        store_rows: list[int],
+        masks: Masks | None = None,
+    ) -> None:
+        """Queue what is left to do of a step behind its graph: the last of its work. All that it
+        reads stays as it is until the next step is sent."""
+        logits, hidden = outputs
+        # Other ranks have no plan, and nothing to edit.
+        if plan is not None and (staged.is_edited or masks):
+            self.edits.sample(plan, logits[: staged.num_sampled], store_rows, masks)
+        if staged.is_edited:
+            self._take_rank_0_tokens(len(logits))
+        if staged.num_logprobs or staged.num_prompt_logprobs:
+            b = self._buffers
+            fields = staged.logprob_fields(b.staged)
+            handle.logprobs = self._logprobs.queue(
+                staged.result_row,
+                *(logits, b.sampled, truncated, *fields, hidden),
+                self.edits.logprobs,
+            )
+            handle.num_logprobs = staged.num_logprobs // LOGPROB_FIELDS
+        handle.event = self._ring.release(staged.result_row)
+
+    def _take_rank_0_tokens(self, num_rows: int) -> None:
+        """Over several ranks, the tokens of rows that rank 0 has edited; it alone has the plan."""
+        communicator, sampled = self._captured.communicator, self._buffers.sampled[:num_rows]
+        if communicator.num_ranks > 1:
+            own = sampled.to(torch.int32).unsqueeze(1)
+            tokens = communicator.all_gather(own, [1] * communicator.num_ranks)[:, 0]
+            # If a rank was lost they may be any number, and the next step embeds them.
+            sampled.copy_(tokens.clamp(0, self._captured.loaded.vocab_size - 1))
+
+    # Warm-up ----------------------------------------------------------------------------------
+
+    def run_worst_case(self, outputs: StepOutputs, shape: StepShape) -> None:
+        """Sample a blank step in every way there is, so that no step waits for the compiler."""
+        logits, hidden = outputs
+        b = self._buffers
+        self.sample(logits)
+        logits = self._captured.whole_logits(logits)
+        truncated = b.staged[:TRUNCATED_FIELDS].zero_()
+        self._sample_truncated(logits, truncated)
+        fields = b.staged[: LOGPROB_FIELDS * len(logits)].zero_()
+        self._logprobs.queue(0, logits, b.sampled, truncated, fields, b.staged[:0], None)
+        self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
+        self.run_prompt_chunk()
+        self.edits.run_worst_case(shape, logits)
+        self._take_rank_0_tokens(shape.num_rows)
+
+    def run_prompt_chunk(self) -> None:
+        """Compute log-probabilities of a chunk of prompt positions, after a worst case."""
+        if self._blank_hidden is not None:
+            self._logprobs.run_chunk(self._blank_hidden, self._buffers.sampled)
