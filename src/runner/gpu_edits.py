@@ -29,7 +29,8 @@ from ..kernels.sampling.edit_kernels import (
     take_parameters,
 )
 from ..kernels.sampling.edit_logits import processed
-from ..kernels.sampling.gumbel import Results, sample_simple
+from ..kernels.sampling.gumbel import sample_simple
+from ..kernels.sampling.results import Results
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.matchers import Masks
 from .device_buffers import StepBuffers

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..engine.batches import LastTwoBatches
 from ..engine.plan import StepPlan
-from ..kernels.sampling.gumbel import Results, sample_simple
+from ..kernels.sampling.gumbel import sample_simple
+from ..kernels.sampling.results import Results
 from ..kernels.sampling.token_masks import MaskedRows
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.matchers import Masks

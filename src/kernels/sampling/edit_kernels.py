@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gumbel import Results, places_of, store_token
+from .results import Results, places_of, store_token
 from .token_masks import allowed
 
 EDIT_FIELDS = 12

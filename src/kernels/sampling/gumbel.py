@@ -9,66 +9,18 @@ the same way without noise. Of equal scores the lowest id wins.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .draw_functions import first_of_best, load_logits, noise_of
+from .results import Results, places_of, store_token
 from .sampler import GROUP, VocabShard
 from .token_masks import MaskedRows, allowed
 
 _STRETCH = 4096
 """Tokens a program weighs."""
-
-
-@triton.jit
-def _gumbel(word):  # type: ignore[no-untyped-def]
-    """Standard Gumbel noise of uint32 words: -log(-log(u)), u = (word + 0.5) / 2^32.
-
-    The winners have u close to 1, where float32 has no digits left; 1 - u has them all.
-    """
-    rest = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    rest = tl.minimum(rest, 0.99999994)
-    # log1p(-rest): the series where rest is small, else the logarithm of 1 - rest.
-    series = -rest * (1.0 + rest * (0.5 + rest * (0.33333333 + rest * 0.25)))
-    log_u = tl.where(rest < 0.01, series, tl.log(1.0 - rest))
-    return -tl.log(-log_u)
-
-
-@triton.jit
-def noise_of(seed, position, index, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gumbel noise, float32, of tokens (KIND 0) or groups (KIND 1); ``index`` is a block of ids."""
-    quad = (index // 4).to(tl.uint32)
-    zero = quad * 0
-    low = (position & 0xFFFFFFFF).to(tl.uint32)
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, quad, zero + low, zero + high, zero + KIND)
-    even = tl.where(index % 4 == 0, w0, w2)
-    odd = tl.where(index % 4 == 1, w1, w3)
-    return _gumbel(tl.where(index % 2 == 0, even, odd))
-
-
-@triton.jit
-def first_of_best(score, ids):  # type: ignore[no-untyped-def]
-    """The lowest of the ids whose score is the largest."""
-    return tl.min(tl.where(score == tl.max(score), ids, 0x7FFFFFFF))
-
-
-@triton.jit
-def store_token(token, row, sampled, results, result_row, results_stride):  # type: ignore[no-untyped-def]
-    """Store a row's token for the next step, and for the host if there are ``results``."""
-    tl.store(sampled + row, token.to(tl.int64))
-    if results is not None:
-        tl.store(results + tl.load(result_row) * results_stride + row, token.to(tl.int64))
-
-
-@triton.jit
-def _load(base, ids, VOCAB: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits as float32; -inf for NaN, which can be no maximum, and beyond the vocabulary."""
-    logit = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-    return tl.maximum(logit, float("-inf"))
 
 
 @triton.jit
@@ -109,7 +61,7 @@ def _weigh_kernel(  # type: ignore[no-untyped-def]
         place, words = _masked_row(places, numbers, masks, masks_stride, row)
     group = stretch * (STRETCH // GROUP) + tl.arange(0, STRETCH // GROUP)
     base = logits + place.to(tl.int64) * logits_stride
-    logit = _load(base, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], VOCAB)
+    logit = load_logits(base, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], VOCAB)
     if words is not None:
         flat = allowed(tl.reshape(logit, [STRETCH]), words, stretch * STRETCH, VOCAB, STRETCH)
         logit = tl.reshape(flat, [STRETCH // GROUP, GROUP])
@@ -147,7 +99,7 @@ def _choose_token(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The same over the tokens of a group; the first of the logits is that of ``first_id``."""
     ids = group * GROUP + tl.arange(0, GROUP)
-    logit = _load(logits, ids - first_id, VOCAB)
+    logit = load_logits(logits, ids - first_id, VOCAB)
     logit = allowed(logit, words, group * GROUP - first_id, VOCAB, GROUP)
     top = tl.max(logit, 0)
     distance = tl.where(logit == top, 0.0, (top - logit) / temperature)
@@ -243,27 +195,6 @@ def _store_found_kernel(  # type: ignore[no-untyped-def]
         token = tl.maximum(token, tl.load(found + row * NUM_RANKS + rank))
     token = tl.minimum(tl.maximum(token, 0), last_id)
     store_token(token, row, sampled, results, result_row, results_stride)
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Where the host reads tokens. A kernel stores them there itself: a copy behind it would stand
-    between it and the next step.
-
-    Attributes:
-        tokens: int64 ``[steps, >= S]``, in memory of the host that the device writes to (pinned).
-        row: int32 ``[1]``, on the device: which of them this step's are.
-    """
-
-    tokens: Tensor
-    row: Tensor
-
-
-def places_of(results: Results | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """What :func:`store_token` takes of them: tokens, row, and elements from step to step."""
-    if results is None:
-        return None, None, 0
-    return results.tokens, results.row, results.tokens.stride(0)
 
 
 def sample_simple(

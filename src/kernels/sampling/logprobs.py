@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gumbel import _load
+from .draw_functions import load_logits
 from .logprob_rows import MAX_TOP, ROW_WORDS
 from .sampler import GROUP
 
@@ -49,7 +49,7 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     base = logits + place.to(tl.int64) * logits_stride
     group = stretch * (STRETCH // GROUP) + tl.arange(0, STRETCH // GROUP)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    logit = _load(base, ids, VOCAB)
+    logit = load_logits(base, ids, VOCAB)
     own = tl.maximum(tl.load(base + token).to(tl.float32), float("-inf"))
     top = tl.max(logit, 1)
     distance = tl.where(logit > float("-inf"), logit - top[:, None], float("-inf"))
@@ -102,7 +102,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         value, last = _next_in_order(tops, groups, is_group, value, last)
         chosen = tl.where(slots == place_of_group, tl.minimum(last, _NOWHERE), chosen)
     ids = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    logit = _load(base, ids, VOCAB)
+    logit = load_logits(base, ids, VOCAB)
     value = tl.full([], float("inf"), tl.float32)
     last = tl.full([], -1, tl.int32)
     for place_of_token in range(k):
