@@ -15,7 +15,7 @@ from .invariants import InvariantError, RunnerView, check_plan, check_state
 from .lock import EngineLock
 from .logprob_output import keep_logprobs
 from .outputs import RequestMetrics
-from .record import Lease, Record
+from .record import Records
 from .request import Request
 from .runner import Runner
 from .scheduler import Scheduler
@@ -58,10 +58,7 @@ class Engine:
         self._trace = TraceWriter(trace, scheduler) if trace is not None else None
         self._view = RunnerView() if check_invariants else None
         self._handles: deque[object] = deque()
-        self._records: dict[Request, Record] = {}
-        self._awaiting_first_token: set[Request] = set()
-        # Filled by C code alone, from any thread, at any moment.
-        self._gone: deque[Lease] = deque()
+        self._records = Records()
         self._lock = EngineLock()
         self._is_changing = False
         self._num_taken = 0  # steps
@@ -140,20 +137,20 @@ class Engine:
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a finished request; a no-op if it is gone."""
-        self._lock.run(self._guard, self._forget, request)
+        self._lock.run(self._guard, self._records.forget, request)
 
     def metrics(self, request: Request) -> RequestMetrics:
         """Metrics of a finished request that was not forgotten yet."""
-        return self._lock.run(self._guard, self._metrics, request)
+        return self._lock.run(self._guard, self._records.metrics, request)
 
     def failure(self, request: Request) -> str:
         """Why a request that was not forgotten yet ended with reason "error"."""
-        record = self._records.get(request)
+        record = self._records.find(request)
         return (record and record.failure) or "an operation of the engine was interrupted"
 
     def failed_alone(self, request: Request) -> bool:
         """Whether it could not go on itself, and the others did."""
-        record = self._records.get(request)
+        record = self._records.find(request)
         return record is not None and record.failed_alone
 
     # Whole or not at all ----------------------------------------------------------------------
@@ -170,9 +167,10 @@ class Engine:
                 raise EngineError(f"no recovery from a failed step: {error}") from error
         self._is_changing = True
         try:
-            while self._gone:
-                self._drop(self._gone[0].request)
-                self._gone.popleft()  # only now: a drop may be interrupted
+            gone = self._records.gone
+            while gone:
+                self._drop(gone[0].request)
+                gone.popleft()  # only now: a drop may be interrupted
             result = operation(*args)
         except InvalidInputError:  # of add, pause and resume: nothing was changed
             self._is_changing = False
@@ -198,13 +196,9 @@ class Engine:
 
     def _recover(self, failure: str) -> None:
         """From any state whatever to one with no request and a whole pool. May be begun again."""
-        for request in self.scheduler.requests.values():
-            record = self._records.get(request)
-            if record is not None:
-                record.failure = record.failure or failure
+        self._records.note_all_failed(self.scheduler.requests.values(), failure)
         self.scheduler.reset("error")
         self._handles.clear()
-        self._awaiting_first_token.clear()
         self.runner.reset()
         if self._view is not None:
             self._view = RunnerView()
@@ -218,25 +212,17 @@ class Engine:
     # What the operations do -------------------------------------------------------------------
 
     def _add(self, request: Request, caller: object | None, siblings: Sequence[Request]) -> None:
-        leases: list[Lease | None] = []
-        for arrival in (request, *siblings):
-            lease = None
-            if caller is not None:
-                lease = Lease(caller, self._gone.append)
-                lease.request = arrival
-            leases.append(lease)
+        arrivals = (request, *siblings)
+        leases = self._records.leases(arrivals, caller)
         self.scheduler.add(request, siblings)
-        now = time.perf_counter()
-        for arrival, lease in zip((request, *siblings), leases, strict=True):
-            # In one piece: a record whose lease were still to come could stay for ever.
-            self._records[arrival] = Record(now, lease)
+        self._records.add(arrivals, leases)
         if self._trace is not None:
             self._trace.add(request, siblings)
 
     def _abort(self, request_id: str) -> None:
         request = self.scheduler.abort(request_id)
         if request is not None:
-            self._records[request].finished = time.perf_counter()
+            self._records.note_aborted(request)
             if self._trace is not None:
                 self._trace.abort(request_id, "abort")
 
@@ -253,11 +239,7 @@ class Engine:
     def _drop(self, request: Request) -> None:
         if self.scheduler.requests.get(request.request_id) is request:
             self._abort(request.request_id)
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        self._records.pop(request, None)
-        self._awaiting_first_token.discard(request)
+        self._records.forget(request)
 
     def _drain(self) -> None:
         """Settle what is in flight if nothing else is left to do."""
@@ -300,7 +282,7 @@ class Engine:
             if plan.requests:
                 if plan.tables:
                     requests = scheduler.in_flight[-1].requests
-                    self._note_first_scheduled([requests[row] for row in plan.tables])
+                    self._records.note_scheduled([requests[row] for row in plan.tables])
                 self._handles.append(self.runner.dispatch(plan))
                 if self._trace is not None:  # only now: a device may be computing it already
                     self._trace.plan(plan, begin, scheduled)
@@ -327,38 +309,18 @@ class Engine:
             self._trace.result(plan, result.token_ids, finished, asked, begin)
         if self._view is not None:
             check_state(self.scheduler)
-        now = time.perf_counter()
-        if self._awaiting_first_token:
-            for request in [
-                r for r in self._awaiting_first_token if len(r.token_ids) > r.num_prompt_tokens
-            ]:
-                self._records[request].first_token = now
-                self._awaiting_first_token.discard(request)
         finished += [request for request in failed if request is not None]
-        for request in finished:
-            self._records[request].finished = now
+        self._records.note_settled(finished)
         return finished
 
     def _fail(self, request_id: str, failure: str) -> Request | None:
         """End one request, which cannot go on, with reason "error"; the others are undisturbed."""
         request = self.scheduler.abort(request_id, "error")
         if request is not None:  # what is in flight of a finished one may fail, too
-            record = self._records[request]
-            record.failure, record.failed_alone = failure, True
+            self._records.note_failed(request, failure)
             if self._trace is not None:
                 self._trace.abort(request_id, "error")
         return request
-
-    def _note_first_scheduled(self, requests: list[Request]) -> None:
-        now = time.perf_counter()
-        for request in requests:
-            record = self._records[request]
-            if record.first_scheduled is None:
-                record.first_scheduled = now
-                self._awaiting_first_token.add(request)
-
-    def _metrics(self, request: Request) -> RequestMetrics:
-        return self._records[request].metrics(request)
 
 
 def _raising_engine_errors(take_step: Callable[[], _T]) -> _T:

@@ -1,8 +1,11 @@
-"""The engine's record of a request until it is forgotten: its caller, its times, its failure."""
+"""The engine's records of requests until they are forgotten: callers, times, failures."""
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .outputs import RequestMetrics
@@ -45,3 +48,91 @@ class Record:
                 elapsed = self.finished - self.first_token
                 metrics.tokens_per_second = num_later_tokens / elapsed if elapsed > 0 else None
         return metrics
+
+
+class Records:
+    """The records of all requests that are not forgotten yet. Nothing here decides anything.
+
+    An interrupt may come between any two lines (S37), so a record appears in one piece.
+
+    Attributes:
+        gone: leases whose callers are gone, and whose requests are still to be dropped. Filled by
+            C code alone, from any thread, at any moment.
+    """
+
+    def __init__(self) -> None:
+        self.gone: deque[Lease] = deque()
+        self._records: dict[Request, Record] = {}
+        self._awaiting_first_token: set[Request] = set()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, request: Request) -> Record | None:
+        """None if it was forgotten."""
+        return self._records.get(request)
+
+    def metrics(self, request: Request) -> RequestMetrics:
+        """Of a request that was not forgotten yet."""
+        return self._records[request].metrics(request)
+
+    def leases(self, requests: Sequence[Request], caller: object | None) -> list[Lease | None]:
+        """What tells of the caller's end, one for each request; None: there is no caller."""
+        leases: list[Lease | None] = []
+        for request in requests:
+            lease = None
+            if caller is not None:
+                lease = Lease(caller, self.gone.append)
+                lease.request = request
+            leases.append(lease)
+        return leases
+
+    def add(self, requests: Sequence[Request], leases: Sequence[Lease | None]) -> None:
+        """Requests that have just arrived."""
+        now = time.perf_counter()
+        for request, lease in zip(requests, leases, strict=True):
+            # In one piece: a record whose lease were still to come could stay for ever.
+            self._records[request] = Record(now, lease)
+
+    def forget(self, request: Request) -> None:
+        """A no-op if it is forgotten already."""
+        self._records.pop(request, None)
+        self._awaiting_first_token.discard(request)
+
+    def note_scheduled(self, requests: Iterable[Request]) -> None:
+        """They are in a step, some for the first time."""
+        now = time.perf_counter()
+        for request in requests:
+            record = self._records[request]
+            if record.first_scheduled is None:
+                record.first_scheduled = now
+                self._awaiting_first_token.add(request)
+
+    def note_settled(self, finished: Iterable[Request]) -> None:
+        """A step was settled, and these requests finished."""
+        now = time.perf_counter()
+        if self._awaiting_first_token:
+            for request in [
+                r for r in self._awaiting_first_token if len(r.token_ids) > r.num_prompt_tokens
+            ]:
+                self._records[request].first_token = now
+                self._awaiting_first_token.discard(request)
+        for request in finished:
+            self._records[request].finished = now
+
+    def note_aborted(self, request: Request) -> None:
+        """It was ended by its caller."""
+        self._records[request].finished = time.perf_counter()
+
+    def note_failed(self, request: Request, failure: str) -> None:
+        """It cannot go on, and the others can."""
+        record = self._records[request]
+        record.failure, record.failed_alone = failure, True
+
+    def note_all_failed(self, requests: Iterable[Request], failure: str) -> None:
+        """No step is in flight any more, and none of these goes on. May be done again."""
+        for request in requests:
+            record = self._records.get(request)
+            if record is not None:
+                record.failure = record.failure or failure
+        self._awaiting_first_token.clear()

@@ -1,4 +1,4 @@
-"""Where sampled tokens are stored: on the device for the next step, and where the host reads them."""
+"""Where sampled tokens are stored: for the next step on the device, and for the host."""
 
 from __future__ import annotations
 
