@@ -38,8 +38,8 @@ from .edit_batch import EditBatch, EditPacker
 from .gpu_logprobs import processed_rows
 from .gpu_masked_rows import MaskedRowSampler
 from .gpu_masks import MaskMemory
-from .gpu_pack import truncated_fields
 from .pinned_ring import IntArray, to_device
+from .row_params import truncated_fields
 from .step_shapes import StepShape
 
 CHUNK = 32

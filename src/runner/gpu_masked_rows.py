@@ -22,8 +22,8 @@ from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.matchers import Masks
 from .device_buffers import StepBuffers
 from .gpu_masks import MaskMemory
-from .gpu_pack import truncated_fields
 from .pinned_ring import IntArray, to_device
+from .row_params import truncated_fields
 
 
 class _Rows(NamedTuple):

@@ -16,7 +16,7 @@ from pagespec.runner import unpack_kernels
 from pagespec.runner.block_tables import BlockTableStore
 from pagespec.runner.cpu_pack import CpuStepPacker
 from pagespec.runner.device_buffers import DECODE_FIELDS, StepBuffers
-from pagespec.runner.gpu_pack import RowParams
+from pagespec.runner.row_params import RowParams
 from pagespec.runner.step_shapes import StepShape
 
 pytest.importorskip("triton")

@@ -162,7 +162,7 @@ def _draw_on(
     from pagespec.kernels.sampling.edit_kernels import ChunkSizes, StagedEdits, edit_rows
     from pagespec.kernels.sampling.gumbel import sample_simple
     from pagespec.kernels.sampling.top_k_top_p import sample_truncated
-    from pagespec.runner.gpu_pack import truncated_fields
+    from pagespec.runner.row_params import truncated_fields
 
     no_masks = np.zeros((1, 1), np.int32)
     arrays = (batch.fields, batch.bias, batch.words, batch.word_ids, batch.masks, no_masks)

@@ -21,7 +21,7 @@ from pagespec.kernels.sampling.top_k_top_p_threshold import (
     largest_logit,
     token_keys,
 )
-from pagespec.runner.gpu_pack import truncated_fields
+from pagespec.runner.row_params import truncated_fields
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from pagespec.kernels.sampling.gumbel import sample_simple
 from pagespec.kernels.sampling.token_masks import MaskedRows
 from pagespec.kernels.sampling.top_k_top_p import sample_truncated
-from pagespec.runner.gpu_pack import truncated_fields
+from pagespec.runner.row_params import truncated_fields
 from tests.kernels.sampling.test_masked_rows import KINDS, flags_of
 
 

@@ -9,7 +9,7 @@ from pagespec.engine.sampling_params import SamplingParams
 from pagespec.kernels.sampling.sampler import SamplingInputs, processed_scores
 
 processed = pytest.importorskip("pagespec.kernels.sampling.processed")
-gpu_pack = pytest.importorskip("pagespec.runner.gpu_pack")
+row_params = pytest.importorskip("pagespec.runner.row_params")
 
 PARAMS = [
     SamplingParams(temperature=0.0, top_k=3),
@@ -32,7 +32,7 @@ def test_the_scores_of_the_sampler() -> None:
         seeds=[0] * len(PARAMS),
         positions=[0] * len(PARAMS),
     )
-    truncated = torch.from_numpy(gpu_pack.truncated_fields(PARAMS)).reshape(-1)
+    truncated = torch.from_numpy(row_params.truncated_fields(PARAMS)).reshape(-1)
     for places in ([0, 1, 2, 3, 4, 5], [5, 2], [3]):
         found = processed.processed_scores(
             logits, torch.tensor(places, dtype=torch.int32), truncated, inputs.temperature
