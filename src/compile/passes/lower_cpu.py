@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from ...kernels.arguments import AttentionParams
 from ...kernels.attention import cpu_invariant as invariant_attention
 from ...kernels.attention import indexer, reference
+from ...kernels.attention.reference_layout import AttentionLayout, build_layout
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear.cpu_few_rows import linear_few_rows
 from ...kernels.mla import dispatch as mla
@@ -45,8 +46,8 @@ def _layout_of_step(
     context_lens: Tensor,
     block_tables: Tensor,
     *mask: Any,
-) -> reference.AttentionLayout:
-    return reference.build_layout(
+) -> AttentionLayout:
+    return build_layout(
         query_starts, context_lens, block_tables, k_cache.shape[1], query.dtype, *mask
     )
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import e4m3
 from ..arguments import AttentionParams, PagedKV
 from ..device import MKL_ROW_UNIT
-from .reference import first_seen, grouped_by_length
+from .reference_layout import first_seen, grouped_by_length
 
 TILE = 64
 _QUERY_TILE = 128
@@ -90,7 +90,7 @@ def build_layout(
     chunk: int = 0,
     slopes: Sequence[float] | None = None,
 ) -> AlignedLayout:
-    """Arguments as of :func:`.reference.build_layout`."""
+    """Arguments as of :func:`.reference_layout.build_layout`."""
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()
     device = block_tables.device

@@ -11,7 +11,7 @@ kernels serve); ``cublas`` (its settings);
 ``quantized_weight``, ``fp8``, ``cpu_quantized`` and ``cpu_expanded`` (weights that stay quantised
 there); ``dispatch_fp8``, ``matmul_fp8``, ``matmul_fp8_sm90`` with its ``_few``, ``_many``,
 ``_gated`` and launches, and ``tiles_fp8`` (FP8 on a GPU); ``dispatch_int4``, ``int4_packing``,
-``matmul_int4`` and ``plan_int4`` (4 and 8 bits on a GPU).
+``int4_unpacking``, ``matmul_int4`` and ``plan_int4`` (4 and 8 bits on a GPU).
 
 May be imported by ``compile`` and ``runner``.
 """

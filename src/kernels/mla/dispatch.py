@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import e4m3
 from ..arguments import LatentInputs, LatentKV
-from ..attention import cpu_invariant, reference
+from ..attention import cpu_invariant, reference, reference_layout
 from ..device import Gpu
 from ..fused.dispatch import rms_norm_reference
 from .head_matmul import HeadMatmulRecipe, head_matmul
@@ -134,7 +134,7 @@ def attention(
         aligned = cpu_invariant.build_layout(*kv[1:], kv.cache.shape[1], 0)
         more = scale, 0.0, None, rank, indices
         return cpu_invariant.attend(query, kv.cache, None, aligned, *more)
-    layout = reference.build_layout(*kv[1:], kv.cache.shape[1], query.dtype, 0)
+    layout = reference_layout.build_layout(*kv[1:], kv.cache.shape[1], query.dtype, 0)
     return reference.attend(query, kv.cache, None, layout, scale, 0.0, None, rank)
 
 

@@ -1,0 +1,172 @@
+"""The layout of a step for :mod:`.reference`: which cache slots every row reads, and its masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+# Rows of very different length are attended in separate groups, each at most this much padded.
+_MAX_PADDING_RATIO = 2.0
+# Queries that share one explicit mask; bounds the mask of a long chunk to 512 x context.
+_QUERY_TILE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows with one query each, of similar context, attended as one batch.
+
+    Attributes:
+        tokens: where their queries lie: a slice if consecutive, else int64 ``[R]``.
+        slots: flat cache slots to gather, int64 ``[R * L]``; L is the longest context in view.
+        bias: ``[R, 1, 1, L]`` of 0 and -inf, or None if all R contexts have length L; with slopes,
+            of each query head: ``[R, Hq, 1, L]``.
+    """
+
+    tokens: slice | Tensor
+    slots: Tensor
+    bias: Tensor | None
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTile:
+    """Consecutive queries ``[begin, end)`` of one row and the cache slots they look at.
+
+    Attributes:
+        slots: flat cache slots, int64 ``[L]``, in order of position.
+        mask: bool ``[end - begin, L]``, True where attended; None means causal from position 0.
+    """
+
+    begin: int
+    end: int
+    slots: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """All that attention needs to know of one step, for one window, chunk and set of slopes."""
+
+    groups: tuple[DecodeGroup, ...]
+    tiles: tuple[QueryTile, ...]
+    num_tokens: int
+    slopes: Tensor | None
+
+
+def first_seen(position: int, window: int, chunk: int) -> int:
+    """The first position that the query at ``position`` sees."""
+    by_window = position - window + 1 if window else 0
+    return max(0, by_window, position // chunk * chunk if chunk else 0)
+
+
+def grouped_by_length(rows: list[int], lengths: list[int]) -> list[list[int]]:
+    """Split row numbers so that no group is padded beyond ``_MAX_PADDING_RATIO``."""
+    if not rows:
+        return []
+    groups: list[list[int]] = []
+    longest = 0
+    for row in sorted(rows, key=lambda r: -lengths[r]):
+        if not groups or lengths[row] * _MAX_PADDING_RATIO < longest:
+            groups.append([])
+            longest = lengths[row]
+        groups[-1].append(row)
+    return [sorted(group) for group in groups]
+
+
+def build_layout(
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int,
+    chunk: int = 0,
+    slopes: Sequence[float] | None = None,
+) -> AttentionLayout:
+    """Lay out a step: which slots each row gathers, and its masks.
+
+    Args:
+        query_starts: int32 ``[B + 1]``; row b's queries are tokens ``[starts[b], starts[b + 1])``.
+        context_lens: int32 ``[B]``, positions the last query of each row sees (itself included).
+        block_tables: int32 ``[B, M]``; entries past a row's context are not looked at.
+        block_size: slots a block.
+        dtype: dtype of the queries, used for the additive masks.
+        window: positions a query sees, itself included; 0 means all.
+        chunk: positions of a chunk, of which a query sees its own; 0 means all.
+        slopes: of ALiBi, one a query head, or None.
+    """
+    starts: list[int] = query_starts.tolist()
+    contexts: list[int] = context_lens.tolist()
+    device = block_tables.device
+    num_queries = [end - begin for begin, end in pairwise(starts)]
+    decode = [row for row, n in enumerate(num_queries) if n == 1]
+    seen = [c - first_seen(c - 1, window, chunk) for c in contexts]
+    factors = None if slopes is None else torch.tensor(slopes, device=device)
+
+    groups = []
+    for rows in grouped_by_length(decode, seen):
+        lengths = torch.tensor([seen[row] for row in rows], device=device).unsqueeze(1)
+        last = torch.tensor([contexts[row] - 1 for row in rows], device=device).unsqueeze(1)
+        longest = max(seen[row] for row in rows)
+        offsets = torch.arange(longest, device=device)
+        positions = torch.minimum(last - (lengths - 1) + offsets, last)
+        index = torch.tensor(rows, device=device)
+        table = block_tables if len(rows) == len(block_tables) else block_tables[index]
+        blocks = table.gather(1, positions // block_size).long()
+        bias = None
+        if min(seen[row] for row in rows) < longest:
+            bias = torch.zeros(len(rows), longest, dtype=dtype, device=device)
+            bias.masked_fill_(offsets >= lengths, float("-inf"))
+            bias = bias[:, None, None, :]
+        if factors is not None:
+            sloped = (positions - last).float()[:, None, None, :] * factors.view(1, -1, 1, 1)
+            bias = sloped if bias is None else sloped + bias
+        first = starts[rows[0]]
+        tokens: slice | Tensor = slice(first, first + len(rows))
+        if any(starts[row] != first + i for i, row in enumerate(rows)):
+            tokens = torch.tensor([starts[row] for row in rows], device=device)
+        slots = (blocks * block_size + positions % block_size).reshape(-1)
+        groups.append(DecodeGroup(tokens, slots, bias, len(rows)))
+
+    tiles: list[QueryTile] = []
+    for row, n in enumerate(num_queries):
+        if n > 1:
+            tiles.extend(
+                _query_tiles(
+                    starts[row], n, contexts[row], block_tables[row], block_size, window, chunk
+                )
+            )
+    return AttentionLayout(tuple(groups), tuple(tiles), starts[-1], factors)
+
+
+def _query_tiles(
+    begin: int,
+    num_queries: int,
+    context_len: int,
+    table: Tensor,
+    block_size: int,
+    window: int,
+    chunk: int,
+) -> list[QueryTile]:
+    start = context_len - num_queries
+    positions = torch.arange(context_len, device=table.device)
+    slots = table[positions // block_size].long() * block_size + positions % block_size
+    if start == 0 and first_seen(num_queries - 1, window, chunk) == 0:
+        return [QueryTile(begin, begin + num_queries, slots, None)]
+    tiles = []
+    for a in range(0, num_queries, _QUERY_TILE):
+        b = min(a + _QUERY_TILE, num_queries)
+        low = first_seen(start + a, window, chunk)
+        keys = positions[low : start + b]
+        queries = positions[start + a : start + b].unsqueeze(1)
+        mask = keys <= queries
+        if window:
+            mask &= keys > queries - window
+        if chunk:
+            mask &= keys >= queries // chunk * chunk
+        tiles.append(QueryTile(begin + a, begin + b, slots[low : start + b], mask))
+    return tiles
