@@ -53,7 +53,6 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     DK_PAD: tl.constexpr = dot_size(DK)
     DV_PAD: tl.constexpr = dot_size(DV)
     PRECISION: tl.constexpr = dot_precision(query.dtype.element_ty)
-    scoring = Scoring(None, factor, cap_in, cap_out, PRECISION)
     kv_head = tl.program_id(0)
     token = tl.program_id(1)
     row, position = row_of_token(starts, contexts, num_rows, token)
@@ -88,7 +87,8 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
         v = tl.load(v_cache + at * DV + v_dims, mask=v_dims < DV, other=0.0)
         # One tile ahead: an address must not wait for the load of its slot.
         slots = chosen_slots(chosen, table, start + BLOCK_N, last, PAGE, BLOCK_N)
-        scores = tl.where((start + offsets <= last)[None, :], score(q, k, scoring), float("-inf"))
+        scores = score(q, k, Scoring(None, factor, cap_in, cap_out, PRECISION))
+        scores = tl.where((start + offsets <= last)[None, :], scores, float("-inf"))
         row_max, row_sum, acc = add_tile(
             scores, v, ones, row_max, row_sum, acc, factor, PRECISION
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -40,8 +41,9 @@ def stored(batch: Batch) -> Batch:
     return batch
 
 
-# With one head half of the scores are 0, and of equal scores a CPU takes others.
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s.hq > 1], ids=str)
+# With one head half of the scores are 0, and of equal scores a CPU takes others. The interpreter
+# multiplies no bfloat16.
+@pytest.mark.parametrize("shape", [*SHAPES[:2], replace(SHAPES[3], dtype=torch.float16)], ids=str)
 @pytest.mark.parametrize("rows", ROWS[:3], ids=["mixed", "decode", "empty rows"])
 def test_chooses_as_on_a_cpu(shape: Shape, rows: Rows) -> None:
     batches = [make_batch(rows, shape) for _ in range(2)]
