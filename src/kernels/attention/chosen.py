@@ -79,14 +79,14 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     row_max = tl.full((GROUP,), float("-inf"), tl.float32)
     row_sum = tl.zeros((GROUP, ONES), tl.float32)
     acc = tl.zeros((GROUP, DV_PAD), tl.float32)
-    slots = chosen_slots(chosen, table, 0, last, PAGE, BLOCK_N)
+    slots = chosen_slots(chosen, position, table, 0, last, PAGE, BLOCK_N)
     for start in tl.range(0, last + 1, BLOCK_N):
         at = (slots * HKV + kv_head)[:, None]
         # Behind the last of them stands the last again: a number, with a weight of 0.
         k = tl.load(k_cache + at * DK + k_dims, mask=k_dims < DK, other=0.0)
         v = tl.load(v_cache + at * DV + v_dims, mask=v_dims < DV, other=0.0)
         # One tile ahead: an address must not wait for the load of its slot.
-        slots = chosen_slots(chosen, table, start + BLOCK_N, last, PAGE, BLOCK_N)
+        slots = chosen_slots(chosen, position, table, start + BLOCK_N, last, PAGE, BLOCK_N)
         scores = score(q, k, Scoring(None, factor, cap_in, cap_out, PRECISION))
         scores = tl.where((start + offsets <= last)[None, :], scores, float("-inf"))
         row_max, row_sum, acc = add_tile(

@@ -184,11 +184,16 @@ def block_ids(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  #
 
 
 @triton.jit
-def chosen_slots(chosen, table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def chosen_slots(  # type: ignore[no-untyped-def]
+    chosen, position, table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Slots ``[BLOCK_N]`` of the chosen positions from number ``start`` on; beyond ``last`` those of
-    ``last``. ``chosen`` points to a query's positions, the first ``last + 1`` of which are there."""
+    ``last``. ``chosen`` points to those of a query at ``position``, of which ``last + 1`` are
+    there."""
     at = tl.load(chosen + tl.minimum(start + tl.arange(0, BLOCK_N), last))
-    blocks = tl.load(table + at.to(tl.uint32) // PAGE)
+    # While kernels are built, the one that chooses may not have run.
+    at = tl.minimum(at.to(tl.uint32), position.to(tl.uint32))
+    blocks = tl.load(table + at // PAGE)
     return blocks.to(tl.int64) * PAGE + at % PAGE
 
 

@@ -38,12 +38,13 @@ def _splits_in_first(position, num_workers, splits):  # type: ignore[no-untyped-
 def _unit_of(  # type: ignore[no-untyped-def]
     starts, contexts, num_rows, unit, NUM_CHOSEN: tl.constexpr, BY_TOKEN: tl.constexpr
 ):
-    """:func:`token_of`; of a token that an indexer chose for, the last number of what it chose in
-    place of the position."""
+    """(row, token, position, last) of a unit, -1 where there is nothing to do; ``last`` is the
+    position, or the last number of what an indexer chose."""
     if NUM_CHOSEN > 0:
         row, position = row_of_token(starts, contexts, num_rows, unit)
-        return row, unit, tl.minimum(position, NUM_CHOSEN - 1)
-    return token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+        return row, unit, position, tl.minimum(position, NUM_CHOSEN - 1)
+    row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    return row, token, position, position
 
 
 @triton.jit(
@@ -80,7 +81,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     unit = tl.program_id(1)
     group = tl.program_id(0) % GROUPS
     worker = tl.program_id(0) // GROUPS
-    row, token, position = _unit_of(starts, contexts, num_rows, unit, NUM_CHOSEN, BY_TOKEN)
+    row, token, own, position = _unit_of(starts, contexts, num_rows, unit, NUM_CHOSEN, BY_TOKEN)
     heads = group * LINES + tl.arange(0, LINES)
     is_line = heads < H
     dims = tl.arange(0, SHAPE.R_PAD)
@@ -93,7 +94,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     some_row = tl.minimum(row, num_rows - 1)
     table = tables + some_row.to(tl.int64) * table_stride
     if NUM_CHOSEN > 0:
-        vectors = Vectors(cache, table, chosen + token.to(tl.int64) * NUM_CHOSEN)
+        vectors = Vectors(cache, table, chosen + token.to(tl.int64) * NUM_CHOSEN, own)
     else:
         vectors = Vectors(cache, table)
     positions = tl.zeros((LINES,), tl.int32) + position
@@ -141,7 +142,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     unit = tl.program_id(1)
-    _, token, position = _unit_of(starts, contexts, num_rows, unit, NUM_CHOSEN, BY_TOKEN)
+    _, token, _, position = _unit_of(starts, contexts, num_rows, unit, NUM_CHOSEN, BY_TOKEN)
     if position < 0:
         return
     num_segments = split_of(position, SPLITS) + 2 - _splits_in_first(position, num_workers, SPLITS)

@@ -24,11 +24,13 @@ class Vectors(NamedTuple):
 
     Attributes:
         chosen: positions in order, which then stand for 0, 1, 2, ... of a context; or None.
+        position: of the query that they were chosen for.
     """
 
     cache: Any
     table: Any
     chosen: Any = None
+    position: Any = None
 
 
 class VectorShape(NamedTuple):
@@ -60,7 +62,9 @@ def _places(vectors, start, last, shape):  # type: ignore[no-untyped-def]
     """Where the tile at ``start`` lies: its :func:`block_ids`, or the slots of chosen positions."""
     if vectors.chosen is None:
         return block_ids(vectors.table, start, last, shape.PAGE, shape.BLOCK_N)
-    return chosen_slots(vectors.chosen, vectors.table, start, last, shape.PAGE, shape.BLOCK_N)
+    return chosen_slots(
+        vectors.chosen, vectors.position, vectors.table, start, last, shape.PAGE, shape.BLOCK_N
+    )
 
 
 @triton.jit
