@@ -71,9 +71,7 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
     last = tl.minimum(position, NUM_CHOSEN - 1)
     chosen += token.to(tl.int64) * NUM_CHOSEN
     table = tables + row.to(tl.int64) * table_stride
-    q = tl.load(
-        query + places * DK + k_dims, mask=is_line[:, None] & (k_dims < DK), other=0.0
-    )
+    q = tl.load(query + places * DK + k_dims, mask=is_line[:, None] & (k_dims < DK), other=0.0)
     offsets = tl.arange(0, BLOCK_N)
     ones = tl.full((BLOCK_N, ONES), 1.0, v_cache.dtype.element_ty)
     row_max = tl.full((GROUP,), float("-inf"), tl.float32)
@@ -89,16 +87,14 @@ def chosen_kernel(  # type: ignore[no-untyped-def]
         slots = chosen_slots(chosen, position, table, start + BLOCK_N, last, PAGE, BLOCK_N)
         scores = score(q, k, Scoring(None, factor, cap_in, cap_out, PRECISION))
         scores = tl.where((start + offsets <= last)[None, :], scores, float("-inf"))
-        row_max, row_sum, acc = add_tile(
-            scores, v, ones, row_max, row_sum, acc, factor, PRECISION
-        )
+        row_max, row_sum, acc = add_tile(scores, v, ones, row_max, row_sum, acc, factor, PRECISION)
     result = finish(row_max, row_sum, acc, sinks, heads, is_line, factor)
     tl.store(out + places * DV + v_dims, result.to(out.dtype.element_ty), mask=mask)
 
 
 def chosen_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
-    """As :func:`..ops.paged_attention` with ``indices`` in order of position, as :mod:`.index_launch`
-    has them; without window, chunk and slopes. Any block size."""
+    """As :func:`..ops.paged_attention` with ``indices`` as :mod:`.index_launch` has them, in order
+    of position; without window, chunk and slopes. Any block size."""
     num_tokens, num_heads, k_dim = query.shape
     _, page, num_kv_heads, v_dim = kv.v_cache.shape
     num_rows = len(kv.block_tables)

@@ -34,7 +34,8 @@ def index_topk(
 ) -> Tensor:
     """As :func:`..ops.index_topk`; positions are in order, any block size.
 
-    Tokens are scored in parts, so that scores take no more than ``max_score_bytes``, or one token's.
+    Tokens are scored in parts, so that scores take no more than ``max_score_bytes``, or those of
+    one token.
     """
     num_tokens = len(query)
     num_rows, table_width = block_tables.shape

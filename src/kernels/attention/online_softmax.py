@@ -187,8 +187,8 @@ def block_ids(table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):  #
 def chosen_slots(  # type: ignore[no-untyped-def]
     chosen, position, table, start, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Slots ``[BLOCK_N]`` of the chosen positions from number ``start`` on; beyond ``last`` those of
-    ``last``. ``chosen`` points to those of a query at ``position``, of which ``last + 1`` are
+    """Slots ``[BLOCK_N]`` of the chosen positions from number ``start`` on; beyond ``last`` that
+    of ``last``. ``chosen`` points to those of a query at ``position``, of which ``last + 1`` are
     there."""
     at = tl.load(chosen + tl.minimum(start + tl.arange(0, BLOCK_N), last))
     # While kernels are built, the one that chooses may not have run.

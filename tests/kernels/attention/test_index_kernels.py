@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from pagespec.kernels import ops
 from pagespec.kernels.attention import index_launch
 from pagespec.kernels.attention.index_kernels import choose_kernel
 from tests.kernels.attention.test_indexer import NUM_CHOSEN, ROWS, SHAPES, choose, weights_of
+from tests.support.apart import run_apart
 from tests.support.paged import Batch, Rows, Shape, make_batch, poisoned_memory, rescheduled
 
 pytest.importorskip("triton")
@@ -113,7 +116,9 @@ _SCORES: dict[str, Callable[[int], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", _SCORES)
-@pytest.mark.parametrize(("width", "num_chosen", "tile"), [(75, 20, 128), (75, 20, 32), (64, 63, 16)])
+@pytest.mark.parametrize(
+    ("width", "num_chosen", "tile"), [(75, 20, 128), (75, 20, 32), (64, 63, 16)]
+)
 def test_of_equal_scores_the_first_are_taken(
     name: str, width: int, num_chosen: int, tile: int
 ) -> None:
@@ -133,3 +138,12 @@ def test_more_than_any_context_has_are_all() -> None:
     )
     for found, last in zip(chosen.tolist(), [3, 4, 5, 6, 0, -1, -1, -1], strict=True):
         assert found == [*range(last + 1), *[-1] * (499 - last)]
+
+
+def test_the_kernels_compile_for_hopper() -> None:
+    """At the shapes of DeepSeek-V3.2."""
+    script = Path(__file__).with_name("compile_index.py")
+    for name, built in json.loads(run_apart(str(script))).items():
+        assert built["shared"] <= 227 << 10, name
+        # Outside of the loops, of the kernel that has one in another.
+        assert built["spilled"] <= (256 if name == "latents, split" else 32), name
