@@ -146,4 +146,4 @@ def test_the_kernels_compile_for_hopper() -> None:
     for name, built in json.loads(run_apart(str(script))).items():
         assert built["shared"] <= 227 << 10, name
         # Outside of the loops, of the kernel that has one in another.
-        assert built["spilled"] <= (256 if name == "latents, split" else 32), name
+        assert built["spilled"] <= (256 if name == "latents, split" else 64), name
