@@ -57,7 +57,7 @@ def index_topk(
     at_once = max(1, max_score_bytes // (4 * width)) if width else num_tokens
     at_once = min(at_once, num_tokens)
     scores = torch.empty(at_once if width else 0, width, dtype=torch.int32, device=query.device)
-    block_n = 32 if cache.dtype == torch.float32 else 128
+    block_n, num_warps = (32, 8) if cache.dtype == torch.float32 else (128, 4)
     num_workers = min(triton.cdiv(width, block_n), triton.cdiv(_NUM_PROGRAMS, at_once))
     tile = min(_LARGEST_TILE, triton.next_power_of_2(max(width, num_chosen)))
     for first in range(0, num_tokens, at_once):
@@ -73,7 +73,7 @@ def index_topk(
                 STEP=step,
                 NUM_CHOSEN=num_chosen,
                 BLOCK_N=block_n,
-                num_warps=4,
+                num_warps=num_warps,
                 num_stages=3,
                 **options,
             )  # fmt: skip

@@ -41,10 +41,13 @@ def _unit_of(  # type: ignore[no-untyped-def]
     """(row, token, position, last) of a unit, -1 where there is nothing to do; ``last`` is the
     position, or the last number of what an indexer chose."""
     if NUM_CHOSEN > 0:
+        token = unit
         row, position = row_of_token(starts, contexts, num_rows, unit)
-        return row, unit, position, tl.minimum(position, NUM_CHOSEN - 1)
-    row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
-    return row, token, position, position
+        last = tl.minimum(position, NUM_CHOSEN - 1)
+    else:
+        row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+        last = position
+    return row, token, position, last
 
 
 @triton.jit(

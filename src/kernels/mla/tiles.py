@@ -61,10 +61,12 @@ class Lines(NamedTuple):
 def _places(vectors, start, last, shape):  # type: ignore[no-untyped-def]
     """Where the tile at ``start`` lies: its :func:`block_ids`, or the slots of chosen positions."""
     if vectors.chosen is None:
-        return block_ids(vectors.table, start, last, shape.PAGE, shape.BLOCK_N)
-    return chosen_slots(
-        vectors.chosen, vectors.position, vectors.table, start, last, shape.PAGE, shape.BLOCK_N
-    )
+        places = block_ids(vectors.table, start, last, shape.PAGE, shape.BLOCK_N)
+    else:
+        places = chosen_slots(
+            vectors.chosen, vectors.position, vectors.table, start, last, shape.PAGE, shape.BLOCK_N
+        )
+    return places
 
 
 @triton.jit

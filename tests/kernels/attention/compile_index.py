@@ -49,6 +49,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, int]] = {
     ),
     "choice": (choose_kernel, {"NUM_CHOSEN": 2048, "TILE": 8192, "PDL": True}, 16, 3),
     "latents": (latent_decode_kernel, {**_LATENT, "IS_SPLIT": False}, 8, 2),
+    "latents, all in view": (
+        latent_decode_kernel,
+        {**_LATENT, "IS_SPLIT": False, "NUM_CHOSEN": 0, "chosen": None},
+        8,
+        2,
+    ),
     "latents, split": (latent_decode_kernel, {**_LATENT, "IS_SPLIT": True}, 8, 2),
     "heads": (
         chosen_kernel,

@@ -145,5 +145,5 @@ def test_the_kernels_compile_for_hopper() -> None:
     script = Path(__file__).with_name("compile_index.py")
     for name, built in json.loads(run_apart(str(script))).items():
         assert built["shared"] <= 227 << 10, name
-        # Outside of the loops, of the kernel that has one in another.
-        assert built["spilled"] <= (256 if name == "latents, split" else 64), name
+        # Of latents as without an indexer, outside of the loop over tiles.
+        assert built["spilled"] <= (300 if name.startswith("latents") else 0), name
