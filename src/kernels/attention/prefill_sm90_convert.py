@@ -83,8 +83,9 @@ def _blocks_of(table, start, last, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
     """Block ids of the step at ``start``: one if it lies in one block, else one a position. Those
     beyond ``last`` stand for ``last``."""
     if PAGE >= STEP_N:
-        return gl.load(table + gl.minimum(start, last) // PAGE)
-    positions = gl.minimum(start + gl.arange(0, STEP_N, LAYOUT), last)
+        positions = gl.minimum(start, last)
+    else:
+        positions = gl.minimum(start + gl.arange(0, STEP_N, LAYOUT), last)
     return gl.load(table + positions // PAGE)
 
 

@@ -3,8 +3,8 @@
 It is the same operation by operation, for its bits depend on that. Heads lie in halves, elements 0,
 2, 4, ... and behind them 1, 3, 5, ...: so keys are summed, and so are queries, and outputs until
 they are stored. Keys and values come as float16, with scales beside them
-(:mod:`.prefill_sm90_convert`). States are those of :mod:`.prefill_sm90_softmax`, with logarithms for
-maxima.
+(:mod:`.prefill_sm90_convert`). States are those of :mod:`.prefill_sm90_softmax`, but that maxima
+are logarithms.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -207,9 +207,7 @@ def consume(
     v = values_of(ring, at[0], 0, K_PAD)
     if IS_E4M3:
         scores = masked(scaled(scores, scales_smem, at[0], scoring), final, positions, scoring)
-        state = add_e4m3(
-            True, final, scores, state, v, scales_smem, at[0], ones, scoring, SPLITS
-        )
+        state = add_e4m3(True, final, scores, state, v, scales_smem, at[0], ones, scoring, SPLITS)
     else:
         # Values of unowned slots have to be numbers.
         second_v = values_of(ring, at[0], STEP_N // BLOCK_N - 1, K_PAD)

@@ -78,11 +78,12 @@ def build(case: dict[str, Any]) -> Any:
         **dict.fromkeys(("factor", "cap_in", "cap_out"), "fp32"),
         **dict.fromkeys(constants, "constexpr"),
     }
+    aligned = ("query", "out", *(("k_desc", "v_desc") if case.get("e4m3") else ()))
     source = GluonASTSource(
         kernel,
         {name: kinds.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in ("query", "out", "k_desc", "v_desc")},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
