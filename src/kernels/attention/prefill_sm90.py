@@ -32,10 +32,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .. import e4m3
 from ..arguments import PagedKV
 from ..device import Gpu
+from .prefill_sm90_convert import convert
+from .prefill_sm90_e4m3 import SCALE_ROWS
 from .prefill_sm90_loads import produce
 from .prefill_sm90_mainloop import consume
+from .prefill_sm90_rows import num_leading_singles, row_of
 from .prefill_sm90_softmax import STEP_N, lines_of, num_entries
 from .prefill_sm90_store import store_lines
 from .tiling import Tiling
@@ -48,34 +52,6 @@ _MAX_VALUES = 128  # elements of a value that a warpgroup has registers for
 _CACHED_BYTES = 32 << 20
 
 
-@gluon.jit
-def _row_of(starts, num_rows, tile, BLOCK_Q: gl.constexpr):
-    """The row of a tile, as :func:`.online_softmax.count_at_most` finds it."""
-    # Most batches at once. As wide for all: a kernel for each width would be seconds of compiling.
-    WIDTH: gl.constexpr = 1024
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    total = 0
-    for first in range(0, num_rows + 1, WIDTH):
-        i = first + gl.arange(0, WIDTH, LAYOUT)
-        keys = gl.load(starts + i, mask=i <= num_rows, other=0) // BLOCK_Q + i
-        total += gl.sum(((keys <= tile) & (i <= num_rows)).to(gl.int32), 0)
-    return total - 1
-
-
-@gluon.jit
-def _num_leading_singles(starts, num_rows):
-    """As :func:`.prefill.num_leading_singles`."""
-    WIDTH: gl.constexpr = 1024
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    num_singles = num_rows
-    for first in range(0, num_rows, WIDTH):
-        row = first + gl.arange(0, WIDTH, LAYOUT)
-        end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
-        others = gl.where((row < num_rows) & (end != row + 1), row, num_rows)
-        num_singles = gl.minimum(num_singles, gl.min(others, 0))
-    return num_singles
-
-
 @gluon.jit(
     # What follows the batch must not make new versions of the kernel.
     do_not_specialize=[
@@ -84,8 +60,9 @@ def _num_leading_singles(starts, num_rows):
     do_not_specialize_on_alignment=["starts", "contexts", "tables"],
 )  # fmt: skip
 def prefill_kernel(
-    k_desc,  # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]
-    v_desc, query, out, starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
+    # [slots, HKV * DK], boxes [min(PAGE, BLOCK_N), 64]; padded: [slots, HKV, DK]; of e4m3 numbers
+    # pointers to the caches
+    k_desc, v_desc, query, out, starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
     scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
     q_head_stride, table_stride, num_tokens, num_rows,
@@ -96,6 +73,8 @@ def prefill_kernel(
     V_PAD: gl.constexpr,  # those of a value that a program has
     PARTS: gl.constexpr, STAGES: gl.constexpr,
     HEAD_BY_HEAD: gl.constexpr,  # the longest context whose tiles are not taken head by head
+    IS_E4M3: gl.constexpr, K_BY_CVT: gl.constexpr, V_BY_CVT: gl.constexpr,
+    E4M3_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.prefill.prefill_kernel`.
 
@@ -104,7 +83,7 @@ def prefill_kernel(
     """
     G: gl.constexpr = HQ // HKV
     BLOCK_Q: gl.constexpr = BLOCK_M // G
-    num_singles = _num_leading_singles(starts, num_rows)
+    num_singles = num_leading_singles(starts, num_rows)
     tile = gl.program_id(0) // (HKV * PARTS) + num_singles // BLOCK_Q + num_singles
     if tile > num_tokens // BLOCK_Q + num_rows:
         return
@@ -113,7 +92,7 @@ def prefill_kernel(
         part = gl.program_id(0) % PARTS * V_PAD
     else:
         part: gl.constexpr = 0  # type: ignore[no-redef]
-    row = _row_of(starts, num_rows, tile, BLOCK_Q)
+    row = row_of(starts, num_rows, tile, BLOCK_Q)
     begin = gl.load(starts + row)
     end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
     end = gl.where(row < num_rows, end, num_tokens)
@@ -148,7 +127,7 @@ def prefill_kernel(
     table = tables + row.to(gl.int64) * table_stride
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ENTRIES: gl.constexpr = STAGES * num_entries(BLOCK_N, V_PAD, K_PAD)
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = gl.float16 if IS_E4M3 else query.dtype.element_ty
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M // 64, 64, K_PAD], OPERAND)
     ring = gl.allocate_shared_memory(dtype, [ENTRIES, BLOCK_N, V_PAD], OPERAND)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -162,34 +141,63 @@ def prefill_kernel(
         query, out, scales, sinks, head, begin, first, num_queries, num_tokens, start, last,
         q_token_stride, q_head_stride, window, factor, cap_in, cap_out,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (consume, (
-                0, q_smem.index(0), ring, bars, task, part, first_step, HQ, G, DK, DV, STEP,
-                BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
-            )),
-            (consume, (
-                1, q_smem.index(1), ring, bars, task, part, first_step, HQ, G, DK, DV, STEP,
-                BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
-            )),
-            (produce, (
-                k_desc, v_desc, table, head, part, first_step, last, ring, full, empty, PAGE, K_PAD,
-                DK, DV, STAGES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],  # registers of a thread; the first partition gets 240 of what is left, too
-    )  # fmt: skip
+    if IS_E4M3:
+        LINE_OF_SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        rows_of_scales: gl.constexpr = STAGES * SCALE_ROWS
+        scales_smem = gl.allocate_shared_memory(
+            gl.float32, [rows_of_scales, STEP_N], LINE_OF_SCALES
+        )
+        gl.warp_specialize(
+            [
+                (consume, (
+                    0, q_smem.index(0), ring, scales_smem, bars, task, part, first_step, HQ, G, DK,
+                    DV, STEP, BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
+                )),
+                (consume, (
+                    1, q_smem.index(1), ring, scales_smem, bars, task, part, first_step, HQ, G, DK,
+                    DV, STEP, BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
+                )),
+                (convert, (
+                    k_desc, v_desc, table, head, first_step, last, ring, scales_smem, full, empty,
+                    HKV, DK, PAGE, STAGES, K_BY_CVT, V_BY_CVT,
+                )),
+            ],
+            [4, 4],
+            [E4M3_REGISTERS, 504 - 2 * E4M3_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    0, q_smem.index(0), ring, None, bars, task, part, first_step, HQ, G, DK, DV,
+                    STEP, BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
+                )),
+                (consume, (
+                    1, q_smem.index(1), ring, None, bars, task, part, first_step, HQ, G, DK, DV,
+                    STEP, BLOCK_M, NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE, STAGES,
+                )),
+                (produce, (
+                    k_desc, v_desc, table, head, part, first_step, last, ring, full, empty, PAGE,
+                    K_PAD, DK, DV, STAGES,
+                )),
+            ],
+            [4, 1],
+            [240, 24],  # registers of a thread; the first partition gets 240 of what is left, too
+        )  # fmt: skip
 
 
 def fits(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, shared: dict[str, Any], t: Tiling
 ) -> bool:
     """Whether there is a kernel for this. ``shared``: what all attention kernels are given."""
-    dim, v_dim = query.shape[2], v_cache.shape[3]
+    dim, v_dim = query.shape[2], e4m3.head_dim(v_cache)
+    if e4m3.are_planes(k_cache):
+        fits_cache = dim == v_dim and dim in (64, 128)
+    else:
+        fits_cache = query.dtype == k_cache.dtype == v_cache.dtype
     return (
         query.dtype in (torch.bfloat16, torch.float16)
-        and query.dtype == k_cache.dtype == v_cache.dtype
+        and fits_cache
         and 32 < v_dim <= dim <= 256
         and dim % 16 == v_dim % 16 == 0
         and shared["PAGE"] >= 16  # smaller blocks are more messages than a warp sends in time
@@ -201,8 +209,9 @@ def fits(
     )
 
 
-def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
+def constants_of(query: Tensor, k_cache: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
     """The kernel's constants."""
+    is_e4m3 = e4m3.are_planes(k_cache)
     names = (
         "HQ", "HKV", "DK", "DV", "STEP", "BLOCK_N", "NEAR_SPLIT", "FAR_SPLIT", "SPLIT_CHANGE",
         "PAGE",
@@ -217,7 +226,11 @@ def constants_of(query: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
         "V_PAD": v_pad,
         "PARTS": v_size // v_pad,
         "STAGES": min(_MAX_STAGES, stages),
-        "HEAD_BY_HEAD": _CACHED_BYTES // (shared["HKV"] * (k_pad + v_size) * query.itemsize),
+        "HEAD_BY_HEAD": _CACHED_BYTES // (shared["HKV"] * (k_pad + v_size) * k_cache.itemsize),
+        "IS_E4M3": is_e4m3,
+        "K_BY_CVT": False,
+        "V_BY_CVT": False,
+        "E4M3_REGISTERS": 216,
     }
     return {name: shared[name] for name in names} | chosen
 
@@ -259,8 +272,11 @@ def launch(
     (num_tokens, num_heads, _), num_rows = query.shape, len(metadata[2])
     page, num_kv_heads = k_cache.shape[1:3]
     num_tiles = num_tokens // (128 // (num_heads // num_kv_heads)) + num_rows + 1
-    constants = constants_of(query, shared)
-    k_desc, v_desc = (_descriptor(x, min(page, t.block_n)) for x in (k_cache, v_cache))
+    constants = constants_of(query, k_cache, shared)
+    k_desc: Any = k_cache
+    v_desc: Any = v_cache
+    if not constants["IS_E4M3"]:
+        k_desc, v_desc = (_descriptor(x, min(page, t.block_n)) for x in (k_cache, v_cache))
     prefill_kernel[(num_tiles * num_kv_heads * constants["PARTS"],)](
         k_desc, v_desc, query, out, *metadata,
         **{name: shared[name] for name in _SCALARS},

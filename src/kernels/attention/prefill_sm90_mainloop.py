@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bundles import Scoring, Splits
+from .prefill_sm90_e4m3 import add_e4m3, scaled, scaled_queries, whole
 from .prefill_sm90_softmax import (
     STEP_N,
     add,
@@ -45,10 +46,11 @@ def _next(at, STAGES: gl.constexpr):
 def _step(
     MASKED: gl.constexpr,
     MAY_BEGIN_SPLIT: gl.constexpr,
-    step, scores, state, at, q_smem, ring, ones, bars, positions, scoring, splits,
+    step, scores, state, at, q_smem, ring, scales, ones, bars, positions, scoring, splits,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Softmax and sums of ``step`` and, beside them, the scores of the next."""
+    """Softmax and sums of ``step`` and, beside them, the scores of the next. ``scales``: of e4m3
+    numbers (:mod:`.prefill_sm90_e4m3`), else None."""
     slot, _, before = at
     full, empty = bars
     D: gl.constexpr = q_smem.shape[1]
@@ -62,10 +64,18 @@ def _step(
     at = _next(at, STAGES)
     mbarrier.arrive(empty.index(before))
     mbarrier.wait(full.index(at[0]), at[1])
-    scores = capped(scores, scoring)
+    if scales is None:
+        scores = capped(scores, scoring)
+    else:
+        scores = scaled(scores, scales, slot, scoring)
     if MASKED:
         scores = masked(scores, step, positions, scoring)
-    state = add(MAY_BEGIN_SPLIT, step, scores, state, v, second_v, ones, scoring, splits)
+    if scales is None:
+        state = add(MAY_BEGIN_SPLIT, step, scores, state, v, second_v, ones, scoring, splits)
+    else:
+        state = add_e4m3(
+            MAY_BEGIN_SPLIT, step, scores, state, v, scales, slot, ones, scoring, splits
+        )
     state = wait(state)
     scores = warpgroup_mma_wait(0, deps=(following,))
     return scores, state, at
@@ -73,8 +83,8 @@ def _step(
 
 @gluon.jit
 def _attend(
-    state, begin, in_window, middle, final, q_smem, ring, ones, bars, positions, scoring, splits,
-    S: gl.constexpr, STAGES: gl.constexpr,
+    state, begin, in_window, middle, final, q_smem, ring, scales, ones, bars, positions, scoring,
+    splits, S: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The scores of the last step, the state of all steps before it, and the slot of its values.
 
@@ -98,22 +108,22 @@ def _attend(
         middle = gl.maximum(middle, pairs)
         for step in range(begin, pairs):
             scores, state, at = _step(
-                True, True, step, scores, state, at, q_smem, ring, ones, bars, positions, scoring,
-                splits, STAGES,
+                True, True, step, scores, state, at, q_smem, ring, scales, ones, bars, positions,
+                scoring, splits, STAGES,
             )  # fmt: skip
     for step in range(pairs, middle, 2):  # splits begin at even steps
         scores, state, at = _step(
-            False, True, step, scores, state, at, q_smem, ring, ones, bars, positions, scoring,
-            splits, STAGES,
+            False, True, step, scores, state, at, q_smem, ring, scales, ones, bars, positions,
+            scoring, splits, STAGES,
         )  # fmt: skip
         scores, state, at = _step(
-            False, False, step + 1, scores, state, at, q_smem, ring, ones, bars, positions, scoring,
-            splits, STAGES,
+            False, False, step + 1, scores, state, at, q_smem, ring, scales, ones, bars, positions,
+            scoring, splits, STAGES,
         )  # fmt: skip
     for step in range(middle, final):
         scores, state, at = _step(
-            True, True, step, scores, state, at, q_smem, ring, ones, bars, positions, scoring,
-            splits, STAGES,
+            True, True, step, scores, state, at, q_smem, ring, scales, ones, bars, positions,
+            scoring, splits, STAGES,
         )  # fmt: skip
     return scores, state, at
 
@@ -121,7 +131,7 @@ def _attend(
 @gluon.jit
 def consume(
     WARPGROUP: gl.constexpr,
-    q_smem, ring, bars, task, part, first_step,
+    q_smem, ring, scales_smem, bars, task, part, first_step,
     HQ: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STEP: gl.constexpr,
     BLOCK_M: gl.constexpr, NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr,
     SPLIT_CHANGE: gl.constexpr, STAGES: gl.constexpr,
@@ -129,6 +139,7 @@ def consume(
     """A warpgroup: 64 lines from queries to outputs.
 
     Args:
+        scales_smem: of e4m3 numbers, else None.
         task: ``start`` is the position of the row's first query, ``last`` the tile's last.
         part: the first of the values' elements. first_step: the first step of the keys.
     """
@@ -136,7 +147,7 @@ def consume(
         query, out, scales, sinks, head, begin, first, num_queries, num_tokens, start, last,
         token_stride, head_stride, window, factor, cap_in, cap_out,
     ) = task  # fmt: skip
-    scoring = Scoring(window, factor, cap_in, cap_out, None)
+    IS_E4M3: gl.constexpr = scales_smem is not None
     SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     K_PAD: gl.constexpr = q_smem.shape[1]
     V_PAD: gl.constexpr = ring.shape[2]
@@ -148,7 +159,9 @@ def consume(
     K_LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K_PAD, K_PAD // 8], [4, 1], [1, 0])
     V_LINE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V_PAD, V_PAD // 8], [4, 1], [1, 0])
     BLOCK_Q: gl.constexpr = BLOCK_M // G
-    ones = gl.full([BLOCK_N, 8], 1.0, ring.dtype, gl.DotOperandLayout(1, MASS, 2))
+    # Weights of values with scales are of any size.
+    SUM: gl.constexpr = gl.bfloat16 if IS_E4M3 else ring.dtype
+    ones = gl.full([BLOCK_N, 8], 1.0, SUM, gl.DotOperandLayout(1, MASS, 2))
 
     tokens, heads, mask = lines_of(
         WARPGROUP * 64, 64, head, begin, first, num_queries, G, BLOCK_Q, K_LINE
@@ -159,6 +172,15 @@ def consume(
     if DK < K_PAD:
         mask = mask & (dims < DK)[None, :]
     q = gl.load(query + rows[:, None] + dims[None, :], mask=mask, other=0.0)
+    scoring = Scoring(window, factor, cap_in, cap_out, None)
+    if IS_E4M3:
+        q, unit = scaled_queries(q)
+        unit = gl.convert_layout(unit, gl.SliceLayout(1, S))
+        line_factor = unit * factor
+        if cap_in is not None:
+            line_factor = gl.full_like(unit, 1.0) * factor
+        scoring = Scoring(window, line_factor, cap_in, cap_out, None, unit)
+        factor = 1.0  # maxima are logarithms
     q_smem.store(q)
     fence_async_shared()
 
@@ -178,29 +200,36 @@ def consume(
     state = (row_max, row_sum, acc, row_max, row_sum, acc)
 
     scores, state, at = _attend(
-        state, first_step, in_window, middle, final, q_smem, ring, ones, bars, positions, scoring,
-        SPLITS, S, STAGES,
+        state, first_step, in_window, middle, final, q_smem, ring, scales_smem, ones, bars,
+        positions, scoring, SPLITS, S, STAGES,
     )  # fmt: skip
 
-    # Values of unowned slots have to be numbers.
     v = values_of(ring, at[0], 0, K_PAD)
-    second_v = values_of(ring, at[0], STEP_N // BLOCK_N - 1, K_PAD)
-    for tile in gl.static_range(STEP_N // BLOCK_N):
-        tile_v = values_of(ring, at[0], tile, K_PAD)
-        offsets = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, V_LINE))
-        exists = offsets <= last - final * STEP_N
-        values = tile_v.load(V_LINE)
-        tile_v.store(gl.where(exists[:, None], values, gl.zeros_like(values)))
-    fence_async_shared()
-    scores = masked(capped(scores, scoring), final, positions, scoring)
-    state = add(True, final, scores, state, v, second_v, ones, scoring, SPLITS)
+    if IS_E4M3:
+        scores = masked(scaled(scores, scales_smem, at[0], scoring), final, positions, scoring)
+        state = add_e4m3(True, final, scores, state, v, scales_smem, at[0], ones, scoring, SPLITS)
+    else:
+        # Values of unowned slots have to be numbers.
+        second_v = values_of(ring, at[0], STEP_N // BLOCK_N - 1, K_PAD)
+        for tile in gl.static_range(STEP_N // BLOCK_N):
+            tile_v = values_of(ring, at[0], tile, K_PAD)
+            offsets = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, V_LINE))
+            exists = offsets <= last - final * STEP_N
+            values = tile_v.load(V_LINE)
+            tile_v.store(gl.where(exists[:, None], values, gl.zeros_like(values)))
+        fence_async_shared()
+        scores = masked(capped(scores, scoring), final, positions, scoring)
+        state = add(True, final, scores, state, v, second_v, ones, scoring, SPLITS)
     state = fold(wait(state), factor)
     _, heads, mask = lines_of(WARPGROUP * 64, 64, head, begin, first, num_queries, G, BLOCK_Q, MASS)
     result = finish(state, sinks, heads, mask, factor)
+    result = result.to(query.dtype.element_ty)
     result_smem = q_smem
-    if V_PAD < K_PAD:
-        result_smem = q_smem._reinterpret(ring.dtype, [64, V_PAD], q_smem.layout)
-    result_smem.store(result.to(ring.dtype))
+    if IS_E4M3:
+        result = whole(result)
+    if IS_E4M3 or V_PAD < K_PAD:
+        result_smem = q_smem._reinterpret(query.dtype.element_ty, [64, V_PAD], q_smem.layout)
+    result_smem.store(result)
     # Another layout than above: else addresses, worked out once, would be spilled for the loop.
     OUT: gl.constexpr = gl.BlockedLayout(
         [V_PAD // 16, 8], [256 // V_PAD, V_PAD // 8], [4, 1], [1, 0]

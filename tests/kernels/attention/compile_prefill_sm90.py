@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from pagespec.kernels import e4m3
 from pagespec.kernels.arguments import AttentionParams, PagedKV
 from pagespec.kernels.attention import prefill_sm90
 from pagespec.kernels.attention.launch import _shared
@@ -26,8 +27,12 @@ def tensors(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """A query and caches of a case."""
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     query = torch.empty(4, case["hq"], case["dim"], dtype=dtype)
-    k_cache = torch.empty(3, case["page"], case["hkv"], case["dim"], dtype=dtype)
-    v_cache = torch.empty(3, case["page"], case["hkv"], case.get("v_dim", case["dim"]), dtype=dtype)
+    sizes = [case["dim"], case.get("v_dim", case["dim"])]
+    if case.get("e4m3"):
+        dtype, sizes = torch.float8_e4m3fn, [size + e4m3.SCALE_BYTES for size in sizes]
+    k_cache, v_cache = (
+        torch.empty(3, case["page"], case["hkv"], size, dtype=dtype) for size in sizes
+    )
     return query, k_cache, v_cache
 
 
@@ -36,7 +41,7 @@ def fits(case: dict[str, Any]) -> list[bool]:
     query, k_cache, v_cache = tensors(case)
     if case.get("transposed"):
         k_cache = k_cache.transpose(0, 2).contiguous().transpose(0, 2)
-    tiling = choose_tiling(query.dtype, case["dim"], v_cache.shape[3])
+    tiling = choose_tiling(query.dtype, case["dim"], e4m3.head_dim(v_cache), k_cache.dtype)
     sinks = torch.zeros(case["hq"]) if case.get("sinks") else None
     window, softcap = case.get("window", 0), case.get("softcap", 0.0)
     shared = _shared(query, v_cache, AttentionParams(0.1, window, softcap, sinks), tiling)
@@ -50,13 +55,17 @@ def build(case: dict[str, Any]) -> Any:
     kernel = prefill_sm90.prefill_kernel
     names = kernel.arg_names
     query, k_cache, v_cache = tensors(case)
-    tiling = choose_tiling(query.dtype, case["dim"], v_cache.shape[3])
+    tiling = choose_tiling(query.dtype, case["dim"], e4m3.head_dim(v_cache), k_cache.dtype)
     shared = _shared(query, v_cache, AttentionParams(0.1), tiling)
-    constants = prefill_sm90.constants_of(query, shared)
+    constants = prefill_sm90.constants_of(query, k_cache, shared)
+    constants |= case.get("constants", {})
     short = "fp16" if query.dtype == torch.float16 else "bf16"
     rows = min(case["page"], tiling.block_n)
     kinds: dict[str, str] = {}
     for name, cache in (("k_desc", k_cache), ("v_desc", v_cache)):
+        if case.get("e4m3"):
+            kinds[name] = "*fp8e4nv"
+            continue
         descriptor = prefill_sm90._descriptor(cache, rows)
         kinds[name] = f"tensordesc<{short}{descriptor.block_shape},{descriptor.layout!r}>"
     unused = [] if case.get("softcap") else ["cap_in", "cap_out"]
@@ -69,11 +78,12 @@ def build(case: dict[str, Any]) -> Any:
         **dict.fromkeys(("factor", "cap_in", "cap_out"), "fp32"),
         **dict.fromkeys(constants, "constexpr"),
     }
+    aligned = ("query", "out", *(("k_desc", "v_desc") if case.get("e4m3") else ()))
     source = GluonASTSource(
         kernel,
         {name: kinds.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in ("query", "out")},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 

@@ -154,6 +154,99 @@ def test_warps_and_registers_change_no_bit(shape: Shape) -> None:
             assert torch.equal(out, whole[length - num_rows :]), (num_rows, warps)
 
 
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="Hopper's prefill needs a GPU of compute capability 9.0",
+)
+HOPPER = [
+    Shape(hq=32, hkv=8, dk=128, dv=128, dtype=BF16, is_e4m3=True),
+    Shape(hq=16, hkv=8, dk=128, dv=128, block_size=32, has_sinks=True, dtype=BF16, is_e4m3=True),
+    Shape(hq=8, hkv=8, dk=128, dv=128, block_size=64, dtype=torch.float16, is_e4m3=True),
+    Shape(hq=16, hkv=2, dk=64, dv=64, block_size=256, dtype=BF16, is_e4m3=True),
+    Shape(hq=9, hkv=3, dk=64, dv=64, block_size=32, has_sinks=True, window=128, dtype=BF16,
+          is_e4m3=True),
+    Shape(hq=14, hkv=2, dk=128, dv=128, softcap=30.0, dtype=torch.float16, is_e4m3=True),
+    Shape(hq=4, hkv=4, dk=128, dv=128, window=63, softcap=5.0, block_size=128, dtype=BF16,
+          is_e4m3=True),
+]  # fmt: skip
+
+
+def both_prefills(batch: Any, monkeypatch: pytest.MonkeyPatch, has_scales: bool) -> list[Any]:
+    """Outputs of Hopper's prefill, which has to serve, and of Triton's."""
+    from pagespec.kernels.attention import prefill_sm90
+
+    served = []
+    start = prefill_sm90.launch
+
+    def noted(*arguments: Any) -> bool:
+        served.append(start(*arguments))
+        return served[-1]
+
+    def run() -> Any:
+        query, kv, params = bundled(*batch.attend)
+        rows = launch.quantized_like(query, kv.v_cache) if has_scales else None
+        out = launch.paged_attention(query, kv, params, rows=rows)
+        return out.view(torch.uint8 if has_scales else torch.int16), rows and rows.scales
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill_sm90, "launch", noted)
+        ours = run()
+        assert served == [True]
+        patched.setattr(launch, "is_gluon_known", lambda: False)
+        return [ours, run()]
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", HOPPER, ids=str)
+def test_prefill_of_hopper_has_the_bits_of_any(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [rows for name, rows in ROWS.items() if any(n > 1 for _, n in rows)]
+    batches += [[(4096, 128), (63, 2), (0, 64)], [(0, 1500)], [(500, 30), (511, 2), (0, 65)]]
+    batches.append([(45_000, 700), (30, 40), (9000, 130), (7, 1), (0, 33)])  # head by head
+    for rows in batches:
+        batch = stored(rows, shape)
+        (ours, _), (other, _) = both_prefills(batch, monkeypatch, False)
+        assert torch.equal(ours, other), rows
+
+
+@needs_hopper
+def test_hopper_quantises_outputs_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in HOPPER[:2]:
+        batch = stored([(700, 90), (0, 200), (3, 1)], shape)
+        (ours, scales), (other, other_scales) = both_prefills(batch, monkeypatch, True)
+        assert torch.equal(ours, other)
+        assert torch.equal(scales, other_scales)
+
+
+@needs_hopper
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0, 30.0])
+def test_hopper_has_the_bits_of_any_for_numbers_of_every_size(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most elements are subnormal beside one that no query multiplies; scales are far apart, and a
+    key and a value of others' rows are infinite."""
+    shape = HOPPER[0]
+    rows = [(0, 600), (0, 70), (300, 300), (0, 9)]
+    batch = make_batch(rows, shape, num_padding=0, device="cuda")
+    query, (key, value) = batch.attend[0], batch.store[:2]
+    query[..., 0] = 0
+    for x in (key, value):
+        # 448 stands for the first element: 2^-6 is the smallest normal number.
+        x[..., 1:] *= size
+        x[..., 0] = 448 * 2**6 * size
+        x *= 10 ** torch.linspace(-3, 3, x[..., 0].numel(), device="cuda").view(*x.shape[:2], 1)
+    key *= 1e-3 / size
+    key[600, 0, 5] = value[601, 1, 5] = float("inf")
+    ops.kv_store(*batch.store)
+    (ours, _), (other, _) = both_prefills(batch, monkeypatch, False)
+    wide, expected = ours.view(BF16), other.view(BF16)
+    assert torch.equal(wide.isnan(), expected.isnan())
+    assert wide[600:670].isnan().any()
+    assert not wide[:600].isnan().any()
+    assert torch.equal(wide.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def bytes_of(caches: Any) -> list[Tensor]:
     return [cache[:-1].view(torch.uint8).cpu() for cache in caches]
 

@@ -29,6 +29,9 @@ TAKEN: list[dict[str, Any]] = [
     {"hq": 8, "hkv": 1, "dim": 192, "v_dim": 128, "page": 16},
     USUAL | {"scales": True},
     {"hq": 8, "hkv": 4, "dim": 256, "page": 128, "window": 1024, "softcap": 50.0, "scales": True},
+    USUAL | {"e4m3": True},
+    USUAL | {"e4m3": True, "scales": True, "page": 64},
+    {"hq": 9, "hkv": 3, "dim": 64, "page": 32, "window": 128, "sinks": True, "e4m3": True},
 ]
 LEFT: list[dict[str, Any]] = [
     USUAL | {"dtype": "float32"},
@@ -38,6 +41,10 @@ LEFT: list[dict[str, Any]] = [
     USUAL | {"page": 8},
     USUAL | {"hq": 256, "hkv": 1},
     USUAL | {"transposed": True},
+    USUAL | {"e4m3": True, "dim": 256},
+    USUAL | {"e4m3": True, "dim": 96},
+    USUAL | {"e4m3": True, "dtype": "float32"},
+    USUAL | {"e4m3": True, "page": 8},
 ]
 
 
@@ -54,10 +61,11 @@ def test_it_compiles_for_hopper_and_leaves_what_it_does_not_know() -> None:
     for case, built in zip(TAKEN, answer["built"], strict=True):
         # C7510 and its like: products that wait for each other.
         assert built["warnings"] == [], case
-        # Outside of the loops.
-        assert built["spilled"] <= (160 if case["dim"] > 128 else 16), case
+        # Outside of the loops; over e4m3 numbers beside folds and in the loop that masks.
+        most = 1200 if case.get("e4m3") else 160 if case["dim"] > 128 else 16
+        assert built["spilled"] <= most, case
         assert built["shared"] <= 227 << 10, case
-        # 240 for each warpgroup that multiplies, 24 for the one that loads.
-        assert {24, 240} <= set(built["registers"]), case
+        # Of each warpgroup that multiplies, and of the one that loads, or loads and converts.
+        assert ({72, 216} if case.get("e4m3") else {24, 240}) <= set(built["registers"]), case
         rounded = ["div.rn.f32"] if case.get("scales") else []
         assert built["roundings"] == ["div.full.f32", *rounded, "ex2.approx.ftz.f32"], case

@@ -1,0 +1,195 @@
+"""The converting warpgroup of Hopper's prefill over e4m3 numbers: from pages to float16 in a ring.
+
+It loads what comes next into registers, beside which it converts what it has. A slot of the ring
+holds the keys of step s, and of step s - 1 the values and the scales of both. Heads lie in halves
+there, as :mod:`.prefill_sm90_e4m3` says.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..fused.e4m3_store import SCALE_BYTES, block_width
+from .e4m3_tiles import HEADROOM, LARGEST_EXPONENT, SMALLEST_EXPONENT
+from .prefill_sm90_e4m3 import SCALE_ROWS
+from .prefill_sm90_softmax import STEP_N, keys_of, values_of
+
+
+@gluon.jit
+def _halves_by_cvt(words):
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 lower, upper;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {lower, upper}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, lower;
+        cvt.rn.f16x2.e4m3x2 $1, upper;
+        }""",
+        "=r,=r,r",
+        [words],
+        dtype=(gl.uint32, gl.uint32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _halves_by_bits(words):
+    # A byte with its sign in all bits above, 7 bits to the left, has sign, exponent and mantissa
+    # where float16 has them: 2^-8 of the number. The multiplication is exact, and makes what is
+    # subnormal there normal, as cvt gives it.
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 even, odd;
+        prmt.b32 even, $2, 0, 0xA280;
+        prmt.b32 odd, $2, 0, 0xB391;
+        shl.b32 even, even, 7;
+        shl.b32 odd, odd, 7;
+        and.b32 even, even, 0xBF80BF80;
+        and.b32 odd, odd, 0xBF80BF80;
+        mul.f16x2 $0, even, $3;
+        mul.f16x2 $1, odd, $3;
+        }""",
+        "=r,=r,r,r",
+        [words, gl.full_like(words, 0x5C005C00)],
+        dtype=(gl.uint32, gl.uint32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _store_halves(words, target, BY_CVT: gl.constexpr):
+    """float16 of ``words [N, D / 4]``, four e4m3 numbers each, into ``target [N, D]`` of the ring,
+    whose even elements are in front of the odd ones."""
+    N: gl.constexpr = words.shape[0]
+    WIDTH: gl.constexpr = words.shape[1] * 2
+    if BY_CVT:
+        even, odd = _halves_by_cvt(words)
+    else:
+        even, odd = _halves_by_bits(words)
+    both = gl.join(even, odd).permute([0, 2, 1]).reshape([N, WIDTH])
+    # Pairs of float16, which the ring's swizzle, of 16 bytes, keeps together.
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    target._reinterpret(gl.uint32, [N, WIDTH], PAIRS).store(both)
+
+
+@gluon.jit
+def _blocks_of(table, start, last, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Block ids of the step at ``start``: one if it lies in one block, else one a position. Those
+    beyond ``last`` stand for ``last``."""
+    if PAGE >= STEP_N:
+        positions = gl.minimum(start, last)
+    else:
+        positions = gl.minimum(start + gl.arange(0, STEP_N, LAYOUT), last)
+    return gl.load(table + positions // PAGE)
+
+
+@gluon.jit
+def _words_of(
+    cache, blocks, start, D: gl.constexpr, PAGE: gl.constexpr, BLOCK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The vectors of a step, four numbers a word: ``[STEP_N, D / 4]``."""
+    WIDTH: gl.constexpr = D // 4
+    offsets = gl.arange(0, STEP_N, gl.SliceLayout(1, LAYOUT))
+    words = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    base = cache.to(gl.pointer_type(gl.uint32)) + blocks.to(gl.int64) * (BLOCK // 4)
+    if PAGE >= STEP_N:
+        rows = base + (start & (PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
+    else:
+        rows = (base + (offsets & (PAGE - 1)) * WIDTH)[:, None]
+    return gl.load(rows + words[None, :])
+
+
+@gluon.jit
+def _scales_of(cache, blocks, start, PAGE: gl.constexpr, BLOCK: gl.constexpr, LINE: gl.constexpr):
+    """The scales ``[STEP_N]`` of a step, NaN for infinity.
+
+    A vector with infinite elements has NaN for those, which ``_halves_by_bits`` does not keep, and
+    that scale alone: attention to it is NaN in any case."""
+    offsets = gl.arange(0, STEP_N, LINE)
+    base = cache.to(gl.pointer_type(gl.float32)) + blocks.to(gl.int64) * (BLOCK // SCALE_BYTES)
+    if PAGE >= STEP_N:
+        pointers = base + (start & (PAGE - 1)) + offsets
+    else:
+        pointers = base + (offsets & (PAGE - 1))
+    scales = gl.load(pointers)
+    return gl.where(scales == float("inf"), float("nan"), scales)
+
+
+@gluon.jit
+def _store_scales(scales, slot, k_scales, v_scales):
+    """The rows of a slot, as the warpgroups want them."""
+    exponents = (v_scales.to(gl.int32, bitcast=True) >> 23) - 126
+    exponents = gl.minimum(gl.maximum(exponents, SMALLEST_EXPONENT), LARGEST_EXPONENT) - HEADROOM
+    scales.index(slot * SCALE_ROWS).store(k_scales)
+    scales.index(slot * SCALE_ROWS + 1).store(v_scales)
+    scales.index(slot * SCALE_ROWS + 2).store(exponents.to(gl.float32))
+
+
+@gluon.jit
+def convert(
+    k_cache, v_cache, table, head, first_step, last, ring, scales, full, empty,
+    HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    K_BY_CVT: gl.constexpr, V_BY_CVT: gl.constexpr,
+):  # fmt: skip
+    """Keys of the first step alone, keys of each next one with values and scales of the one before,
+    and the last one's values and scales alone."""
+    WIDTH: gl.constexpr = D // 4
+    BLOCK: gl.constexpr = block_width(True, PAGE, HKV, D)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    keys = k_cache + head * (PAGE * D)
+    values = v_cache + head * (PAGE * D)
+    k_scales_at = k_cache + (HKV * PAGE * D + head * (PAGE * SCALE_BYTES))
+    v_scales_at = v_cache + (HKV * PAGE * D + head * (PAGE * SCALE_BYTES))
+    end = last // STEP_N + 1
+    start = first_step * STEP_N
+    blocks = _blocks_of(table, start, last, PAGE, ROW)
+    k = _words_of(keys, blocks, start, D, PAGE, BLOCK, LAYOUT)
+    v = _words_of(values, blocks, start, D, PAGE, BLOCK, LAYOUT)
+    scale_blocks = _blocks_of(table, start, last, PAGE, LINE)
+    k_scales = _scales_of(k_scales_at, scale_blocks, start, PAGE, BLOCK, LINE)
+    v_scales = _scales_of(v_scales_at, scale_blocks, start, PAGE, BLOCK, LINE)
+    blocks = _blocks_of(table, start + STEP_N, last, PAGE, ROW)
+    _store_halves(k, keys_of(ring, 0, D), K_BY_CVT)
+    fence_async_shared()
+    mbarrier.arrive(full.index(0), count=1)
+    k = _words_of(keys, blocks, start + STEP_N, D, PAGE, BLOCK, LAYOUT)
+    slot = 1
+    phase = 1
+    for step in range(first_step + 1, end):
+        start = step * STEP_N
+        following = _blocks_of(table, start + STEP_N, last, PAGE, ROW)
+        scale_blocks = _blocks_of(table, start, last, PAGE, LINE)
+        mbarrier.wait(empty.index(slot), phase)
+        _store_scales(scales, slot, k_scales, v_scales)
+        _store_halves(v, values_of(ring, slot, 0, D), V_BY_CVT)
+        v = _words_of(values, blocks, start, D, PAGE, BLOCK, LAYOUT)
+        _store_halves(k, keys_of(ring, slot, D), K_BY_CVT)
+        k = _words_of(keys, following, start + STEP_N, D, PAGE, BLOCK, LAYOUT)
+        fence_async_shared()
+        mbarrier.arrive(full.index(slot), count=1)
+        k_scales = _scales_of(k_scales_at, scale_blocks, start, PAGE, BLOCK, LINE)
+        v_scales = _scales_of(v_scales_at, scale_blocks, start, PAGE, BLOCK, LINE)
+        blocks = following
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    mbarrier.wait(empty.index(slot), phase)
+    # Of unowned slots, NaN perhaps: as values they have to be numbers.
+    beyond = last - (end - 1) * STEP_N
+    v_scales = gl.where(gl.arange(0, STEP_N, LINE) <= beyond, v_scales, 0.0)
+    exists = gl.arange(0, STEP_N, ROW) <= beyond
+    _store_scales(scales, slot, k_scales, v_scales)
+    v = gl.where(exists[:, None], v, gl.zeros_like(v))
+    _store_halves(v, values_of(ring, slot, 0, D), V_BY_CVT)
+    fence_async_shared()
+    mbarrier.arrive(full.index(slot), count=1)
