@@ -69,7 +69,7 @@ class _Unfinished(NamedTuple):
     staged: StagedStep
     constrained: ConstrainedRows
     logits: Tensor
-    hidden: Tensor | None
+    hidden: tuple[Tensor, ...] | None
     truncated: Tensor
 
 
@@ -158,7 +158,7 @@ class GpuRunner:
             max_logprob_rows(max_num_tokens, max(max_num_rows, MIN_SIZE)),
             self.buffers.temperatures if processed_logprobs else None,
         )
-        self._blank_hidden: Tensor | None = None
+        self._blank_hidden: tuple[Tensor, ...] | None = None
         self._edits = GpuEdits(
             self.buffers, self._results, self.buffers.width * block_size, processed_logprobs
         )
@@ -248,7 +248,8 @@ class GpuRunner:
             self._sample_truncated(logits, truncated)
             fields = b.staged[: LOGPROB_FIELDS * len(logits)].zero_()
             self._logprobs.queue(0, logits, b.sampled, truncated, fields, b.staged[:0], None)
-            self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
+            head = self.captured.head
+            self._blank_hidden = None if head is None or hidden is None else head.blank(hidden)
             self._run_prompt_chunk()
             self._edits.run_worst_case(StepShape(num_tokens, num_rows, False), logits)
             self._take_rank_0_tokens(num_rows)
@@ -320,7 +321,7 @@ class GpuRunner:
         staged: StagedStep,
         plan: StepPlan | None,
         logits: Tensor,
-        hidden: Tensor | None,
+        hidden: tuple[Tensor, ...] | None,
         truncated: Tensor,
         masks: Masks | None = None,
     ) -> None:
@@ -435,7 +436,7 @@ class GpuRunner:
             inputs = unpack(self.buffers, shape, self.block_size, null_slot, self.state_interval)
             logits, hidden = self._forward(inputs)
             self._sample(logits)
-        return StepOutputs(logits, None if hidden is None else hidden.contiguous())
+        return StepOutputs(logits, None if hidden is None else tuple(map(Tensor.contiguous, hidden)))
 
     def _sample(self, logits: Tensor) -> None:
         b = self.buffers
