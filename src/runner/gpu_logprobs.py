@@ -128,7 +128,9 @@ class GpuLogprobs:
     def run_chunk(self, hidden: Sequence[Tensor], sampled: Tensor) -> None:
         """Compute a chunk of nothing: its kernels are there then, and its memory is counted."""
         if self._captured.head is not None:
-            blank = torch.zeros(LOGPROB_FIELDS, CHUNK_ROWS, dtype=torch.int32, device=sampled.device)
+            blank = torch.zeros(
+                LOGPROB_FIELDS, CHUNK_ROWS, dtype=torch.int32, device=sampled.device
+            )
             rows = torch.empty(CHUNK_ROWS, ROW_WORDS, dtype=torch.int32, device=sampled.device)
             logits = self._write_chunk(hidden, blank, sampled, rows)
             if self._temperatures is not None:

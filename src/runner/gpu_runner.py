@@ -436,7 +436,9 @@ class GpuRunner:
             inputs = unpack(self.buffers, shape, self.block_size, null_slot, self.state_interval)
             logits, hidden = self._forward(inputs)
             self._sample(logits)
-        return StepOutputs(logits, None if hidden is None else tuple(map(Tensor.contiguous, hidden)))
+        if hidden is None or shape.is_decode:  # of prompts a decode step has no more than the ends
+            return StepOutputs(logits, None)
+        return StepOutputs(logits, tuple(map(Tensor.contiguous, hidden)))
 
     def _sample(self, logits: Tensor) -> None:
         b = self.buffers

@@ -5,8 +5,8 @@ Read in this order: this file (which passes run, and in which order), ``context`
 ``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``, ``quantize_linear`` and, for
 native kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU ``rms_norm``
 (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
-``split_head`` and ``prune_rows``. Weights that stay quantised are the work of ``quantize_linear`` on both; a GPU's
-kernels for them are the table in ``gpu_quantized``.
+``split_head`` and ``prune_rows``. Weights that stay quantised are the work of ``quantize_linear``
+on both; a GPU's kernels for them are the table in ``gpu_quantized``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """

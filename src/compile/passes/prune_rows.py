@@ -1,4 +1,4 @@
-"""A second form of a graph, which computes what is behind its last attention for the kept rows only.
+"""A second form of a graph: what is behind its last attention is computed for kept rows only.
 
 ::
 
@@ -25,16 +25,26 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.nodes import calls_function, example, is_in_place, is_linear, is_ours, may_be_view, positions
-from ..fx.row_kinds import PADDING_ARGUMENT, Order, RowKinds
+from ..fx.nodes import (
+    calls_function,
+    example,
+    is_in_place,
+    is_linear,
+    is_ours,
+    may_be_view,
+    positions,
+)
+from ..fx.row_kinds import PADDING_ARGUMENT, RowKinds
+from ..fx.token_sizes import Order
 from .split_head import KEPT_ROWS, find_cut, take_rows
 
 _TOKENS = ("input", "input_ids")
+_MATMULS = ("linear", "mlp", "product", "grouped_mm", "head_values")
 
 
 class Tail(NamedTuple):
     """Attributes:
-        nodes: of the tail. frontier: what they read that has rows of tokens, and along which dim.
+    nodes: of the tail. frontier: what they read that has rows of tokens, and along which dim.
     """
 
     nodes: set[Node]
@@ -109,7 +119,7 @@ def settle_sizes(pruned: GraphModule, sources: Mapping[str, tuple[Any, ...]]) ->
 
 def _is_matmul(node: Node) -> bool:
     name = getattr(node.target, "__name__", "")
-    return is_linear(node) or (is_ours(node) and any(part in name for part in ("linear", "mlp")))
+    return is_linear(node) or (is_ours(node) and any(part in name for part in _MATMULS))
 
 
 def find_tail(graph: Graph, cut: Node, kinds: RowKinds, sources: Collection[str]) -> Tail:
@@ -167,9 +177,7 @@ def _is_row_wise(node: Node, kinds: RowKinds) -> bool:
     return kind is not None and kind.order is not Order.CONSTANT
 
 
-def _may_stay(
-    node: Node, nodes: set[Node], cut: Node, kinds: RowKinds, known: set[Node]
-) -> bool:
+def _may_stay(node: Node, nodes: set[Node], cut: Node, kinds: RowKinds, known: set[Node]) -> bool:
     """Whether a node can be of a tail that has no others than ``nodes``."""
     if not all(user in nodes or user is cut or user.op == "output" for user in node.users):
         return False
@@ -179,9 +187,9 @@ def _may_stay(
         if source in nodes or source in known or _is_padding(node, source):
             continue
         if kinds.is_size(source):
-            if kinds.multiple(example(source)):
-                continue
-            return False
+            if not kinds.is_known_size(source):
+                return False
+            continue
         kind = kinds.of(source)
         # What is sorted by expert is so with all the rows of its sort.
         if kind is None or kind.order is not Order.ROWS:
@@ -211,7 +219,7 @@ class _Pruned:
         self._graph = Graph()
         self._copies: dict[Node, Node] = {}
         self._taken: dict[Node, Node] = {}
-        self._sizes: dict[Node, Node] = {}
+        self._sizes: dict[int, Node] = {}
 
     def build(self) -> Graph:
         tail, rows = self._tail, self._cut.args[1]
@@ -247,22 +255,25 @@ class _Pruned:
         taken.meta["example_value"] = example(source)
         return taken
 
-    def _of_tail(self, node: Node) -> Node:
+    def _of_tail(self, node: Node) -> Any:
         if node in self._taken:
             return self._taken[node]
-        if self._kinds.is_size(node) and self._kinds.multiple(example(node)):
-            return self._size(node)
-        return self._copies[node]
+        return self._size(example(node)) if self._kinds.is_size(node) else self._copies[node]
 
-    def _size(self, node: Node) -> Node:
-        """A number of the step, with the kept rows in place of the tokens."""
-        times = self._kinds.multiple(example(node))
-        if node not in self._sizes:
+    def _size(self, value: Any) -> Any:
+        """A number of the step, or a shape, with the kept rows in place of the tokens."""
+        if isinstance(value, torch.Size):
+            shape = self._graph.call_function(torch.Size, ([self._size(part) for part in value],))
+            shape.meta["example_value"] = value
+            return shape
+        times = self._kinds.multiple(value)
+        if not times:
+            return value
+        if times not in self._sizes:
             rows = self._copies[self._cut.args[1]]  # type: ignore[index]
             size = self._graph.call_method("size", (rows, 0))
-            size.meta["example_value"] = example(node)
-            if times != 1:
+            if times > 1:
                 size = self._graph.call_function(operator.mul, (size, times))
-                size.meta["example_value"] = example(node)
-            self._sizes[node] = size
-        return self._sizes[node]
+            size.meta["example_value"] = value
+            self._sizes[times] = size
+        return self._sizes[times]

@@ -7,8 +7,8 @@
 
 So the head can run over any rows later, by the very calls that the graph makes: what it gives for a
 row is the same to the bit wherever those calls are batch-invariant. Of a graph that
-:mod:`.prune_rows` has given a second form, the head begins behind the last attention, and what is in
-front of it are several tensors, the *frontier*.
+:mod:`.prune_rows` has given a second form, the head begins behind the last attention, and what is
+in front of it are several tensors, the *frontier*.
 
 ``expose_hidden`` comes after all passes and before regions are compiled, as a call of ours that no
 region takes in; ``extract_head`` comes last.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.nodes import calls_function, example
+from ..fx.nodes import calls_function
 
 KEPT_ROWS = ("input", "logits_to_keep")
 _NUM_KEPT = ("size", "logits_to_keep", 0)
@@ -126,7 +126,10 @@ def extract_head(gm: GraphModule, sources: Sequence[tuple[Any, ...]]) -> Head | 
         node = pending.pop()
         if node not in needed:
             needed.add(node)
-            pending += [] if node in frontier else node.all_input_nodes
+            if node not in frontier and node.op != "placeholder":
+                pending += node.all_input_nodes
+                # What only writes to it gives nothing that is read.
+                pending += [n for n in node.users if not n.users and n.op != "output"]
     read = [place for place in nodes if place in needed and place in places]
     if any(places[n][0] != "constant" and places[n] not in (KEPT_ROWS, _NUM_KEPT) for n in read):
         return None
