@@ -221,14 +221,19 @@ def capture_model(
         if has_head:
             captured.pruned = prune_rows(gm, traced.sources, communicator)
         forms = [gm] if captured.pruned is None else [gm, captured.pruned]
-        counts = [run_passes(form, context, last_passes(context.is_native)) for form in forms]
-        captured.rewrites |= counts[0]
+        if last := last_passes(context.is_native):
+            counts = [run_passes(form, context, last) for form in forms]
+            captured.rewrites |= counts[0]
         if compile == "inductor":
             begin = time.perf_counter()
             captured.rewrites["regions"], captured.num_compiled = compile_regions(*forms)
             if captured.pruned is not None:
                 settle_sizes(captured.pruned, traced.sources)
             captured.compile_s = time.perf_counter() - begin
+        else:
+            # Once, as it takes longer than most passes; the pruned form was made when it was whole.
+            for form in forms if last else forms[:1]:
+                form.recompile()
     captured.specs = tuple(context.specs)
     captured.weight_formats = context.weight_formats
     captured.float32_matrices = context.float32_matrices

@@ -58,7 +58,7 @@ class TokenSizes:
         """How many times the number of tokens a size is: 0 of those without it, None if that is
         no number."""
         if isinstance(size, int) and isinstance(self._num_tokens, int):
-            times, rest = divmod(size, self._num_tokens)
+            times, rest = divmod(max(size, 0), self._num_tokens)  # -1 is what is left of a view
             return None if times and rest else times
         text = str(size)
         found = self._multiple.fullmatch(text)

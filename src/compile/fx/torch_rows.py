@@ -35,6 +35,7 @@ _OVER_DIMS = frozenset(
 _MOVES = frozenset({"transpose", "permute", "squeeze", "unsqueeze", "swapaxes", "movedim"})
 _RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten"})
 _SPLITS = {"split": "dim", "chunk": "dim", "unbind": "dim"}
+_ALONG = frozenset({"index_select", "topk"})
 _NORMS = frozenset({"layer_norm", "rms_norm"})
 _LINEAR = "linear"
 
@@ -145,7 +146,7 @@ class TorchRows(TokenSizes, ABC):
             return None
         if name in ("gather", "scatter"):
             return self._aligned(node, kinds)
-        is_known = name in _OVER_DIMS or name in _SPLITS or name in ("topk", *_NORMS)
+        is_known = name in _OVER_DIMS or name in _SPLITS or name in _ALONG or name in _NORMS
         return self.like(node, kind) if is_known and others_are_constant else None
 
     def _aligned(self, node: Node, kinds: dict[Node, Kind]) -> Kind | None:

@@ -55,7 +55,8 @@ def prune_rows(
     gm: GraphModule, sources: Mapping[str, tuple[Any, ...]], communicator: object = None
 ) -> GraphModule | None:
     """The pruned form of a graph whose head :func:`.split_head.expose_hidden` has found; the whole
-    form then returns the frontier in place of hidden states, and so does this one.
+    form then returns the frontier in place of hidden states, and so does this one; ``gm`` is to be
+    recompiled.
 
     Args:
         sources: of the placeholders that are no constants. communicator: as of
@@ -75,9 +76,6 @@ def prune_rows(
     pruned = _Pruned(graph, cut, kinds, tail).build()
     output = graph.output_node()
     output.args = ((output.args[0][0], *tail.frontier),)  # type: ignore[index]
-    graph.lint()
-    gm.recompile()
-    pruned.lint()
     return GraphModule(gm, pruned)
 
 
@@ -130,7 +128,7 @@ def find_tail(graph: Graph, cut: Node, kinds: RowKinds, sources: Collection[str]
     """
     hidden = cut.args[0]
     assert isinstance(hidden, Node)
-    nodes = _candidates(cut, hidden, kinds)
+    nodes = _candidates(graph, cut, hidden, kinds)
     known = _without(graph, sources)
     while leaving := [node for node in nodes if not _may_stay(node, nodes, cut, kinds, known)]:
         nodes.difference_update(leaving)
@@ -157,24 +155,27 @@ def _without(graph: Graph, sources: Collection[str]) -> set[Node]:
     return found
 
 
-def _candidates(cut: Node, hidden: Node, kinds: RowKinds) -> set[Node]:
-    """Row-wise calls from which ``hidden`` comes by such calls, and those that write to these."""
+def _candidates(graph: Graph, cut: Node, hidden: Node, kinds: RowKinds) -> set[Node]:
+    """Row-wise calls that nothing reads but one another and the head, and calls that only write to
+    what they are given. More than stay: what those write may be of others."""
     found: set[Node] = set()
-    pending = [hidden]
-    while pending:
-        node = pending.pop()
-        if node in found or node is cut or not _is_row_wise(node, kinds):
-            continue
-        found.add(node)
-        pending += [source for source in node.all_input_nodes if not kinds.is_size(source)]
-        # Others that read it may be in place, and give nothing that is read.
-        pending += [user for user in node.users if not user.users and user.op != "output"]
+    for node in reversed(graph.nodes):
+        writers = [user for user in node.users if _only_writes(user)]
+        readers = {user for user in node.users if user.op != "output"}.difference(writers)
+        is_inside = readers == {cut} if node is hidden else node.users and readers <= found
+        if is_inside and node is not cut and _is_row_wise(node, kinds):
+            found.add(node)
+            found.update(user for user in writers if _is_row_wise(user, kinds))
     return found
 
 
 def _is_row_wise(node: Node, kinds: RowKinds) -> bool:
     kind = kinds.row_wise(node)
     return kind is not None and kind.order is not Order.CONSTANT
+
+
+def _only_writes(node: Node) -> bool:
+    return not node.users and node.op in ("call_function", "call_method") and is_in_place(node)
 
 
 def _may_stay(node: Node, nodes: set[Node], cut: Node, kinds: RowKinds, known: set[Node]) -> bool:
@@ -244,8 +245,8 @@ class _Pruned:
                 self._taken[source] = self._take(source, self._tail.frontier[source])
         # Records stay those of all tokens: a region is then the same one in both forms.
         copy = self._graph.node_copy(node, self._of_tail)
-        for place, source in enumerate(node.args):
-            if isinstance(source, Node) and _is_padding(node, source):
+        for place, argument in enumerate(node.args):
+            if isinstance(argument, Node) and _is_padding(node, argument):
                 copy.update_arg(place, None)
         return copy
 
@@ -271,7 +272,7 @@ class _Pruned:
             return value
         if times not in self._sizes:
             rows = self._copies[self._cut.args[1]]  # type: ignore[index]
-            size = self._graph.call_method("size", (rows, 0))
+            size: Any = self._graph.call_method("size", (rows, 0))
             if times > 1:
                 size = self._graph.call_function(operator.mul, (size, times))
             size.meta["example_value"] = value

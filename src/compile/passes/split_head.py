@@ -48,7 +48,7 @@ def find_cut(graph: Graph) -> Node | None:
 
 
 def expose_hidden(gm: GraphModule, sources: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Make the graph return (logits, hidden states), if the place is found.
+    """Make the graph return (logits, hidden states), if the place is found. It is to be recompiled.
 
     Args:
         sources: of the placeholders that are no constants, as of :class:`.dynamo.Traced`.
@@ -67,7 +67,6 @@ def expose_hidden(gm: GraphModule, sources: Mapping[str, tuple[Any, ...]]) -> bo
     output = next(n for n in graph.nodes if n.op == "output")
     (results,) = output.args
     output.args = ((*results, hidden),)
-    gm.recompile()
     return True
 
 
