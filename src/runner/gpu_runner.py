@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches, kv_dtype
