@@ -91,7 +91,7 @@ def masks_are_tensors(name: str) -> Iterator[None]:
 
     def mask(*args: Any, **kwargs: Any) -> Tensor:
         made = None if before is None else before(*args, **kwargs)
-        return torch.zeros(1, 1, 1, 1) if made is None else made
+        return torch.zeros(1, 1, 1, 1, device=kwargs.get("device")) if made is None else made
 
     AttentionMaskInterface.register(name, mask)
     try:
