@@ -88,7 +88,7 @@ def test_equal_scores_are_told_apart_as_torch_does() -> None:
         values = keys[:, 0].sign() * (keys[:, 0].abs() > 1)
         for position in range(start, start + n):
             if position >= 300:
-                products = (query[token] @ values[: position + 1].T * 0.25).relu()
+                products = (query[token, 0] @ values[: position + 1].T * 0.25).relu()
                 scores = weights[token, 0] * products
                 wanted = scores.topk(300).indices.sort().values
                 assert torch.equal(chosen[token].long(), wanted), position
