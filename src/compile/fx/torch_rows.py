@@ -71,7 +71,7 @@ class TorchRows(TokenSizes, ABC):
     def of(self, node: Node) -> Kind | None:
         """The kind of a tensor that ``node`` gives; None if it is not known."""
         if node not in self._kinds:
-            self._kinds[node] = None  # no cycle can ask for it
+            self._kinds[node] = None  # for who asks while it is being found
             self._kinds[node] = self._find(node)
         return self._kinds[node]
 
