@@ -28,23 +28,14 @@ from ..kernels.sampling.sampler import VocabShard
 from .capture.traced import Source, Traced
 from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
-from .passes import (
-    COMMON_PASSES,
-    PassContext,
-    cpu_passes,
-    gpu_passes,
-    last_passes,
-    run_passes,
-)
-from .passes.prune_rows import prune_rows, settle_sizes
-from .passes.split_head import Head, expose_hidden, extract_head
+from .passes import COMMON_PASSES, PassContext, cpu_passes, gpu_passes, run_passes
+from .passes.split_head import expose_hidden, extract_head
 from .step_inputs import BoundGraph, KVCaches, RecurrentStates, StepInputs, StepOutputs
 
 # What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
 # that restores a model needs neither.
 if TYPE_CHECKING:
     from .capture.graph_cache import GraphCache
-    from .model.eager_head import EagerHead
 
 COMPILE_MODES = ("graph", "inductor", "eager")
 
@@ -56,7 +47,6 @@ class CapturedModel:
     Attributes:
         specs: of the attention calls, as the passes left them.
         graph: the graph module after all passes, None for "eager".
-        pruned: its form for steps that keep fewer rows than they have tokens, if there is one.
         sources: where each argument of the graph comes from, as of :meth:`.Traced.arguments`.
         num_captures: how often Dynamo traced the model: 1, or 0 for "eager" and for a graph that
             was read from the cache.
@@ -64,8 +54,8 @@ class CapturedModel:
         rewrites: how many rewrites each pass made.
         weight_formats, float32_matrices: as of :class:`.passes.context.PassContext`.
         communicator: what the collectives of a sharded model are called on.
-        head: from what a step returns beside logits to logits of any of its tokens, by the calls
-            of its graph; None if that could not be cut there.
+        head: from hidden states ``[R, H]``, R at least ``MIN_SIZE``, to what a step has of their
+            logits, by the same calls; None if the graph could not be cut there.
     """
 
     loaded: LoadedModel
@@ -81,8 +71,7 @@ class CapturedModel:
     weight_formats: dict[str, int] = field(default_factory=dict)
     float32_matrices: list[str] = field(default_factory=list)
     communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
-    pruned: GraphModule | None = None
-    head: Head | EagerHead | None = None
+    head: Callable[[Tensor], Tensor] | None = None
 
     def bind(
         self, kv_caches: KVCaches, states: RecurrentStates
@@ -90,8 +79,7 @@ class CapturedModel:
         """A function from a step's inputs to its results, over these caches and states."""
         if self.graph is None:
             return lambda inputs: self._run_eagerly(inputs, kv_caches, states)
-        pruned = None if self.pruned is None else self.pruned.forward
-        return BoundGraph(self.graph.forward, self.sources, kv_caches, states, pruned)
+        return BoundGraph(self.graph.forward, self.sources, kv_caches, states)
 
     def _run_eagerly(
         self, inputs: StepInputs, kv_caches: KVCaches, states: RecurrentStates
@@ -108,7 +96,7 @@ class CapturedModel:
             head.recorded() if isinstance(head, EagerHead) else nullcontext(),
         ):
             logits = forward(PackedForward(module), self.specs, inputs, kv_caches, states)[0]
-        return StepOutputs(logits, (head.hidden,) if isinstance(head, EagerHead) else None)
+        return StepOutputs(logits, head.hidden[0] if isinstance(head, EagerHead) else None)
 
     @property
     def vocab_shard(self) -> VocabShard | None:
@@ -218,26 +206,14 @@ def capture_model(
         device_passes = cpu_passes(context.is_native) if is_on_cpu else gpu_passes()
         captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)
         has_head = expose_hidden(gm, traced.sources)
-        if has_head:
-            captured.pruned = prune_rows(gm, traced.sources, communicator)
-        forms = [gm] if captured.pruned is None else [gm, captured.pruned]
-        if last := last_passes(context.is_native):
-            counts = [run_passes(form, context, last) for form in forms]
-            captured.rewrites |= counts[0]
         if compile == "inductor":
             begin = time.perf_counter()
-            captured.rewrites["regions"], captured.num_compiled = compile_regions(*forms)
-            if captured.pruned is not None:
-                settle_sizes(captured.pruned, traced.sources)
+            captured.rewrites["regions"], captured.num_compiled = compile_regions(gm)
             captured.compile_s = time.perf_counter() - begin
-        else:
-            # Once, as it takes longer than most passes; the pruned form was made when it was whole.
-            for form in forms if last else forms[:1]:
-                form.recompile()
     captured.specs = tuple(context.specs)
     captured.weight_formats = context.weight_formats
     captured.float32_matrices = context.float32_matrices
     captured.sources = traced.arguments()
     if has_head:
-        captured.head = extract_head(forms[-1], captured.sources)
+        captured.head = extract_head(gm, captured.sources)
     return captured

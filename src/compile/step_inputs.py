@@ -57,11 +57,11 @@ class StepInputs:
 
 
 class StepOutputs(NamedTuple):
-    """What a step computes: logits ``[S, V]``, and what is in front of the head of all T tokens;
-    None where the graph does not show it."""
+    """What a step computes: logits ``[S, V]``, and the hidden states ``[T, H]`` in front of the
+    head; None where the graph does not show them."""
 
     logits: Tensor
-    hidden: tuple[Tensor, ...] | None
+    hidden: Tensor | None
 
 
 STATE_TABLES = "state_tables"
@@ -80,7 +80,6 @@ class BoundGraph:
         function: takes the graph's arguments, gives its results.
         sources: where each argument comes from, as of
             :meth:`.Traced.arguments`.
-        pruned: the same of fewer rows than tokens (:mod:`.passes.prune_rows`), if there is one.
     """
 
     def __init__(
@@ -89,10 +88,8 @@ class BoundGraph:
         sources: Sequence[tuple[Any, ...]],
         kv_caches: KVCaches,
         states: RecurrentStates = NO_STATES,
-        pruned: Callable[..., Any] | None = None,
     ) -> None:
         self._function = function
-        self._pruned = pruned or function
         self._arguments: list[Any] = [None] * len(sources)
         self._input_slots: list[tuple[int, str]] = []
         self._size_slots: list[tuple[int, str, int]] = []
@@ -117,9 +114,8 @@ class BoundGraph:
             arguments[slot] = getattr(inputs, name)
         for slot, name, dim in self._size_slots:
             arguments[slot] = getattr(inputs, name).shape[dim]
-        is_pruned = len(inputs.logits_to_keep) < inputs.input_ids.shape[1]
-        logits, *hidden = (self._pruned if is_pruned else self._function)(*arguments)
-        return StepOutputs(logits[0], tuple(hidden) if hidden else None)
+        logits, *hidden = self._function(*arguments)
+        return StepOutputs(logits[0], hidden[0][0] if hidden else None)
 
 
 def example_inputs(device: torch.device, has_states: bool) -> StepInputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,13 +36,13 @@ def step_logprobs(
     captured: CapturedModel,
     sampled_logits: Callable[[Tensor], Tensor],
     tokens: Tensor,
-    hidden: Sequence[Tensor] | None,
+    hidden: Tensor | None,
 ) -> StepLogprobs | None:
     """The log-probabilities that a step is asked for; None if it is not.
 
     Args:
         sampled_logits: logits ``[n, V]`` of some of the sampled rows, by place.
-        tokens: int64 ``[S]``, sampled. hidden: as of :class:`.step_inputs.StepOutputs`.
+        tokens: int64 ``[S]``, sampled. hidden: ``[T, H]``, in front of the head.
     """
     if inputs.is_empty:
         return None
@@ -54,15 +54,13 @@ def step_logprobs(
     return StepLogprobs(HostLogprobRows(sampled.numpy()), HostLogprobRows(prompt.numpy()))
 
 
-def _prompt_rows(
-    fields: IntArray, captured: CapturedModel, hidden: Sequence[Tensor] | None
-) -> Tensor:
+def _prompt_rows(fields: IntArray, captured: CapturedModel, hidden: Tensor | None) -> Tensor:
     if captured.head is None or hidden is None:
         raise RuntimeError("log-probabilities of a prompt, and no head to compute them with")
     rows = []
     for part in torch.from_numpy(fields.astype(np.int64)).split(CHUNK_ROWS, dim=1):
         at, targets, num_top = part
         padded = at if len(at) >= MIN_SIZE else at.repeat(MIN_SIZE)
-        logits = captured.whole_logits(captured.head(hidden, padded))
+        logits = captured.whole_logits(captured.head(hidden[padded]))
         rows.append(logprob_rows(logits[: len(at)], targets, num_top))
     return torch.cat(rows)

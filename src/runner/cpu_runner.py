@@ -44,7 +44,7 @@ class _Unfinished(NamedTuple):
     constrained: ConstrainedRows
     packed: PackedStep
     logits: Tensor
-    hidden: tuple[Tensor, ...] | None
+    hidden: Tensor | None
 
 
 class ModelRunner:
@@ -162,7 +162,7 @@ class ModelRunner:
         plan: StepPlan | None,
         packed: PackedStep,
         logits: Tensor,
-        hidden: tuple[Tensor, ...] | None,
+        hidden: Tensor | None,
         masks: Masks | None = None,
     ) -> None:
         """Sample the edited rows of a step; then all its tokens are there."""
@@ -188,7 +188,7 @@ class ModelRunner:
         self._unfinished = None
 
     def _logprobs(
-        self, packed: PackedStep, logits: Tensor, tokens: Tensor, hidden: tuple[Tensor, ...] | None
+        self, packed: PackedStep, logits: Tensor, tokens: Tensor, hidden: Tensor | None
     ) -> StepLogprobs | None:
         def sampled_logits(places: Tensor) -> Tensor:
             if self._has_processed_logprobs:

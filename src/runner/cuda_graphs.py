@@ -63,9 +63,7 @@ class StepGraphs:
             # Owned, the results of every shape would stay allocated beside one another; the pool
             # lives as long as its graphs, so an alias is enough to read what a replay wrote.
             logits, hidden = results
-            aliases = StepOutputs(
-                _alias(logits), None if hidden is None else tuple(map(_alias, hidden))
-            )
+            aliases = StepOutputs(_alias(logits), None if hidden is None else _alias(hidden))
             self._graphs[shape] = (graph, aliases)
             del results, logits, hidden
         torch.cuda.synchronize()

@@ -71,7 +71,7 @@ class GpuLogprobs:
         truncated: Tensor,
         sampled_fields: Tensor,
         prompt_fields: Tensor,
-        hidden: Sequence[Tensor] | None,
+        hidden: Tensor | None,
         edited: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
         """Queue a step's rows; returns where the host finds them, int32 ``[n + P, ROW_WORDS]``.
@@ -81,8 +81,8 @@ class GpuLogprobs:
             logits: ``[S, V]`` of the sampled rows. sampled: int64 ``[>= S]``, their tokens.
             truncated: of those that use top_k, top_p or min_p, as of :func:`.sample_truncated`.
             sampled_fields: int32 ``[LOGPROB_FIELDS * n]``, as :mod:`.logprob_fields` says.
-            prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are tokens
-                of the step. hidden: as of :class:`.step_inputs.StepOutputs`.
+            prompt_fields: int32 ``[LOGPROB_FIELDS * P]``, whole chunks; places are rows of
+                ``hidden [T, H]``, the hidden states in front of the head.
             edited: :attr:`.gpu_edits.GpuEdits.logprobs`, which take the place of others.
         """
         fields = sampled_fields.view(LOGPROB_FIELDS, -1)
@@ -113,25 +113,21 @@ class GpuLogprobs:
         found.copy_(rows, non_blocking=True)
         return found
 
-    def _write_chunk(
-        self, hidden: Sequence[Tensor], chunk: Tensor, sampled: Tensor, rows: Tensor
-    ) -> Tensor:
+    def _write_chunk(self, hidden: Tensor, chunk: Tensor, sampled: Tensor, rows: Tensor) -> Tensor:
         """The rows of a chunk; returns its logits."""
         captured = self._captured
         if captured.head is None:
             raise RuntimeError("log-probabilities of a prompt, and no head to compute them with")
-        logits = captured.whole_logits(captured.head(hidden, chunk[0]))
+        logits = captured.whole_logits(captured.head(hidden.index_select(0, chunk[0])))
         fields = torch.stack([self._places, chunk[1], chunk[2]])
         write_logprobs(logits, fields, sampled, rows)
         return logits
 
-    def run_chunk(self, hidden: Sequence[Tensor], sampled: Tensor) -> None:
+    def run_chunk(self, hidden: Tensor, sampled: Tensor) -> None:
         """Compute a chunk of nothing: its kernels are there then, and its memory is counted."""
         if self._captured.head is not None:
-            blank = torch.zeros(
-                LOGPROB_FIELDS, CHUNK_ROWS, dtype=torch.int32, device=sampled.device
-            )
-            rows = torch.empty(CHUNK_ROWS, ROW_WORDS, dtype=torch.int32, device=sampled.device)
+            blank = torch.zeros(LOGPROB_FIELDS, CHUNK_ROWS, dtype=torch.int32, device=hidden.device)
+            rows = torch.empty(CHUNK_ROWS, ROW_WORDS, dtype=torch.int32, device=hidden.device)
             logits = self._write_chunk(hidden, blank, sampled, rows)
             if self._temperatures is not None:
                 num_rows = min(_PROCESSED_ROWS, len(self._temperatures))

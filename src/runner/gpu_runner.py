@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..compile.captured_model import CapturedModel
 from ..compile.kv_cache import allocate_kv_caches, kv_dtype
@@ -176,9 +175,7 @@ class GpuRunner:
             inputs = unpack(self.buffers, shape, self.block_size, null_slot, self.state_interval)
             logits, hidden = self._forward(inputs)
             self._sampler.sample(logits)
-        if hidden is None or shape.is_decode:  # of prompts a decode step has no more than the ends
-            return StepOutputs(logits, None)
-        return StepOutputs(logits, tuple(map(Tensor.contiguous, hidden)))
+        return StepOutputs(logits, None if hidden is None else hidden.contiguous())
 
     def _sample_constrained(self, handle: GpuStepHandle | None = None) -> None:
         """Finish the step queued last if it has constrained rows, and is of ``handle`` if given."""

@@ -107,7 +107,7 @@ class GpuStepSampler:
             max_logprob_rows(num_tokens, num_rows),
             buffers.temperatures if processed_logprobs else None,
         )
-        self._blank_hidden: tuple[Tensor, ...] | None = None
+        self._blank_hidden: Tensor | None = None
         self.edits = GpuEdits(buffers, self._results, max_model_len, processed_logprobs)
         self.matchers = Matchers(grammars, self.edits.masks.make_space)
         self._unfinished: _Unfinished | None = None
@@ -270,8 +270,7 @@ class GpuStepSampler:
         self._sample_truncated(logits, truncated)
         fields = b.staged[: LOGPROB_FIELDS * len(logits)].zero_()
         self._logprobs.queue(0, logits, b.sampled, truncated, fields, b.staged[:0], None)
-        head = self._captured.head
-        self._blank_hidden = None if head is None or hidden is None else head.blank(hidden)
+        self._blank_hidden = None if hidden is None else torch.zeros_like(hidden[:1])
         self.run_prompt_chunk()
         self.edits.run_worst_case(shape, logits)
         self._take_rank_0_tokens(shape.num_rows)

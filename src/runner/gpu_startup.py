@@ -151,7 +151,7 @@ def _collectives(config: EngineConfig, captured: CapturedModel) -> list[tuple[in
     text_config: Any = loaded.config.get_text_config(decoder=True)
     num_rows, num_tokens = (
         max(config.max_num_seqs, CHUNK_ROWS),
-        max(config.num_tokens_a_step, CHUNK_ROWS),
+        max(config.num_tokens_a_step, MIN_SIZE),
     )
     itemsize = loaded.dtype.itemsize
     calls = [(num_tokens, text_config.hidden_size * itemsize)]

@@ -86,7 +86,6 @@ def capture_plain(arch: str, dtype: torch.dtype) -> CapturedModel:
     loaded = load_model(tiny_model(arch, **OVERRIDES.get(arch, {})).to(dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture_module, "cpu_passes", lambda _: {})
-        patch.setattr(capture_module, "prune_rows", lambda *_: None)
         return capture_model(loaded, probe_model(loaded), graph_cache=graph_cache())
 
 

@@ -178,9 +178,9 @@ def written_nodes(graph: Graph) -> set[Node]:
         if not isinstance(node, Node) or node in written:
             continue
         written.add(node)
-        if may_be_view(node):
+        if _is_view(node):
             stack.append(node.args[0])
-        stack.extend(user for user in node.users if may_be_view(user) and user.args[0] is node)
+        stack.extend(user for user in node.users if _is_view(user) and user.args[0] is node)
     return written
 
 
@@ -192,8 +192,7 @@ def is_in_place(node: Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def may_be_view(node: Node) -> bool:
-    """May its result lie in the memory of its first argument?"""
+def _is_view(node: Node) -> bool:
     # Conversions and contiguous() return their argument itself when there is nothing to do.
     if calls(node, *_VIEWS, *_CASTS, "contiguous", "detach"):
         return True

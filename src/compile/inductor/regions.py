@@ -254,27 +254,24 @@ def _under_its_name(value: object) -> object:
     return node.shape_env.create_symintnode(node.expr, hint=node.hint)
 
 
-def compile_regions(*forms: GraphModule, compiler: Compiler = inductor) -> tuple[int, int]:
-    """Replace each region of a graph, and of other forms of it, by one call of its compiled form.
+def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int, int]:
+    """Replace each region of ``gm`` by one call of its compiled form.
 
     Returns:
-        (regions replaced in the first, distinct ones compiled in all).
+        (regions replaced, distinct ones compiled).
     """
     compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
-    counts = []
-    for gm in forms:
-        regions = find_regions(gm.graph)
-        counts.append(len(regions))
-        for region in regions:
-            signature = _signature(region)
-            function = compiled.get(signature)
-            if function is None:
-                fakes = [_under_its_name(example(node)) for node in region.inputs]
-                function = compiled[signature] = compiler(_extract(region), fakes)
-            _replace(gm.graph, region, function, list(compiled).index(signature))
-        gm.graph.lint()
-        gm.recompile()
-    return counts[0], len(compiled)
+    regions = find_regions(gm.graph)
+    for region in regions:
+        signature = _signature(region)
+        function = compiled.get(signature)
+        if function is None:
+            fakes = [_under_its_name(example(node)) for node in region.inputs]
+            function = compiled[signature] = compiler(_extract(region), fakes)
+        _replace(gm.graph, region, function, list(compiled).index(signature))
+    gm.graph.lint()
+    gm.recompile()
+    return len(regions), len(compiled)
 
 
 def _replace(graph: Graph, region: Region, function: Callable[..., Any], number: int) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -43,24 +42,16 @@ class EagerHead:
         found: Tensor = self._output.last_hidden_state
         return found
 
-    def __call__(self, hidden: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """Logits ``[R, V]`` of the tokens ``rows`` int64 ``[R]``.
-
-        Args:
-            hidden: as of :class:`..step_inputs.StepOutputs`: one tensor ``[1, T, H]``.
-        """
-        given = replace(self._output, last_hidden_state=hidden[0][:, rows])
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Logits ``[R, V]`` of hidden states ``[R, H]``."""
+        given = replace(self._output, last_hidden_state=rows.unsqueeze(0))
         own = vars(self._base).get("forward")
         self._base.forward = lambda *_, **__: given
         try:
-            logits: Tensor = self._module(input_ids=rows.new_zeros(1, len(rows))).logits
+            logits: Tensor = self._module(input_ids=rows.new_zeros(1, len(rows)).long()).logits
         finally:
             if own is None:
                 del self._base.forward
             else:
                 self._base.forward = own
         return logits[0]
-
-    def blank(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The same of one token, zeros."""
-        return tuple(torch.zeros_like(x[:, :1]) for x in hidden)

@@ -5,8 +5,8 @@ Read in this order: this file (which passes run, and in which order), ``context`
 ``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``, ``quantize_linear`` and, for
 native kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU ``rms_norm``
 (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
-``split_head`` and ``prune_rows``. Weights that stay quantised are the work of ``quantize_linear``
-on both; a GPU's kernels for them are the table in ``gpu_quantized``.
+``split_head``. Weights that stay quantised are the work of ``quantize_linear`` on both; a GPU's
+kernels for them are the table in ``gpu_quantized``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """
@@ -44,7 +44,6 @@ __all__ = [
     "PassContext",
     "cpu_passes",
     "gpu_passes",
-    "last_passes",
     "run_passes",
 ]
 
@@ -59,6 +58,7 @@ def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
     from .fuse_norm import fuse_norm
     from .fuse_rope_cos_sin import fuse_rope_cos_sin
     from .fuse_rope_store import fuse_rope_store
+    from .replay_native import replay_native
 
     return {
         "fuse_rope_store": fuse_rope_store,
@@ -66,16 +66,8 @@ def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
         "fuse_activation": fuse_activation,
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
         **lowering,
+        "replay_native": replay_native,
     }
-
-
-def last_passes(is_native: bool) -> dict[str, GraphPass]:
-    """For each form of a graph (:mod:`.prune_rows`), behind all others."""
-    if not is_native:
-        return {}
-    from .replay_native import replay_native
-
-    return {"replay_native": replay_native}
 
 
 def gpu_passes() -> dict[str, GraphPass]:
@@ -129,7 +121,8 @@ def gpu_passes() -> dict[str, GraphPass]:
 def run_passes(
     gm: GraphModule, context: PassContext, passes: dict[str, GraphPass]
 ) -> dict[str, int]:
-    """Run ``passes`` in order; returns how many rewrites each made. ``gm`` is to be recompiled."""
+    """Run ``passes`` in order, then recompile ``gm``; returns how many rewrites each made."""
     counts = {name: graph_pass(gm, context) for name, graph_pass in passes.items()}
     gm.graph.lint()
+    gm.recompile()
     return counts

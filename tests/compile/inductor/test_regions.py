@@ -43,9 +43,7 @@ class AsItIs:
 def captured(arch: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> CapturedModel:
     """In "inductor" mode, but for Inductor; without the calls of CPU kernels, as on a GPU."""
     monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
-    monkeypatch.setattr(
-        capture_module, "compile_regions", lambda *forms: compile_regions(*forms, compiler=AsItIs())
-    )
+    monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, AsItIs()))
     loaded = load_model(tiny_model(arch, **changes))
     return capture_model(loaded, probe_model(loaded), compile="inductor", graph_cache=graph_cache())
 
@@ -82,9 +80,7 @@ def test_a_size_goes_by_the_symbol_of_the_tensors_sizes(monkeypatch: pytest.Monk
     # As on a GPU, where one operation between two matmuls of experts is a region.
     monkeypatch.setattr(regions, "is_on_cpu", lambda values: False)
     monkeypatch.setattr(capture_module, "cpu_passes", lambda _: {})
-    monkeypatch.setattr(
-        capture_module, "compile_regions", lambda *forms: compile_regions(*forms, compiler=compiler)
-    )
+    monkeypatch.setattr(capture_module, "compile_regions", lambda gm: compile_regions(gm, compiler))
     loaded = load_model(tiny_model("qwen3_moe", num_hidden_layers=2))
     capture_model(loaded, probe_model(loaded), compile="inductor", graph_cache=graph_cache())
     assert given
@@ -177,7 +173,7 @@ def test_equal_pieces_with_other_numbers_are_distinct() -> None:
     for power, num_distinct in ((2.0, 1), (3.0, 2)):
         gm = build(power)
         expected = gm(x)
-        assert compile_regions(gm, compiler=AsItIs()) == (2, num_distinct)
+        assert compile_regions(gm, AsItIs()) == (2, num_distinct)
         assert torch.equal(gm(x), expected)
 
 

@@ -53,7 +53,6 @@ def capture(folder: Path, head_dim: int) -> CapturedModel:
     write_quantized(folder, "fp8 blocks", head_dim=head_dim, num_attention_heads=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture_module, "cpu_passes", lambda _: capture_module.gpu_passes())
-        patch.setattr(capture_module, "prune_rows", lambda *_: None)  # it comes behind this pass
         return captured_from(folder)
 
 

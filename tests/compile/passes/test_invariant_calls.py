@@ -113,7 +113,6 @@ def lowered(
     gm = traced(function, x, weight)
     context = PassContext(nn.Module(), {"w": weight}, packing_bytes=room)
     run_passes(gm, context, {"write_as_linear": write_as_linear, "lower_cpu": lower_cpu})
-    gm.recompile()
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     verify_graph(gm, "cpu", Bindings(context.constants, {"x": x}))
     return gm, lambda x: gm(*(x if name == "x" else context.constants[name] for name in names))
