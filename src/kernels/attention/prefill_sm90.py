@@ -230,7 +230,7 @@ def constants_of(query: Tensor, k_cache: Tensor, shared: dict[str, Any]) -> dict
         "IS_E4M3": is_e4m3,
         "K_BY_CVT": False,
         "V_BY_CVT": False,
-        "E4M3_REGISTERS": 216,
+        "E4M3_REGISTERS": 224,
     }
     return {name: shared[name] for name in names} | chosen
 
