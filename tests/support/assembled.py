@@ -25,6 +25,15 @@ def assembled(ptx: str) -> str:
     return done.stdout + done.stderr
 
 
+def repeated_pairs(ptx: str) -> list[str]:
+    """Words that are one pair of numbers of 8 bits twice: ptxas before CUDA 13 takes their upper
+    halves from a register that nothing wrote."""
+    pair = r"cvt\.rn\.satfinite\.e\dm\dx2\.f32\s+(%\w+), (%\w+, %\w+);"
+    pairs = dict(re.findall(pair, ptx))
+    words = re.finditer(r"mov\.b32\s+%\w+, \{(%\w+), (%\w+)\};", ptx)
+    return [m[0] for m in words if m[1] in pairs and pairs[m[1]] == pairs.get(m[2])]
+
+
 def described(built: Any) -> dict[str, Any]:
     """What tests ask of a compiled kernel of specialised warps."""
     ptx = built.asm["ptx"]
@@ -36,5 +45,6 @@ def described(built: Any) -> dict[str, Any]:
         "spilled": int(spilled[1]),
         "shared": built.metadata.shared,
         "registers": sorted(set(map(int, re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)))),
+        "repeated_pairs": repeated_pairs(ptx),
         "roundings": sorted(set(re.findall(r"\b(?:ex2|div)\.\w+(?:\.ftz)?\.f32", ptx))),
     }

@@ -41,7 +41,7 @@ from .prefill_sm90_loads import produce
 from .prefill_sm90_mainloop import consume
 from .prefill_sm90_rows import num_leading_singles, row_of
 from .prefill_sm90_softmax import STEP_N, lines_of, num_entries
-from .prefill_sm90_store import store_lines
+from .prefill_sm90_store import store_zeros
 from .tiling import Tiling
 
 _SHARED_BYTES = 216 << 10  # for queries and the ring
@@ -114,8 +114,7 @@ def prefill_kernel(
         tokens, heads, mask = lines_of(
             0, BLOCK_M, head, begin, first, num_queries, G, BLOCK_Q, LINE
         )
-        zeros = gl.zeros([BLOCK_M, V_PAD], query.dtype.element_ty, LINE)
-        store_lines(zeros, out, scales, num_tokens, tokens, heads, mask, part, HQ, DV)
+        store_zeros(out, scales, num_tokens, tokens, heads, mask, part, HQ, DV, V_PAD, LINE)
         return
 
     start = context - num_queries
