@@ -31,6 +31,12 @@ SPREAD = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 # Programs that print "ok" if it is so.
 HAS_PAGESPEC = "import pagespec; print('ok')"
 HAS_GPU = "import torch; print('ok' if torch.cuda.is_available() else 'none')"
+# Processes that test on a GPU: compiling kernels is most of it, so one a core; each has a context
+# there, and models.
+GPU_PROCESSES = """
+import os, torch
+print(max(1, min(os.cpu_count() or 1, 16, torch.cuda.mem_get_info()[1] >> 32)))
+"""
 
 
 def has_own_environment(session: nox.Session) -> bool:
@@ -206,7 +212,7 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session
 def gpu_tests(session: nox.Session) -> None:
-    """The tests that need an NVIDIA GPU; fails where there is none.
+    """The tests that need an NVIDIA GPU, a process a core; fails where there is none.
 
     To skip would look like passing. On a prepared machine without network:
     ``nox -s gpu_tests --no-venv``.
@@ -220,12 +226,27 @@ def gpu_tests(session: nox.Session) -> None:
         )
     if not succeeds(session, HAS_GPU):
         session.error("no CUDA GPU was found; the GPU tests did not run")
-    # The specification has no GPU test, and its proof would be reported as skipped without z3.
-    only_gpu = ("-m", "gpu", "--ignore", "tests/spec")
-    python(session, "-m", "pytest", *only_gpu, *session.posargs)
+    # How tests/support/gpu_runs.py orders them is for worksteal.
+    spread = ("-n", printed(session, GPU_PROCESSES).split()[-1], "--dist", "worksteal")
+    # Each process imports what it collects: so no other files.
+    names = [word.partition("::")[0] for word in session.posargs]
+    some = () if any((ROOT / name).exists() for name in names) else gpu_files()
+    python(session, "-m", "pytest", "-m", "gpu", *spread, *some, *session.posargs)
+
+
+def gpu_files() -> list[str]:
+    """Files with tests that are marked gpu."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    marked = [file for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
+    return [file.relative_to(ROOT).as_posix() for file in marked]
 
 
 def succeeds(session: nox.Session, program: str) -> bool:
+    return "ok" in printed(session, program)
+
+
+def printed(session: nox.Session, program: str) -> str:
+    """What a program prints, also if it fails."""
     interpreter = "python" if has_own_environment(session) else sys.executable
     result = session.run(
         interpreter,
@@ -236,4 +257,4 @@ def succeeds(session: nox.Session, program: str) -> bool:
         silent=True,
         log=False,
     )
-    return isinstance(result, str) and "ok" in result
+    return result if isinstance(result, str) else ""

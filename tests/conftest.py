@@ -19,10 +19,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
 # Before Triton is imported, which any test that compiles may do: without a GPU its kernels are
 # interpreted. With one they are compiled, and test_decode_gpu.py tests the same on it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+elif IS_WORKER:
+    # Beside other processes that compile: no pool of Inductor's own in each of them.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 collect_ignore = []
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     collect_ignore += ["kernels/attention/test_decode.py", "kernels/attention/test_prefill.py"]
@@ -41,11 +46,34 @@ settings.register_profile("deep", max_examples=10_000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Runs of the GPU's tests by several processes: see tests/support/gpu_runs.py."""
+    if IS_WORKER and all(item.get_closest_marker("gpu") for item in items):
+        from tests.support.gpu_runs import spread
+
+        files = [item.nodeid.partition("::")[0] for item in items]
+        order = spread(files, config.workerinput["workercount"])  # type: ignore[attr-defined]
+        items[:] = [items[i] for i in order]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if IS_WORKER and torch.cuda.is_available():
+        from pagespec.kernels.jit.parallel_build import pin_triton_cache_dir
+        from tests.support.gpu_runs import compile_once
+
+        pin_triton_cache_dir()  # Inductor would name a folder of its own there
+        folder = tmp_path_factory.getbasetemp().parent / "compiling"
+        folder.mkdir(exist_ok=True)
+        compile_once(folder)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One folder of traced graphs for all processes of a test run (tests/support/captures.py)."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if IS_WORKER:
         folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGESPEC_TEST_GRAPHS", str(folder / "graphs"))
@@ -59,6 +87,8 @@ def _frozen_before() -> None:
     engine that is closed collects."""
     gc.collect()
     gc.freeze()
+    if IS_WORKER and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # for the other processes
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,69 @@
+"""What makes a run of the GPU's tests by several processes short: compiling is most of it.
+
+Each file is cut into stretches, one a process: neighbours share kernels and models, so that
+processes seldom want the same kernel at a time, and no process is left with a whole long file. If
+they do want the same one, one compiles it and the others find it on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+# Files whose single tests take longest, first: whole engines, then many kernels a test. What is not
+# named comes last.
+_LONGEST_FIRST = (
+    "tests/verify",
+    "tests/golden",
+    "tests/test_",
+    "tests/kernels/attention",
+    "tests/runner",
+    "tests/distributed",
+    "tests/property",
+    "tests/kernels/mla",
+    *(f"tests/kernels/linear/test_{name}" for name in ("dispatch", "fp8", "int4", "matmul")),
+    "tests/kernels/recurrent",
+    "tests/kernels/linear/test_grouped",
+)
+
+
+def spread(files: Sequence[str], num_workers: int) -> list[int]:
+    """An order of tests for ``--dist worksteal``, which cuts it into one stretch a worker: each has
+    a part of every file, the longest tests first. ``files``: of each test, in pytest's order."""
+    lanes: list[list[int]] = [[] for _ in range(num_workers)]
+    runs = [[i for i, _ in run] for _, run in groupby(enumerate(files), key=lambda each: each[1])]
+    for run in sorted(runs, key=lambda run: _rank(files[run[0]])):
+        num_parts = min(num_workers, len(run))
+        cuts = [len(run) * part // num_parts for part in range(num_parts + 1)]
+        emptiest = sorted(range(num_workers), key=lambda lane: len(lanes[lane]))
+        for part, lane in enumerate(emptiest[:num_parts]):
+            lanes[lane] += run[cuts[part] : cuts[part + 1]]
+    return [test for lane in lanes for test in lane]
+
+
+def _rank(file: str) -> int:
+    named = (i for i, prefix in enumerate(_LONGEST_FIRST) if file.startswith(prefix))
+    return next(named, len(_LONGEST_FIRST))
+
+
+def compile_once(folder: Path) -> None:
+    """Let processes that share ``folder`` and Triton's cache compile no kernel at the same time."""
+    import fcntl  # not on Windows
+
+    import triton.compiler as compiler
+
+    compile = compiler.compile
+
+    def locked(src: Any, target: Any = None, options: Any = None, **others: Any) -> Any:
+        if not hasattr(src, "hash"):  # a file's name
+            return compile(src, target=target, options=options, **others)
+        form = f"{src.hash()} {target} {sorted((options or {}).items(), key=str)}"
+        name = hashlib.sha256(form.encode()).hexdigest()
+        with (folder / name).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            return compile(src, target=target, options=options, **others)
+
+    compiler.compile = locked
