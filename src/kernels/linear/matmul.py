@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import has_dependent_launch
 from ..fused.rounding import EMULATE, silu
+from .row_tiles import tile_begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
     # Programs that share weights lie beside each other, so that one read from memory serves them.
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
+    begin_m = tile_begin(tl.program_id(0) % num_tiles_m, num_rows, BLOCK_M)
     begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
     m = begin_m + tl.arange(0, BLOCK_M)
     n = begin_n + tl.arange(0, BLOCK_N)

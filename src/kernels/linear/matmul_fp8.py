@@ -26,6 +26,7 @@ from ..device import has_dependent_launch
 from ..fused.e4m3_groups import GROUP, QuantizedRows
 from ..fused.rounding import EMULATE
 from .matmul import Tile
+from .row_tiles import tile_begin
 
 _GROUP = tl.constexpr(GROUP)
 
@@ -59,7 +60,7 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
+    begin_m = tile_begin(tl.program_id(0) % num_tiles_m, num_rows, BLOCK_M)
     begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
     m = begin_m + tl.arange(0, BLOCK_M)
     n = begin_n + tl.arange(0, BLOCK_N)

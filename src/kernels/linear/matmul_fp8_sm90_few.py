@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .matmul_sm90 import store_outputs
+from .row_tiles import tile_begin
 
 
 @gluon.jit
@@ -132,7 +133,7 @@ def few_rows_kernel(
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
 
     num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
-    begin_m = gl.program_id(0) % num_row_tiles * X_ROWS
+    begin_m = tile_begin(gl.program_id(0) % num_row_tiles, num_rows, X_ROWS)
     begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.float8e4nv, [PIECES, 8, 128], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

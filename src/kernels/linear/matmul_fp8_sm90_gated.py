@@ -28,6 +28,7 @@ from ..fused.e4m3_groups import GROUP, quantized
 from .matmul_fp8_sm90_few import product_of_group, stage_of
 from .matmul_fp8_sm90_many import place
 from .matmul_sm90_many import silu_of_bfloat16
+from .row_tiles import tile_begin
 
 _GROUP = gl.constexpr(GROUP)
 _STAGES = gl.constexpr(4)  # of a group of summands
@@ -51,13 +52,15 @@ def _load(smem, full, empty, x_desc, w_desc, num_rows, num_tiles, N: gl.constexp
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = place(tile, num_rows, N, _PART, _ROWS)
+        row_tile, begin = place(tile, num_rows, N, _PART, _ROWS)
         for group in range(K // 128):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, _PIECES * 1024)
-            target = stage_of(smem, slot, 0, _PIECES, x_desc)
-            tma.async_copy_global_to_shared(x_desc, [begin_m, group * 128], bar, target)
+            for half in gl.static_range(2):
+                target = stage_of(smem, slot, half * _X_PIECES // 2, _PIECES, x_desc)
+                first = tile_begin(row_tile * 2 + half, num_rows, _ROWS // 2)
+                tma.async_copy_global_to_shared(x_desc, [first, group * 128], bar, target)
             target = stage_of(smem, slot, _X_PIECES, _PIECES, w_desc)
             tma.async_copy_global_to_shared(w_desc, [0, begin, group * 128], bar, target)
             slot, phase = _next(slot, phase)
@@ -166,8 +169,8 @@ def _multiply(shared, HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
     if HALF == 1:
         mbarrier.wait(lead, 0)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = place(tile, num_rows, N, _PART, _ROWS)
-        first = begin_m + HALF * 64
+        row_tile, begin = place(tile, num_rows, N, _PART, _ROWS)
+        first = tile_begin(row_tile * 2 + HALF, num_rows, 64)
         gate, up, slot, phase = _sums(
             smem, full, empty, lead, x_scales, w_scales, num_rows, first, begin, slot, phase,
             tile == gl.program_id(0), HALF, N, K,
@@ -185,7 +188,7 @@ def _multiply(shared, HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def gated_rows_kernel(
-    x_desc,  # e4m3 [M, K], boxes [128, 128]
+    x_desc,  # e4m3 [M, K], boxes [64, 128]
     w_desc,  # e4m3 [2, N, K], boxes [2, 128, 128]
     out_desc,  # e4m3 [M, N], boxes [64, 128]
     x_scales,  # float32 [K / 128, M]

@@ -12,7 +12,7 @@ from .matmul_fp8_sm90_gated import gated_rows_kernel
 
 TILE_ROWS = 128
 NUM_WARPS = 4  # of the first warpgroup; the others are its workers
-X_BOX = [TILE_ROWS, GROUP]
+X_BOX = [TILE_ROWS // 2, GROUP]
 WEIGHT_BOX = [2, GROUP, GROUP]
 OUT_BOX = [64, GROUP]  # of a warpgroup
 

@@ -117,7 +117,7 @@ def plan_launch(
     }
     if isinstance(tile, ManyTile):
         return Launch(
-            [MANY_ROWS, GROUP],
+            [MANY_ROWS // 2, GROUP],
             [tile.part, GROUP],
             min(num_outs // tile.part * -(-num_rows // MANY_ROWS), num_sms),
             4,  # of the first warpgroup; the others are its workers

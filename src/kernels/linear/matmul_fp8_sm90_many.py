@@ -20,18 +20,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .matmul_fp8_sm90_few import product_of_group, stage_of
+from .row_tiles import tile_begin
 
 
 @gluon.jit
 def place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr):
-    """(first row of x, first output) of a tile. They go in bands of 16 tiles of rows, so that what
-    runs at a time shares both operands."""
+    """(which tile of rows, first output) of a tile. They go in bands of 16 tiles of rows, so that
+    what runs at a time shares both operands."""
     BAND: gl.constexpr = 16
     num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
     num_a_band = BAND * (N // PART)
     top = tile // num_a_band * BAND
     height = gl.minimum(num_row_tiles - top, BAND)
-    return (top + tile % num_a_band % height) * X_ROWS, tile % num_a_band // height * PART
+    return top + tile % num_a_band % height, tile % num_a_band // height * PART
 
 
 @gluon.jit
@@ -46,13 +47,15 @@ def _load(
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = place(tile, num_rows, N, PART, X_ROWS)
+        row_tile, begin = place(tile, num_rows, N, PART, X_ROWS)
         for group in range(K // 128):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, PIECES * 1024)
-            target = stage_of(smem, slot, 0, PIECES, x_desc)
-            tma.async_copy_global_to_shared(x_desc, [begin_m, group * 128], bar, target)
+            for half in gl.static_range(2):
+                target = stage_of(smem, slot, half * X_PIECES // 2, PIECES, x_desc)
+                first = tile_begin(row_tile * 2 + half, num_rows, X_ROWS // 2)
+                tma.async_copy_global_to_shared(x_desc, [first, group * 128], bar, target)
             target = stage_of(smem, slot, X_PIECES, PIECES, w_desc)
             tma.async_copy_global_to_shared(w_desc, [begin, group * 128], bar, target)
             slot += 1
@@ -137,8 +140,8 @@ def _multiply(
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = place(tile, num_rows, N, PART, X_ROWS)
-        first = begin_m + HALF * 64
+        row_tile, begin = place(tile, num_rows, N, PART, X_ROWS)
+        first = tile_begin(row_tile * 2 + HALF, num_rows, 64)
         total, slot, phase = _sums(
             smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
             HALF, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
@@ -148,7 +151,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def many_rows_kernel(
-    x_desc,  # [M, K], boxes [X_ROWS, 128]
+    x_desc,  # [M, K], boxes [X_ROWS / 2, 128]
     w_desc,  # [N, K], boxes [PART, 128]
     x_scales,  # float32 [K / 128, M]
     w_scales,  # float32 [N / 128, K / 128], or [ceil(N / SHARED), 1]

@@ -40,6 +40,7 @@ from triton.language.extra import libdevice
 
 from ..collectives.communicator import PushTarget
 from .matmul_sm90_launch import plan_launch
+from .row_tiles import tile_begin
 from .tuned_tiles import PrefetchTile
 
 
@@ -197,7 +198,7 @@ def prefetch_matmul_kernel(
 
     # Programs that share weights lie beside each other, so that one read from memory serves them.
     num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
-    begin_m = gl.program_id(0) % num_row_tiles * X_ROWS
+    begin_m = tile_begin(gl.program_id(0) % num_row_tiles, num_rows, X_ROWS)
     begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .row_tiles import tile_begin
 from .tiles import MANY_ROWS, MANY_WEIGHT_ROWS
 
 STAGES = gl.constexpr(4)  # of 64 summands
@@ -43,13 +44,13 @@ _BAND = gl.constexpr(16)  # tiles of rows
 
 @gluon.jit
 def _place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr):
-    """(first row of x, first output) of a tile. They go in bands of tiles of rows, so that what
+    """(which tile of rows, first output) of a tile. They go in bands of tiles of rows, so that what
     runs at a time shares both operands."""
     num_row_tiles = (num_rows + _ROWS - 1) // _ROWS
     num_in_band = _BAND * ((N + PART - 1) // PART)
     top = tile // num_in_band * _BAND
     height = gl.minimum(num_row_tiles - top, _BAND)
-    return (top + tile % num_in_band % height) * _ROWS, tile % num_in_band // height * PART
+    return top + tile % num_in_band % height, tile % num_in_band // height * PART
 
 
 @gluon.jit
@@ -65,14 +66,14 @@ def _load(ring, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = _place(tile, num_rows, N, PART)
+        row_tile, begin = _place(tile, num_rows, N, PART)
         for step in range(K // 64):
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, (_ROWS + _WIDE) * 128)
             for half in gl.static_range(2):
                 target = x_smem.index(slot * 2 + half)
-                at = [begin_m + half * 64, step * 64]
+                at = [tile_begin(row_tile * 2 + half, num_rows, 64), step * 64]
                 tma.async_copy_global_to_shared(x_desc, at, bar, target)
             target = w_smem.index(slot)
             target = target._reinterpret(gl.bfloat16, w_desc.block_type.shape, w_desc.layout)
@@ -210,7 +211,7 @@ def _multiply(
     first = num_rows + 64
     column = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        begin_m, begin = _place(tile, num_rows, N, PART)
+        row_tile, begin = _place(tile, num_rows, N, PART)
         mbarrier.wait(full.index(slot), phase)
         total = _add(x_smem, w_smem, slot, zeros, HALF, True)
         last = slot
@@ -236,7 +237,7 @@ def _multiply(
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(empty.index(last), count=1)
         sums = _packed(total)
-        first = begin_m + HALF * 64
+        first = tile_begin(row_tile * 2 + HALF, num_rows, 64)
         column = begin
     before = sums
     for i in gl.static_range(PARTS):
