@@ -56,7 +56,7 @@ def gives_rows_one_set_of_bits(multiply: Multiply, num_inputs: int) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_trial_tells_whether_a_row_has_one_set_of_bits(shape: tuple[int, int]) -> None:
-    """With AVX2, FBGEMM has another kernel for a row that is left over: float16 then does not serve."""
+    """With AVX2, FBGEMM has another kernel for a row that is left over."""
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     for name, multiply in calls(random_blocks(*shape)).items():
         found = gives_rows_one_set_of_bits(multiply, shape[1])
