@@ -73,8 +73,7 @@ def prefill_kernel(
     V_PAD: gl.constexpr,  # those of a value that a program has
     PARTS: gl.constexpr, STAGES: gl.constexpr,
     HEAD_BY_HEAD: gl.constexpr,  # the longest context whose tiles are not taken head by head
-    IS_E4M3: gl.constexpr, K_BY_CVT: gl.constexpr, V_BY_CVT: gl.constexpr,
-    E4M3_REGISTERS: gl.constexpr,
+    IS_E4M3: gl.constexpr, E4M3_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As :func:`.prefill.prefill_kernel`.
 
@@ -158,7 +157,7 @@ def prefill_kernel(
                 )),
                 (convert, (
                     k_desc, v_desc, table, head, first_step, last, ring, scales_smem, full, empty,
-                    HKV, DK, PAGE, STAGES, K_BY_CVT, V_BY_CVT,
+                    HKV, DK, PAGE, STAGES,
                 )),
             ],
             [4, 4],
@@ -227,8 +226,6 @@ def constants_of(query: Tensor, k_cache: Tensor, shared: dict[str, Any]) -> dict
         "STAGES": min(_MAX_STAGES, stages),
         "HEAD_BY_HEAD": _CACHED_BYTES // (shared["HKV"] * (k_pad + v_size) * k_cache.itemsize),
         "IS_E4M3": is_e4m3,
-        "K_BY_CVT": False,
-        "V_BY_CVT": False,
         "E4M3_REGISTERS": 224,
     }
     return {name: shared[name] for name in names} | chosen

@@ -19,7 +19,8 @@ from .prefill_sm90_softmax import STEP_N, keys_of, values_of
 
 
 @gluon.jit
-def _halves_by_cvt(words):
+def _halves(words):
+    """The even and the odd ones of four e4m3 numbers a word, as pairs of float16."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 sorted;
@@ -38,40 +39,12 @@ def _halves_by_cvt(words):
 
 
 @gluon.jit
-def _halves_by_bits(words):
-    # A byte with its sign in all bits above, 7 bits to the left, has sign, exponent and mantissa
-    # where float16 has them: 2^-8 of the number. The multiplication is exact, and makes what is
-    # subnormal there normal, as cvt gives it.
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 even, odd;
-        prmt.b32 even, $2, 0, 0xA280;
-        prmt.b32 odd, $2, 0, 0xB391;
-        shl.b32 even, even, 7;
-        shl.b32 odd, odd, 7;
-        and.b32 even, even, 0xBF80BF80;
-        and.b32 odd, odd, 0xBF80BF80;
-        mul.f16x2 $0, even, $3;
-        mul.f16x2 $1, odd, $3;
-        }""",
-        "=r,=r,r,r",
-        [words, gl.full_like(words, 0x5C005C00)],
-        dtype=(gl.uint32, gl.uint32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _store_halves(words, target, BY_CVT: gl.constexpr):
+def _store_halves(words, target):
     """float16 of ``words [N, D / 4]``, four e4m3 numbers each, into ``target [N, D]`` of the ring,
     whose even elements are in front of the odd ones."""
     N: gl.constexpr = words.shape[0]
     WIDTH: gl.constexpr = words.shape[1] * 2
-    if BY_CVT:
-        even, odd = _halves_by_cvt(words)
-    else:
-        even, odd = _halves_by_bits(words)
+    even, odd = _halves(words)
     both = gl.join(even, odd).permute([0, 2, 1]).reshape([N, WIDTH])
     # Pairs of float16, which the ring's swizzle, of 16 bytes, keeps together.
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -108,18 +81,14 @@ def _words_of(
 
 @gluon.jit
 def _scales_of(cache, blocks, start, PAGE: gl.constexpr, BLOCK: gl.constexpr, LINE: gl.constexpr):
-    """The scales ``[STEP_N]`` of a step, NaN for infinity.
-
-    A vector with infinite elements has NaN for those, which ``_halves_by_bits`` does not keep, and
-    that scale alone: attention to it is NaN in any case."""
+    """The scales ``[STEP_N]`` of a step."""
     offsets = gl.arange(0, STEP_N, LINE)
     base = cache.to(gl.pointer_type(gl.float32)) + blocks.to(gl.int64) * (BLOCK // SCALE_BYTES)
     if PAGE >= STEP_N:
         pointers = base + (start & (PAGE - 1)) + offsets
     else:
         pointers = base + (offsets & (PAGE - 1))
-    scales = gl.load(pointers)
-    return gl.where(scales == float("inf"), float("nan"), scales)
+    return gl.load(pointers)
 
 
 @gluon.jit
@@ -136,7 +105,6 @@ def _store_scales(scales, slot, k_scales, v_scales):
 def convert(
     k_cache, v_cache, table, head, first_step, last, ring, scales, full, empty,
     HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    K_BY_CVT: gl.constexpr, V_BY_CVT: gl.constexpr,
 ):  # fmt: skip
     """Keys of the first step alone, keys of each next one with values and scales of the one before,
     and the last one's values and scales alone."""
@@ -158,7 +126,7 @@ def convert(
     k_scales = _scales_of(k_scales_at, scale_blocks, start, PAGE, BLOCK, LINE)
     v_scales = _scales_of(v_scales_at, scale_blocks, start, PAGE, BLOCK, LINE)
     blocks = _blocks_of(table, start + STEP_N, last, PAGE, ROW)
-    _store_halves(k, keys_of(ring, 0, D), K_BY_CVT)
+    _store_halves(k, keys_of(ring, 0, D))
     fence_async_shared()
     mbarrier.arrive(full.index(0), count=1)
     k = _words_of(keys, blocks, start + STEP_N, D, PAGE, BLOCK, LAYOUT)
@@ -170,9 +138,9 @@ def convert(
         scale_blocks = _blocks_of(table, start, last, PAGE, LINE)
         mbarrier.wait(empty.index(slot), phase)
         _store_scales(scales, slot, k_scales, v_scales)
-        _store_halves(v, values_of(ring, slot, 0, D), V_BY_CVT)
+        _store_halves(v, values_of(ring, slot, 0, D))
         v = _words_of(values, blocks, start, D, PAGE, BLOCK, LAYOUT)
-        _store_halves(k, keys_of(ring, slot, D), K_BY_CVT)
+        _store_halves(k, keys_of(ring, slot, D))
         k = _words_of(keys, following, start + STEP_N, D, PAGE, BLOCK, LAYOUT)
         fence_async_shared()
         mbarrier.arrive(full.index(slot), count=1)
@@ -190,6 +158,6 @@ def convert(
     exists = gl.arange(0, STEP_N, ROW) <= beyond
     _store_scales(scales, slot, k_scales, v_scales)
     v = gl.where(exists[:, None], v, gl.zeros_like(v))
-    _store_halves(v, values_of(ring, slot, 0, D), V_BY_CVT)
+    _store_halves(v, values_of(ring, slot, 0, D))
     fence_async_shared()
     mbarrier.arrive(full.index(slot), count=1)
