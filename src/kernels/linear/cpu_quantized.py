@@ -10,8 +10,7 @@ a row the same bits whatever the number of rows, which a trial tells once per sh
 - 4 bits: ``(value - 8) * scale + zero``. Scales, zero points, rows and results are rounded to
   bfloat16 (8 bits of mantissa), and there alone the operation has vector code;
 - float16, for all other weights: rows and results stay float32. It also serves formats that the
-  native kernels do not know. With AVX512 a row has one set of bits; with AVX2 alone FBGEMM has
-  another kernel for a row that is left over (1, 31 or 37 rows), and the trial says no.
+  native kernels do not know.
 
 Weights of SmolLM2-135M, one thread of a Zen 4 with AVX512, microseconds, float32 packed as in
 :mod:`.cpu_invariant`; the weight stays in the cache, where arithmetic is all:
@@ -46,7 +45,11 @@ GROUP = 32
 _OUTPUT_UNIT = 16
 _MIDDLE = 8
 _CAPABILITIES = ("AVX2", "AVX512")
-_ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 33)  # where libraries change their ways
+# FBGEMM's kernels for AVX2 take up to 6 rows, and those for 1 and 2, of which the last ones of some
+# numbers of rows are, add up in an order of their own.
+_MOST_AVX2_ROWS = 6
+_FEWEST_AVX2_ROWS = 3
+_ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 31, 33)  # where libraries change their ways
 
 
 class Int4Weight(NamedTuple):
@@ -188,7 +191,11 @@ def linear_float16(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         ``[..., N]``, float32.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, packed)
+    num_rows = len(rows)
+    missing = _FEWEST_AVX2_ROWS - num_rows % _MOST_AVX2_ROWS
+    if 0 < missing < _FEWEST_AVX2_ROWS and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        rows = torch.cat((rows, rows[-1:].expand(missing, -1)))
+    out: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, packed)[:num_rows]
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], out.shape[1])

@@ -60,7 +60,10 @@ def fp8_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     num_tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    begin_m = tile_begin(tl.program_id(0) % num_tiles_m, num_rows, BLOCK_M)
+    if x_tiles is not None:
+        begin_m = tile_begin(tl.program_id(0) % num_tiles_m, num_rows, BLOCK_M)
+    else:
+        begin_m = tl.program_id(0) % num_tiles_m * BLOCK_M
     begin_n = tl.program_id(0) // num_tiles_m * BLOCK_N
     m = begin_m + tl.arange(0, BLOCK_M)
     n = begin_n + tl.arange(0, BLOCK_N)

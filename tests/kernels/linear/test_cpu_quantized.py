@@ -43,25 +43,17 @@ def calls(blocks: Int4Weight) -> dict[str, Multiply]:
     }
 
 
-def gives_rows_one_set_of_bits(multiply: Multiply, num_inputs: int) -> bool:
-    rows = torch.randn(300, num_inputs)
-    expected = multiply(rows)
-    for count in (*range(1, 65), 65, 100, 257):
-        first = 7 * count % (300 - count)
-        group = slice(first, first + count)
-        if not torch.equal(multiply(rows[group]), expected[group]):
-            return False
-    return True
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_trial_tells_whether_a_row_has_one_set_of_bits(shape: tuple[int, int]) -> None:
-    """With AVX2, FBGEMM has another kernel for a row that is left over."""
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    for name, multiply in calls(random_blocks(*shape)).items():
-        found = gives_rows_one_set_of_bits(multiply, shape[1])
-        assert cpu_quantized.is_row_invariant(multiply, shape[1]) == found, name
-        assert found or (name == "float16" and not has_avx512), name
+def test_a_row_has_one_set_of_bits(shape: tuple[int, int]) -> None:
+    """With AVX2, 1 or 2 of 31, 32, 121 and 242 rows would be another kernel's."""
+    for multiply in calls(random_blocks(*shape)).values():
+        rows = torch.randn(300, shape[1])
+        expected = multiply(rows)
+        for count in (*range(1, 65), 65, 100, 121, 242, 257):
+            first = 7 * count % (300 - count)
+            group = slice(first, first + count)
+            assert torch.equal(multiply(rows[group]), expected[group]), count
+        assert cpu_quantized.is_row_invariant(multiply, shape[1])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
