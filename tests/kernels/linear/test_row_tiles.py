@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="triton is not installed"
-    ),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1",
-        reason="Triton's interpreter is off: the kernels are compiled here, not interpreted",
-    ),
-]
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from pagespec.kernels.linear.row_tiles import tile_begin  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="Triton's interpreter is off: the kernels are compiled here, not interpreted",
+)
+
+
+@triton.jit
+def begins(out, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    tile = tl.program_id(0)
+    tl.store(out + tile, tile_begin(tile, num_rows, ROWS))
 
 
 @pytest.mark.parametrize("size", [8, 64, 128])
 def test_tiles_hold_every_row_and_no_other(size: int) -> None:
-    import triton
-    import triton.language as tl
-
-    from pagespec.kernels.linear.row_tiles import tile_begin
-
-    @triton.jit
-    def begins(out, num_rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-        tile = tl.program_id(0)
-        tl.store(out + tile, tile_begin(tile, num_rows, ROWS))
-
     for num_rows in (1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 3 * size + 5):
         found = torch.full((-(-num_rows // size),), -1, dtype=torch.int32)
         begins[(len(found),)](found, num_rows, ROWS=size)
