@@ -75,7 +75,7 @@ def measure_bf16(num_rows: int, num_outs: int, width: int) -> float:
     from pagespec.kernels.linear import dispatch
     from pagespec.kernels.linear.tiles import fastest_custom_rows
 
-    limit = fastest_custom_rows(num_outs, width, Gpu.of(torch.device(_DEVICE)))
+    limit = fastest_custom_rows(num_outs, width, False, Gpu.of(torch.device(_DEVICE)))
     x = random_rows(num_rows, width)
     calls = []
     for _ in range(num_copies(2 * num_outs * width)):
