@@ -198,7 +198,9 @@ def prefetch_matmul_kernel(
 
     # Programs that share weights lie beside each other, so that one read from memory serves them.
     num_row_tiles = (num_rows + X_ROWS - 1) // X_ROWS
-    begin_m = tile_begin(gl.program_id(0) % num_row_tiles, num_rows, X_ROWS)
+    row_tile = gl.program_id(0) % num_row_tiles
+    # A row that arrives twice would be taken for one of the next all-reduce.
+    begin_m = row_tile * X_ROWS if NUM_RANKS > 0 else tile_begin(row_tile, num_rows, X_ROWS)
     begin = gl.program_id(0) // num_row_tiles * PART
     smem = gl.allocate_shared_memory(gl.bfloat16, [PIECES, 8, 64], OPERAND)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
