@@ -184,35 +184,71 @@ INLINE __m256i four_inputs(const int8_t* from) {
 
 // As in vectors_avx512.h. There is no product of bytes with an exact sum in 32 bits: that of two
 // weights up to 15 and two inputs is at most 3,840, in 16 bits, and eight of them still fit. An
-// 8-bit weight is multiplied as 16 times its upper half and its lower half.
-template <int R, bool IS_INT4, typename Start, typename Use>
-INLINE void for_each_dot(const uint8_t* values, const int8_t* inputs, long stride, Start start, Use use) {
+// 8-bit weight is multiplied as 16 times its upper half and its lower half. Loops over inputs stay
+// loops: unrolled, the compiler keeps all inputs at once, which registers cannot.
+template <int R>
+INLINE void int4_dots(const uint8_t* values, const int8_t* inputs, long stride, Ints* dots) {
     const __m256i bits = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
-    __m256i dots[2][R];
+    __m256i low[R], high[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) low[r] = high[r] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+    for (int j = 0; j < 4; j++) {
+        const __m256i a = load_bytes(values + 64 * j), b = load_bytes(values + 64 * j + 32);
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-        __m256i lower[R], upper[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) lower[r] = upper[r] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-        for (int j = 0; j < (IS_INT4 ? 4 : 8); j++) {
-            const __m256i both = load_bytes(values + 64 * j + 32 * half);
-            const __m256i low = _mm256_and_si256(both, bits);
-            const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), bits);
+        for (int part = 0; part < 2; part++) {
+            const __m256i c = _mm256_and_si256(part ? _mm256_srli_epi16(a, 4) : a, bits);
+            const __m256i d = _mm256_and_si256(part ? _mm256_srli_epi16(b, 4) : b, bits);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                const int8_t* x = inputs + r * stride + 4 * j;
-                const __m256i first = four_inputs(x), second = IS_INT4 ? four_inputs(x + 16) : first;
-                lower[r] = _mm256_add_epi16(lower[r], _mm256_maddubs_epi16(low, first));
-                upper[r] = _mm256_add_epi16(upper[r], _mm256_maddubs_epi16(high, second));
+                const __m256i x = four_inputs(inputs + r * stride + 4 * j + 16 * part);
+                low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(c, x));
+                high[r] = _mm256_add_epi16(high[r], _mm256_maddubs_epi16(d, x));
             }
         }
-        const __m256i scale = _mm256_set1_epi16(IS_INT4 ? 1 : 16);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-            dots[half][r] = _mm256_add_epi32(_mm256_madd_epi16(lower[r], one),
-                                             _mm256_madd_epi16(upper[r], scale));
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) use(r, add_ints({dots[0][r], dots[1][r]}, splat_int(start(r))));
+    for (int r = 0; r < R; r++)
+        dots[r] = {_mm256_madd_epi16(low[r], one), _mm256_madd_epi16(high[r], one)};
+}
+
+// Of 8 outputs.
+template <int R>
+INLINE void int8_dots(const uint8_t* values, const int8_t* inputs, long stride, __m256i* dots) {
+    const __m256i bits = _mm256_set1_epi8(15);
+    __m256i lower[R], upper[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) lower[r] = upper[r] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+    for (int j = 0; j < 8; j++) {
+        const __m256i both = load_bytes(values + 64 * j);
+        const __m256i low = _mm256_and_si256(both, bits);
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), bits);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const __m256i x = four_inputs(inputs + r * stride + 4 * j);
+            lower[r] = _mm256_add_epi16(lower[r], _mm256_maddubs_epi16(low, x));
+            upper[r] = _mm256_add_epi16(upper[r], _mm256_maddubs_epi16(high, x));
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+        dots[r] = _mm256_add_epi32(_mm256_madd_epi16(lower[r], _mm256_set1_epi16(1)),
+                                   _mm256_madd_epi16(upper[r], _mm256_set1_epi16(16)));
+}
+
+template <int R, bool IS_INT4, typename Start, typename Use>
+INLINE void for_each_dot(const uint8_t* values, const int8_t* inputs, long stride, Start start, Use use) {
+    Ints dots[R];
+    if (IS_INT4) {
+        int4_dots<R>(values, inputs, stride, dots);
+    } else {
+        __m256i low[R], high[R];
+        int8_dots<R>(values, inputs, stride, low);
+        int8_dots<R>(values + 32, inputs, stride, high);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) dots[r] = add_ints({low[r], high[r]}, splat_int(start(r)));
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) use(r, dots[r]);
 }
