@@ -5,6 +5,7 @@
 #include "common.h"
 
 constexpr int MOST_QUERIES = 8;  // of a tile, which read a key once
+constexpr int MOST_CHUNKS = VECTOR_REGISTERS == 32 ? 4 : 2;  // vectors of values that sums are kept of
 
 struct Step {
     const float *query, *k_cache, *v_cache, *sinks;
@@ -34,30 +35,9 @@ struct Scratch {
     ~Scratch() { free(scores); }
 };
 
-// The sums of the lanes of 16 vectors, each in its lane. Every lane is added in the same order.
-static inline __m512 sums_of(const __m512* rows) {
-    __m512 quads[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        const __m512 *r = rows + 4 * i;
-        const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
-        const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
-        const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
-        // Lane j of each quarter: a part of the sum of row j.
-        quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)),
-                                 _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
-    }
-    const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88),
-                                     _mm512_shuffle_f32x4(quads[0], quads[1], 0xDD));
-    const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88),
-                                      _mm512_shuffle_f32x4(quads[2], quads[3], 0xDD));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xDD));
-}
-
-static inline __m512 hyperbolic_tangent(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f), twice = exponential(_mm512_add_ps(x, x));
-    const __m512 y = _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(twice, one)));
-    return y;
+static inline Floats hyperbolic_tangent(Floats x) {
+    const Floats one = splat(1.0f), twice = exponential(x + x);
+    return one - splat(2.0f) / (twice + one);
 }
 
 // DIM: of keys and values, a multiple of 16; 0 reads it off the step.
@@ -87,9 +67,8 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch& scratch) {
         return (long)table[position / s.block_size] * s.block_size + position % s.block_size;
     };
 
-    __m512 most[MOST_QUERIES];
-    for (long i = 0; i < tile.count; i++) most[i] = _mm512_set1_ps(-INFINITY);
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    Floats most[MOST_QUERIES];
+    for (long i = 0; i < tile.count; i++) most[i] = splat(-INFINITY);
     for (long at = first; at < end; at += LANES) {
         const float* keys[LANES];
         for (long j = 0; j < LANES; j++) {
@@ -97,82 +76,79 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch& scratch) {
             keys[j] = s.k_cache + (slot_of(position) * s.kv_heads + tile.kv_head) * dim;
         }
         for (long i = 0; i < tile.count; i++) {
-            __m512 parts[LANES];
+            Floats parts[LANES];
 #pragma GCC unroll 16
             for (long j = 0; j < LANES; j++) {
-                __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(queries[i]), _mm512_loadu_ps(keys[j]));
+                Floats sum = load(queries[i]) * load(keys[j]);
 #pragma GCC unroll 8
                 for (long d = LANES; d < dim; d += LANES)
-                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(queries[i] + d), _mm512_loadu_ps(keys[j] + d), sum);
+                    sum = multiply_add(load(queries[i] + d), load(keys[j] + d), sum);
                 parts[j] = sum;
             }
-            __m512 score = _mm512_mul_ps(sums_of(parts), _mm512_set1_ps(s.scale));
+            Floats score = sums_of(parts) * splat(s.scale);
             if (s.softcap != 0.0f) {
-                const __m512 cap = _mm512_set1_ps(s.softcap);
-                score = _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(score, cap)), cap);
+                const Floats cap = splat(s.softcap);
+                score = hyperbolic_tangent(score / cap) * cap;
             }
-            const __m512i position = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)at));
-            __mmask16 seen = _mm512_cmple_epi32_mask(position, _mm512_set1_epi32((int)places[i]));
-            if (s.window)
-                seen &= _mm512_cmpgt_epi32_mask(position, _mm512_set1_epi32((int)(places[i] - s.window)));
-            score = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, score);
-            _mm512_store_ps(scores + i * width + at - first, score);
-            most[i] = _mm512_max_ps(most[i], score);
+            const Ints position = add_ints(lane_numbers(), splat_int((int)at));
+            Mask seen = is_at_most(position, (int)places[i]);
+            if (s.window) seen = both(seen, is_above(position, (int)(places[i] - s.window)));
+            score = where(seen, score, splat(-INFINITY));
+            store(scores + i * width + at - first, score);
+            most[i] = larger(most[i], score);
         }
     }
 
     float totals[MOST_QUERIES];
     for (long i = 0; i < tile.count; i++) {
-        float highest = _mm512_reduce_max_ps(most[i]);
+        float highest = largest_of(most[i]);
         if (s.sinks && s.sinks[heads[i]] > highest) highest = s.sinks[heads[i]];
-        __m512 total = _mm512_setzero_ps();
+        Floats total = zeros();
         for (long at = 0; at < width; at += LANES) {
             float* place = scores + i * width + at;
-            const __m512 score = _mm512_load_ps(place);
-            const __mmask16 seen = _mm512_cmpneq_ps_mask(score, _mm512_set1_ps(-INFINITY));
-            const __m512 share = _mm512_maskz_mov_ps(
-                seen, exponential(_mm512_sub_ps(score, _mm512_set1_ps(highest))));
-            _mm512_store_ps(place, share);
-            total = _mm512_add_ps(total, share);
+            const Floats score = load(place);
+            const Floats share = where(is_not(score, -INFINITY), exponential(score - splat(highest)));
+            store(place, share);
+            total = total + share;
         }
         totals[i] = sum_of(total);
         if (s.sinks) {
-            const __m512 sink = exponential(_mm512_set1_ps(s.sinks[heads[i]] - highest));
-            totals[i] += _mm512_cvtss_f32(sink);
+            const Floats sink = exponential(splat(s.sinks[heads[i]] - highest));
+            totals[i] += first_of(sink);
         }
     }
 
-    // By 64 elements of the values, two queries at a time: eight sums at once.
-    for (long d = 0; d < value_dim; d += 4 * LANES) {
-        const long chunks = value_dim - d < 4 * LANES ? (value_dim - d) / LANES : 4;
+    // Some vectors of the values, two queries at a time: eight or four sums at once.
+    for (long d = 0; d < value_dim; d += MOST_CHUNKS * LANES) {
+        const long rest = (value_dim - d) / LANES, chunks = rest < MOST_CHUNKS ? rest : MOST_CHUNKS;
         for (long i = 0; i < tile.count; i += 2) {
             const long j = i + 1 < tile.count ? i + 1 : i;
-            __m512 a[4], b[4];
-            for (int c = 0; c < 4; c++) a[c] = b[c] = _mm512_setzero_ps();
+            Floats a[MOST_CHUNKS], b[MOST_CHUNKS];
+            for (int c = 0; c < MOST_CHUNKS; c++) a[c] = b[c] = zeros();
             const float *p = scores + i * width - first, *q = scores + j * width - first;
             for (long at = begin; at < end; at++) {
                 const float* value =
                     s.v_cache + (slot_of(at) * s.kv_heads + tile.kv_head) * value_dim + d;
-                const __m512 left = _mm512_set1_ps(p[at]), right = _mm512_set1_ps(q[at]);
-                if (chunks == 4) {
+                const Floats left = splat(p[at]), right = splat(q[at]);
+                if (chunks == MOST_CHUNKS) {
 #pragma GCC unroll 4
-                    for (int c = 0; c < 4; c++) {
-                        const __m512 v = _mm512_loadu_ps(value + c * LANES);
-                        a[c] = _mm512_fmadd_ps(left, v, a[c]);
-                        b[c] = _mm512_fmadd_ps(right, v, b[c]);
+                    for (int c = 0; c < MOST_CHUNKS; c++) {
+                        const Floats v = load(value + c * LANES);
+                        a[c] = multiply_add(left, v, a[c]);
+                        b[c] = multiply_add(right, v, b[c]);
                     }
                 } else {
                     for (int c = 0; c < chunks; c++) {
-                        const __m512 v = _mm512_loadu_ps(value + c * LANES);
-                        a[c] = _mm512_fmadd_ps(left, v, a[c]);
-                        b[c] = _mm512_fmadd_ps(right, v, b[c]);
+                        const Floats v = load(value + c * LANES);
+                        a[c] = multiply_add(left, v, a[c]);
+                        b[c] = multiply_add(right, v, b[c]);
                     }
                 }
             }
             for (int c = 0; c < chunks; c++) {
                 const long place = d + c * LANES;
-                _mm512_storeu_ps(outs[i] + place, _mm512_div_ps(a[c], _mm512_set1_ps(totals[i])));
-                _mm512_storeu_ps(outs[j] + place, _mm512_div_ps(b[c], _mm512_set1_ps(totals[j])));
+                store(outs[i] + place, a[c] / splat(totals[i]));
+                store(outs[j] + place, b[c] / splat(totals[j]));
             }
         }
     }

@@ -28,12 +28,17 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("linear.cpp", "attention.cpp", "rowwise.cpp", "replay.cpp")
+_HEADERS = ("common.h", "vectors.h", "vectors_avx512.h", "vectors_avx2.h")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden"),
     # An element must not be computed in two ways; see common.h.
     "-ffp-contract=off",
+)
+_AVX512_FLAGS = (
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
 )
+_AVX2_NEEDS = ("avx2", "fma", "f16c")
+_AVX2_FLAGS = tuple(f"-m{name}" for name in _AVX2_NEEDS)
 _COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT_S = 120.0
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
@@ -56,14 +61,36 @@ def reason_against() -> str | None:
     """Why this machine cannot have the kernels, as far as is known without compiling them."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "needs Linux on x86-64"
-    has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not has_vnni():
-        return "needs a processor with AVX512 and VNNI"
+    if _processor_flags() is None:
+        return "needs a processor with AVX2, FMA and F16C, or with AVX512 and VNNI"
     if _compiler() is None:
         return "needs a C++ compiler (g++ or clang++)"
     if _openmp() is None:
         return "needs a torch that runs on GNU's OpenMP"
     return None
+
+
+def _processor_flags() -> tuple[str, ...] | None:
+    """The compiler's, for the instructions that this processor has and torch uses.
+
+    Bits of a result do not depend on which: see ``vectors.h``.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    if capability == "AVX512" and has_vnni():
+        return _AVX512_FLAGS
+    if capability in ("AVX2", "AVX512") and set(_AVX2_NEEDS) <= _processor_features():
+        return _AVX2_FLAGS
+    return None
+
+
+def _processor_features() -> set[str]:
+    """As Linux names them; none where it does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def library() -> ctypes.CDLL | None:
@@ -109,11 +136,17 @@ def _key() -> str:
     assert compiler is not None
     status = os.stat(compiler)
     digest = hashlib.sha256(
-        repr((compiler, status.st_size, status.st_mtime_ns, _FLAGS, _openmp())).encode()
+        repr((compiler, status.st_size, status.st_mtime_ns, _flags(), _openmp())).encode()
     )
-    for name in ("common.h", *_SOURCES):
+    for name in (*_HEADERS, *_SOURCES):
         digest.update((_FOLDER / name).read_bytes())
     return digest.hexdigest()[:32]
+
+
+def _flags() -> tuple[str, ...]:
+    processor = _processor_flags()
+    assert processor is not None
+    return (*_FLAGS, *processor)
 
 
 def _is_private(file: Path) -> bool:
@@ -134,7 +167,7 @@ def _compiled() -> bytes:
         made = Path(folder) / "kernels.so"
         sources = [str(_FOLDER / name) for name in _SOURCES]
         # The library by its path, in place of the one that -fopenmp would find.
-        command = [compiler, *_FLAGS, *sources, "-o", str(made), openmp]
+        command = [compiler, *_flags(), *sources, "-o", str(made), openmp]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr.strip()[:500]}")

@@ -6,7 +6,7 @@
 #include "common.h"
 
 constexpr long GROUP = 32;
-constexpr int MOST_ROWS = 8;  // of a tile: what the registers hold beside 32 unpacked inputs
+constexpr int MOST_ROWS = VECTOR_REGISTERS == 32 ? 8 : 4;  // of a tile: what the registers hold
 constexpr long FEW_ROWS = 4;  // rounded by one thread: cheaper than a barrier
 
 enum Format { INT4 = 0, INT4_FLOAT32 = 1, INT8 = 2 };
@@ -22,91 +22,72 @@ struct Rows {
 
 static void round_row(const float* x, const Rows& rows, long row) {
     for (long g = 0; g < rows.groups; g++) {
-        const __m512 a = _mm512_loadu_ps(x + g * GROUP), b = _mm512_loadu_ps(x + g * GROUP + LANES);
-        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+        const Floats a = load(x + g * GROUP), b = load(x + g * GROUP + LANES);
+        const float most = largest_of(larger(absolute(a), absolute(b)));
         float scale = most / 127.0f;
-        if (_mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)) scale = NAN;
-        const __m512 inverse = _mm512_set1_ps(most > 0.0f ? 127.0f / most : 0.0f);
-        const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
-        const __m512i qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
+        if (has_nan(a, b)) scale = NAN;
+        const Floats inverse = splat(most > 0.0f ? 127.0f / most : 0.0f);
+        const Ints qa = to_ints(a * inverse), qb = to_ints(b * inverse);
         int8_t* values = rows.values + row * rows.width + g * GROUP;
-        _mm_storeu_si128((__m128i*)values, _mm512_cvtsepi32_epi8(qa));
-        _mm_storeu_si128((__m128i*)(values + LANES), _mm512_cvtsepi32_epi8(qb));
-        const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
+        store_int8(values, qa);
+        store_int8(values + LANES, qb);
+        const int sum = sum_of(add_ints(qa, qb));
         rows.scales[row * rows.groups + g] = scale;
         rows.minima[row * rows.groups + g] = scale * (float)sum;
         rows.offsets[row * rows.groups + g] = -128 * sum;
     }
 }
 
-// 16 outputs of R rows. values: of these outputs, a group after the other: for each four inputs, 16
-// outputs of four bytes; of 4-bit weights the low halves are the first 16 inputs. numbers: scales
-// [16] (and minima [16]) of each group, float16 or float32.
+// 16 outputs of R rows. values: of these outputs, a group after the other, as for_each_dot reads
+// them. numbers: scales [16] (and minima [16]) of each group, float16 or float32.
 template <int R, Format FORMAT>
 static void multiply_tile(const Rows& rows, long row, const uint8_t* values, const uint8_t* numbers,
-                          const float* bias, float* out, long out_stride, __mmask16 mask) {
-    __m512 total[R];
+                          const float* bias, float* out, long out_stride, First lanes) {
+    Floats total[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
-    const __m512i low = _mm512_set1_epi8(15);
+    for (int r = 0; r < R; r++) total[r] = zeros();
     for (long g = 0; g < rows.groups; g++) {
-        __m512i weight[8];
-        __m512 scale, minimum;
-        if (FORMAT == INT8) {
-#pragma GCC unroll 8
-            for (int j = 0; j < 8; j++) weight[j] = _mm512_load_si512(values + 64 * j);
-            values += 512;
-        } else {
-#pragma GCC unroll 8
-            for (int j = 0; j < 4; j++) {
-                const __m512i both = _mm512_load_si512(values + 64 * j);
-                weight[j] = _mm512_and_si512(both, low);
-                weight[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-            }
-            values += 256;
-        }
+        Floats scale, minimum = zeros();
         if (FORMAT == INT4_FLOAT32) {
-            scale = _mm512_loadu_ps(numbers);
-            minimum = _mm512_loadu_ps(numbers + 64);
+            scale = load((const float*)numbers);
+            minimum = load((const float*)numbers + LANES);
             numbers += 128;
         } else {
-            scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)numbers));
+            scale = load_float16(numbers);
             numbers += 32;
             if (FORMAT == INT4) {
-                minimum = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)numbers));
+                minimum = load_float16(numbers);
                 numbers += 32;
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const long at = (row + r) * rows.groups + g;
-            const int32_t* x = (const int32_t*)(rows.values + (row + r) * rows.width + g * GROUP);
-            __m512i dot = FORMAT == INT8 ? _mm512_set1_epi32(rows.offsets[at]) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-            for (int j = 0; j < 8; j++)
-                dot = _mm512_dpbusd_epi32(dot, weight[j], _mm512_set1_epi32(x[j]));
-            const __m512 scales = _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[at]));
-            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scales, total[r]);
-            if (FORMAT != INT8)
-                total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(rows.minima[at]), total[r]);
-        }
+        const long at = row * rows.groups + g;
+        for_each_dot<R, FORMAT != INT8>(
+            values, rows.values + row * rows.width + g * GROUP, rows.width,
+            [&](int r) { return FORMAT == INT8 ? rows.offsets[at + r * rows.groups] : 0; },
+            [&](int r, Ints dot) {
+                const Floats scales = scale * splat(rows.scales[at + r * rows.groups]);
+                total[r] = multiply_add(to_floats(dot), scales, total[r]);
+                if (FORMAT != INT8)
+                    total[r] = multiply_add(minimum, splat(rows.minima[at + r * rows.groups]), total[r]);
+            });
+        values += FORMAT == INT8 ? 512 : 256;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-        if (bias) total[r] = _mm512_add_ps(total[r], _mm512_maskz_loadu_ps(mask, bias));
-        _mm512_mask_storeu_ps(out + r * out_stride, mask, total[r]);
+        if (bias) total[r] = total[r] + load(bias, lanes);
+        store(out + r * out_stride, total[r], lanes);
     }
 }
 
 template <int R, Format FORMAT>
 static void multiply_rest(const Rows& rows, long row, long count, const uint8_t* values,
                           const uint8_t* numbers, const float* bias, float* out, long stride,
-                          __mmask16 mask) {
+                          First lanes) {
     if constexpr (R > 0) {
         if (count == R)
-            multiply_tile<R, FORMAT>(rows, row, values, numbers, bias, out, stride, mask);
+            multiply_tile<R, FORMAT>(rows, row, values, numbers, bias, out, stride, lanes);
         else
-            multiply_rest<R - 1, FORMAT>(rows, row, count, values, numbers, bias, out, stride, mask);
+            multiply_rest<R - 1, FORMAT>(rows, row, count, values, numbers, bias, out, stride, lanes);
     }
 }
 
@@ -115,7 +96,7 @@ static void multiply_block(const Rows& rows, long num_rows, long block, const ui
                            const uint8_t* numbers, const float* bias, float* out, long num_outputs) {
     const long value_bytes = FORMAT == INT8 ? 512 : 256;
     const long number_bytes = FORMAT == INT8 ? 32 : FORMAT == INT4 ? 64 : 128;
-    const __mmask16 mask = first_lanes(num_outputs - block * LANES);
+    const First lanes = first_lanes(num_outputs - block * LANES);
     values += block * rows.groups * value_bytes;
     numbers += block * rows.groups * number_bytes;
     out += block * LANES;
@@ -123,7 +104,7 @@ static void multiply_block(const Rows& rows, long num_rows, long block, const ui
     for (long row = 0; row < num_rows; row += MOST_ROWS) {
         const long count = num_rows - row < MOST_ROWS ? num_rows - row : MOST_ROWS;
         multiply_rest<MOST_ROWS, FORMAT>(rows, row, count, values, numbers, bias,
-                                         out + row * num_outputs, num_outputs, mask);
+                                         out + row * num_outputs, num_outputs, lanes);
     }
 }
 

@@ -4,17 +4,17 @@
 // out = x * rsqrt(mean(x^2) + eps) * (weight + shift), over count elements.
 static void norm_row(const float* x, const float* weight, float shift, float eps, long count,
                      float* out) {
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = zeros();
     for (long i = 0; i < count; i += LANES) {
-        const __m512 a = _mm512_maskz_loadu_ps(first_lanes(count - i), x + i);
-        squares = _mm512_fmadd_ps(a, a, squares);
+        const Floats a = load(x + i, first_lanes(count - i));
+        squares = multiply_add(a, a, squares);
     }
-    const __m512 factor = _mm512_set1_ps(1.0f / sqrtf(sum_of(squares) / (float)count + eps));
+    const Floats factor = splat(1.0f / sqrtf(sum_of(squares) / (float)count + eps));
     for (long i = 0; i < count; i += LANES) {
-        const __mmask16 mask = first_lanes(count - i);
-        const __m512 w = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, weight + i), _mm512_set1_ps(shift));
-        const __m512 y = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + i), factor);
-        _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(w, y));
+        const First lanes = first_lanes(count - i);
+        const Floats w = load(weight + i, lanes) + splat(shift);
+        const Floats y = load(x + i, lanes) * factor;
+        store(out + i, w * y, lanes);
     }
 }
 
@@ -27,10 +27,10 @@ EXPORT void rms_norm(const float* x, const float* residual, const float* weight,
         if (residual) {
             float* sums = hidden + row * width;
             for (long i = 0; i < width; i += LANES) {
-                const __mmask16 mask = first_lanes(width - i);
-                const __m512 a = _mm512_maskz_loadu_ps(mask, residual + row * width + i);
-                const __m512 b = _mm512_maskz_loadu_ps(mask, source + i);
-                _mm512_mask_storeu_ps(sums + i, mask, _mm512_add_ps(a, b));
+                const First lanes = first_lanes(width - i);
+                const Floats a = load(residual + row * width + i, lanes);
+                const Floats b = load(source + i, lanes);
+                store(sums + i, a + b, lanes);
             }
             source = sums;
         }
@@ -44,19 +44,19 @@ EXPORT void gated_activation(const float* gate, long gate_stride, const float* u
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * width > ROW_GRAIN)
     for (long row = 0; row < num_rows; row++) {
         for (long i = 0; i < width; i += LANES) {
-            const __mmask16 mask = first_lanes(width - i);
-            const __m512 x = _mm512_maskz_loadu_ps(mask, gate + row * gate_stride + i);
-            const __m512 one = _mm512_set1_ps(1.0f);
-            __m512 inner = x;
+            const First lanes = first_lanes(width - i);
+            const Floats x = load(gate + row * gate_stride + i, lanes);
+            const Floats one = splat(1.0f);
+            Floats inner = x;
             if (is_gelu) {  // 2 * sqrt(2 / pi) * (x + 0.044715 x^3)
-                const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-                inner = _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, x);
-                inner = _mm512_mul_ps(inner, _mm512_set1_ps(1.5957691216057308f));
+                const Floats cube = x * x * x;
+                inner = multiply_add(splat(0.044715f), cube, x);
+                inner = inner * splat(1.5957691216057308f);
             }
-            const __m512 down = exponential(_mm512_sub_ps(_mm512_setzero_ps(), inner));
-            const __m512 active = _mm512_div_ps(x, _mm512_add_ps(one, down));
-            const __m512 other = _mm512_maskz_loadu_ps(mask, up + row * up_stride + i);
-            _mm512_mask_storeu_ps(out + row * width + i, mask, _mm512_mul_ps(active, other));
+            const Floats down = exponential(zeros() - inner);
+            const Floats active = x / (one + down);
+            const Floats other = load(up + row * up_stride + i, lanes);
+            store(out + row * width + i, active * other, lanes);
         }
     }
 }
@@ -76,15 +76,15 @@ static void rotate_head(const float* x, const float* cos, const float* sin, long
     }
     const long middle = rotary_dim / 2;
     for (long i = 0; i < middle; i += LANES) {
-        const __mmask16 mask = first_lanes(middle - i);
-        const __m512 first = _mm512_maskz_loadu_ps(mask, x + i);
-        const __m512 second = _mm512_maskz_loadu_ps(mask, x + middle + i);
-        const __m512 a = _mm512_mul_ps(second, _mm512_maskz_loadu_ps(mask, sin + i));
-        const __m512 b = _mm512_mul_ps(first, _mm512_maskz_loadu_ps(mask, sin + half + i));
-        const __m512 left = _mm512_fmsub_ps(first, _mm512_maskz_loadu_ps(mask, cos + i), a);
-        const __m512 right = _mm512_fmadd_ps(second, _mm512_maskz_loadu_ps(mask, cos + half + i), b);
-        _mm512_mask_storeu_ps(out + i, mask, left);
-        _mm512_mask_storeu_ps(out + middle + i, mask, right);
+        const First lanes = first_lanes(middle - i);
+        const Floats first = load(x + i, lanes);
+        const Floats second = load(x + middle + i, lanes);
+        const Floats a = second * load(sin + i, lanes);
+        const Floats b = first * load(sin + half + i, lanes);
+        const Floats left = multiply_subtract(first, load(cos + i, lanes), a);
+        const Floats right = multiply_add(second, load(cos + half + i, lanes), b);
+        store(out + i, left, lanes);
+        store(out + middle + i, right, lanes);
     }
     if (x != out) memcpy(out + rotary_dim, x + rotary_dim, (dim - rotary_dim) * sizeof(float));
 }

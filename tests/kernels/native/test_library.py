@@ -57,13 +57,47 @@ def test_a_machine_without_what_they_need(monkeypatch: pytest.MonkeyPatch, build
     find = library.reason_against.__wrapped__
     monkeypatch.setattr(library, "reason_against", find)
     monkeypatch.setattr(library, "_compiler", lambda: None)
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(library.platform, "system", lambda: "Linux")
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(library, "_processor_flags", lambda: ("-mavx2",))
     assert "C++ compiler" in find()
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    assert "AVX512 and VNNI" in find()
+    monkeypatch.setattr(library, "_processor_flags", lambda: None)
+    assert "AVX2, FMA and F16C, or with AVX512 and VNNI" in find()
     monkeypatch.setattr(library.platform, "machine", lambda: "arm64")
     assert "Linux on x86-64" in find()
     assert build() is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_vnni", "features", "flag"),
+    [
+        ("AVX512", True, "avx2 fma f16c", "-mavx512vnni"),
+        ("AVX512", False, "avx2 fma f16c avx512f", "-mavx2"),
+        # As of a processor that has AVX512 where ATEN_CPU_CAPABILITY says otherwise.
+        ("AVX2", True, "avx2 fma f16c avx512f", "-mavx2"),
+        ("AVX2", False, "avx2 fma", None),
+        ("AVX2", False, "", None),
+        ("DEFAULT", True, "avx2 fma f16c", None),
+    ],
+)
+def test_flags_by_processor(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    has_vnni: bool,
+    features: str,
+    flag: str | None,
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni, raising=False)
+    monkeypatch.setattr(library, "_processor_features", lambda: set(features.split()))
+    flags = library._processor_flags()
+    assert flags is None if flag is None else flags is not None and flag in flags
+
+
+@pytest.mark.skipif(library.reason_against() is not None, reason=str(library.reason_against()))
+def test_a_build_is_of_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for flags in (library._AVX2_FLAGS, library._AVX512_FLAGS):
+        monkeypatch.setattr(library, "_processor_flags", lambda flags=flags: flags)
+        keys.append(library._key())
+    assert keys[0] != keys[1]
