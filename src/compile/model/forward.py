@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+CACHE_NAMES = "cache", "past_key_values"
+"""What arguments for transformers' cache are called: since 5.24, and before."""
+
 
 class _Current(threading.local):
     """The positions ``[1, T]`` of the pass that a thread is in."""
@@ -67,21 +70,30 @@ def positions_inside(module: PreTrainedModel) -> Iterator[None]:
         yield
 
 
+def cache_parameter(forward: Callable[..., Any]) -> str | None:
+    """The name of its argument for transformers' cache, if it takes one."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
 def _counts_tokens(part: nn.Module) -> bool:
     """Does its ``forward`` count the tokens of a pass from those in its cache on? (Llama 4 scales
     queries by that.)"""
     if isinstance(part, PreTrainedModel) or "forward" in vars(part):
         return False
     code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
-    names = () if code is None else (*code.co_varnames, *code.co_names)
-    return {"past_key_values", "get_seq_length", "arange"} <= set(names)
+    if code is None or not {"get_seq_length", "arange"} <= set(code.co_names):
+        return False
+    return cache_parameter(type(part).forward) is not None
 
 
 def _counting(part: nn.Module) -> Callable[..., Any]:
     forward = part.forward
+    name = cache_parameter(forward)
+    assert name is not None
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **{**kwargs, "past_key_values": _Before()})
+        return forward(*args, **{**kwargs, name: _Before()})
 
     return counting
 

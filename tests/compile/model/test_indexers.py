@@ -89,12 +89,14 @@ class _Indexer(nn.Module):
         _rope: Any,
         mask: Tensor,
         _positions: Any,
-        past_key_values: Any = None,
+        cache: Any = None,
+        past_key_values: Any = None,  # its name before transformers 5.24
     ) -> Tensor:
         query = self.proj(hidden).unflatten(-1, (self.num_heads, -1))
         keys = hidden[..., : query.shape[-1]]
-        if past_key_values is not None:
-            keys = past_key_values.update_indexer(keys, self.layer_idx)
+        cache = past_key_values if cache is None else cache
+        if cache is not None:
+            keys = cache.update_indexer(keys, self.layer_idx)
         products = torch.matmul(query.float(), keys.float().unsqueeze(1).transpose(-1, -2))
         scores = self.scores(products, self.weigh(hidden))
         return self.choice(self.masked(scores, mask)).int()
