@@ -41,17 +41,30 @@ class PackedForward:
         self._has_rows = "logits_to_keep" in parameters
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
-        options: dict[str, Any] = {}
+        options = {"logits_to_keep": rows} if self._has_rows else {}
+        output = self._output(input_ids, position_ids, use_cache=False, **options)
+        logits: Tensor = output.logits
+        return logits if self._has_rows else logits[:, rows]
+
+    def num_kept(self, input_ids: Tensor) -> int | None:
+        """The attention calls whose keys the model's own cache has after a pass; None if it returns
+        no cache."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        output = self._output(input_ids, positions, use_cache=True)
+        caches = (getattr(output, name, None) for name in CACHE_NAMES)
+        layers = next((cache.layers for cache in caches if cache is not None), None)
+        if layers is None:
+            return None
+        return sum(getattr(layer, "keys", None) is not None for layer in layers)
+
+    def _output(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
         if self._has_positions:
             options["position_ids"] = position_ids
-        if self._has_rows:
-            options["logits_to_keep"] = rows
         _current.position_ids = position_ids
         try:
-            logits: Tensor = self._module(input_ids=input_ids, use_cache=False, **options).logits
+            return self._module(input_ids=input_ids, **options)
         finally:
             _current.position_ids = None
-        return logits if self._has_rows else logits[:, rows]
 
 
 @contextmanager
