@@ -63,6 +63,17 @@ def test_other_models_have_no_indexers() -> None:
         check_indexers(kind, torch.device("cuda"))
 
 
+def test_only_the_part_of_a_head_is_known_as_a_mask() -> None:
+    mask = torch.zeros(1, 1, 3, 3).as_subclass(MaskMarker)
+    part = mask[:, 0, :, :]
+    assert isinstance(part, MaskMarker)
+    assert part.whole is mask
+    for at in [0, (slice(None), torch.tensor([0, 0])), (slice(None), 0)]:
+        other = mask[at]
+        assert isinstance(other, MaskMarker)
+        assert other.whole is None
+
+
 class _Indexer(nn.Module):
     """In place of one of DeepSeek-V3.2's: its keys are its input's first numbers."""
 
