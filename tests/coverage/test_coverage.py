@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.coverage.entry import run_entry
+from pagespec import UnsupportedModelError
+from pagespec.compile.model.load import load_model
+from pagespec.compile.model.probe import probe_model
+from tests.coverage.entry import built, run_entry
 from tests.coverage.page import class_of
-from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
+from tests.coverage.sweep import ENTRIES
+from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk, tiny_config
+
+HAS_DORY = pytest.mark.skipif("dory" not in ENTRIES, reason="it came with transformers 5.24")
 
 
 # What sets them apart: hands no arguments down to its attention; counts positions itself; has
 # layers with copies of the config; writes its attention out, with ALiBi or a mask of its own; has
 # chunks; calls a module twice; has a vision tower; has a cache with a window
-# that hides nothing; sets a buffer to itself; has short convolutions; has indexers.
+# that hides nothing; sets a buffer to itself; has short convolutions; has indexers; runs some of
+# its layers several times, with keys of their own.
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -31,6 +38,7 @@ from tests.coverage.tiny_config import VOCAB_SIZE, WINDOW, shrunk
         pytest.param("ctrl", marks=pytest.mark.nightly),
         pytest.param("mistral3", marks=pytest.mark.nightly),
         pytest.param("moshi", marks=pytest.mark.nightly),
+        pytest.param("dory", marks=[pytest.mark.nightly, HAS_DORY]),
     ],
 )
 def test_entries_that_are_equal(model_type: str) -> None:
@@ -53,6 +61,26 @@ def test_entries_that_are_refused(model_type: str, class_: str) -> None:
     entry = run_entry(model_type)
     assert entry.outcome == "refused", entry
     assert class_of(entry.reason) == class_, entry.reason
+
+
+def test_a_layer_of_each_kind_stays_in_each_section() -> None:
+    kinds = ["sliding", "mlp", "sliding", "mlp", "full", "mlp"]
+    counts = {"num_hidden_layers": 18, "n_input_layers": 6, "n_output_layers": 12}
+    small = shrunk({**counts, "layer_types": kinds * 3})
+    assert small["layer_types"] == ["sliding", "mlp", "full", "mlp"] * 2
+    assert {name: small[name] for name in counts} == {
+        "num_hidden_layers": 8,
+        "n_input_layers": 4,
+        "n_output_layers": 4,
+    }
+
+
+@HAS_DORY
+def test_loops_that_read_the_keys_of_the_last_are_refused() -> None:
+    config = tiny_config("dory")
+    config.recurrent_kv_cache_mode = "last_loop"
+    with pytest.raises(UnsupportedModelError, match="keeps the keys of 6 of its 8 attention calls"):
+        probe_model(load_model(built(config)))
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -93,7 +94,9 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     # Names of classes are of no matter, and keyed by numbers.
     fields = {k: copy.deepcopy(v) for k, v in fields.items() if k not in ("id2label", "label2id")}
     names = [name for name in fields if re.fullmatch(_LAYERS, name) and _is_count(fields[name])]
-    chosen = _layers_of(fields, max((fields[name] for name in names), default=0))
+    num_layers = max((fields[name] for name in names), default=0)
+    sections = _sections(fields, num_layers)
+    chosen = _layers_of_sections(fields, sections) or _layers_of(fields, num_layers)
     small: dict[str, Any] = {}
     for name, value in fields.items():
         if value is None and name in _UNSET:
@@ -104,6 +107,8 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = ["full_attention"] * len(chosen)
         elif name in names:
             small[name] = min(value, len(chosen))
+        elif name in sections:
+            small[name] = len(set(sections[name]) & set(chosen))
         elif "window" in name and value == fields.get("max_position_embeddings"):
             small[name] = MAX_POSITIONS  # which hides nothing
         elif name in _FLAGS and isinstance(value, bool):
@@ -207,6 +212,33 @@ def _layers_of(fields: Mapping[str, Any], num_layers: int) -> list[int]:
     each = 2 if fields.get("num_kv_shared_layers") or len(kinds) == 1 else 1
     first = {layer for layers in kinds.values() for layer in layers[:each]} | marked
     return sorted(first)[:8]
+
+
+def _sections(fields: Mapping[str, Any], num_layers: int) -> dict[str, range]:
+    """The layers of each section, by the field that says how many these are."""
+    counts = {
+        name: value
+        for name, value in fields.items()
+        if re.fullmatch(r"n(um)?_\w+_layers", name)
+        and not re.fullmatch(_LAYERS, name)
+        and _is_count(value)
+    }
+    if len(counts) < 2 or sum(counts.values()) != num_layers:
+        return {}
+    ends = accumulate(counts.values())
+    return {name: range(end - counts[name], end) for name, end in zip(counts, ends, strict=True)}
+
+
+def _layers_of_sections(fields: Mapping[str, Any], sections: Mapping[str, range]) -> list[int]:
+    """The first layer of each kind in each section; if attention and MLP are layers of their own,
+    each with the other."""
+    kinds = fields.get("layer_types")
+    size = 2 if kinds and set(kinds[1::2]) == {"mlp"} else 1
+    first: dict[tuple[str, str], int] = {}
+    for name, section in sections.items():
+        for layer in section[::size]:
+            first.setdefault((name, kinds[layer] if kinds else ""), layer)
+    return sorted(layer + part for layer in first.values() for part in range(size))
 
 
 def _is_per_layer(values: Any, fields: Mapping[str, Any]) -> bool:

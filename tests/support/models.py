@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AutoConfig,
     PreTrainedConfig,
@@ -205,11 +206,19 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
                     parameter.normal_(0.0, std)
                 elif "norm" in name or "ln_" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
+                elif _is_small_constant(parameter):
+                    # It is multiplied up: much more of it, and float32's rounding grows to tokens.
+                    parameter.mul_(1 + torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.normal_(0.0, 0.5)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
+
+
+def _is_small_constant(parameter: Tensor) -> bool:
+    first = parameter.flatten()[0]
+    return parameter.numel() > 1 and 0 < first < 0.1 and bool((parameter == first).all())
 
 
 def save_word_model(folder: Path) -> str:

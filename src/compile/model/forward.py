@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+CACHE_NAMES = "cache", "past_key_values"
+"""What arguments for transformers' cache are called: since 5.24, and before."""
+
 
 class _Current(threading.local):
     """The positions ``[1, T]`` of the pass that a thread is in."""
@@ -38,17 +41,30 @@ class PackedForward:
         self._has_rows = "logits_to_keep" in parameters
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
-        options: dict[str, Any] = {}
+        options = {"logits_to_keep": rows} if self._has_rows else {}
+        output = self._output(input_ids, position_ids, use_cache=False, **options)
+        logits: Tensor = output.logits
+        return logits if self._has_rows else logits[:, rows]
+
+    def num_kept(self, input_ids: Tensor) -> int | None:
+        """The attention calls whose keys the model's own cache has after a pass; None if it returns
+        no cache."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        output = self._output(input_ids, positions, use_cache=True)
+        caches = (getattr(output, name, None) for name in CACHE_NAMES)
+        layers = next((cache.layers for cache in caches if cache is not None), None)
+        if layers is None:
+            return None
+        return sum(getattr(layer, "keys", None) is not None for layer in layers)
+
+    def _output(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
         if self._has_positions:
             options["position_ids"] = position_ids
-        if self._has_rows:
-            options["logits_to_keep"] = rows
         _current.position_ids = position_ids
         try:
-            logits: Tensor = self._module(input_ids=input_ids, use_cache=False, **options).logits
+            return self._module(input_ids=input_ids, **options)
         finally:
             _current.position_ids = None
-        return logits if self._has_rows else logits[:, rows]
 
 
 @contextmanager
@@ -67,21 +83,30 @@ def positions_inside(module: PreTrainedModel) -> Iterator[None]:
         yield
 
 
+def cache_parameter(forward: Callable[..., Any]) -> str | None:
+    """The name of its argument for transformers' cache, if it takes one."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
 def _counts_tokens(part: nn.Module) -> bool:
     """Does its ``forward`` count the tokens of a pass from those in its cache on? (Llama 4 scales
     queries by that.)"""
     if isinstance(part, PreTrainedModel) or "forward" in vars(part):
         return False
     code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
-    names = () if code is None else (*code.co_varnames, *code.co_names)
-    return {"past_key_values", "get_seq_length", "arange"} <= set(names)
+    if code is None or not {"get_seq_length", "arange"} <= set(code.co_names):
+        return False
+    return cache_parameter(type(part).forward) is not None
 
 
 def _counting(part: nn.Module) -> Callable[..., Any]:
     forward = part.forward
+    name = cache_parameter(forward)
+    assert name is not None
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **{**kwargs, "past_key_values": _Before()})
+        return forward(*args, **{**kwargs, name: _Before()})
 
     return counting
 

@@ -28,7 +28,9 @@ class MaskMarker(Tensor):
 
     def __getitem__(self, at: Any) -> Tensor:
         part = super().__getitem__(at)
-        if isinstance(part, MaskMarker) and at == _OF_A_HEAD:
+        # A tensor in it is of another type, and cannot be compared.
+        has_types = isinstance(at, tuple) and [*map(type, at)] == [slice, int, slice, slice]
+        if isinstance(part, MaskMarker) and has_types and at == _OF_A_HEAD:
             part.whole = self
         return part
 

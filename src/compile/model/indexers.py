@@ -28,13 +28,14 @@ from ...errors import UnsupportedModelError
 from ...kernels import ops
 from ..fx.nodes import calls_function
 from .current_step import current
+from .forward import CACHE_NAMES, cache_parameter
 from .index_scores import IndexScores, NoIndexer, find_index_scores
 from .plain_attention import masks_are_tensors
 
 _NUM_TOKENS = 13  # which is no other size, or a trace would take one for the other
 # More than there are tokens, as in a decode; of the many, no indexer takes all.
 _FEW_KEYS, _MANY_KEYS = 17, (1 << 24) - 3
-_UPDATE, _CACHE = "update_indexer", "past_key_values"
+_UPDATE = "update_indexer"
 _NAME = "pagespec_indexers"
 
 
@@ -161,9 +162,7 @@ def _forward(part: nn.Module, cut: _Cut, function: IndexFunction) -> Callable[..
     gm, names, scale, num_chosen = cut
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        given.pop(_CACHE, None)
-        query, key, weights, mask = gm(**given)
+        query, key, weights, mask = gm(**_without_cache(names, args, kwargs))
         call = IndexCall(query[0], key[0], weights[0], mask, scale, num_chosen)
         return function(part, call)
 
@@ -225,10 +224,17 @@ class _Cache:
         return _cached_keys(keys, self._num_keys)
 
 
+def _without_cache(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What a call of parameters ``names`` is given, by name."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in given.items() if name not in CACHE_NAMES}
+
+
 def _cut(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Cut:
     names = tuple(inspect.signature(type(part).forward).parameters)[1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given.pop(_CACHE, None)
+    given = _without_cache(names, args, kwargs)
     gm, update, scores = _traced(part, given, _MANY_KEYS)
     of_few = _traced(part, given, _FEW_KEYS)[2]
     expected = scores._replace(num_chosen=min(scores.num_chosen, _FEW_KEYS))
@@ -249,10 +255,13 @@ def _traced(
     part: nn.Module, given: dict[str, Any], num_keys: int
 ) -> tuple[GraphModule, Node, IndexScores]:
     """The graph of an indexer with so many keys, where these come into it, and what it computes."""
-    cache = _Cache(num_keys)
+    name = cache_parameter(type(part).forward)
+    if name is None:
+        raise _refusal(part, "takes no cache by a known name")
+    cache = {name: _Cache(num_keys)}
 
     def with_cache(**given: Any) -> Any:
-        return part.forward(**given, **{_CACHE: cache})
+        return part.forward(**given, **cache)
 
     try:
         # Nothing is computed: what modes do with quantised weights is of no matter.

@@ -11,7 +11,8 @@ No KV cache and no graph. On eight tokens, with the whole model:
    the interface.
    NaN shows however small the weights are;
 3. *permute*: the packed tokens in another order must give the same queries, keys, values and
-   logits in that order, so explicit position ids are followed.
+   logits in that order, so explicit position ids are followed;
+4. *cache*: only where modules make several calls: transformers' cache must keep the keys of each.
 
 Then on as many tokens, and at positions as far, as it takes to pass the numbers in the config at
 which a model could begin to behave otherwise (:mod:`.reach_probe`).
@@ -87,6 +88,8 @@ def _probe(loaded: LoadedModel) -> tuple[list[AttentionSpec], ReachPlan]:
         _check_calls(loaded, recorder)
         loaded.recurrent[:] = recorder.recurrent.specs.values()
         _check_token_independence(loaded, probe_pass, base)
+        if len(recorder.calls()) < len(recorder.specs):
+            _check_kept_keys(recorder, probe_pass, ids)
         for attention_module, specs in recorder.calls().items():
             attention_module.pagespec_call = specs[0].call  # type: ignore[assignment]
             if len(specs) > 1:
@@ -174,6 +177,17 @@ def _check_calls(loaded: LoadedModel, recorder: CallRecorder) -> None:
                 f"its cache holds {held} tokens of a layer, and its mask shows "
                 f"{shown or 'all of them'}"
             )
+
+
+def _check_kept_keys(recorder: CallRecorder, probe_pass: ProbePass, ids: Tensor) -> None:
+    """Run 4. Where a call's keys are not kept, the decode steps of `generate` see those of another
+    call, which a pass over the whole text does not."""
+    with probe_pass.stand_in():
+        kept = probe_pass.num_kept(ids)
+    if kept is not None and kept < len(recorder.specs):
+        raise recorder.refuse(
+            f"its cache keeps the keys of {kept} of its {len(recorder.specs)} attention calls"
+        )
 
 
 def _check_token_independence(

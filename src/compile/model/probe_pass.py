@@ -37,19 +37,29 @@ class ProbePass:
     def logits(self, ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """``[len(rows), V]``, by the attention function registered at present."""
         name = self._loaded.architecture
-        try:
+        with self._failures_named(ids):
             logits = self._forward(ids.unsqueeze(0), positions.unsqueeze(0), rows)
-        except (PagespecError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{name}: its forward pass fails on {len(ids)} packed tokens "
-                f"({type(error).__name__}: {error})"
-            ) from error
         if logits.dim() != 3 or logits.shape[:2] != (1, len(rows)):
             raise UnsupportedModelError(f"{name}: logits of shape {tuple(logits.shape)}")
         result: Tensor = logits[0]
         return result
+
+    def num_kept(self, ids: Tensor) -> int | None:
+        """The attention calls whose keys transformers' cache has after a pass, if there is one."""
+        with self._failures_named(ids):
+            return self._forward.num_kept(ids.unsqueeze(0))
+
+    @contextmanager
+    def _failures_named(self, ids: Tensor) -> Iterator[None]:
+        try:
+            yield
+        except (PagespecError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{self._loaded.architecture}: its forward pass fails on {len(ids)} packed tokens "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
     @contextmanager
     def stand_in(self) -> Iterator[None]:

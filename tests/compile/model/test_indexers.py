@@ -63,6 +63,17 @@ def test_other_models_have_no_indexers() -> None:
         check_indexers(kind, torch.device("cuda"))
 
 
+def test_only_the_part_of_a_head_is_known_as_a_mask() -> None:
+    mask = torch.zeros(1, 1, 3, 3).as_subclass(MaskMarker)
+    part = mask[:, 0, :, :]
+    assert isinstance(part, MaskMarker)
+    assert part.whole is mask
+    for at in [0, (slice(None), torch.tensor([0, 0])), (slice(None), 0)]:
+        other = mask[at]
+        assert isinstance(other, MaskMarker)
+        assert other.whole is None
+
+
 class _Indexer(nn.Module):
     """In place of one of DeepSeek-V3.2's: its keys are its input's first numbers."""
 
@@ -89,12 +100,14 @@ class _Indexer(nn.Module):
         _rope: Any,
         mask: Tensor,
         _positions: Any,
-        past_key_values: Any = None,
+        cache: Any = None,
+        past_key_values: Any = None,  # its name before transformers 5.24
     ) -> Tensor:
         query = self.proj(hidden).unflatten(-1, (self.num_heads, -1))
         keys = hidden[..., : query.shape[-1]]
-        if past_key_values is not None:
-            keys = past_key_values.update_indexer(keys, self.layer_idx)
+        cache = past_key_values if cache is None else cache
+        if cache is not None:
+            keys = cache.update_indexer(keys, self.layer_idx)
         products = torch.matmul(query.float(), keys.float().unsqueeze(1).transpose(-1, -2))
         scores = self.scores(products, self.weigh(hidden))
         return self.choice(self.masked(scores, mask)).int()

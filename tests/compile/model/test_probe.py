@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pagespec.compile.kv_cache import kv_bytes_per_block
 from pagespec.compile.model.cheap_passes import twins
+from pagespec.compile.model.forward import CACHE_NAMES
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
@@ -63,8 +64,13 @@ class Wrapped(nn.Module):
         elif self.what == "own mask":
             kwargs["attention_mask"] = kwargs["attention_mask"] + 1.0
         out, weights = self.inner(hidden_states=hidden_states, **kwargs)
-        if self.what == "twice":
+        if self.what in ("twice", "twice, kept once"):
+            if self.what == "twice":
+                self.inner.layer_idx += 1  # type: ignore[operator]  # its other keys
+            else:
+                kwargs |= dict.fromkeys(kwargs.keys() & CACHE_NAMES)
             out, weights = self.inner(hidden_states=hidden_states + out, **kwargs)
+            self.inner.layer_idx = 1  # type: ignore[assignment]
         elif self.what == "token shift":
             out = out + hidden_states.roll(1, dims=1)
         elif self.what == "longest position":
@@ -93,10 +99,24 @@ def test_refuses_attention_it_does_not_know(what: str, reason: str) -> None:
         probe_model(load_model(model))
 
 
+def with_a_module_called_twice(what: str) -> PreTrainedModel:
+    """Its cache has a layer for each call."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    layers = model.model.layers  # type: ignore[union-attr]
+    del layers[2]
+    layers[1].self_attn = Wrapped(layers[1].self_attn, what)
+    return model
+
+
+def test_refuses_calls_whose_keys_the_cache_does_not_keep() -> None:
+    model = with_a_module_called_twice("twice, kept once")
+    with pytest.raises(UnsupportedModelError, match="keeps the keys of 2 of its 3 attention calls"):
+        probe_model(load_model(model))
+
+
 def test_calls_of_one_module_are_numbered() -> None:
-    model = tiny_model("llama")
+    model = with_a_module_called_twice("twice")
     layer = model.model.layers[1]  # type: ignore[union-attr]
-    layer.self_attn = Wrapped(layer.self_attn, "twice")
     assert [spec.call for spec in probe_model(load_model(model))] == [0, 1, 2]
     inner = layer.self_attn.inner
     assert (inner.pagespec_call, inner.pagespec_calls) == (1, (1, 2))
