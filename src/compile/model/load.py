@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -185,9 +186,16 @@ def _config_of(
         try:
             return name, source, AutoConfig.from_pretrained(source)
         except (ValueError, KeyError) as error:
-            if "model type" in str(error) or "model_type" in str(error):
+            is_of_type = "model type" in str(error) or "model_type" in str(error)
+            if is_of_type and not _has_config_of_other_form(source):
                 raise UnsupportedModelError(f"{name}: {cause(error)}") from error
             raise
+
+
+def _has_config_of_other_form(source: str) -> bool:
+    """Whether a folder's config is no JSON object: transformers 5.24 takes an empty list for one."""
+    path = Path(source) / "config.json"
+    return path.is_file() and not isinstance(json.loads(path.read_text()), dict)
 
 
 def _cast(module: PreTrainedModel, dtype: torch.dtype) -> None:

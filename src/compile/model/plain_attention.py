@@ -87,7 +87,7 @@ def plain_attention_replaced(
 def masks_are_tensors(name: str) -> Iterator[None]:
     """In the block, the masks for the attention function ``name`` are tensors: where there would be
     none, of one element."""
-    before = AttentionMaskInterface._global_mapping.get(name)
+    before: Any = AttentionMaskInterface._global_mapping.get(name)
 
     def mask(*args: Any, **kwargs: Any) -> Tensor:
         made = None if before is None else before(*args, **kwargs)
