@@ -193,7 +193,7 @@ def _config_of(
 
 
 def _has_config_of_other_form(source: str) -> bool:
-    """Whether a folder's config is no JSON object: transformers 5.24 takes an empty list for one."""
+    """Whether a folder's config is no JSON object: transformers 5.24 takes an empty list."""
     path = Path(source) / "config.json"
     return path.is_file() and not isinstance(json.loads(path.read_text()), dict)
 

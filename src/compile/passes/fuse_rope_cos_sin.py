@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.fused.dispatch import rope_table
 from ..fx.nodes import (
@@ -30,7 +30,8 @@ def fuse_rope_cos_sin(gm: GraphModule, _context: PassContext) -> int:
 
     ::
 
-        angles = (frequencies * positions.float()).transpose(1, 2)
+        angles = (frequencies * positions.float()).transpose(1, 2)  # columns of frequencies
+        angles = positions.float() * frequencies  # or rows of them, in later transformers
         angles = cat((angles, angles), dim=-1)
         cos, sin = (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
     """
@@ -50,6 +51,7 @@ def fuse_rope_cos_sin(gm: GraphModule, _context: PassContext) -> int:
         if dtype != dtype_of(sin[0]) or not written.isdisjoint({frequencies, positions, *nodes}):
             continue
         with graph.inserting_before(product):
+            frequencies, positions = _as_columns(graph, frequencies, positions)
             call = graph.call_function(rope_table, (frequencies, positions, cos[1], dtype))
             call.meta["example_value"] = (example(cos[0]), example(sin[0]))
             for place, (result, _, _) in enumerate((cos, sin)):
@@ -67,38 +69,56 @@ def _angles(node: Node) -> tuple[Any, Any, Any, list[Node]] | None:
         return None
     parts = node.args[0]
     dim = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
-    transposed = parts[0] if isinstance(parts, (tuple, list)) and len(parts) == 2 else None
-    if dim not in (-1, 2) or transposed is None or parts[1] is not transposed:
+    half = parts[0] if isinstance(parts, (tuple, list)) and len(parts) == 2 else None
+    if dim not in (-1, 2) or not isinstance(half, Node) or parts[1] is not half:
         return None
-    if not calls(transposed, "transpose") or transposed.args[1:] not in ((1, 2), (2, 1)):
-        return None
-    product = transposed.args[0]
+    between = []
+    product: Any = half
+    if calls(half, "transpose") and half.args[1:] in ((1, 2), (2, 1)):
+        product = half.args[0]
+        between = [half]
     pair = operands(product) if calls(product, "mul") else None
     if pair is None or dtype_of(product) != torch.float32:
         return None
+    fit = _fit_columns if between else _fit_rows
     for frequencies, wide in (pair, pair[::-1]):
         positions = cast_source(wide)
-        if positions is None or not _fit(frequencies, wide, positions):
-            continue
-        return frequencies, positions, product, [wide, product, transposed]
+        kinds = [dtype_of(n) for n in (frequencies, wide, positions)]
+        if kinds == [torch.float32, torch.float32, torch.int64] and fit(frequencies, positions):
+            return frequencies, positions, product, [wide, product, *between]
     return None
 
 
-def _fit(frequencies: Node, wide: Node, positions: Node) -> bool:
-    """Are they float32 ``[1, H, 1]``, float32 and int64 ``[1, 1, T]``?"""
-    if [dtype_of(n) for n in (frequencies, wide, positions)] != [
-        *(torch.float32, torch.float32),
-        torch.int64,
-    ]:
-        return False
-    shape = shape_of(frequencies)
+def _fit_columns(frequencies: Any, positions: Any) -> bool:
+    """Are they ``[1, H, 1]`` and ``[1, 1, T]``?"""
     tensor = tensor_of(frequencies)
     if tensor is None or tensor.dim() != 3 or not isinstance(tensor.shape[1], int):
         return False
-    return shape == ("1", str(tensor.shape[1]), "1") and (shape_of(positions) or ())[:2] == (
-        "1",
-        "1",
-    )
+    expected = "1", str(tensor.shape[1]), "1"
+    return shape_of(frequencies) == expected and (shape_of(positions) or ())[:2] == ("1", "1")
+
+
+def _fit_rows(frequencies: Any, positions: Any) -> bool:
+    """Are they ``[H]`` and ``[1, T, 1]``?"""
+    tensor = tensor_of(frequencies)
+    if tensor is None or tensor.dim() != 1 or not isinstance(tensor.shape[0], int):
+        return False
+    shape = shape_of(positions) or ()
+    return len(shape) == 3 and (shape[0], shape[2]) == ("1", "1")
+
+
+def _as_columns(graph: Graph, frequencies: Node, positions: Node) -> tuple[Node, Node]:
+    """The operands as ``[1, H, 1]`` and ``[1, 1, T]``."""
+    of_frequencies, of_positions = tensor_of(frequencies), tensor_of(positions)
+    assert of_frequencies is not None
+    assert of_positions is not None
+    if of_frequencies.dim() == 3:
+        return frequencies, positions
+    column = graph.call_method("reshape", (frequencies, 1, -1, 1))
+    column.meta["example_value"] = of_frequencies.reshape(1, -1, 1)
+    row = graph.call_method("transpose", (positions, 1, 2))
+    row.meta["example_value"] = of_positions.transpose(1, 2)
+    return column, row
 
 
 def _table(angles: Node, name: str) -> tuple[Node, float, list[Node]] | None:

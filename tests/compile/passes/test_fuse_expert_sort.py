@@ -74,6 +74,11 @@ def test_what_is_not_quite_the_sort_stays(change: Callable[[GraphModule], None])
 
 
 def test_a_mask_of_other_rows_stays() -> None:
+    graph = capture_plain("qwen3_moe", torch.float32).graph
+    assert graph is not None
+    if not any(calls(node, "ge") for node in graph.graph.nodes):
+        pytest.skip("this transformers masks no rows")
+
     def fewer(gm: GraphModule) -> None:
         node = first(gm, "ge")
         node.args = (node.args[0], node.args[1] - 1)

@@ -4,10 +4,13 @@ pattern is left alone."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pagespec.compile.captured_model import CapturedModel
@@ -47,6 +50,43 @@ def test_finds_the_tables_and_changes_no_bit(arch: str, dtype: torch.dtype) -> N
             assert torch.equal(before, after)
 
 
+def columns(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As up to transformers 5.17."""
+    angles = (frequencies[None, :, None] * positions[:, None, :].float()).transpose(1, 2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * 2.0, angles.sin() * 2.0
+
+
+def rows(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As in transformers 5.24."""
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * 2.0, angles.sin() * 2.0
+
+
+class _Noting(torch.fx.Interpreter):
+    def run_node(self, n: torch.fx.Node) -> Any:
+        n.meta["example_value"] = super().run_node(n)
+        return n.meta["example_value"]
+
+
+@pytest.mark.parametrize("tables", [columns, rows])
+@pytest.mark.parametrize(("num_positions", "count"), [((1, 5), 1), ((2, 5), 0)])
+def test_both_forms_of_packed_tokens_are_found(
+    tables: Callable[..., Any], num_positions: tuple[int, int], count: int
+) -> None:
+    frequencies = torch.rand(4)
+    positions = torch.arange(10)[: math.prod(num_positions)].view(num_positions) * 1000
+    gm = torch.fx.symbolic_trace(tables)
+    _Noting(gm).run(frequencies, positions)
+    found = fuse_rope_cos_sin(gm, PassContext(nn.Module(), {}))
+    gm.graph.lint()
+    gm.recompile()
+    assert found == count
+    expected = tables(frequencies, positions)
+    assert all(map(torch.equal, gm(frequencies, positions), expected))
+
+
 def _other_halves(gm: GraphModule) -> None:
     node = first(gm, "cat")
     angles = node.args[0][0]
@@ -72,7 +112,10 @@ def _angles_written_in_place(gm: GraphModule) -> None:
 
 
 def _positions_of_another_kind(gm: GraphModule) -> None:
-    wide = next(n for n in first(gm, "cat").args[0][0].args[0].args if calls(n, "float"))
+    product = first(gm, "cat").args[0][0]
+    if calls(product, "transpose"):
+        product = product.args[0]
+    wide = next(n for n in product.args if calls(n, "float"))
     wide.args[0].meta["example_value"] = wide.args[0].meta["example_value"].int()
 
 
