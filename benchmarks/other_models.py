@@ -96,6 +96,41 @@ def qwen3_next(num_layers: int) -> dict[str, Any]:
     }
 
 
+# Qwen/Qwen3.5-35B-A3B's text model, whole: 30 delta rules, 10 attentions with a gate, 256 experts.
+_QWEN3_5_35B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "layer_types": ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(40)],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "vocab_size": 248320,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 248044,
+}
 # ibm-granite/granite-4.0-h-tiny: Mamba-2, attention in every tenth layer, 64 experts.
 _GRANITE_4_H_TINY: dict[str, Any] = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -193,6 +228,7 @@ _NEMOTRON_H_8B: dict[str, Any] = {
 OTHER_MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "qwen3-next-8": qwen3_next(8),
+    "qwen3.5-35b-a3b": _QWEN3_5_35B_A3B,
     "granite-4-h-tiny": _GRANITE_4_H_TINY,
     "falcon-h1-7b": _FALCON_H1_7B,
     "nemotron-h-8b": _NEMOTRON_H_8B,

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.nodes import example, is_in_place, is_ours
+from ..fx.fake_tensors import memory_of
+from ..fx.nodes import calls, example, is_in_place, is_ours
 from .compile_region import Compiler, inductor, is_on_cpu
 
 _MATMULS = frozenset(
@@ -44,8 +45,9 @@ _VIEWS = frozenset(
         "expand", "t", "size", "flatten", "unflatten", "unbind", "contiguous",
     }
 )  # fmt: skip
+_MAYBE_COPIES = ("reshape", "flatten", "contiguous")
 # They move numbers: one kernel each, compiled or not.
-_COPIES = frozenset({torch.nn.functional.embedding, operator.getitem})
+_COPIES = frozenset({torch.nn.functional.embedding, operator.getitem, *_MAYBE_COPIES})
 
 
 def is_opaque(node: Node) -> bool:
@@ -67,14 +69,24 @@ def is_opaque(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    if node.op == "call_method":
-        return node.target in _VIEWS
+    if calls(node, *_VIEWS):
+        return not _is_copy(node)
     if node.target is operator.getitem:
         index = node.args[1]
         # Indexing by a tensor makes a new one.
         return not any(isinstance(part, Node) and _is_tensor(part) for part in _flat(index))
     # Arithmetic on sizes.
     return not _is_tensor(node) and isinstance(example(node), (int, torch.SymInt))
+
+
+def _is_copy(node: Node) -> bool:
+    """Has ``node``, by name a view, to move numbers, as no strides describe what it makes?"""
+    if not calls(node, *_MAYBE_COPIES):
+        return False
+    source, result = example(node.args[0]), example(node)  # type: ignore[arg-type]
+    if not isinstance(source, Tensor) or not isinstance(result, Tensor):
+        return False
+    return memory_of(source) != memory_of(result)
 
 
 def _flat(value: object) -> Iterator[object]:

@@ -1,8 +1,8 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``write_as_real``, ``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``merge_linear``,
-``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``, ``quantize_linear`` and, for
+``write_as_real``, ``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``share_heads``,
+``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``, ``quantize_linear`` and, for
 native kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU ``rms_norm``
 (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
 ``split_head``. Weights that stay quantised are the work of ``quantize_linear`` on both; a GPU's
@@ -23,6 +23,7 @@ from .cleanup import cleanup
 from .context import PassContext
 from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
+from .share_heads import share_heads
 from .write_as_linear import write_as_linear
 from .write_as_real import write_as_real
 
@@ -34,6 +35,7 @@ COMMON_PASSES: dict[str, GraphPass] = {
     "write_as_real": write_as_real,
     "write_as_linear": write_as_linear,
     "cache_latents": cache_latents,
+    "share_heads": share_heads,
     "merge_linear": merge_linear,
     "bind_collectives": bind_collectives,
 }
@@ -85,6 +87,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_attention_quantize import fuse_attention_quantize
     from .fuse_combine_norm import fuse_combine_norm
     from .fuse_expert_sort import fuse_expert_sort
+    from .fuse_gated_norm import fuse_gated_norm
     from .fuse_norm import fuse_norm
     from .fuse_norm_linear import fuse_norm_linear
     from .fuse_quantize import fuse_quantize
@@ -102,6 +105,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_rope_attention": fuse_rope_attention,
         "fuse_rope_latent": fuse_rope_latent,
         "fuse_norm": fuse_norm,
+        "fuse_gated_norm": fuse_gated_norm,
         "fuse_router": fuse_router,
         "fuse_expert_sort": fuse_expert_sort,
         "combine_experts": combine_experts,

@@ -45,6 +45,24 @@ def add_rms_norm(
     return rms_norm_reference(hidden, weight, eps, form), hidden
 
 
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+    """``rms_norm(x) * silu(gate)``, the second factor and the product in float32, rounded once.
+
+    Args:
+        x: ``[R, N]``. weight: ``[N]``. eps, form: as of :func:`rms_norm`.
+        gate: ``[R, N]``, or ``[1, T, H, N]`` with R = T * H; of the dtype of x.
+
+    Returns:
+        ``[R, N]`` in the dtype of x.
+    """
+    if x.device.type == "cuda":
+        from . import gated_rms_norm
+
+        return gated_rms_norm.gated_rms_norm(x, gate, weight, eps, form)
+    normed = rms_norm_reference(x, weight, eps, form)
+    return (normed * torch.nn.functional.silu(gate.reshape(x.shape).float())).to(x.dtype)
+
+
 def act_mul(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     """``activation(gate) * up``, elementwise over ``[..., N]``; both may be slices of a matmul."""
     if gate.device.type == "cuda":

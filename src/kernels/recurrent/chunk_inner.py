@@ -16,7 +16,7 @@ from .chunk_functions import (
     ssd_inner,
     step_sizes,
 )
-from .device_functions import first_slot
+from .device_functions import first_slot, part_of_row
 
 # What follows the batch must not make new versions of the kernels.
 BATCH = [
@@ -39,26 +39,33 @@ def place_of_chunk(chunks, token, begin, row, head, CHUNK: tl.constexpr, SIZE: t
 def chunk_inner_kernel(  # type: ignore[no-untyped-def]
     query, key, decay, beta, rates, dt_bias, states, chunks, starts, contexts, tables, interval,
     table_stride, scale, dt_min, dt_max, q_stride, q_head_stride, k_stride, k_head_stride,
-    a_stride, a_head_stride, b_stride, b_head_stride,
+    a_stride, a_head_stride, b_stride, b_head_stride, num_rows,
     KEYS: tl.constexpr, SCALARS: tl.constexpr, RECORD: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_PAD: tl.constexpr,
     CHUNK: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
     SOFTPLUS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(H / HEADS, B, programs that share the chunks of a row)``, HEADS being of one head of
-    keys; interval a multiple of CHUNK. Shapes as of :func:`.chunk_prompt.chunk_prompt_kernel`;
+    """Grid: ``(H / HEADS, programs)``, HEADS being of one head of keys. The programs are one for each
+    row if ``num_rows`` is 0, else one for each chunk, dealt as :func:`.part_of_row` says: a row of n
+    tokens lies in ``n // CHUNK + 2`` chunks at most. Interval a multiple of CHUNK. Shapes as of :func:`.chunk_prompt.chunk_prompt_kernel`;
     rates and dt_bias ``[H]``, of Mamba-2. ``chunks`` are the results of
     :func:`.chunk_functions.delta_inner`."""
     DELTA: tl.constexpr = beta is not None
     SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
     row = tl.program_id(1)
+    number = 0
+    if num_rows > 0:
+        row, number = part_of_row(starts, num_rows, row, CHUNK, 2)
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1)
     position = tl.load(contexts + row) - (end - begin)
     i0 = position % CHUNK
-    begin_of_chunk = begin - i0 + tl.program_id(2) * CHUNK
+    begin_of_chunk = begin - i0 + number * CHUNK
     if (begin_of_chunk >= end) | (begin == end):
         return
+    end_of_chunks = end
+    if num_rows > 0:
+        end_of_chunks = begin_of_chunk + 1
     record = states
     if position > 0:
         table = tables + row.to(tl.int64) * table_stride
@@ -75,7 +82,7 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
     keys = record + first_head * (TILES * RECORD) + KEYS
     offsets = index[:, None] * K + k_index
 
-    for t in range(begin_of_chunk, end, tl.num_programs(2) * CHUNK):
+    for t in range(begin_of_chunk, end_of_chunks, CHUNK):
         first = tl.maximum(begin - t, 0)
         last = tl.minimum(end - t, CHUNK)
         tokens = t + index.to(tl.int64)

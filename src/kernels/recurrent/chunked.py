@@ -43,10 +43,8 @@ _NUM_WARPS = 4
 _NUM_WARPS_INNER = 1
 # Elements that are loaded at once, where heads are of multiples of it.
 _UNIT = 8
-# Heads of a program of the kernel in front, and its programs beyond which those of a row share its
-# chunks.
+# Of a program of the kernel in front.
 _MOST_HEADS = 4
-_MOST_PROGRAMS = 1 << 15
 # Of a thread that moves states from slot to slot: so a multiprocessor runs three programs, not two.
 REGISTERS_OF_MANY_ROWS = 168
 # Programs that compute everything of their chunks themselves: eight times as many as run at a time.
@@ -148,11 +146,10 @@ def _launch(
         chunks = torch.empty(shape, dtype=torch.float32, device=out.device)
         # Of the heads that share keys a program computes some.
         heads = math.gcd(num_heads // key.shape[1], _MOST_HEADS)
-        most = triton.cdiv(len(out), chunk_layout.CHUNK) + 1 if is_long else 1
-        sharing = max(1, _MOST_PROGRAMS * heads // (num_heads * num_rows))
-        chunk_inner_kernel[(num_heads // heads, num_rows, min(sharing, most))](
+        parts = len(out) // chunk_layout.CHUNK + 2 * num_rows if is_long else num_rows
+        chunk_inner_kernel[(num_heads // heads, parts)](
             query, key, *given[3:], *per_head[:2], states, chunks, *metadata, *steps, *limits,
-            *strides[:4], *strides[6:],
+            *strides[:4], *strides[6:], num_rows if is_long else 0,
             TILES=states.shape[1] // num_heads,
             HEADS=heads,
             KEYS=layout.keys,

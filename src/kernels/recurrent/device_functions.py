@@ -40,6 +40,22 @@ def first_slot(table, position, interval):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def part_of_row(starts, num_rows, part, SIZE: tl.constexpr, MORE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(row, number of the part in it) of program ``part``, where programs are dealt to the rows by
+    their length: ``starts[row] // SIZE + MORE * row`` of them come before a row, which therefore
+    has at least ``n // SIZE + MORE`` for its n tokens."""
+    i = tl.arange(0, 128)
+    before = 0
+    for first in range(0, num_rows, 128):
+        rows = first + i
+        inside = rows < num_rows
+        parts = tl.load(starts + rows, mask=inside, other=0) // SIZE + MORE * rows
+        before += tl.sum((inside & (parts <= part)).to(tl.int32), axis=0)
+    row = before - 1
+    return row, part - (tl.load(starts + row) // SIZE + MORE * row)
+
+
+@triton.jit
 def zero_padding(out, first, num_tokens, mask, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros at ``out``, pointers to the elements of token 0, of the tokens from ``first`` on."""
     zeros = tl.zeros(mask.shape, out.dtype.element_ty)

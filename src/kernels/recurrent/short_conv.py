@@ -1,6 +1,6 @@
 """Causal depthwise convolution over a few positions as a Triton kernel.
 
-A program computes a tile of channels for chunks of a row's tokens. That of a row's first chunk is
+A program computes a tile of channels for a part of a row's tokens. That of a row's first part is
 the only one that reads the row's state, so it also writes the states of the whole row: no program
 reads what another writes. Taps are added in order, products and sums not contracted, so a token's
 bits do not follow its place, nor the size of a tile, which is another for steps of a token a row.
@@ -15,15 +15,13 @@ from torch import Tensor
 
 from ..fused.rounding import rounded, silu
 from .cpu_short_conv import activated
-from .device_functions import first_slot, zero_padding
+from .device_functions import first_slot, part_of_row, zero_padding
 from .walk import StepRows
 
 # (tokens, channels, warps) of a tile. Any gives the same bits: all operations are elementwise.
 _TILE = 8, 128, 4
 _TILE_OF_DECODING = 1, 512, 2
-_CHUNK = 256
-# Programs beyond which the chunks of a row share one: most rows of a large step have few tokens.
-_MOST_PROGRAMS = 1 << 15
+_PART = 64
 _SILU = ("silu", "swish")
 
 
@@ -48,25 +46,30 @@ def _load_inputs(  # type: ignore[no-untyped-def]
 def _short_conv_kernel(  # type: ignore[no-untyped-def]
     x, weight, bias, states, out, starts, contexts, tables, num_rows, num_tokens, interval,
     table_stride, x_stride, C: tl.constexpr, K: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr, CHUNK: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr, PART: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(ceil(C / BLOCK_C), B + 1, programs that share the chunks of a row)``; the last row
-    is that of padding. Shapes: x and out ``[T, C]``, weight ``[C, K]``, bias ``[C]``, states
-    ``[slots, K - 1, C]``, starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``; interval >=
-    K - 1."""
+    """Grid: ``(ceil(C / BLOCK_C), programs + 1)``, the first of them for padding; of the others one
+    is each row's where a tile has one token, else they are dealt as :func:`.part_of_row` says.
+    Shapes: x and out ``[T, C]``, weight ``[C, K]``, bias ``[C]``, states ``[slots, K - 1, C]``,
+    starts ``[B + 1]``, contexts ``[B]``, tables ``[B, M]``; interval >= K - 1."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    row = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channels < C
-    begin = tl.load(starts + row)
-    if row == num_rows:
-        if tl.program_id(2) == 0:
-            zero_padding(out + channels, begin, num_tokens, mask_c, C)
+    if tl.program_id(1) == 0:
+        zero_padding(out + channels, tl.load(starts + num_rows), num_tokens, mask_c, C)
         return
+    row = tl.program_id(1) - 1
+    first = 0
+    if BLOCK_T > 1:
+        row, number = part_of_row(starts, num_rows, row, PART, 1)
+        first = number * PART
+    begin = tl.load(starts + row)
     length = tl.load(starts + row + 1) - begin
-    first = tl.program_id(2) * CHUNK
     if first >= length:
         return
+    last = length
+    if BLOCK_T > 1:
+        last = tl.minimum(first + PART, length)
     position = tl.load(contexts + row) - length
     table = tables + row.to(tl.int64) * table_stride
     mask = mask_c[None, :]
@@ -75,25 +78,28 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
     if has_history:
         history += first_slot(table, position, interval) * ((K - 1) * C)
 
-    for chunk in range(first, length, tl.num_programs(2) * CHUNK):
-        for start in range(chunk, tl.minimum(chunk + CHUNK, length), BLOCK_T):
-            j = start + tl.arange(0, BLOCK_T)
-            inside = (j < length)[:, None] & mask
-            total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-            for tap in tl.static_range(K):
-                before = j - (K - 1 - tap)
-                inputs = _load_inputs(
-                    x, history, before, begin, has_history, channels, inside, x_stride, C, K
-                )
-                w = tl.load(weight + channels * K + tap, mask=mask_c, other=0.0).to(tl.float32)
-                total += rounded(inputs.to(tl.float32), DTYPE) * w[None, :]
-            if bias is not None:
-                total += tl.load(bias + channels, mask=mask_c, other=0.0).to(tl.float32)[None, :]
-            total = rounded(total, DTYPE)
-            if SILU:
-                total = rounded(silu(total), DTYPE)
-            target = out + (begin + j).to(tl.int64)[:, None] * C + channels[None, :]
-            tl.store(target, total.to(DTYPE), mask=inside)
+    taps = ()
+    for tap in tl.static_range(K):
+        taps += (tl.load(weight + channels * K + tap, mask=mask_c, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    if bias is not None:
+        shift = tl.load(bias + channels, mask=mask_c, other=0.0).to(tl.float32)
+    for start in range(first, last, BLOCK_T):
+        j = start + tl.arange(0, BLOCK_T)
+        inside = (j < last)[:, None] & mask
+        total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+        for tap in tl.static_range(K):
+            before = j - (K - 1 - tap)
+            inputs = _load_inputs(
+                x, history, before, begin, has_history, channels, inside, x_stride, C, K
+            )
+            total += rounded(inputs.to(tl.float32), DTYPE) * taps[tap][None, :]
+        if bias is not None:
+            total += shift[None, :]
+        total = rounded(total, DTYPE)
+        if SILU:
+            total = rounded(silu(total), DTYPE)
+        target = out + (begin + j).to(tl.int64)[:, None] * C + channels[None, :]
+        tl.store(target, total.to(DTYPE), mask=inside)
 
     if (first == 0) & (K > 1):
         K_PAD: tl.constexpr = triton.next_power_of_2(max(K - 1, 1))
@@ -131,10 +137,10 @@ def short_conv(
     num_rows, (channels, width) = len(rows.context_lens), weight.shape
     if len(x):
         x = x if x.stride(1) == 1 else x.contiguous()
-        block_t, block_c, num_warps = _TILE_OF_DECODING if len(x) <= num_rows else _TILE
-        tiles = triton.cdiv(channels, block_c)
-        sharing = max(1, _MOST_PROGRAMS // (tiles * (num_rows + 1)))
-        grid = (tiles, num_rows + 1, min(sharing, triton.cdiv(len(x), _CHUNK)))
+        is_decoding = len(x) <= num_rows
+        block_t, block_c, num_warps = _TILE_OF_DECODING if is_decoding else _TILE
+        parts = num_rows if is_decoding else len(x) // _PART + num_rows
+        grid = triton.cdiv(channels, block_c), parts + 1
         _short_conv_kernel[grid](
             x, weight.contiguous(), bias, states, out,
             rows.query_starts, rows.context_lens, rows.state_tables, num_rows, len(x),
@@ -143,7 +149,7 @@ def short_conv(
             K=width,
             BLOCK_C=block_c,
             BLOCK_T=block_t,
-            CHUNK=_CHUNK,
+            PART=_PART,
             SILU=activation in _SILU,
             num_warps=num_warps,
             enable_fp_fusion=False,

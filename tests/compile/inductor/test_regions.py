@@ -125,6 +125,42 @@ def test_opaque_calls_bound_a_region_and_views_alone_are_none() -> None:
     ]
 
 
+def test_parts_of_a_split_do_not_keep_a_region_from_being_one() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = value = torch.ones(4, 6, device="meta")
+    split = graph.call_function(torch.split, (x, 2, 1))
+    parts = [graph.call_function(operator.getitem, (split, i)) for i in range(3)]
+    values = torch.split(value, 2, 1)
+    for part, one in zip(parts, values, strict=True):
+        part.meta["example_value"] = one
+    # The first part is read by what is compiled, the others elsewhere.
+    shifted = graph.call_function(torch.exp, (parts[0],))
+    negated = graph.call_function(torch.neg, (shifted,))
+    for node in (shifted, negated):
+        node.meta["example_value"] = values[0]
+    graph.output((negated, *parts[1:]))
+    (region,) = find_regions(graph)
+    assert region.nodes == [shifted, negated]
+
+
+def test_a_view_that_has_to_copy_is_an_operation() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = value = torch.ones(4, 6, device="meta")[:, :4]
+    flat = graph.call_method("reshape", (x, (16,)))
+    negated = graph.call_function(torch.neg, (flat,))
+    for node in (flat, negated):
+        node.meta["example_value"] = value.reshape(16)
+    graph.output(negated)
+    (region,) = find_regions(graph)
+    assert region.nodes == [flat, negated]
+    x.meta["example_value"] = torch.ones(4, 4, device="meta")
+    flat.meta["example_value"] = x.meta["example_value"].reshape(16)
+    (region,) = find_regions(graph)
+    assert region.nodes == [negated]
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 1), ("meta", 2)])
 def test_on_a_cpu_one_operation_stays_as_it_is(device: str, expected: int) -> None:
     graph = chain(torch.exp, torch.neg, weigh, "t", torch.sin, "t", weigh, device=device)

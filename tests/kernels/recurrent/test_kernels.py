@@ -111,6 +111,45 @@ def test_a_strong_decay_costs_what_is_behind_no_digits(
 
 
 @interpreted
+@pytest.mark.parametrize(("size", "more"), [(16, 2), (64, 1)])
+def test_each_part_of_each_row_has_a_program(size: int, more: int) -> None:
+    """Of as many programs as there may have to be; rows may begin inside a chunk."""
+    from .dealt_parts import deal
+
+    rng = random.Random(0)
+    lengths = [rng.choice([0, 0, 1, 1, 2, size - 1, size, size + 1, 5 * size]) for _ in range(300)]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    num_programs = int(starts[-1]) // size + more * len(lengths)
+    out = torch.empty(num_programs, 2, dtype=torch.int32)
+    deal[(num_programs,)](starts, out, len(lengths), size, more)
+    found = [tuple(pair) for pair in out.tolist()]
+    assert len(set(found)) == num_programs
+    # A row that begins at the last position of a chunk lies in one more than a whole number.
+    most_inside = size - 1 if more == 2 else 0
+    needed = {
+        (row, i)
+        for row, length in enumerate(lengths)
+        for i in range(-(-(length + most_inside) // size) if length else 0)
+    }
+    assert needed <= set(found)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["short_conv", "short_conv_plain"])
+def test_parts_of_a_row_give_its_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagespec.kernels.recurrent import short_conv
+
+    torch.manual_seed(0)
+    case = CASES[name](50)
+    by_kernel(case, monkeypatch)
+    expected, slot = run_whole(case, 0, 50)
+    monkeypatch.setattr(short_conv, "_PART", 8)
+    outputs, again = run_whole(case, 0, 50)
+    assert torch.equal(outputs, expected)
+    assert torch.equal(case.kept(again, 50, 64), case.kept(slot, 50, 64))
+
+
+@interpreted
 @pytest.mark.parametrize("interval", [4, 20, 32])
 def test_kernels_give_the_bits_of_sequences_alone(
     make_case: Callable[[int], Case], interval: int, monkeypatch: pytest.MonkeyPatch
