@@ -74,6 +74,9 @@ def in_chunks(slot_bytes: int, state_bytes: int) -> float:
     return state_bytes * (1 + 1 / size) + of_an_input * ((size - 1) / 2 + 1)
 
 
+_ROWS_OF_PROMPTS = 256
+
+
 def _normal(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(sizes, device="cuda").to(dtype)
 
@@ -145,12 +148,17 @@ def kernels() -> list[Kernel]:
 
 
 def _rows(num_rows: int, num_tokens: int) -> Rows:
-    """All rows have ``num_tokens``; decoding rows go on behind a state, all over a chunk."""
+    """All rows have ``num_tokens``; decoding rows go on behind a state, all over a chunk. Of a step
+    with prompts there are as many rows as requests may run: the others have no tokens."""
     starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32) * num_tokens
     contexts = torch.full((num_rows,), num_tokens, device="cuda", dtype=torch.int32)
     if num_tokens == 1:
         contexts += 8 + torch.arange(num_rows, device="cuda", dtype=torch.int32) % 16
-    tables = torch.arange(num_rows, device="cuda", dtype=torch.int32)[:, None]
+    else:
+        num_empty = _ROWS_OF_PROMPTS - num_rows
+        starts = torch.cat((starts, starts[-1:].expand(num_empty)))
+        contexts = torch.cat((contexts, contexts.new_zeros(num_empty)))
+    tables = torch.arange(len(contexts), device="cuda", dtype=torch.int32)[:, None] % num_rows
     return starts, contexts, tables.repeat(1, -(-num_tokens // 256) + 1), 256
 
 

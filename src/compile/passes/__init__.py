@@ -2,11 +2,11 @@
 
 Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
 ``write_as_real``, ``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``share_heads``,
-``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``, ``quantize_linear`` and, for
-native kernels, some of the ``fuse_*`` passes and ``replay_native``; on a GPU ``rms_norm``
-(recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all passes
-``split_head``. Weights that stay quantised are the work of ``quantize_linear`` on both; a GPU's
-kernels for them are the table in ``gpu_quantized``.
+``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``,
+``quantize_linear`` and, for native kernels, some of the ``fuse_*`` passes and ``replay_native``; on
+a GPU ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all
+passes ``split_head``. Weights that stay quantised are the work of ``quantize_linear`` on both; a
+GPU's kernels for them are the table in ``gpu_quantized``.
 
 Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
 """

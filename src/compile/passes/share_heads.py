@@ -1,5 +1,5 @@
-"""Hands heads of queries and keys to the delta rule as they are, not repeated for the heads of values
-that share them.
+"""Hands heads of queries and keys to the delta rule as they are, not repeated for the heads of
+values that share them.
 
 ::
 

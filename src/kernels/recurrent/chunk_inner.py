@@ -45,11 +45,12 @@ def chunk_inner_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr, UNIT: tl.constexpr, L2NORM: tl.constexpr,
     SOFTPLUS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``(H / HEADS, programs)``, HEADS being of one head of keys. The programs are one for each
-    row if ``num_rows`` is 0, else one for each chunk, dealt as :func:`.part_of_row` says: a row of n
-    tokens lies in ``n // CHUNK + 2`` chunks at most. Interval a multiple of CHUNK. Shapes as of :func:`.chunk_prompt.chunk_prompt_kernel`;
-    rates and dt_bias ``[H]``, of Mamba-2. ``chunks`` are the results of
-    :func:`.chunk_functions.delta_inner`."""
+    """Grid: ``(H / HEADS, programs)``, HEADS being of one head of keys. The programs are one for
+    each row if ``num_rows`` is 0, else one for each chunk, dealt as :func:`.part_of_row` says: a
+    row of n tokens lies in ``n // CHUNK + 2`` chunks at most. Interval a multiple of CHUNK. Shapes
+    as of :func:`.chunk_prompt.chunk_prompt_kernel`; rates and dt_bias ``[H]``, of Mamba-2.
+    ``chunks`` are the results of :func:`.chunk_functions.delta_inner`.
+    """
     DELTA: tl.constexpr = beta is not None
     SPLIT: tl.constexpr = key.dtype.element_ty == tl.bfloat16 and not EMULATE
     row = tl.program_id(1)

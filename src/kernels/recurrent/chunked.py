@@ -30,7 +30,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from . import chunk_layout
