@@ -10,7 +10,7 @@ The graph around the regions is run as it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,89 +18,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..fx.fake_tensors import memory_of
-from ..fx.nodes import calls, example, is_in_place, is_ours
+from ..fx.nodes import example, is_in_place, only_user, written_nodes
 from .compile_region import Compiler, inductor, is_on_cpu
-
-_MATMULS = frozenset(
-    {
-        torch.nn.functional.linear,
-        torch._C._nn.linear,
-        torch.matmul,
-        torch.mm,
-        torch.bmm,
-        torch.addmm,
-        torch.baddbmm,
-        operator.matmul,
-        "matmul",
-        "mm",
-        "bmm",
-    }
-)
-_MATMUL_NAMES = ("grouped_mm", "scaled_mm", "_grouped_linear")
-# They make no new tensor: not worth a compiled region of their own.
-_VIEWS = frozenset(
-    {
-        "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "split", "chunk",
-        "expand", "t", "size", "flatten", "unflatten", "unbind", "contiguous",
-    }
-)  # fmt: skip
-_MAYBE_COPIES = ("reshape", "flatten", "contiguous")
-# They move numbers: one kernel each, compiled or not.
-_COPIES = frozenset({torch.nn.functional.embedding, operator.getitem, *_MAYBE_COPIES})
-
-
-def is_opaque(node: Node) -> bool:
-    """Is ``node`` a call that Inductor would only pass on: a matmul, a kernel of ours, or one that
-    reads or makes complex numbers, of which torch's own kernels run either way?"""
-    values = map(example, (node, *node.all_input_nodes))
-    if any(isinstance(value, Tensor) and value.is_complex() for value in values):
-        return True
-    if node.op == "call_method":
-        return node.target in _MATMULS
-    if node.op != "call_function":
-        return node.op in ("call_module", "get_attr")
-    if node.target in _MATMULS:
-        return True
-    name = getattr(node.target, "__name__", "")
-    if any(part in name for part in _MATMUL_NAMES):
-        return True
-    return is_ours(node)
-
-
-def _is_view(node: Node) -> bool:
-    if calls(node, *_VIEWS):
-        return not _is_copy(node)
-    if node.target is operator.getitem:
-        index = node.args[1]
-        # Indexing by a tensor makes a new one.
-        return not any(isinstance(part, Node) and _is_tensor(part) for part in _flat(index))
-    # Arithmetic on sizes.
-    return not _is_tensor(node) and isinstance(example(node), (int, torch.SymInt))
-
-
-def _is_copy(node: Node) -> bool:
-    """Has ``node``, by name a view, to move numbers, as no strides describe what it makes?"""
-    if not calls(node, *_MAYBE_COPIES):
-        return False
-    source, result = example(node.args[0]), example(node)  # type: ignore[arg-type]
-    if not isinstance(source, Tensor) or not isinstance(result, Tensor):
-        return False
-    return memory_of(source) != memory_of(result)
-
-
-def _flat(value: object) -> Iterator[object]:
-    if isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _flat(part)
-    elif isinstance(value, slice):
-        yield from _flat((value.start, value.stop, value.step))
-    else:
-        yield value
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(example(node), Tensor)
+from .node_kinds import COPIES, is_copy, is_opaque, is_tensor, is_view
 
 
 @dataclass(slots=True)
@@ -164,7 +84,7 @@ def find_regions(graph: Graph) -> list[Region]:
     found = []
     for region in regions:
         _drop_views_at_ends(region)
-        if _is_worth_it(region) and all(_is_tensor(node) for node in region.outputs):
+        if _is_worth_it(region) and all(is_tensor(node) for node in region.outputs):
             found.append(region)
     return found
 
@@ -175,29 +95,29 @@ def _writes_outside(node: Node, run: list[Node]) -> bool:
     if node.op not in ("call_method", "call_function") or not is_in_place(node):
         return False
     written: Any = node.args[0] if node.args and "out" not in node.kwargs else None
-    while written in run and _is_view(written):
+    while written in run and is_view(written):
         written = written.args[0]
     return written not in run
 
 
 def _is_worth_it(region: Region) -> bool:
-    operations = [node for node in region.nodes if not _is_view(node)]
+    operations = [node for node in region.nodes if not is_view(node)]
     if len(operations) != 1:
         return bool(operations)
     # On a CPU a region's call costs about what one small operation costs by itself.
-    return not is_on_cpu([example(n) for n in region.nodes]) and operations[0].target not in _COPIES
+    return not is_on_cpu([example(n) for n in region.nodes]) and operations[0].target not in COPIES
 
 
 def _drop_views_at_ends(region: Region) -> None:
     """Views whose results only the outside reads, or that read only the outside, stay outside."""
     inside = set(region.nodes)
     for node in reversed(region.nodes):
-        if _is_view(node) and not any(user in inside for user in node.users):
+        if is_view(node) and not any(user in inside for user in node.users):
             inside.discard(node)
             region.behind.insert(0, node)
     for node in region.nodes:
         # A size, or a part of a split: what reads it in the region takes it as an input.
-        if node in inside and _is_view(node) and not any(n in inside for n in node.all_input_nodes):
+        if node in inside and is_view(node) and not any(n in inside for n in node.all_input_nodes):
             inside.discard(node)
     region.nodes = [node for node in region.nodes if node in inside]
 
@@ -273,6 +193,7 @@ def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int
         (regions replaced, distinct ones compiled).
     """
     compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
+    _move_copies_to_their_readers(gm.graph)
     regions = find_regions(gm.graph)
     for region in regions:
         signature = _signature(region)
@@ -284,6 +205,18 @@ def compile_regions(gm: GraphModule, compiler: Compiler = inductor) -> tuple[int
     gm.graph.lint()
     gm.recompile()
     return len(regions), len(compiled)
+
+
+def _move_copies_to_their_readers(graph: Graph) -> None:
+    """So that a region makes the copy while it reads it, where matmuls or kernels of ours lay in
+    between: the gate of an attention's result, for one."""
+    written = written_nodes(graph)
+    for node in reversed(list(graph.nodes)):
+        reader = only_user(node)
+        if reader is None or reader.op == "output" or not is_copy(node) or is_opaque(reader):
+            continue
+        if written.isdisjoint({node, *node.all_input_nodes}):
+            reader.prepend(node)
 
 
 def _replace(graph: Graph, region: Region, function: Callable[..., Any], number: int) -> None:

@@ -101,7 +101,7 @@ def _short_conv_kernel(  # type: ignore[no-untyped-def]
             total += shift[None, :]
         total = rounded(total, DTYPE)
         if SILU:
-            if DTYPE == tl.bfloat16:
+            if tl.bfloat16 == DTYPE:
                 total = silu_of_bfloat16(total)
             else:
                 total = rounded(silu(total), DTYPE)

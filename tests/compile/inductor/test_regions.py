@@ -161,6 +161,31 @@ def test_a_view_that_has_to_copy_is_an_operation() -> None:
     assert region.nodes == [negated]
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_copy_is_made_where_it_is_read(is_written: bool) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    value = torch.ones(4, 6)[:, :4]
+    flat = graph.call_method("reshape", (x, (16,)))
+    weighed = graph.call_function(weigh, (x,))
+    if is_written:
+        graph.call_method("mul_", (x, 2.0)).meta["example_value"] = value
+    negated = graph.call_function(torch.neg, (flat,))
+    summed = graph.call_function(torch.exp, (negated,))
+    graph.output((summed, weighed))
+    x.meta["example_value"] = weighed.meta["example_value"] = value
+    for node in (flat, negated, summed):
+        node.meta["example_value"] = value.reshape(16)
+    expected = GraphModule({}, graph)(value.clone())
+    gm = GraphModule({}, graph)
+    compiler = AsItIs()
+    compile_regions(gm, compiler)
+    called = [node.target for piece in compiler.pieces for node in piece.graph.nodes]
+    assert ("reshape" in called) != is_written
+    for found, right in zip(gm(value.clone()), expected, strict=True):
+        assert torch.equal(found, right)
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 1), ("meta", 2)])
 def test_on_a_cpu_one_operation_stays_as_it_is(device: str, expected: int) -> None:
     graph = chain(torch.exp, torch.neg, weigh, "t", torch.sin, "t", weigh, device=device)
