@@ -1,4 +1,5 @@
-"""Rows of tokens brought into the order of their experts, and the sum over a token's experts.
+"""Rows of tokens brought into the order of their experts, and the sum over a token's experts, a
+shared one among them.
 
 Both kernels have one program per token and part of its width. It walks over the token's experts,
 each of whose rows lies where the inverse of :func:`.sort_by_expert.sort_by_expert` says, so a
@@ -136,7 +137,7 @@ def combine_experts(
     shared: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum over each token's experts, and the result of a shared expert added to it.
+    """The weighted sum over each token's experts, plus a shared expert's result if there is one.
 
     Rounded as torch's operations: products to the dtype that ``rows * weights`` has, their float32
     sum once to the same, then to ``dtype``, as the gate, its product and the addition of the shared
@@ -146,8 +147,9 @@ def combine_experts(
         rows: ``[T * top_k, H]``, in the order of the experts.
         weights: ``[T * top_k]``, in the order of the tokens.
         inverse: int64 ``[T * top_k]``, as of :func:`spread_rows`.
-        shared: ``[..., H]`` of T rows and of ``dtype``: what is added.
-        gate: ``[..., 1]`` of T rows and of ``dtype``: logits of the factors of ``shared``.
+        shared: ``[..., H]`` of T rows and of ``dtype``: what a shared expert gives.
+        gate: ``[..., 1]`` of T rows and of ``dtype``: logits whose sigmoids ``shared`` is
+            multiplied by.
 
     Returns:
         ``[T, H]`` of ``dtype``.
