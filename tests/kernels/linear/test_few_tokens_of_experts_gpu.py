@@ -146,12 +146,12 @@ def test_a_shared_expert_in_one_launch_has_the_bits_of_many_tokens(
     if not has_gate:
         assert same_bits((found,), (summed + shared,))
         return
-    tolerance = torch.finfo(dtype).eps
     added = torch.sigmoid(gate) * shared
-    bound = tolerance * (added.abs() + (summed + added).abs()).float()
-    assert ((found.float() - (summed + added).float()).abs() <= bound).all()
-    if dtype != torch.float32:
-        assert (found != summed + added).float().mean() < 0.01
+    expected = summed + added
+    bound = torch.finfo(dtype).eps * (3 * added.abs().float() + expected.abs().float())
+    assert ((found.float() - expected.float()).abs() <= bound).all()
+    if dtype != torch.float32:  # which rounding hides, but for a gate now and then
+        assert (found != expected).float().mean() < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
