@@ -24,6 +24,16 @@ def silu(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def sigmoid(x):  # type: ignore[no-untyped-def]
+    """sigmoid of float32, not rounded yet, as torch's CUDA kernel: ``1 / (1 + exp(-x))``."""
+    if EMULATE:
+        e = tl.exp(-x)
+    else:
+        e = libdevice.exp(-x)
+    return tl.div_rn(1.0, e + 1.0)
+
+
+@triton.jit
 def silu_of_bfloat16(x):  # type: ignore[no-untyped-def]
     """:func:`silu` of float32 that holds a bfloat16, rounded to bfloat16, as float32.
 

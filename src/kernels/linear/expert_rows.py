@@ -1,4 +1,5 @@
-"""Rows of tokens brought into the order of their experts, and the sum over a token's experts.
+"""Rows of tokens brought into the order of their experts, and the sum over a token's experts, a
+shared one among them.
 
 Both kernels have one program per token and part of its width. It walks over the token's experts,
 each of whose rows lies where the inverse of :func:`.sort_by_expert.sort_by_expert` says, so a
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import as_rows, has_dependent_launch
-from ..fused.rounding import rounded
+from ..fused.rounding import rounded, sigmoid
 
 MAX_TOP_K = 16
 """Experts per token of these kernels, whose loops over them are unrolled."""
@@ -43,14 +44,27 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + places[j] * H + i, x, mask=i < H)
 
 
-@triton.jit(do_not_specialize_on_alignment=["weights"])
+@triton.jit
+def with_shared(  # type: ignore[no-untyped-def]
+    total, shared, gate, HAS_GATE: tl.constexpr, DTYPE: tl.constexpr
+):
+    """``total + sigmoid(gate) * shared``, or without the factor, as float32; each operation is
+    rounded to DTYPE, as ``total`` is. The same for few tokens (:mod:`.combine_norm`) and many."""
+    shared = shared.to(tl.float32)
+    if HAS_GATE:
+        shared = rounded(rounded(sigmoid(gate.to(tl.float32)), DTYPE) * shared, DTYPE)
+    return rounded(total + shared, DTYPE)
+
+
+@triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=["weights", "gate"])
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    rows, weights, inverse, out,
+    rows, weights, inverse, shared, gate, out, gate_stride,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out[t] = sum over j of rows[inverse[t * K + j]] * weights[t * K + j]``; products are
-    rounded to PRODUCT. Grid: ``(tokens * ceil(H / BLOCK),)``."""
+    """``out[t] = sum over j of rows[inverse[t * K + j]] * weights[t * K + j]``, plus
+    ``sigmoid(gate[t]) * shared[t]`` if there is a shared expert; products are rounded to PRODUCT.
+    Grid: ``(tokens * ceil(H / BLOCK),)``."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -64,6 +78,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     for j in tl.static_range(K):
         places += (tl.load(inverse + token * K + j),)  # type: ignore[assignment]
         factors += (tl.load(weights + token * K + j),)  # type: ignore[assignment]
+    if HAS_SHARED:
+        added = tl.load(shared + token * H + i, mask=i < H, other=0.0)
+        logit = tl.load(gate + token * gate_stride) if HAS_GATE else 0.0
     tl.debug_barrier()
     parts = ()
     for j in tl.static_range(K):
@@ -72,8 +89,11 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     for j in tl.static_range(K):
         total += rounded(parts[j].to(tl.float32) * factors[j].to(tl.float32), PRODUCT)
     # The sum has the dtype of the products, then that of the result.
-    total = rounded(rounded(total, PRODUCT), out.dtype.element_ty)
-    tl.store(out + token * H + i, total.to(out.dtype.element_ty), mask=i < H)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    total = rounded(rounded(total, PRODUCT), DTYPE)
+    if HAS_SHARED:
+        total = with_shared(total, added, logit, HAS_GATE, DTYPE)
+    tl.store(out + token * H + i, total.to(DTYPE), mask=i < H)
 
 
 def spread_rows(tokens: Tensor, inverse: Tensor, top_k: int) -> Tensor:
@@ -109,18 +129,27 @@ def spread_rows(tokens: Tensor, inverse: Tensor, top_k: int) -> Tensor:
 
 
 def combine_experts(
-    rows: Tensor, weights: Tensor, inverse: Tensor, top_k: int, dtype: torch.dtype
+    rows: Tensor,
+    weights: Tensor,
+    inverse: Tensor,
+    top_k: int,
+    dtype: torch.dtype,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum over each token's experts.
+    """The weighted sum over each token's experts, plus a shared expert's result if there is one.
 
     Rounded as torch's operations: products to the dtype that ``rows * weights`` has, their float32
-    sum once to the same, then to ``dtype``. The sum is taken in the order of j, so a token's bits
-    depend on no other token.
+    sum once to the same, then to ``dtype``, as the gate, its product and the addition of the shared
+    expert are. The sum is taken in the order of j, so a token's bits depend on no other token.
 
     Args:
         rows: ``[T * top_k, H]``, in the order of the experts.
         weights: ``[T * top_k]``, in the order of the tokens.
         inverse: int64 ``[T * top_k]``, as of :func:`spread_rows`.
+        shared: ``[..., H]`` of T rows and of ``dtype``: what a shared expert gives.
+        gate: ``[..., 1]`` of T rows and of ``dtype``: logits whose sigmoids ``shared`` is
+            multiplied by.
 
     Returns:
         ``[T, H]`` of ``dtype``.
@@ -133,18 +162,31 @@ def combine_experts(
         return out
     block, num_warps = _tile(num_tokens)
     pdl = has_dependent_launch(rows.device)
+    logits, gate_stride = gate_column(gate, rows)
     _combine_kernel[(num_tokens * triton.cdiv(hidden_size, block),)](
-        rows, weights, inverse, out,
+        rows, weights, inverse, rows if shared is None else shared.contiguous(), logits, out,
+        gate_stride,
         H=hidden_size,
         K=top_k,
         BLOCK=block,
         PRODUCT=TRITON_DTYPES[torch.promote_types(rows.dtype, weights.dtype)],
+        HAS_SHARED=shared is not None,
+        HAS_GATE=gate is not None,
         PDL=pdl,
         num_warps=num_warps,
         enable_fp_fusion=False,  # a product is rounded before it is added
         launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def gate_column(gate: Tensor | None, unread: Tensor) -> tuple[Tensor, int]:
+    """The logits of a gate as a kernel takes them, and the stride between two tokens: they may be a
+    column of a merged matmul's result. ``unread`` stands for them where there are none."""
+    if gate is None:
+        return unread, 0
+    column = gate.reshape(-1)
+    return column, column.stride(0)
 
 
 TRITON_DTYPES = {

@@ -19,6 +19,7 @@ from pagespec.compile.passes.combine_experts import combine_experts
 from pagespec.compile.passes.fuse_expert_sort import fuse_expert_sort
 from pagespec.compile.passes.fuse_router import fuse_router
 from pagespec.kernels.linear import expert_rows
+from pagespec.kernels.linear.combine_norm import combine_add_rms_norm
 from pagespec.kernels.linear.plan_cache import LinearPlans
 from pagespec.kernels.linear.route import route
 from pagespec.kernels.linear.route_rows import route_rows
@@ -127,7 +128,7 @@ def test_tokens_of_a_model_with_states_are_those_of_hugging_face(
     llm = LLM(model, device="cpu", max_model_len=512, max_num_seqs=4, state_interval=16)
     graph = llm._runner.captured.graph
     called = targets(graph)
-    assert called.count(route_rows) == called.count(expert_rows.combine_experts) == 2
+    assert called.count(route_rows) == called.count(combine_add_rms_norm) == 2
     prompt = [5, 6, 7, 8, 9, 10, 11, 12]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate([prompt], params, use_tqdm=False)

@@ -94,20 +94,21 @@ def routed(num_tokens: int) -> str:
 
 
 def summed(hidden: int, dtype: torch.dtype) -> list[str]:
-    """Of the joined kernel, then of the norm alone."""
+    """Of the joined kernel, also with a shared expert and with its gate, then of the norm alone."""
     residual, weight = empty(1, 2, hidden, dtype=dtype), empty(hidden, dtype=dtype)
     rows, weights = empty(2 * TOP_K, hidden, dtype=dtype), empty(2 * TOP_K, dtype=dtype)
     inverse = empty(2 * TOP_K, dtype=torch.int64)
-    calls = (
-        lambda: combine_norm.combine_add_rms_norm(
-            rows, weights, inverse, TOP_K, residual, weight, 1e-6, "rounded"
-        ),
-        lambda: rms_norm.add_rms_norm(residual, residual, weight, 1e-6, "rounded"),
-    )
-    kernels = ((combine_norm, "_combine_norm_kernel"), (rms_norm, "_norm_kernel"))
-    return [
-        sum_layout(compiled(*kernel, call)) for kernel, call in zip(kernels, calls, strict=True)
-    ]
+    gate = empty(2, 7, dtype=dtype)[:, 3:4]
+
+    def joined(*shared: Tensor) -> str:
+        call = lambda: combine_norm.combine_add_rms_norm(  # noqa: E731
+            rows, weights, inverse, TOP_K, residual, weight, 1e-6, "rounded", *shared
+        )
+        return sum_layout(compiled(combine_norm, "_combine_norm_kernel", call))
+
+    call = lambda: rms_norm.add_rms_norm(residual, residual, weight, 1e-6, "rounded")  # noqa: E731
+    alone = sum_layout(compiled(rms_norm, "_norm_kernel", call))
+    return [joined(), joined(residual), joined(residual, gate), alone]
 
 
 if __name__ == "__main__":

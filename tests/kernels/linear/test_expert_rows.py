@@ -60,6 +60,38 @@ def test_sums_are_rounded_where_torch_rounds(
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k", "hidden_size"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_shared_expert_is_added_where_torch_adds_it(
+    num_tokens: int, top_k: int, hidden_size: int, dtype: torch.dtype
+) -> None:
+    num_rows = num_tokens * top_k
+    rows, weights = normal(num_rows, hidden_size, dtype=dtype), normal(num_rows, dtype=dtype)
+    given = (rows, weights, permutation(num_rows)[1], top_k, dtype)
+    alone = expert_rows.combine_experts(*given)
+    # Rows in a wider tensor, and logits that are a column of one.
+    shared = normal(num_tokens, hidden_size + 2, dtype=dtype, seed=2)[:, 1:-1]
+    gate = (3 * normal(num_tokens, 5, dtype=dtype, seed=3))[:, 2:3]
+    found = expert_rows.combine_experts(*given, shared)
+    assert torch.equal(found, alone + shared)
+    found = expert_rows.combine_experts(*given, shared, gate)
+    assert torch.equal(found, alone + torch.sigmoid(gate) * shared)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_of_any_size(dtype: torch.dtype) -> None:
+    """A shared expert's row of ones, added to zeros, is the gate."""
+    gate = torch.arange(-1 << 15, 1 << 15, 97).to(torch.int16).view(dtype).unsqueeze(1)
+    gate[:3, 0] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    num_tokens = len(gate)
+    shared, none = torch.ones(num_tokens, 16, dtype=dtype), torch.zeros(num_tokens, 16, dtype=dtype)
+    found = expert_rows.combine_experts(
+        none, none[:, 0], torch.arange(num_tokens), 1, dtype, shared, gate
+    )
+    expected = torch.sigmoid(gate).expand(-1, 16)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "hidden_size"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_each_expert_gets_its_tokens(
     num_tokens: int, top_k: int, hidden_size: int, dtype: torch.dtype

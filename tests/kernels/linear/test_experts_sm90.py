@@ -29,5 +29,5 @@ def test_what_waits_for_what_and_how_rows_lie() -> None:
         assert not set(before) & set("tms")
         assert {"t", "m", "s"} <= set(behind)
     # A mean's order of additions is that of the norm alone.
-    for joined, alone in built["layouts"]:
-        assert joined == alone
+    for *joined, alone in built["layouts"]:
+        assert joined == [alone] * 3

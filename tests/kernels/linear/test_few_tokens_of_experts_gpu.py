@@ -106,6 +106,71 @@ def test_sum_and_norm_in_one_launch_have_the_bits_of_two(
         assert same_bits(found, expected)
 
 
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden_size", [64, 2048, 2880, 7168])
+def test_a_shared_expert_in_one_launch_has_the_bits_of_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, hidden_size: int, dtype: torch.dtype, has_gate: bool
+) -> None:
+    from pagespec.kernels.linear import combine_norm as kernel
+    from pagespec.kernels.linear.expert_rows import combine_experts
+
+    top_k, form = 8, "rounded"
+    total = kernel.MAX_FEW_TOKENS + 7
+    rows = normal(total * top_k, hidden_size, dtype=dtype)
+    weights = normal(total * top_k, dtype=dtype, seed=1).abs()
+    places = torch.arange(total * top_k, device="cuda")
+    residual = normal(total, hidden_size, dtype=dtype, seed=2)
+    norm_weight = normal(hidden_size, dtype=dtype, seed=3)
+    shared = normal(total, hidden_size, dtype=dtype, seed=4)
+    # A column of a merged matmul's result.
+    gate = (3 * normal(total, 515, dtype=dtype, seed=5))[:, 513:514]
+
+    def of(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        of_experts, tokens = slice(begin * top_k, end * top_k), slice(begin, end)
+        return kernel.combine_add_rms_norm(
+            rows[of_experts], weights[of_experts], places[: (end - begin) * top_k], top_k,
+            residual[tokens], norm_weight, 1e-6, form, shared[tokens],
+            gate[tokens] if has_gate else None,
+        )  # fmt: skip
+
+    whole = of(0, total)
+    for begin, end in [(0, 1), (5, 7), (total - 1, total), (3, 3 + kernel.MAX_FEW_TOKENS)]:
+        with monkeypatch.context() as patch:
+            patch.delattr(kernel, "combine_experts")  # it is one launch
+            found = of(begin, end)
+        assert same_bits(found, tuple(x[begin:end] for x in whole))
+    # Torch's operations, of which only the sigmoid may have another last bit.
+    summed = combine_experts(rows, weights, places, top_k, dtype)
+    found = combine_experts(rows, weights, places, top_k, dtype, shared, gate if has_gate else None)
+    if not has_gate:
+        assert same_bits((found,), (summed + shared,))
+        return
+    added = torch.sigmoid(gate) * shared
+    expected = summed + added
+    bound = torch.finfo(dtype).eps * (3 * added.abs().float() + expected.abs().float())
+    assert ((found.float() - expected.float()).abs() <= bound).all()
+    if dtype != torch.float32:  # which rounding hides, but for a gate now and then
+        assert (found != expected).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_are_within_a_last_place_of_torch(dtype: torch.dtype) -> None:
+    """All there are: a shared row of ones, added to zeros, is the gate."""
+    from pagespec.kernels.linear.expert_rows import combine_experts
+
+    bits = torch.arange(-1 << 15, 1 << 15, device="cuda").to(torch.int16)
+    gate = bits.view(dtype).unsqueeze(1)
+    none = torch.zeros(len(gate), 16, dtype=dtype, device="cuda")
+    places = torch.arange(len(gate), device="cuda")
+    found = combine_experts(none, none[:, 0], places, 1, dtype, torch.ones_like(none), gate)
+    expected = torch.sigmoid(gate).expand(-1, 16)
+    assert torch.equal(found.isnan(), expected.isnan())
+    apart = found.view(torch.int16).int() - expected.contiguous().view(torch.int16).int()
+    assert (apart[~found.isnan()].abs() <= 1).all()
+    assert (apart[~found.isnan()] != 0).float().mean() < 1e-3
+
+
 @pytest.mark.parametrize("num_experts", [64, 128])
 def test_a_routers_matmul_has_one_order_of_additions(num_experts: int) -> None:
     from pagespec.kernels.device import Gpu
@@ -123,7 +188,8 @@ def test_a_routers_matmul_has_one_order_of_additions(num_experts: int) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "num_real"), [(2, 1), (2, 2), (4, 4), (16, 11), (40, 40)])
 def test_a_captured_chain_has_the_bits_of_one_that_waits(num_tokens: int, num_real: int) -> None:
-    """The shape of a layer: norm, router, experts, sum, residual and norm, four times over."""
+    """The shape of a layer: norm, router, experts, a shared one with its gate, sum, residual and
+    norm, four times over."""
     from pagespec.kernels.fused.rms_norm import add_rms_norm, rms_norm
     from pagespec.kernels.linear.combine_norm import combine_add_rms_norm
     from pagespec.kernels.linear.dispatch import linear
@@ -136,6 +202,8 @@ def test_a_captured_chain_has_the_bits_of_one_that_waits(num_tokens: int, num_re
     norm_weight = normal(hidden_size, seed=2)
     gate_up = (normal(num_experts, 2 * inner, hidden_size, seed=3) / 32).transpose(1, 2)
     down = (normal(num_experts, hidden_size, inner, seed=4) / 16).transpose(1, 2)
+    shared = normal(hidden_size, hidden_size, seed=5) / 32
+    merged = normal(64, hidden_size, seed=6) / 32  # a column of what it makes is the gate
     starts = starts_of(num_real)
     real = slice(0, num_real)
 
@@ -146,9 +214,12 @@ def test_a_captured_chain_has_the_bits_of_one_that_waits(num_tokens: int, num_re
             rows, weights, inverse, offs = route_rows(logits, x, top_k, True, x.dtype, starts)
             rows = grouped_mm(rows, gate_up, offs, has_gate=True)
             rows = grouped_mm(rows, down, offs, has_old_offs=True)
+            gate = linear(x, merged, None, 64)[:, 3:4]
+            added = linear(x, shared, None, 64)
             x, hidden = combine_add_rms_norm(
-                rows, weights.view(-1), inverse, top_k, hidden, norm_weight, 1e-6, "rounded"
-            )
+                rows, weights.view(-1), inverse, top_k, hidden, norm_weight, 1e-6, "rounded",
+                added, gate,
+            )  # fmt: skip
         return x
 
     def waiting(hidden: Tensor) -> Tensor:
@@ -164,7 +235,11 @@ def test_a_captured_chain_has_the_bits_of_one_that_waits(num_tokens: int, num_re
             wait()
             rows = grouped_mm(rows, down, offs)
             wait()
-            summed = combine_experts(rows, weights.view(-1), inverse, top_k, x.dtype)
+            gate = linear(x, merged, None, 64)[:, 3:4]
+            wait()
+            added = linear(x, shared, None, 64)
+            wait()
+            summed = combine_experts(rows, weights.view(-1), inverse, top_k, x.dtype, added, gate)
             wait()
             x, hidden = add_rms_norm(summed, hidden, norm_weight, 1e-6, "rounded")
         wait()
