@@ -112,6 +112,13 @@ def test_every_id_is_an_experts(value: float, normalisation: str) -> None:
         torch.testing.assert_close(weights, expected, equal_nan=True)
 
 
+def test_nan_of_either_sign_is_chosen_first() -> None:
+    logits = normal(1, 9)
+    logits[0, 4:6] = torch.tensor([-0x400000, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    _, ids = kernel.route(logits, 2, "chosen", torch.float32)
+    assert ids.tolist() == [[4, 5]]
+
+
 def test_no_tokens() -> None:
     weights, ids = kernel.route(normal(0, 8), 2, "renormalised", torch.bfloat16)
     assert weights.shape == ids.shape == (0, 2)
