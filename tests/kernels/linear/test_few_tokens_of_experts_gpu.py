@@ -64,7 +64,10 @@ def test_routing_in_one_launch_has_the_bits_of_three(
     same = logits[:1].expand(num_tokens, -1)
     cases = [("renormalised", None), ("all", None), ("chosen", None)]
     cases += [(name, num_tokens - 1) for name in ("renormalised", "chosen")]
-    for each in (logits, strange, tied, same, torch.zeros_like(logits)):
+    # Between others' results, at an odd element: as a part of a merged matmul.
+    between = torch.full((num_tokens, num_experts + 8), float("nan"), device="cuda", dtype=dtype)
+    between[:, 3:-5] = logits
+    for each in (logits, strange, tied, same, torch.zeros_like(logits), between[:, 3:-5]):
         for normalisation, num_real in cases:
             starts = None if num_real is None else starts_of(num_real)
             expected = route_apart(each, tokens, top_k, normalisation, starts)
