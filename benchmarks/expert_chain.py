@@ -113,10 +113,10 @@ class Layer:
         query_starts = starts if variant.knows_padding else None
         if variant.joins_route:
             rows, weights, inverse, offs = route_rows.route_rows(
-                logits, x, top_k, True, x.dtype, query_starts
+                logits, x, top_k, "renormalised", x.dtype, query_starts
             )
         else:
-            weights, ids = route(logits, top_k, True, x.dtype)
+            weights, ids = route(logits, top_k, "renormalised", x.dtype)
             _, _, inverse, offs = sort_by_expert(
                 ids.view(-1), self.shape.num_experts, top_k, query_starts
             )

@@ -51,7 +51,7 @@ def cases(
 
     logits = normal(num_tokens, shape.num_experts)
     num_bytes = size * num_tokens * shape.num_experts + (size + 8) * num_rows
-    ours: Calls = [partial(route, x, top_k, True, dtype) for x in logits]
+    ours: Calls = [partial(route, x, top_k, "renormalised", dtype) for x in logits]
     yield "route", num_bytes, ours, [partial(torch_route, x, top_k) for x in logits]
 
     drawn = draw_calls(shape, num_tokens, device)

@@ -117,11 +117,11 @@ def _parts(node: Node) -> dict[Any, Node] | None:
 
 
 def _replace(graph: Graph, found: _Chain) -> None:
-    logits, top_k, is_normalised, dtype = found.router.args
+    logits, top_k, normalisation, dtype = found.router.args
     tokens, query_starts = found.copy.args[0], found.sort.args[3:4]
     with graph.inserting_before(found.router):
         call = graph.call_function(
-            route_rows, (logits, tokens, top_k, is_normalised, dtype, *query_starts)
+            route_rows, (logits, tokens, top_k, normalisation, dtype, *query_starts)
         )
         olds = (found.copy, found.weights, found.inverse, found.offs)
         for number, old in enumerate(olds):

@@ -1,7 +1,10 @@
-"""Fuses the router of a mixture of experts into one call: softmax, top-k, and what follows of the
-division by the sum, a factor of 1 and the conversion.
+"""Fuses the router of a mixture of experts into one call. Of two kinds::
 
-Other routers (sigmoid, groups of experts, a bias for the choice) stay as they are.
+    softmax(logits) -> topk -> a division by the sum, if any     (Qwen3-MoE, Mixtral, DeepSeek-V2)
+    topk(logits) -> softmax                                      (Granite, GPT-OSS)
+
+with what follows of a factor of 1 and a conversion. Other routers (sigmoid, groups of experts, a
+bias for the choice) stay as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def fuse_router(gm: GraphModule, _context: PassContext) -> int:
     """Rewrites, and returns the number of routers replaced. Weights are those of torch up to the
-    order of additions; of equal probabilities the lowest id comes first, which torch leaves open.
+    order of additions; of equal ones the lowest id comes first, which torch leaves open.
     """
     graph, count = gm.graph, 0
     written = written_nodes(graph)
@@ -41,13 +44,15 @@ def fuse_router(gm: GraphModule, _context: PassContext) -> int:
         top_k = _top_k(node)
         if top_k is None:
             continue
-        logits = _softmax_source(node.args[0], written)
-        if logits is None:
-            continue
+        source = node.args[0]
+        softmax = _softmax_of_chosen(node, written)
+        logits = _softmax_source(source, written) if softmax is None else _wide_source(source)
         experts = last_size(logits)
-        if experts is None or not top_k <= experts <= kernel.MAX_EXPERTS:
+        if logits is None or experts is None or not top_k <= experts <= kernel.MAX_EXPERTS:
             continue
-        _replace(graph, node, logits, top_k)
+        if not written.isdisjoint({logits, source}):
+            continue  # the call may read the logits at another time
+        _replace(graph, node, logits, top_k, softmax)
         count += 1
     return count
 
@@ -80,20 +85,41 @@ def _softmax_source(node: object, written: set[Node]) -> Node | None:
     that: what did would see probabilities other than the weights by a rounding."""
     if not calls(node, "softmax") or len(node.users) != 1 or dtype_of(node) != torch.float32:
         return None
+    source = _softmax_operand(node)
+    return None if source in written else _wide_source(source)
+
+
+def _softmax_of_chosen(node: Node, written: set[Node]) -> Node | None:
+    """The softmax over the values that top-k ``node`` has chosen, if it alone reads them."""
+    values = [user for user in node.users if user.args[1] == 0]
+    softmax = only_user(values[0]) if len(values) == 1 else None
+    if not calls(softmax, "softmax") or _softmax_operand(softmax) is not values[0]:
+        return None
+    # In another dtype than float32, torch rounds the logits to it before and the result after.
+    dtypes = (dtype_of(values[0]), torch.float32)
+    return softmax if dtype_of(softmax) in dtypes and values[0] not in written else None
+
+
+def _softmax_operand(node: Node) -> Node | None:
+    """What ``node``, a softmax, is over the last dimension of."""
     given: dict[str, Any] = {"dim": None, "dtype": None}
     given |= dict(zip(_positional(node), node.args, strict=False)) | node.kwargs
     source, dim, dtype = given.pop("input", None), given.pop("dim"), given.pop("dtype")
     given.pop("_stacklevel", None)
-    if given or not _is_last(dim, source) or dtype not in (None, torch.float32):
+    if given or not _is_last(dim, source) or dtype not in (None, dtype_of(node)):
         return None
+    return source if isinstance(source, Node) else None
+
+
+def _wide_source(source: object) -> Node | None:
+    """The logits of which ``source`` is all there is to see: it, or what it is the float32 of."""
     logits = cast_source(source) or source
     wide = dtype_of(source)
     if not isinstance(logits, Node) or dtype_of(logits) not in _DTYPES or wide not in _DTYPES:
         return None
     if logits is not source and wide != torch.float32:
-        return None  # rounded before the softmax
-    # The call reads the logits later than the softmax did.
-    return logits if written.isdisjoint({logits, source, node}) else None
+        return None  # rounded before
+    return logits
 
 
 def _positional(node: Node) -> tuple[str, ...]:
@@ -102,37 +128,42 @@ def _positional(node: Node) -> tuple[str, ...]:
     return ("input", "dim", "dtype")
 
 
-def _replace(graph: Graph, node: Node, logits: Node, top_k: int) -> None:
-    probabilities = node.args[0]
+def _replace(graph: Graph, node: Node, logits: Node, top_k: int, softmax: Node | None) -> None:
+    """The call for top-k ``node``, and for the ``softmax`` over what that has chosen, if any."""
+    source = node.args[0]
     parts: dict[Any, list[Node]] = {0: [], 1: []}
     for user in node.users:
         parts[user.args[1]].append(user)
-    results = parts[0]
-    chain: tuple[Node, ...] = ()
-    divided = None
+    results = parts[0] if softmax is None else [softmax]
+    chain: tuple[Node, ...] = () if softmax is None else (softmax,)
+    normalisation: kernel.Normalisation = "all" if softmax is None else "chosen"
     if len(results) == 1:
-        divided = _division(results[0])
-        chain = divided or ()
+        divided = None if softmax is not None else _division(results[0])
+        if divided is not None:
+            normalisation, chain = "renormalised", divided
         last = chain[-1] if chain else results[0]
         scaled = only_user(last)
         if calls(scaled, "mul") and scaled.args == (last, 1.0) and not scaled.kwargs:
             chain, last = (*chain, scaled), scaled
         converted = only_user(last)
-        is_cast = converted is not None and cast_source(converted) is last
+        # What is rounded already would be rounded twice.
+        is_cast = cast_source(converted) is last and dtype_of(last) == torch.float32
         if converted is not None and is_cast and dtype_of(converted) in _DTYPES:
             chain, last = (*chain, converted), converted
         results = [last]
     dtype = dtype_of(results[0]) if results else torch.float32
     with graph.inserting_before(node):
-        call = graph.call_function(kernel.route, (logits, top_k, divided is not None, dtype))
+        call = graph.call_function(kernel.route, (logits, top_k, normalisation, dtype))
         weights, ids = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
     for new, olds in ((weights, results), (ids, parts[1])):
         for old in olds:
             new.meta["example_value"] = example(old)
             old.replace_all_uses_with(new)
     erase_unused(graph, (*chain, *parts[0], *parts[1], node, weights, ids))
-    if isinstance(probabilities, Node):
-        erase_unused(graph, (probabilities, *probabilities.all_input_nodes))
+    if isinstance(source, Node) and softmax is None:
+        erase_unused(graph, (source, *source.all_input_nodes))
+    elif isinstance(source, Node) and source is not logits:
+        erase_unused(graph, (source,))
 
 
 def _division(values: Node) -> tuple[Node, Node] | None:

@@ -1,4 +1,5 @@
-"""Merges linear layers that read the same input (q, k, v; gate, up) into one matmul.
+"""Merges linear layers that read the same input (q, k, v; gate, up) into one matmul, through views
+that change nothing, too (a router, and the shared expert beside it).
 
 The weights are concatenated in storage once, and the original parameters become views of it::
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,17 @@ from torch.fx import GraphModule, Node
 
 from ...kernels.linear.quantized_weight import merged as merged_weights
 from ..fx.fake_tensors import fake_of, memory_of
-from ..fx.nodes import example, is_linear, linear_operands
+from ..fx.nodes import (
+    calls,
+    dtype_of,
+    example,
+    is_linear,
+    linear_operands,
+    only_user,
+    positions,
+    shape_of,
+    written_nodes,
+)
 from ..fx.recorder import Recorder, recording
 from ..fx.stand_in import is_stand_in, stand_in
 from .context import PassContext
@@ -92,8 +103,11 @@ def merge_linear(gm: GraphModule, context: PassContext) -> int:
         if (tensor := context.constant(node)) is not None:
             users[id(tensor)] += len(node.users)
     movable = _movable(context, users)
+    written = written_nodes(graph)
 
-    groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
+    groups: dict[tuple[object, ...], dict[Node, list[Node]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for node in graph.nodes:
         if not is_linear(node):
             continue
@@ -104,12 +118,53 @@ def merge_linear(gm: GraphModule, context: PassContext) -> int:
         if bias is not None and (context.constant(bias) is None or bias.name not in movable):
             continue
         kind = (tensor.dtype, context.weight_format(tensor), context.input_order(tensor))
-        key = (source, kind, tensor.shape[1], tensor.device, bias is None)
-        groups[key].append(node)
+        key = (_same_rows(source, written), kind, tensor.shape[1], tensor.device, bias is None)
+        groups[key][source].append(node)
 
-    large = [nodes for nodes in groups.values() if len(nodes) > 1]
+    order = positions(graph)
+    joined = [
+        sorted(nodes, key=order.__getitem__)
+        for group in groups.values()
+        for nodes in _joined(group)
+    ]
+    large = [nodes for nodes in joined if len(nodes) > 1]
     with recording(graph) as results:
         return sum(_merge_group(gm, context, nodes, results) for nodes in large)
+
+
+def _same_rows(source: Node, written: set[Node]) -> Node:
+    """What ``source`` is, before calls that change neither its shape nor its values. What is
+    written in place may be another then."""
+    while calls(source, "view", "reshape", "contiguous"):
+        before = source.args[0]
+        if shape_of(before) != shape_of(source) or dtype_of(before) != dtype_of(source):
+            break
+        if not written.isdisjoint({before, source}):
+            break
+        source = before
+    return source
+
+
+def _joined(by_source: dict[Node, list[Node]]) -> Iterator[list[Node]]:
+    """Of linear layers that read the same rows through one view or another, which to merge.
+
+    Those of one view that a gated activation may follow stay by themselves, as it joins its matmul
+    only where that has no other result. To merge more of them saves one launch, and costs one.
+    """
+    others: list[Node] = []
+    for nodes in by_source.values():
+        if len(by_source) > 1 and _may_have_gate(nodes):
+            yield nodes
+        else:
+            others += nodes
+    yield others
+
+
+def _may_have_gate(nodes: list[Node]) -> bool:
+    """Are they gate and up, or one layer that is both?"""
+    if len(nodes) == 1:
+        return calls(only_user(nodes[0]), "chunk", "split")
+    return len(nodes) == 2 and shape_of(nodes[0]) == shape_of(nodes[1])
 
 
 def _merge_group(

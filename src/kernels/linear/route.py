@@ -1,11 +1,14 @@
-"""The router of a mixture of experts: softmax over the experts, top-k and division, in one launch.
+"""The router of a mixture of experts in one launch: softmax over the experts, top-k and division,
+or top-k of the logits and softmax over the chosen.
 
-One warp per token, which holds all of its experts' probabilities in registers and finds the chosen
-ones by as many rounds of a maximum. In torch this is a conversion, a softmax, a selection, a sort,
-a sum, a division and a conversion back, each a launch of its own.
+One warp per token, which holds all of its experts' probabilities or logits in registers and finds
+the chosen ones by as many rounds of a maximum. In torch this is a conversion, a softmax, a
+selection, a sort, a sum, a division and a conversion back, each a launch of its own.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -21,6 +24,12 @@ MAX_EXPERTS = 1024
 """Experts whose probabilities a warp holds in registers, 32 per thread."""
 MAX_TOP_K = 16
 """Experts per token; the rounds that find them are unrolled."""
+
+Normalisation = Literal["all", "renormalised", "chosen"]
+"""What the weights are: the softmax over all experts (Qwen2-MoE, OLMoE), that divided by its sum
+over the chosen ones (Qwen3-MoE, Mixtral), or the softmax over the chosen ones' logits (Granite,
+GPT-OSS). The last two are one number and not one float: probabilities of unequal logits may be
+equal, or zero."""
 
 
 @triton.jit
@@ -38,36 +47,61 @@ def exact_sum(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def top_experts(  # type: ignore[no-untyped-def]
-    x, i, j, E: tl.constexpr, K: tl.constexpr, IS_NORMALISED: tl.constexpr
-):
-    """The K largest of the E probabilities of each token, and whose they are: of rows of float32
-    logits ``x [T, E_BLOCK]``, -inf beyond E, float32 and int32 ``[T, K_BLOCK]``, largest first; of
-    equal ones the lowest id comes first. i: 0, 1, ... ``[1, E_BLOCK]``. j: ``[1, K_BLOCK]``."""
+def softmax(x):  # type: ignore[no-untyped-def]
+    """Of each row ``[T, E]`` of float32, whose sum has no order (:func:`exact_sum`)."""
     x = x - tl.max(x, 1)[:, None]
     # tl.exp is the fast one of the hardware; torch calls the library's. The interpreter has none.
     if EMULATE:
         x = tl.exp(x)
     else:
         x = libdevice.exp(x)
-    probabilities = tl.div_rn(x, exact_sum(x)[:, None] + tl.zeros_like(x))
-    # Bits of numbers that are not negative are ordered as they are, and a warp finds the largest
-    # integer in one instruction. NaN is the largest, as in torch: every id is one of an expert.
-    left = probabilities.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    left = tl.where(i < E, left, -1)
+    return tl.div_rn(x, exact_sum(x)[:, None] + tl.zeros_like(x))
+
+
+@triton.jit
+def _flip_negative(bits):  # type: ignore[no-untyped-def]
+    """Bits of floats as integers in the same order, and back: of negative ones, whose magnitude
+    grows with their bits, all but the sign are inverted."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def top_experts(  # type: ignore[no-untyped-def]
+    x, i, j, E: tl.constexpr, K: tl.constexpr, NORMALISATION: tl.constexpr
+):
+    """Weights of the K experts that each token's router chooses, and whose they are: of rows of
+    float32 logits ``x [T, E_BLOCK]``, -inf beyond E, float32 and int32 ``[T, K_BLOCK]``, largest
+    first; of equal probabilities, or logits if those are compared, the lowest id comes first.
+    i: 0, 1, ... ``[1, E_BLOCK]``. j: ``[1, K_BLOCK]``. NORMALISATION: :data:`Normalisation`."""
+    # A warp finds the largest integer in one instruction. NaN is the largest, as in torch: every
+    # id is one of an expert.
+    if NORMALISATION == "chosen":
+        # Zeros are equal, whatever their sign.
+        left = _flip_negative(tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True))
+        left = tl.where(x == x, left, 0x7FFFFFFF)
+    else:
+        # Bits of numbers that are not negative are ordered as they are.
+        left = softmax(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    NONE: tl.constexpr = -0x80000000
+    left = tl.where(i < E, left, NONE)
     chosen = tl.zeros((x.shape[0], j.shape[1]), tl.int32)
     found = tl.zeros((x.shape[0], j.shape[1]), tl.int32)
     total = tl.zeros((x.shape[0],), tl.float32)
     for rank in tl.static_range(K):
         largest = tl.max(left, 1)
         expert = tl.min(tl.where(left == largest[:, None], i, E), 1)
-        left = tl.where(i == expert[:, None], -1, left)
-        total += largest.to(tl.float32, bitcast=True)
+        left = tl.where(i == expert[:, None], NONE, left)
+        if NORMALISATION == "renormalised":
+            total += largest.to(tl.float32, bitcast=True)
         chosen = tl.where(j == rank, largest[:, None], chosen)
         found = tl.where(j == rank, expert[:, None], found)
-    weight = chosen.to(tl.float32, bitcast=True)
-    if IS_NORMALISED:
-        weight = tl.div_rn(weight, total[:, None] + tl.zeros_like(weight))
+    if NORMALISATION == "chosen":
+        logits = _flip_negative(chosen).to(tl.float32, bitcast=True)
+        weight = softmax(tl.where(j < K, logits, float("-inf")))
+    else:
+        weight = chosen.to(tl.float32, bitcast=True)
+        if NORMALISATION == "renormalised":
+            weight = tl.div_rn(weight, total[:, None] + tl.zeros_like(weight))
     return weight, found
 
 
@@ -75,7 +109,7 @@ def top_experts(  # type: ignore[no-untyped-def]
 def _route_kernel(  # type: ignore[no-untyped-def]
     logits, weights, ids, token_stride,
     E: tl.constexpr, E_BLOCK: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr,
-    IS_NORMALISED: tl.constexpr, PDL: tl.constexpr,
+    NORMALISATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """:func:`top_experts` of one token. Grid: ``(tokens,)``."""
     if PDL:
@@ -85,16 +119,16 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     i = tl.arange(0, E_BLOCK)[None, :]
     j = tl.arange(0, K_BLOCK)[None, :]
     x = tl.load(logits + token * token_stride + i, mask=i < E, other=float("-inf")).to(tl.float32)
-    weight, found = top_experts(x, i, j, E, K, IS_NORMALISED)
+    weight, found = top_experts(x, i, j, E, K, NORMALISATION)
     DTYPE: tl.constexpr = weights.dtype.element_ty
     tl.store(weights + token * K + j, rounded(weight, DTYPE).to(DTYPE), mask=j < K)
     tl.store(ids + token * K + j, found.to(tl.int64), mask=j < K)
 
 
 def route(
-    logits: Tensor, top_k: int, is_normalised: bool, dtype: torch.dtype
+    logits: Tensor, top_k: int, normalisation: Normalisation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` largest of each row's softmax, and which experts they are.
+    """The weights of each row's ``top_k`` largest, and which experts they are.
 
     All is float32 up to the weights' one rounding, but for the softmax's sum (:func:`exact_sum`).
     A row's results follow from its logits alone.
@@ -102,12 +136,13 @@ def route(
     Args:
         logits: ``[..., E]``, of up to :data:`MAX_EXPERTS` experts.
         top_k: up to :data:`MAX_TOP_K` and E.
-        is_normalised: whether weights are divided by their sum.
+        normalisation: what the weights are. The largest are those of the softmax over all experts,
+            or of the logits for "chosen".
         dtype: of the weights.
 
     Returns:
-        weights of ``dtype`` and ids int64, both ``[..., top_k]``, in descending order of the
-        weights, equal ones in ascending order of the ids.
+        weights of ``dtype`` and ids int64, both ``[..., top_k]``, in descending order of what is
+        compared, equal ones in ascending order of the ids.
     """
     rows = as_rows(logits)
     num_tokens, num_experts = rows.shape
@@ -124,7 +159,7 @@ def route(
             E_BLOCK=triton.next_power_of_2(num_experts),
             K=top_k,
             K_BLOCK=triton.next_power_of_2(top_k),
-            IS_NORMALISED=is_normalised,
+            NORMALISATION=normalisation,
             PDL=pdl,
             num_warps=1,
             enable_fp_fusion=False,

@@ -18,7 +18,7 @@ from ..device import as_rows, has_dependent_launch
 from ..fused.rounding import rounded
 from ..jit.parallel_build import may_skip_launches
 from . import expert_rows
-from .route import route, top_experts
+from .route import Normalisation, route, top_experts
 from .sort_by_expert import sort_by_expert
 
 MAX_FEW_ROWS = 128
@@ -38,7 +38,7 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
     logits_stride, token_stride,
     H: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, K: tl.constexpr,
     T_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
-    IS_NORMALISED: tl.constexpr, PDL: tl.constexpr,
+    NORMALISATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As :func:`route_rows`. Grid: ``(ceil(H / BLOCK) + 1,)``; the last program has no rows."""
     if PDL:
@@ -61,7 +61,7 @@ def _route_rows_kernel(  # type: ignore[no-untyped-def]
     part = tl.load(tokens + (s // K_BLOCK).to(tl.int64) * token_stride + h, mask=is_part)
 
     j = tl.arange(0, K_BLOCK)[None, :]
-    weight, found = top_experts(x, i, j, E, K, IS_NORMALISED)
+    weight, found = top_experts(x, i, j, E, K, NORMALISATION)
     # Numbers in the order that rows are to have: experts, of the same one in the order of tokens,
     # padding as that of one more, last what is no row.
     is_row = (token < num_tokens) & (j < K)
@@ -89,7 +89,7 @@ def route_rows(
     logits: Tensor,
     tokens: Tensor,
     top_k: int,
-    is_normalised: bool,
+    normalisation: Normalisation,
     dtype: torch.dtype,
     query_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,7 +99,7 @@ def route_rows(
     :func:`.expert_rows.spread_rows`, bit for bit, which serve where tokens are many.
 
     Args:
-        logits: ``[T, E]``, ``top_k``, ``is_normalised`` and ``dtype`` as of :func:`.route.route`.
+        logits: ``[T, E]``, ``top_k``, ``normalisation`` and ``dtype`` as of :func:`.route.route`.
         tokens: ``[T, H]``.
         query_starts: as of :func:`.sort_by_expert.sort_by_expert`.
 
@@ -111,7 +111,7 @@ def route_rows(
     t_block = triton.next_power_of_2(max(num_tokens, 1))
     k_block = triton.next_power_of_2(top_k)
     if num_tokens == 0 or t_block * k_block > MAX_FEW_ROWS:
-        weights, ids = route(logits, top_k, is_normalised, dtype)
+        weights, ids = route(logits, top_k, normalisation, dtype)
         _, _, inverse, offs = sort_by_expert(ids.view(-1), num_experts, top_k, query_starts)
         return expert_rows.spread_rows(tokens, inverse, top_k), weights, inverse, offs
     logits, tokens = as_rows(logits), as_rows(tokens)
@@ -136,7 +136,7 @@ def route_rows(
         K_BLOCK=k_block,
         BLOCK=_BLOCK,
         EXPERTS=min(_EXPERTS, triton.next_power_of_2(num_experts)),
-        IS_NORMALISED=is_normalised,
+        NORMALISATION=normalisation,
         PDL=pdl,
         num_warps=min(t_block, _MAX_WARPS),
         enable_fp_fusion=False,

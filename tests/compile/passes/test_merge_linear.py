@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.fake_tensors import expressions
-from pagespec.compile.fx.nodes import example
+from pagespec.compile.fx.nodes import example, is_linear, linear_operands, tensor_of
+from pagespec.compile.fx.recorder import recording
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
-from pagespec.compile.passes.merge_linear import consecutive_views, merge_storage
+from pagespec.compile.passes import PassContext
+from pagespec.compile.passes.merge_linear import consecutive_views, merge_linear, merge_storage
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.captures import graph_cache
 from tests.support.driving import drive, make_requests
@@ -24,7 +27,7 @@ from tests.support.models import tiny_model
 
 # q, k, v and gate, up a layer; deepseek_v3: q_a and kv_a a layer, gate and up of its dense layer
 # and of the shared expert of its other layer.
-MERGED = {"qwen2": 9, "gpt_oss": 4, "deepseek_v3": 4}
+MERGED = {"qwen2": 9, "gpt_oss": 4, "deepseek_v3": 4, "qwen2_moe": 10}
 
 
 @pytest.mark.parametrize("arch", MERGED)
@@ -87,6 +90,56 @@ def layout(value: Any) -> Any:
         # As expressions: to compare symbolic sizes would add a guard.
         return (expressions(value.shape), expressions(value.stride()), value.dtype)
     return tuple(map(layout, value)) if isinstance(value, (tuple, list)) else None
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "halves", "expected"),
+    [
+        # Gate, up and the shared expert's gate.
+        ((4, 8), (5, 5, 1), False, [17]),
+        # Gate and up alone: the activation joins their matmul.
+        ((4, 8), (5, 5), False, [6, 10]),
+        # One layer that is both, and one that is not.
+        ((4, 8), (10,), True, [6, 10]),
+        ((4, 8), (10,), False, [16]),
+        # The rows in another shape.
+        ((1, 4, 8), (5, 5, 1), False, [6, 11]),
+    ],
+)
+def test_a_router_joins_what_reads_its_rows(
+    shape: tuple[int, ...], sizes: tuple[int, ...], halves: bool, expected: list[int]
+) -> None:
+    """A router of six experts reads the rows of a shared expert through a view."""
+    module = torch.nn.ParameterList(torch.randn(size, 8) for size in (6, *sizes))
+    graph = Graph()
+    nodes = [graph.placeholder(name) for name in ("rows", *(f"w{i}" for i in range(len(module))))]
+    given = [torch.randn(4, 8), *module]
+    for node, tensor in zip(nodes, given, strict=True):
+        node.meta["example_value"] = tensor.detach().to("meta")
+    rows, *weights = nodes
+    view = graph.call_method("reshape", (rows, shape))
+    results = [
+        graph.call_function(torch.nn.functional.linear, (source, weight))
+        for source, weight in zip([view] + [rows] * len(sizes), weights, strict=True)
+    ]
+    if halves:
+        results[-1] = graph.call_method("chunk", (results[-1], 2, -1))
+    graph.output(tuple(results))
+    expected_results = GraphModule({}, copy.deepcopy(graph))(*given)
+    with recording(graph) as recorder:
+        for node in graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                recorder.record(node)
+    gm = GraphModule({}, graph)
+    context = PassContext(module, {w.name: p for w, p in zip(weights, module, strict=True)})
+    assert merge_linear(gm, context) == len(module) - len(expected)
+    gm.graph.lint()
+    gm.recompile()
+    found = [len(tensor_of(linear_operands(node)[1])) for node in gm.graph.nodes if is_linear(node)]
+    assert found == expected
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"][1:]
+    constants = {name: context.constants[name] for name in names}
+    torch.testing.assert_close(gm(given[0], *constants.values()), expected_results)
 
 
 def test_originals_are_views_and_hold_no_second_copy() -> None:

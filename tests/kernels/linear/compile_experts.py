@@ -86,10 +86,11 @@ def grouped(num_tokens: int, has_gate: bool) -> str:
     return events(compiled(grouped_mm, "_grouped_kernel", call))
 
 
-def routed(num_tokens: int) -> str:
+def routed(num_tokens: int, normalisation: str) -> str:
     logits, tokens = empty(num_tokens, NUM_EXPERTS), empty(num_tokens, HIDDEN)
     starts = empty(3, dtype=torch.int32)
-    call = lambda: route_rows.route_rows(logits, tokens, TOP_K, True, torch.bfloat16, starts)  # noqa: E731
+    options = (TOP_K, normalisation, torch.bfloat16, starts)
+    call = lambda: route_rows.route_rows(logits, tokens, *options)  # noqa: E731
     return events(compiled(route_rows, "_route_rows_kernel", call))
 
 
@@ -116,7 +117,8 @@ if __name__ == "__main__":
     print(
         json.dumps(
             {
-                "routed": {n: routed(n) for n in (2, 16)},
+                "routed": {n: routed(n, "renormalised") for n in (2, 16)},
+                "routed by logits": {n: routed(n, "chosen") for n in (2, 16)},
                 "gated": {n: grouped(n, True) for n in (2, 16)},
                 "down": {n: grouped(n, False) for n in (2, 16)},
                 "layouts": [

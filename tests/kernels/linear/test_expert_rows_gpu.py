@@ -31,38 +31,65 @@ def in_order(products: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize("normalisation", ["all", "renormalised"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 300])
 @pytest.mark.parametrize(
     ("num_experts", "top_k"), [(128, 8), (512, 10), (60, 4), (8, 2), (1024, 16), (1, 1)]
 )
 def test_routes_as_torch(
-    num_experts: int, top_k: int, num_tokens: int, is_normalised: bool, dtype: torch.dtype
+    num_experts: int, top_k: int, num_tokens: int, normalisation: str, dtype: torch.dtype
 ) -> None:
     from pagespec.kernels.linear.route import route
 
     logits = normal(num_tokens, num_experts, dtype=dtype)
-    weights, ids = route(logits, top_k, is_normalised, dtype)
+    weights, ids = route(logits, top_k, normalisation, dtype)
     probabilities = torch.softmax(logits, -1, dtype=torch.float32)
     expected = torch.topk(probabilities, top_k)[0]
     # Neither softmax adds in the other's order: what is chosen is among the largest up to that.
     torch.testing.assert_close(probabilities.gather(1, ids), expected, rtol=2e-6, atol=0)
-    if is_normalised:
+    if normalisation == "renormalised":
         expected = expected / expected.sum(-1, keepdim=True)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(weights, expected.to(dtype), rtol=max(4e-6, eps), atol=0)
     assert all(len(set(row)) == top_k for row in ids.tolist())
     equal = weights[:, 1:] == weights[:, :-1]
-    if dtype == torch.float32 and not is_normalised:
+    if dtype == torch.float32 and normalisation == "all":
         assert (ids[:, 1:] > ids[:, :-1])[equal].all()
 
 
-def test_every_id_is_an_experts() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"), [(64, 8), (72, 10), (32, 4), (60, 1), (1024, 16), (1, 1)]
+)
+def test_softmax_over_the_chosen_is_that_of_torch(
+    num_experts: int, top_k: int, num_tokens: int, dtype: torch.dtype
+) -> None:
+    """Granite's and GPT-OSS's order. Which are chosen is a matter of logits alone, so exact."""
+    from pagespec.kernels.linear.route import route
+
+    logits = normal(num_tokens, num_experts, dtype=dtype)
+    logits[-1, : num_experts // 2] = 0.0
+    logits[-1, ::3] = -0.0
+    wide = torch.full((num_tokens, num_experts + 10), float("nan"), dtype=dtype, device="cuda")
+    wide[:, 3:-7] = logits
+    values, expected_ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    expected = torch.softmax(values[:, :top_k], -1)
+    weights, ids = route(logits, top_k, "chosen", dtype)
+    assert torch.equal(ids, expected_ids[:, :top_k])
+    torch.testing.assert_close(weights, expected, rtol=max(1e-6, torch.finfo(dtype).eps), atol=0)
+    strided = route(wide[:, 3:-7], top_k, "chosen", dtype)
+    assert torch.equal(strided[0], weights)
+    assert torch.equal(strided[1], ids)
+
+
+@pytest.mark.parametrize("normalisation", ["renormalised", "chosen"])
+def test_every_id_is_an_experts(normalisation: str) -> None:
     from pagespec.kernels.linear.route import route
 
     logits = normal(3, 128)
     logits[0, 7], logits[1], logits[2] = float("nan"), float("inf"), float("-inf")
-    _, ids = route(logits, 8, True, torch.bfloat16)
+    _, ids = route(logits, 8, normalisation, torch.bfloat16)
     assert ((ids >= 0) & (ids < 128)).all()
     assert all(len(set(row)) == 8 for row in ids.tolist())
 
@@ -110,11 +137,11 @@ def test_a_token_has_its_bits_alone_and_in_any_company() -> None:
     logits = normal(700, 128)
     rows, weights = normal(700 * 8, 2048), normal(700 * 8, dtype=torch.float32, seed=1)
     places = torch.arange(700 * 8, device="cuda")
-    routed = route(logits, 8, True, torch.bfloat16)
+    routed = route(logits, 8, "renormalised", torch.bfloat16)
     whole = combine_experts(rows, weights, places, 8, torch.bfloat16)
     for begin, end in [(0, 1), (699, 700), (3, 60), (100, 165)]:
         for found, expected in zip(
-            route(logits[begin:end], 8, True, torch.bfloat16), routed, strict=True
+            route(logits[begin:end], 8, "renormalised", torch.bfloat16), routed, strict=True
         ):
             assert torch.equal(found, expected[begin:end])
         at = slice(begin * 8, end * 8)
@@ -143,7 +170,7 @@ def test_a_captured_chain_waits_for_what_it_reads(num_tokens: int) -> None:
 
         for _ in range(4):
             logits = torch.nn.functional.linear(x, router)
-            weights, ids = route(logits, top_k, True, x.dtype)
+            weights, ids = route(logits, top_k, "renormalised", x.dtype)
             settle()
             _, _, inverse, offs = sort_by_expert(ids.view(-1), num_experts)
             settle()

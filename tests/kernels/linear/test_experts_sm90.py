@@ -14,7 +14,7 @@ from tests.support.apart import run_apart
 def test_what_waits_for_what_and_how_rows_lie() -> None:
     built = json.loads(run_apart(str(Path(__file__).with_name("compile_experts.py"))))
     # All lets the next one start, reads nothing before it has waited, and stores behind that.
-    for each in built["routed"].values():
+    for each in (*built["routed"].values(), *built["routed by logits"].values()):
         assert each.startswith("dw")
         assert "l" in each
     # Few rows: what comes behind starts when offs is there. Many: at once.

@@ -29,13 +29,13 @@ def same_bits(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 
 def route_apart(
-    logits: Tensor, tokens: Tensor, top_k: int, is_normalised: bool, starts: Tensor | None
+    logits: Tensor, tokens: Tensor, top_k: int, normalisation: str, starts: Tensor | None
 ) -> tuple[Tensor, ...]:
     from pagespec.kernels.linear.expert_rows import spread_rows
     from pagespec.kernels.linear.route import route
     from pagespec.kernels.linear.sort_by_expert import sort_by_expert
 
-    weights, ids = route(logits, top_k, is_normalised, tokens.dtype)
+    weights, ids = route(logits, top_k, normalisation, tokens.dtype)
     _, _, inverse, offs = sort_by_expert(ids.view(-1), logits.shape[1], top_k, starts)
     return spread_rows(tokens, inverse, top_k), weights, inverse, offs
 
@@ -62,13 +62,18 @@ def test_routing_in_one_launch_has_the_bits_of_three(
     strange[0], strange[-1, ::3] = float("nan"), float("inf")
     tied = (logits * 2).round()
     same = logits[:1].expand(num_tokens, -1)
-    for each in (logits, strange, tied, same, torch.zeros_like(logits)):
-        for is_normalised, num_real in ((True, None), (False, None), (True, num_tokens - 1)):
+    cases = [("renormalised", None), ("all", None), ("chosen", None)]
+    cases += [(name, num_tokens - 1) for name in ("renormalised", "chosen")]
+    # Between others' results, at an odd element: as a part of a merged matmul.
+    between = torch.full((num_tokens, num_experts + 8), float("nan"), device="cuda", dtype=dtype)
+    between[:, 3:-5] = logits
+    for each in (logits, strange, tied, same, torch.zeros_like(logits), between[:, 3:-5]):
+        for normalisation, num_real in cases:
             starts = None if num_real is None else starts_of(num_real)
-            expected = route_apart(each, tokens, top_k, is_normalised, starts)
+            expected = route_apart(each, tokens, top_k, normalisation, starts)
             if num_tokens * top_k <= 64:
                 monkeypatch.delattr(kernel, "route", raising=False)  # it is one launch
-            found = kernel.route_rows(each, tokens, top_k, is_normalised, dtype, starts)
+            found = kernel.route_rows(each, tokens, top_k, normalisation, dtype, starts)
             assert same_bits(found, expected)
 
 
@@ -211,7 +216,9 @@ def test_a_captured_chain_has_the_bits_of_one_that_waits(num_tokens: int, num_re
         x = rms_norm(hidden, norm_weight, 1e-6, "rounded")
         for _ in range(4):
             logits = linear(x, router, None, 64)
-            rows, weights, inverse, offs = route_rows(logits, x, top_k, True, x.dtype, starts)
+            rows, weights, inverse, offs = route_rows(
+                logits, x, top_k, "renormalised", x.dtype, starts
+            )
             rows = grouped_mm(rows, gate_up, offs, has_gate=True)
             rows = grouped_mm(rows, down, offs, has_old_offs=True)
             gate = linear(x, merged, None, 64)[:, 3:4]
@@ -229,7 +236,7 @@ def test_a_captured_chain_has_the_bits_of_one_that_waits(num_tokens: int, num_re
             wait()
             logits = linear(x, router, None, 64)
             wait()
-            rows, weights, inverse, offs = route_apart(logits, x, top_k, True, starts)
+            rows, weights, inverse, offs = route_apart(logits, x, top_k, "renormalised", starts)
             wait()
             rows = grouped_mm(rows, gate_up, offs, has_gate=True)
             wait()

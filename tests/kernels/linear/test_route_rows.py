@@ -43,11 +43,11 @@ def assert_is_one_launch(
 ) -> None:
     tokens = normal(len(logits), hidden_size, dtype=torch.bfloat16, seed=1)
     starts = None if num_real is None else torch.tensor([0, 0, num_real], dtype=torch.int32)
-    for is_normalised in (True, False):
-        expected = apart(logits, tokens, top_k, is_normalised, dtype, query_starts=starts)
+    for normalisation in ("all", "renormalised", "chosen"):
+        expected = apart(logits, tokens, top_k, normalisation, dtype, query_starts=starts)
         with monkeypatch.context() as patch:
             patch.delattr(kernel, "route")
-            found = kernel.route_rows(logits, tokens, top_k, is_normalised, dtype, starts)
+            found = kernel.route_rows(logits, tokens, top_k, normalisation, dtype, starts)
         for a, b in zip(found, expected, strict=True):
             assert a.dtype == b.dtype
             # Bits: NaN is a result as well.
@@ -86,9 +86,13 @@ def test_padding_goes_to_no_expert(monkeypatch: pytest.MonkeyPatch, num_real: in
     logits = normal(5, 16)
     assert_is_one_launch(monkeypatch, logits, 3, num_real=num_real)
     starts = torch.tensor([0, num_real], dtype=torch.int32)
-    *_, inverse, offs = kernel.route_rows(logits, normal(5, 8), 3, True, torch.float32, starts)
+    *_, inverse, offs = kernel.route_rows(
+        logits, normal(5, 8), 3, "renormalised", torch.float32, starts
+    )
     assert offs[-1] == 3 * num_real
-    alone = kernel.route_rows(logits[:num_real], normal(num_real, 8), 3, True, torch.float32)
+    alone = kernel.route_rows(
+        logits[:num_real], normal(num_real, 8), 3, "renormalised", torch.float32
+    )
     assert torch.equal(offs, alone[3])
     assert torch.equal(inverse[: 3 * num_real], alone[2])
 
@@ -105,7 +109,7 @@ def test_many_rows_take_three_kernels_and_have_the_same_bits(
 ) -> None:
     logits, tokens = normal(num_tokens, 9), normal(num_tokens, 24, seed=1)
     starts = torch.tensor([0, num_real], dtype=torch.int32)
-    given = (logits, tokens, 8, True, torch.float32)
+    given = (logits, tokens, 8, "renormalised", torch.float32)
     expected = apart(*given, query_starts=starts)
     monkeypatch.setattr(kernel, "MAX_FEW_ROWS", 0)
     found = kernel.route_rows(*given, starts)
@@ -115,6 +119,7 @@ def test_many_rows_take_three_kernels_and_have_the_same_bits(
 def test_what_a_build_leaves_out_can_be_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "may_skip_launches", lambda: True)
     monkeypatch.setattr(kernel, "_route_rows_kernel", {(2,): lambda *_, **__: None})
-    *_, inverse, offs = kernel.route_rows(normal(3, 8), normal(3, 16), 2, True, torch.float32)
+    given = (normal(3, 8), normal(3, 16), 2, "renormalised", torch.float32)
+    *_, inverse, offs = kernel.route_rows(*given)
     assert (inverse == 0).all()
     assert (offs == 0).all()
