@@ -27,6 +27,9 @@ logger = logging.getLogger("pagespec")
 
 # Every core, but not hundreds of assemblers at a time; a start has some dozen kernels.
 _MAX_THREADS = 16
+# Triton 3.6 loads a launcher per kernel, and all as modules of one name. CPython has one module
+# object for those that it has loaded before, so that two threads could take each other's launcher.
+_LOADING = threading.Lock()
 
 
 class _Missing:
@@ -117,7 +120,9 @@ def _build(kernels: Sequence[tuple[Any, str]], device: torch.device) -> int:
     def build(kernel: Any, form: str) -> None:
         # Both look for the thread's current device.
         with torch.cuda.device(device):
-            kernel.preload(form).run  # noqa: B018 - makes the launcher, loads the kernel
+            built = kernel.preload(form)
+            with _LOADING:
+                built.run  # noqa: B018 - makes the launcher, loads the kernel
 
     is_ours = knobs.compilation.listener is None
     if is_ours:

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -130,6 +131,26 @@ def test_what_is_missing_is_built_and_not_launched(fake: FakeDriver) -> None:
     _launch_copies(kernel)
     assert fake.launched == ["_copy"] * 5
     assert fake.loaded == ["_copy"] * 3
+
+
+def test_launchers_are_made_one_at_a_time(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Triton 3.6 makes them: each is read from a module that all share, once it is loaded."""
+    module: dict[str, Any] = {}
+
+    def make(_source: Any, metadata: Any) -> Any:
+        module["launch"] = size = metadata.hash
+        time.sleep(0.02)
+        launch = module["launch"]
+        return lambda *_: fake.launched.append("its own" if launch == size else "another's")
+
+    monkeypatch.setattr(fake, "launcher_cls", make)
+    kernel = JITFunction(_copy)
+    with parallel_build(DEVICE):
+        _launch_copies(kernel)
+    _launch_copies(kernel)
+    assert fake.launched == ["its own"] * 5
 
 
 def test_what_is_on_the_disk_is_not_compiled(fake: FakeDriver) -> None:
