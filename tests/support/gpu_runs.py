@@ -33,15 +33,15 @@ _LONGEST_FIRST = (
 def spread(files: Sequence[str], num_workers: int) -> list[int]:
     """An order of tests for ``--dist worksteal``, which cuts it into one stretch a worker: each has
     a part of every file, the longest tests first. ``files``: of each test, in pytest's order."""
-    lanes: list[list[int]] = [[] for _ in range(num_workers)]
+    stretches: list[list[int]] = [[] for _ in range(num_workers)]
     runs = [[i for i, _ in run] for _, run in groupby(enumerate(files), key=lambda each: each[1])]
     for run in sorted(runs, key=lambda run: _rank(files[run[0]])):
         num_parts = min(num_workers, len(run))
         cuts = [len(run) * part // num_parts for part in range(num_parts + 1)]
-        emptiest = sorted(range(num_workers), key=lambda lane: len(lanes[lane]))
-        for part, lane in enumerate(emptiest[:num_parts]):
-            lanes[lane] += run[cuts[part] : cuts[part + 1]]
-    return [test for lane in lanes for test in lane]
+        shortest = sorted(stretches, key=len)
+        for part, stretch in enumerate(shortest[:num_parts]):
+            stretch += run[cuts[part] : cuts[part + 1]]
+    return [test for stretch in stretches for test in stretch]
 
 
 def _rank(file: str) -> int:
