@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from pagespec.compile.fx.nodes import calls, calls_op
+from pagespec.compile.fx.recorder import recording
 from pagespec.compile.passes import COMMON_PASSES, PassContext
 from pagespec.compile.passes.share_heads import share_heads
 from tests.support.captures import capture_plain, first
@@ -22,7 +23,24 @@ def traced(arch: str) -> tuple[GraphModule, PassContext]:
         captured = capture_plain(arch, torch.bfloat16)
     assert captured.graph is not None
     gm = GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    if not repeats(gm):
+        _repeat(gm)
     return gm, PassContext(captured.loaded.module, {})
+
+
+def _repeat(gm: GraphModule) -> None:
+    """What transformers wrote until its own delta rule took shared heads, before 5.24."""
+    with recording(gm.graph) as results:
+        for node in recurrences(gm):
+            for i, squeezed in enumerate(node.args[:2]):
+                with gm.graph.inserting_before(node):
+                    given = (squeezed.args[0], 2)
+                    repeated = gm.graph.call_method("repeat_interleave", given, {"dim": 2})
+                    results.record(repeated)
+                    again = gm.graph.call_method("squeeze", (repeated, 0))
+                    results.record(again)
+                node.update_arg(i, again)
+    gm.graph.eliminate_dead_code()
 
 
 def recurrences(gm: GraphModule) -> list[Any]:
