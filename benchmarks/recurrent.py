@@ -36,6 +36,7 @@ from pagespec.kernels.recurrent import chunk_layout, ops
 
 _POOL_BYTES = 400 << 20
 _MOST_LAYERS = 64
+_ROWS_OF_PROMPTS = 256  # of a step with prompts, most of them without tokens
 _FLOPS = 760e12
 BF16 = torch.bfloat16
 Rows = tuple[Tensor, Tensor, Tensor, int]
@@ -72,9 +73,6 @@ def in_chunks(slot_bytes: int, state_bytes: int) -> float:
     size = chunk_layout.CHUNK
     of_an_input = (slot_bytes - state_bytes) / size
     return state_bytes * (1 + 1 / size) + of_an_input * ((size - 1) / 2 + 1)
-
-
-_ROWS_OF_PROMPTS = 256
 
 
 def _normal(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -59,6 +59,7 @@ def is_opaque(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
+    """Does ``node`` compute nothing: a view of its argument, a part of it, a size?"""
     if calls(node, *_VIEWS):
         return not is_copy(node)
     if node.target is operator.getitem:
@@ -70,7 +71,7 @@ def is_view(node: Node) -> bool:
 
 
 def is_copy(node: Node) -> bool:
-    """Has ``node``, by name a view, to move numbers, as no strides describe what it makes?"""
+    """Is ``node``, by name a view, a copy, as no strides over its argument give its result?"""
     if not calls(node, *_MAYBE_COPIES):
         return False
     source, result = example(node.args[0]), example(node)  # type: ignore[arg-type]
@@ -90,4 +91,5 @@ def _flat(value: object) -> Iterator[object]:
 
 
 def is_tensor(node: Node) -> bool:
+    """Is the result of ``node`` one tensor?"""
     return isinstance(example(node), Tensor)

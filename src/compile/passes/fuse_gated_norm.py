@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
@@ -43,44 +44,44 @@ def fuse_gated_norm(gm: GraphModule, _context: PassContext) -> int:
         product: Any = only_user(norm)
         if not calls(product, "mul"):
             continue
-        activated = other_operand(product, norm)
-        gate = _gate(activated, norm)
+        found = _gate(other_operand(product, norm), norm)
         result = _rounded(product, norm)
-        if gate is None or result is None or activated is None:
+        if found is None or result is None:
             continue
+        gate, between = found
         x, weight, eps, form = norm.args
-        if not written.isdisjoint({x, gate, activated, norm, product}):
+        if not written.isdisjoint({x, gate, norm, product, *between}):
             continue
         with graph.inserting_before(product):
             call = graph.call_function(fused.gated_rms_norm, (x, gate, weight, eps, form))
         call.meta["example_value"] = example(result)
         result.replace_all_uses_with(call)
-        between = [node for node in activated.all_input_nodes if node is not gate]
-        behind = [n for node in between for n in node.all_input_nodes if n is not gate]
-        erase_unused(graph, (result, product, norm, activated, *between, *behind))
+        erase_unused(graph, (result, product, norm, *between))
         count += 1
     return count
 
 
-def _gate(activated: Node | None, norm: Node) -> Node | None:
-    """What ``activated`` is the silu of, in float32 and in the shape of the norm's result; where
-    that lies in memory, in place of a copy whose rows are evenly spaced."""
+def _gate(activated: Node | None, norm: Node) -> tuple[Node, list[Node]] | None:
+    """(gate, nodes behind it) if ``activated`` is a gate's silu in float32, of the shape of the
+    norm's result; of heads that were copied to lie evenly spaced, the gate is what was copied."""
     if activated is None or not calls(activated, "silu") or len(activated.users) != 1:
         return None
     if len(activated.args) != 1 or activated.kwargs.get("inplace"):
         return None
-    source: Any = activated.args[0]
-    gate: Any = cast_source(source) or source
-    is_wide = dtype_of(source) == dtype_of(norm) or str(dtype_of(source)) == "torch.float32"
-    if not is_wide or dtype_of(activated) != dtype_of(source) or dtype_of(gate) != dtype_of(norm):
+    wide: Any = activated.args[0]
+    # In another dtype the silu is rounded before the product: ``fuse_activation`` does that.
+    if dtype_of(wide) != torch.float32 or dtype_of(activated) != torch.float32:
+        return None
+    gate: Any = cast_source(wide) or wide
+    if dtype_of(gate) != dtype_of(norm):
         return None
     if shape_of(gate) is None or shape_of(gate) != shape_of(norm):
         return None
     if calls(gate, "reshape", "view"):
         heads = tensor_of(gate.args[0])
         if heads is not None and heads.dim() == 4 and last_size(gate.args[0]) == last_size(norm):
-            return gate.args[0]  # type: ignore[no-any-return]
-    return gate  # type: ignore[no-any-return]
+            return gate.args[0], [activated, wide, gate]
+    return gate, [activated] if wide is gate else [activated, wide]
 
 
 def _rounded(product: Node, norm: Node) -> Node | None:
