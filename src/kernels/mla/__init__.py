@@ -3,7 +3,7 @@
 ``dispatch`` is what a graph calls: store, queries in the latent space, attention, values of the
 heads. On a CPU that is :mod:`..attention` with one KV head, and ``head_matmul``; on a GPU
 ``head_matmul_kernel``, and ``launch`` with ``decode``, ``prefill`` and ``tiles``, on Hopper
-``prefill_sm90`` with its ``_loads`` and ``_warpgroups``.
+``decode_sm90`` and ``prefill_sm90`` with its ``_loads`` and ``_warpgroups``.
 
 Imports ``attention``, ``linear``, ``arguments``, ``device``. Imported by ``compile``.
 """

@@ -20,7 +20,7 @@ from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 
 
 @triton.jit
-def _splits_in_first(position, num_workers, splits):  # type: ignore[no-untyped-def]
+def splits_in_first(position, num_workers, splits):  # type: ignore[no-untyped-def]
     """Splits in the first segment of a context that ends at ``position``."""
     return tl.maximum(split_of(position // num_workers, splits), 1)
 
@@ -71,7 +71,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     some_row = tl.minimum(row, num_rows - 1)
     vectors = Vectors(cache, tables + some_row.to(tl.int64) * table_stride)
     positions = tl.zeros((LINES,), tl.int32) + position
-    num_first = _splits_in_first(position, num_workers, SPLITS)
+    num_first = splits_in_first(position, num_workers, SPLITS)
     num_segments = split_of(position, SPLITS) + 2 - num_first
     if IS_SPLIT and worker >= num_segments:
         return
@@ -118,7 +118,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     _, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     if position < 0:
         return
-    num_segments = split_of(position, SPLITS) + 2 - _splits_in_first(position, num_workers, SPLITS)
+    num_segments = split_of(position, SPLITS) + 2 - splits_in_first(position, num_workers, SPLITS)
     combine(
         partial, stats, out, None, None, None, unit, token, tl.program_id(0), num_segments,
         max_splits, factor, H, 1, R, dot_size(R), 1, CHUNK, min(SPLIT_CHANGE // NEAR_SPLIT, CHUNK),

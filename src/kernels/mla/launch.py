@@ -35,7 +35,7 @@ class LatentTiling:
         decode_lines, prefill_lines: heads, or queries and heads, that a program serves.
         decode_warps, prefill_warps, num_stages: of the kernels.
         unsplit_from: decode programs from which each reads its whole context.
-        num_programs: with fewer units, about so many programs share their contexts.
+        num_programs: with fewer units, up to so many programs share their contexts.
     """
 
     block_n: int
@@ -70,8 +70,13 @@ def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> L
             prefill_warps=8,
             num_stages=1,
         )
-    is_large = Gpu.of(device).is_large
+    gpu = Gpu.of(device)
+    is_large = gpu.is_large
     is_many = num_heads > 16
+    # Hopper's kernel has a multiprocessor to itself: more programs would wait for their turn.
+    together: dict[str, int] = {}
+    if is_large and gpu.has_prefetch and not is_many:
+        together = {"unsplit_from": gpu.num_sms // 2 + 1, "num_programs": gpu.num_sms}
     return LatentTiling(
         block_n=64 if is_large else 32,
         ones=64 if is_large else 16,
@@ -80,6 +85,7 @@ def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> L
         prefill_lines=16,
         prefill_warps=4,
         num_stages=2,
+        **together,
     )
 
 
@@ -123,10 +129,10 @@ def attention(
     is_split &= num_units * num_heads * max_splits * rank * 4 <= _MAX_PARTIAL_BYTES
     num_workers = 1
     if is_split:
-        num_workers = min(max_splits, triton.cdiv(t.num_programs, num_units * num_groups))
+        num_workers = min(max_splits, max(t.num_programs // (num_units * num_groups), 1))
     is_hopper = query.is_cuda and is_gluon_known()
     if is_hopper:
-        from . import prefill_sm90
+        from . import decode_sm90, prefill_sm90
 
         is_hopper = prefill_sm90.is_served(query, kv.cache, rank, t.block_n)
         if is_hopper and not is_split and prefill_sm90.serves_singles(num_heads):
@@ -137,19 +143,24 @@ def attention(
     partial = torch.empty(*shape, rank, dtype=torch.float32, device=query.device)
     stats = torch.empty(*shape, 2, dtype=torch.float32, device=query.device)
     overlap = has_dependent_launch(query.device)
-    latent_decode_kernel[(num_groups * num_workers, num_units)](
-        query, kv.cache, out, partial, stats, *kv[1:], factor,
-        kv.block_tables.stride(0), num_rows, num_workers, max_splits,
-        **shared,
-        **tiles,
-        LINES=t.decode_lines,
-        BY_TOKEN=by_token,
-        IS_SPLIT=is_split,
-        PDL=overlap,
-        num_warps=t.decode_warps,
-        num_stages=t.num_stages,
-        launch_pdl=overlap,
-    )  # fmt: skip
+    grid = (num_groups * num_workers, num_units)
+    batch = {"BY_TOKEN": by_token, "IS_SPLIT": is_split, "PDL": overlap}
+    if is_hopper and decode_sm90.serves(num_heads):
+        decode_sm90.launch(
+            query, kv, out, partial, stats, factor, grid, num_workers, max_splits, shared | batch
+        )
+    else:
+        latent_decode_kernel[grid](
+            query, kv.cache, out, partial, stats, *kv[1:], factor,
+            kv.block_tables.stride(0), num_rows, num_workers, max_splits,
+            **shared,
+            **tiles,
+            **batch,
+            LINES=t.decode_lines,
+            num_warps=t.decode_warps,
+            num_stages=t.num_stages,
+            launch_pdl=overlap,
+        )  # fmt: skip
     if is_split:
         combine_kernel[(num_heads, num_units)](
             partial, stats, out, *kv[1:3], factor, num_rows, num_workers, max_splits,

@@ -149,13 +149,15 @@ def constants_of(rank: int) -> dict[str, int]:
     return {"GROUP": 3 if panels % 3 == 0 else panels, "SLOTS": num_free // panels}
 
 
-def descriptors(query: Tensor, cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of queries ``[T, H, R + P]`` and a cache ``[blocks, page, 1, R + P]``. Behind the end of a
-    row's last panel TMA reads zeros."""
+def descriptors(
+    query: Tensor, cache: Tensor, num_lines: int = LINES.value
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of queries ``[T, H, R + P]`` in tiles of ``num_lines``, and a cache ``[blocks, page, 1, R +
+    P]``. Behind the end of a row's last panel TMA reads zeros."""
     width = query.shape[2]
     layout = gl.NVMMASharedLayout(128, 16, 2)
     of = []
-    for x, rows in ((query, LINES.value), (cache, min(cache.shape[1], STEP_N.value))):
+    for x, rows in ((query, num_lines), (cache, min(cache.shape[1], STEP_N.value))):
         sizes = [x.numel() // width, width]
         of.append(TensorDescriptor(x, sizes, [width, 1], [rows, 64], layout))
     return of[0], of[1]

@@ -133,7 +133,7 @@ def _load_panels(desc, slot_id, ring, entry, bar, part: gl.constexpr, first, COU
 
 
 @gluon.jit
-def _load_step(
+def load_step(
     desc, table, start, last, ring, slot, bars, phase,
     PAGE: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -213,7 +213,7 @@ def produce(
             for step in range(tile.last // STEP_N + 1):
                 slot = done % SLOTS
                 phase = (done // SLOTS & 1) ^ 1
-                _load_step(
+                load_step(
                     c_desc, table, step * STEP_N, tile.last, ring, slot, bars, phase, PAGE, PANELS,
                     GROUP,
                 )  # fmt: skip

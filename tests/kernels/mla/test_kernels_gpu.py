@@ -86,19 +86,26 @@ def test_schedules_give_the_same_bits(shape: Shape) -> None:
     reason="for Hopper, in the Gluon of some Tritons",
 )
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-def test_prefill_of_hopper_has_the_bits_of_any(
+def test_kernels_of_hopper_have_the_bits_of_any(
     shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagespec.kernels.mla import prefill_sm90
+    from pagespec.kernels.mla import decode_sm90, prefill_sm90
 
     launched: list[bool] = []
-    start = prefill_sm90.launch
+    start, start_decode = prefill_sm90.launch, decode_sm90.launch
+    num_decoded = 0
 
     def noted(*given: Any) -> None:
         launched.append(given[-1])
         start(*given)
 
+    def noted_decode(*given: Any) -> None:
+        nonlocal num_decoded
+        num_decoded += 1
+        start_decode(*given)
+
     monkeypatch.setattr(prefill_sm90, "launch", noted)
+    monkeypatch.setattr(decode_sm90, "launch", noted_decode)
     batches = list(ROWS.values())
     batches.append([(4096, 128), (63, 2), (0, 64), (0, 65), (0, 1), (2048, 3), (0, 700)])
     batches.append([(37 * i % 3000, 1 + i * i % 70) for i in range(150)])
@@ -116,6 +123,7 @@ def test_prefill_of_hopper_has_the_bits_of_any(
             without.setattr(launch, "is_gluon_known", lambda: False)
             for changes in (WHOLE, SPLIT):
                 assert torch.equal(attend(batch.attend, shape, **changes), out), rows
+    assert num_decoded == (2 * len(batches) if shape.hq <= 16 else 0)
 
 
 def test_another_split_has_other_bits() -> None:

@@ -1,0 +1,333 @@
+"""Decode attention over latent vectors for Hopper: tiles arrive while the one before is weighed.
+
+The arithmetic, the grid and the results are those of :mod:`.decode`, and so are the bits: the same
+tiles, the same matmuls, each one chain over k, and the same operations a line. There, Triton asks
+for a tile when the one before has been computed. Here a warp of its own loads, through TMA, into a
+ring of tiles (:mod:`.prefill_sm90_loads`), and a warpgroup computes.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..arguments import LatentKV
+from ..attention.bundles import Splits
+from ..attention.online_softmax import split_begin, split_of
+from .decode import splits_in_first
+from .prefill_sm90 import descriptors
+from .prefill_sm90_loads import STEP_N, Barriers, load_step
+
+LINES = gl.constexpr(16)  # heads of a program: the narrow side of the matrix instructions
+_SHARED_BYTES = 224 << 10  # of queries, weights and the ring
+_PANEL_BYTES = 64 * 64 * 2
+# Of a thread, on average over both groups of warps: the loading one gets 40, the other the rest.
+MEAN_REGISTERS = 136
+
+
+@gluon.jit
+def _row_of(starts, num_rows, token):
+    """How many rows end before ``token`` or with it."""
+    WIDTH: gl.constexpr = 256
+    LAYOUT: gl.constexpr = gl.BlockedLayout([WIDTH // 128], [32], [4], [0])
+    count = 0
+    for first in range(0, num_rows, WIDTH):
+        i = first + gl.arange(0, WIDTH, LAYOUT)
+        is_row = i < num_rows
+        ends = gl.load(starts + 1 + i, mask=is_row, other=0)
+        count += gl.sum((is_row & (ends <= token)).to(gl.int32), 0)
+    return count
+
+
+@gluon.jit
+def _token_of(starts, contexts, num_rows, unit, BY_TOKEN: gl.constexpr):
+    """As :func:`..attention.decode.token_of`."""
+    row = unit
+    token = gl.load(starts + unit)
+    end = gl.load(starts + unit + 1)
+    context = gl.load(contexts + unit)
+    if BY_TOKEN:
+        if (token != unit) | (end != unit + 1):  # not the usual batch of one query each
+            row = _row_of(starts, num_rows, unit)
+            end = gl.load(starts + row + 1, mask=row < num_rows, other=0)
+            context = gl.load(contexts + row, mask=row < num_rows, other=0)
+        token = unit
+        position = gl.where(row < num_rows, context - (end - token), -1)
+    else:
+        position = gl.where(end - token == 1, context - 1, -1)
+    return row, token, position
+
+
+@gluon.jit
+def _segment(segment, num_first, position, splits, IS_SPLIT: gl.constexpr):
+    """Where a segment begins and ends."""
+    begin = 0
+    end = position + 1
+    if IS_SPLIT:
+        begin = gl.where(segment == 0, 0, split_begin(num_first + segment - 1, splits))
+        end = gl.minimum(split_begin(num_first + segment, splits), end)
+    return begin, end
+
+
+@gluon.jit
+def _times(sums, by):
+    """``sums [D, M]``, each line times ``by [M]``."""
+    return sums * gl.convert_layout(by, gl.SliceLayout(0, sums.type.layout))[None, :]
+
+
+@gluon.jit
+def _fold(total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor):
+    """:func:`.tiles.fold_lines`."""
+    new_row_max = gl.maximum(total_row_max, row_max)
+    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    a = gl.exp2((total_row_max - base) * factor)
+    b = gl.exp2((row_max - base) * factor)[None, :]
+    total_row_sum = gl.fma(row_sum, gl.broadcast(b, row_sum)[0], _times(total_row_sum, a))
+    total_acc = gl.fma(acc, gl.broadcast(b, acc)[0], _times(total_acc, a))
+    return new_row_max, total_row_sum, total_acc
+
+
+@gluon.jit
+def _attend(
+    q_smem, ring, p_smem, bars, out, partial, stats, unit, token, position, group, worker, step,
+    num_first, num_segments, max_splits, factor, splits,
+    H: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
+    SLOTS: gl.constexpr, IS_SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup that computes: :func:`.tiles.attend_vectors` of each segment."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LINES, 16])
+    LINE: gl.constexpr = gl.SliceLayout(0, ACC)
+    PANEL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    GROUPS: gl.constexpr = PANELS // GROUP
+    dtype: gl.constexpr = ring.dtype
+    ones = gl.full([64, STEP_N], 1.0, dtype, gl.DotOperandLayout(0, ACC, 2))
+    offsets = gl.arange(0, STEP_N, gl.SliceLayout(1, ACC))
+    heads = group * LINES + gl.arange(0, LINES, LINE)
+    is_line = heads < H
+    dims = gl.arange(0, R, gl.SliceLayout(1, ACC))[:, None]
+    mask = (dims < R) & is_line[None, :]
+    done = 0
+    if worker < num_segments:
+        mbarrier.wait(bars.q_full, 0)
+    for segment in range(worker, num_segments, step):
+        begin, end = _segment(segment, num_first, position, splits, IS_SPLIT)
+        row_max = gl.full([LINES], float("-inf"), gl.float32, LINE)
+        row_sum = gl.zeros([64, LINES], gl.float32, ACC)
+        acc = gl.zeros([R, LINES], gl.float32, ACC)
+        total_row_max, total_row_sum, total_acc = row_max, row_sum, acc
+        for start in range(begin, end, STEP_N):
+            slot = done % SLOTS
+            phase = done // SLOTS & 1
+            scores = gl.zeros([STEP_N, LINES], gl.float32, ACC)
+            for panel in gl.static_range(PANELS):
+                if panel % GROUP == 0:
+                    mbarrier.wait(bars.full.index(slot * GROUPS + panel // GROUP), phase)
+                queries = q_smem.index(panel).permute((1, 0))
+                scores = warpgroup_mma(
+                    ring.index(slot * PANELS + panel), queries, scores, use_acc=panel > 0,
+                    is_async=True,
+                )  # fmt: skip
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            scores = gl.where((start + offsets <= position)[:, None], scores, float("-inf"))
+            new_row_max = gl.maximum(row_max, gl.max(scores, 0))
+            base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+            weights = gl.exp2(gl.fma(scores, factor, -(base * factor)[None, :])).to(dtype)
+            rescale = gl.exp2((row_max - base) * factor)
+            row_max = new_row_max
+            p_smem.store(weights)
+            if start + (STEP_N - 1) > position:
+                # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
+                exists = start + gl.arange(0, STEP_N, gl.SliceLayout(1, PANEL)) <= position
+                for panel in gl.static_range(PANELS - 1):
+                    part = ring.index(slot * PANELS + panel)
+                    values = part.load(PANEL)
+                    part.store(gl.where(exists[:, None], values, gl.zeros_like(values)))
+            fence_async_shared()
+            vectors = ring.index(slot * PANELS)._reinterpret(dtype, [STEP_N, R], ring.layout)
+            row_sum = warpgroup_mma(ones, p_smem, _times(row_sum, rescale), is_async=True)
+            acc = warpgroup_mma(
+                vectors.permute((1, 0)), p_smem, _times(acc, rescale), is_async=True
+            )
+            row_sum, acc = warpgroup_mma_wait(0, deps=(row_sum, acc))
+            mbarrier.arrive(bars.empty.index(slot), count=1)
+            done += 1
+            behind = start + STEP_N
+            size = gl.where(behind <= splits.SPLIT_CHANGE, splits.NEAR_SPLIT, splits.FAR_SPLIT)
+            if (behind & (size - 1)) == 0:
+                total_row_max, total_row_sum, total_acc = _fold(
+                    total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+                )
+                row_max = gl.full_like(row_max, float("-inf"))
+                row_sum = gl.zeros_like(row_sum)
+                acc = gl.zeros_like(acc)
+        # The last split, if its end was not reached; else empty, which changes nothing.
+        row_max, row_sum, acc = _fold(
+            total_row_max, total_row_sum, total_acc, row_max, row_sum, acc, factor
+        )
+        if IS_SPLIT:
+            index = (unit.to(gl.int64) * H + heads) * max_splits + segment
+            gl.store(partial + index[None, :] * R + dims, acc, mask=mask)
+            gl.store(stats + index * 2, row_max, mask=is_line)
+            gl.store(stats + index * 2 + 1, gl.max(row_sum, 0), mask=is_line)
+        else:
+            result = _times(acc, 1.0 / gl.max(row_sum, 0)).to(dtype)
+            target = out + (token.to(gl.int64) * H + heads)[None, :] * R + dims
+            gl.store(target, result, mask=mask)
+
+
+@gluon.jit
+def _load(
+    q_desc, c_desc, table, q_smem, ring, bars, token, position, group, worker, step, num_first,
+    num_segments, splits,
+    H: gl.constexpr, PAGE: gl.constexpr, PANELS: gl.constexpr, GROUP: gl.constexpr,
+    SLOTS: gl.constexpr, IS_SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: queries, and the vectors of each segment step by step."""
+    if worker < num_segments:
+        mbarrier.expect(bars.q_full, PANELS * (LINES * 64 * 2))
+        for panel in gl.static_range(PANELS):
+            at = [token * H + group * LINES, panel * 64]
+            tma.async_copy_global_to_shared(q_desc, at, bars.q_full, q_smem.index(panel))
+    done = 0
+    for segment in range(worker, num_segments, step):
+        begin, end = _segment(segment, num_first, position, splits, IS_SPLIT)
+        for start in range(begin, end, STEP_N):
+            slot = done % SLOTS
+            phase = (done // SLOTS & 1) ^ 1
+            load_step(c_desc, table, start, position, ring, slot, bars, phase, PAGE, PANELS, GROUP)
+            done += 1
+
+
+@gluon.jit(
+    # What follows the batch must not make new versions of the kernel.
+    do_not_specialize=["table_stride", "num_rows", "num_workers", "max_splits"],
+    do_not_specialize_on_alignment=["starts", "contexts", "tables"],
+)
+def latent_decode_sm90_kernel(
+    q_desc,  # [T * H, R + P], boxes [LINES, 64]
+    c_desc,  # [slots, R + P], boxes [min(PAGE, 64), 64]
+    out, partial, stats, starts, contexts, tables, factor, table_stride, num_rows, num_workers,
+    max_splits,
+    H: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
+    NEAR_SPLIT: gl.constexpr, FAR_SPLIT: gl.constexpr, SPLIT_CHANGE: gl.constexpr,
+    BY_TOKEN: gl.constexpr, IS_SPLIT: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr,  # panels of 64 elements that arrive together
+    SLOTS: gl.constexpr,  # of the ring
+):  # fmt: skip
+    """As :func:`.decode.latent_decode_kernel`, of which it takes grid and arguments."""
+    PANELS: gl.constexpr = R // 64 + 1
+    GROUPS: gl.constexpr = (H + LINES - 1) // LINES
+    SPLITS: gl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = c_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [PANELS, LINES, 64], OPERAND)
+    ring = gl.allocate_shared_memory(dtype, [SLOTS * PANELS, STEP_N, 64], OPERAND)
+    p_smem = gl.allocate_shared_memory(dtype, [STEP_N, LINES], gl.NVMMASharedLayout(32, 16, 2))
+    NUM_FULL: gl.constexpr = SLOTS * (PANELS // GROUP)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_FULL, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(NUM_FULL):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(q_full, count=1)
+    fence_async_shared()
+    bars = Barriers(full, empty, q_full, q_full, q_full, q_full, q_full, q_full)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    unit = gl.program_id(1)
+    group = gl.program_id(0) % GROUPS
+    worker = gl.program_id(0) // GROUPS
+    row, token, position = _token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    num_first = splits_in_first(position, num_workers, SPLITS)
+    num_segments = 1
+    step = 1
+    if IS_SPLIT:
+        num_segments = split_of(position, SPLITS) + 2 - num_first
+        # The first worker has the first segment, the others share the rest.
+        step = gl.where(worker == 0, num_segments, gl.maximum(num_workers - 1, 1))
+        step = gl.where(num_workers == 1, 1, step)
+    if position < 0:
+        num_segments = 0
+        step = 1
+        if BY_TOKEN and worker == 0:  # padding
+            _store_zeros(out, token, group, H, R)
+    table = tables + gl.minimum(row, num_rows - 1).to(gl.int64) * table_stride
+    gl.warp_specialize(
+        [
+            (_attend, (
+                q_smem, ring, p_smem, bars, out, partial, stats, unit, token, position, group,
+                worker, step, num_first, num_segments, max_splits, factor, SPLITS, H, R, PANELS,
+                GROUP, SLOTS, IS_SPLIT,
+            )),
+            (_load, (
+                q_desc, c_desc, table, q_smem, ring, bars, token, position, group, worker, step,
+                num_first, num_segments, SPLITS, H, PAGE, PANELS, GROUP, SLOTS, IS_SPLIT,
+            )),
+        ],
+        [1],
+        [40],  # registers of a thread
+    )  # fmt: skip
+
+
+@gluon.jit
+def _store_zeros(out, token, group, H: gl.constexpr, R: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    heads = group * LINES + gl.arange(0, LINES, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
+    target = out + ((token.to(gl.int64) * H + heads) * R)[:, None] + dims[None, :]
+    zeros = gl.zeros([LINES, R], out.dtype.element_ty, LAYOUT)
+    gl.store(target, zeros, mask=(heads < H)[:, None])
+
+
+def serves(num_heads: int) -> bool:
+    """Whether heads fill a program and no more; more share a tile in :mod:`.decode`."""
+    return num_heads <= LINES.value
+
+
+def constants_of(rank: int) -> dict[str, int]:
+    """The kernel's own constants."""
+    panels = rank // 64 + 1
+    num_free = _SHARED_BYTES - panels * LINES.value * 128 - STEP_N.value * LINES.value * 2
+    slots = min(num_free // (panels * _PANEL_BYTES), 4)
+    return {"GROUP": 3 if panels % 3 == 0 else panels, "SLOTS": slots}
+
+
+def launch(
+    query: Tensor, kv: LatentKV, out: Tensor, partial: Tensor, stats: Tensor, factor: float,
+    grid: tuple[int, int], num_workers: int, max_splits: int, constants: dict[str, Any],
+) -> None:  # fmt: skip
+    """What :func:`.decode.latent_decode_kernel` computes, of a batch that
+    :func:`.prefill_sm90.is_served` and heads that this kernel :func:`serves`.
+
+    Args:
+        query: ``[T, H, R + P]`` and out: ``[T, H, R]``, contiguous, on a GPU.
+        partial, stats, grid, num_workers, max_splits: of that kernel, too.
+        constants: those of both kernels.
+    """
+    q_desc, c_desc = descriptors(query, kv.cache, LINES.value)
+    latent_decode_sm90_kernel[grid](
+        q_desc, c_desc, out, partial, stats, *kv[1:], factor, kv.block_tables.stride(0),
+        len(kv.context_lens), num_workers, max_splits,
+        PAGE=kv.cache.shape[1],
+        **constants,
+        **constants_of(out.shape[2]),
+        num_warps=4,
+        maxnreg=MEAN_REGISTERS,
+        launch_pdl=constants["PDL"],
+    )  # fmt: skip
