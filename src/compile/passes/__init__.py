@@ -98,6 +98,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_route_rows import fuse_route_rows
     from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
+    from .fuse_wide_linear import fuse_wide_linear
     from .lower_gpu import lower_gpu
 
     return {
@@ -112,6 +113,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_route_rows": fuse_route_rows,
         "fuse_activation": fuse_activation,
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
+        "fuse_wide_linear": fuse_wide_linear,
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
         "fuse_quantize": fuse_quantize,
