@@ -77,8 +77,9 @@ def gpu_passes() -> dict[str, GraphPass]:
 
     In this order: the rotary passes take the norms of queries, keys and latents, and the first and
     the one that joins attention match the ops; masks that go with the experts' sort lie between a
-    matmul and its activation; the sum over experts and its inverse are known by that sort; a norm
-    that its matmul or a collective may take is theirs before it is that sum's.
+    matmul and its activation; a router is known by what it makes of its logits, whoever computes
+    those; the sum over experts and its inverse are known by that sort; a norm that its matmul or a
+    collective may take is theirs before it is that sum's.
     """
     # Triton, which they need, is only there on machines with a GPU.
     from .combine_experts import combine_experts
