@@ -77,8 +77,9 @@ def gpu_passes() -> dict[str, GraphPass]:
 
     In this order: the rotary passes take the norms of queries, keys and latents, and the first and
     the one that joins attention match the ops; masks that go with the experts' sort lie between a
-    matmul and its activation; the sum over experts and its inverse are known by that sort; a norm
-    that its matmul or a collective may take is theirs before it is that sum's.
+    matmul and its activation; a router is known by what it makes of its logits, whoever computes
+    those; the sum over experts and its inverse are known by that sort; a norm that its matmul or a
+    collective may take is theirs before it is that sum's.
     """
     # Triton, which they need, is only there on machines with a GPU.
     from .combine_experts import combine_experts
@@ -98,6 +99,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_route_rows import fuse_route_rows
     from .fuse_router import fuse_router
     from .fuse_row_parallel import fuse_row_parallel
+    from .fuse_wide_linear import fuse_wide_linear
     from .lower_gpu import lower_gpu
 
     return {
@@ -112,6 +114,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_route_rows": fuse_route_rows,
         "fuse_activation": fuse_activation,
         "fuse_rope_cos_sin": fuse_rope_cos_sin,
+        "fuse_wide_linear": fuse_wide_linear,
         "lower_gpu": lower_gpu,
         "fuse_norm_linear": fuse_norm_linear,
         "fuse_quantize": fuse_quantize,

@@ -69,7 +69,9 @@ def fuse_route_rows(gm: GraphModule, _context: PassContext) -> int:
             continue
         logits, tokens = found.router.args[0], found.copy.args[0]
         # The call is where the router was, and reads the tokens earlier than the copy did.
-        if order[tokens] > order[found.router] or not written.isdisjoint({logits, tokens}):
+        if not written.isdisjoint({logits, tokens}):
+            continue
+        if order[tokens] > order[found.router] and not _move_view(tokens, found.router, order):
             continue
         _replace(graph, found)
         count += 1
@@ -108,6 +110,17 @@ def _chain(copy: Any) -> _Chain | None:
     return _Chain(
         router, tuple(views), sort, copy, routed_parts.get(0), ids, inverse, sorted_parts.get(_OFFS)
     )
+
+
+def _move_view(tokens: Any, router: Node, order: dict[Node, int]) -> bool:
+    """Move ``tokens`` before the router if it is a view of something that is there, as that which
+    DeepSeek-V2 takes of the rows anew for its experts; returns whether it has been."""
+    if not calls(tokens, "view", "reshape", "flatten"):
+        return False
+    if any(order[source] > order[router] for source in tokens.all_input_nodes):
+        return False
+    router.prepend(tokens)
+    return True
 
 
 def _parts(node: Node) -> dict[Any, Node] | None:

@@ -4,6 +4,7 @@ Read in this order: ``dispatch`` (a GPU's entry: our kernels for few rows, cuBLA
 ``matmul`` (Triton), ``matmul_sm90``, its ``_launch`` and ``norm_matmul_sm90``, ``matmul_sm90_many``
 and its ``_launch`` (Gluon, Hopper),
 ``row_parallel`` (a rank's part of a sum, pushed as it is computed);
+``wide_matmul`` (float32 results of 16-bit operands, Triton);
 ``route``, ``sort_by_expert``, ``expert_rows`` and ``grouped_mm`` (mixture of experts, in the order
 of a layer); ``tiles`` and ``tuned_tiles``; ``plan`` and ``plan_cache`` (up to how many rows our
 kernels serve); ``cublas`` (its settings);

@@ -61,6 +61,8 @@ def first(gm: GraphModule, function: object) -> Node:
     [
         ("qwen3_moe", 1, torch.bfloat16),
         ("mixtral", 2, torch.bfloat16),
+        # Its experts read a view of the rows that comes behind the router.
+        ("deepseek_v2", 1, torch.bfloat16),
         pytest.param("qwen3_moe", 1, torch.float32, marks=pytest.mark.nightly),
         pytest.param("olmoe", 2, torch.float32, marks=pytest.mark.nightly),
     ],
@@ -135,6 +137,16 @@ def _late_tokens(gm: GraphModule) -> None:
     node.replace_input_with(tokens, later)
 
 
+def _late_view(gm: GraphModule) -> None:
+    _late_tokens(gm)
+    node = first(gm, expert_rows.spread_rows)
+    tokens = node.args[0]
+    with gm.graph.inserting_before(node):
+        view = gm.graph.call_method("view", (tokens, -1, 48))
+    view.meta = dict(tokens.meta)
+    node.replace_input_with(tokens, view)
+
+
 def _written_tokens(gm: GraphModule) -> None:
     node = first(gm, expert_rows.spread_rows)
     with gm.graph.inserting_before(node):
@@ -148,6 +160,7 @@ def _written_tokens(gm: GraphModule) -> None:
         _read(sort_by_expert, 1),
         _another_top_k,
         _late_tokens,
+        _late_view,
         _written_tokens,
     ],
 )

@@ -1,0 +1,201 @@
+"""``x @ weight.T`` in float32 of 16-bit rows and a 16-bit weight, as a Triton kernel: a router's
+logits, which transformers computes from float32 copies of both.
+
+The product of two bfloat16 or float16 is exact in float32, so the copies add nothing; what counts
+is how products are added up. The matrix unit cuts sums off, which over all of K is an error of
+twenty times that of a float32 matmul (docs/notes/mla.md). So it adds up 128 products at a time,
+from zero, and each such part is added to the total in float32, rounded as any addition is.
+
+A result has one order of additions, whatever the tile: parts of 128 in the order of K. A tile says
+how many parts are under way at once, not in which order they are added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import Gpu, as_rows, has_dependent_launch
+from ..fused.rounding import EMULATE
+from ..jit.parallel_build import may_skip_launches
+
+PART = 128
+"""Products that the matrix unit adds up by itself: of all tiles, as it is part of the order."""
+_ROW_UNIT = 8  # elements of 16 bytes: other rows may have other bits in another tile (tiles.py)
+
+
+@dataclass(frozen=True, slots=True)
+class WideTile:
+    """How one matmul is cut, without influence on its bits.
+
+    Attributes:
+        rows, outs: of a program's tile, powers of two from 16.
+        parts: of 128 summands, asked for and multiplied at once: what waits for itself is the
+            chain of products of one part, and few warps have place for several.
+        num_stages: of the pipeline of such groups. num_warps: of a program.
+    """
+
+    rows: int
+    outs: int
+    parts: int
+    num_stages: int
+    num_warps: int
+
+
+TILES = (
+    WideTile(128, 128, 1, 3, 8),
+    WideTile(64, 64, 1, 4, 4),
+    WideTile(32, 32, 2, 4, 4),
+    WideTile(16, 16, 4, 4, 4),
+)
+_SMALL_TILES = (WideTile(64, 64, 1, 3, 4), WideTile(32, 32, 1, 3, 4), WideTile(16, 16, 2, 3, 4))
+"""For less shared memory than an H100's."""
+
+
+@triton.jit
+def _prefetch(weight, n, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for rows ``n [BLOCK_N]`` of the weight in the L2 cache, lines of 128 bytes."""
+    line = tl.minimum(tl.arange(0, triton.next_power_of_2((K + 63) // 64)) * 64, K - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(weight + n[:, None] * K + line[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _wide_kernel(  # type: ignore[no-untyped-def]
+    x,  # [num_rows, K]
+    weight,  # [N, K], contiguous
+    out,  # float32 [num_rows, N], contiguous
+    num_rows, x_stride,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: ``(tiles of rows * tiles of outputs,)``, those of the same rows beside each other, so
+    that one read from memory serves them."""
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    m = tl.program_id(0) // TILES_N * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    # What is computed beyond the end is not stored.
+    n_read = tl.minimum(n, N - 1).to(tl.int64)
+    if PDL:
+        if BLOCK_M == 16:  # few rows, whose time is that of the weight
+            _prefetch(weight, n_read, K)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    is_row = m[:, None] < num_rows
+    k = tl.arange(0, PART)
+    x_at = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_at = weight + n_read[:, None] * K + k[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(0, K, PART * PARTS):
+        for i in tl.static_range(PARTS):
+            begin = group + i * PART
+            if K % (PART * PARTS):
+                in_k = (begin + k < K)[None, :]
+                rows = tl.load(x_at + begin, mask=is_row & in_k, other=0.0)
+                weights = tl.load(w_at + begin, mask=in_k, other=0.0)
+            else:
+                rows = tl.load(x_at + begin, mask=is_row, other=0.0)
+                weights = tl.load(w_at + begin)
+            if EMULATE:  # NumPy knows no bfloat16
+                rows, weights = rows.to(tl.float32), weights.to(tl.float32)
+            part = tl.dot(rows, tl.trans(weights))
+            # Not ``total + part``: Triton makes that a product that starts from the total.
+            # Parts beyond K are 0 and change nothing: a total is never -0.
+            total = tl.fma(total, tl.full(total.shape, 1.0, tl.float32), part)
+    target = out + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(target, total, mask=is_row & (n[None, :] < N))
+
+
+def choose_wide_tile(num_rows: int, num_outs: int, card: Gpu) -> WideTile:
+    """The largest tile of which two fifths of the multiprocessors get one, else the smallest:
+    what larger tiles save is reads of the same rows and weights."""
+    tiles = wide_tiles(num_outs, card)
+    for tile in tiles:
+        num_programs = -(-num_rows // tile.rows) * -(-num_outs // tile.outs)
+        if 5 * num_programs >= 2 * card.num_sms:
+            return tile
+    return tiles[-1]
+
+
+def wide_tiles(num_outs: int, card: Gpu) -> list[WideTile]:
+    """All tiles for a weight, the largest first: none that is more than half empty."""
+    tiles = TILES if card.is_large else _SMALL_TILES
+    return [tile for tile in tiles if tile.outs < 2 * num_outs or tile is tiles[-1]]
+
+
+def wide_matmul(x: Tensor, weight: Tensor, tile: WideTile, overlap: bool | None = None) -> Tensor:
+    """``x @ weight.T`` in float32; one launch, any number of rows.
+
+    Args:
+        x: bfloat16 or float16 ``[M, K]``. Rows may be strided.
+        weight: ``[N, K]`` of the same dtype, contiguous; a parameter: it may be read before the
+            kernels queued before have ended.
+        overlap: whether to start before the kernel before has ended; None: where the GPU can.
+
+    Returns:
+        float32 ``[M, N]``, contiguous.
+    """
+    (num_rows, k_size), num_outs = x.shape, len(weight)
+    out = torch.empty(num_rows, num_outs, dtype=torch.float32, device=x.device)
+    if num_rows == 0:
+        return out
+    pdl = has_dependent_launch(x.device) if overlap is None else overlap
+    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outs, tile.outs),)
+    _wide_kernel[grid](
+        x, weight, out, num_rows, x.stride(0),
+        N=num_outs,
+        K=k_size,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.outs,
+        PART=PART,
+        PARTS=tile.parts,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether :func:`wide_linear` takes a weight: 16 bits, whole 16-byte units a row."""
+    return (
+        weight.dim() == 2
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[1] % _ROW_UNIT == 0
+        and weight.is_contiguous()
+    )
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear(x.float(), weight.float())``, up to the order of additions, which is one for all
+    numbers of rows.
+
+    Args:
+        x: bfloat16 or float16 ``[..., K]``.
+        weight: ``[N, K]`` of the same dtype that :func:`fits`; a parameter, as of
+            :func:`wide_matmul`.
+
+    Returns:
+        float32 ``[..., N]``.
+    """
+    if x.device.type == "cpu":
+        return F.linear(x.float(), weight.float())
+    rows, card = as_rows(x), Gpu.of(x.device)
+    if may_skip_launches():
+        # Kernels are being made for later steps, of other numbers of rows: those of all tiles.
+        for tile in wide_tiles(len(weight), card):
+            wide_matmul(rows, weight, tile)
+    out = wide_matmul(rows, weight, choose_wide_tile(len(rows), len(weight), card))
+    return out.view(*x.shape[:-1], len(weight))
