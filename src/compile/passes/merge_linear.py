@@ -43,9 +43,9 @@ from .context import PassContext
 
 _UNIT_BYTES = 16
 _PADDED_TO = 16
-"""Outputs, where there have to be more: more than units of 16 bytes ask for, as Triton knows of a
-stride that 16 divides it, or nothing; and as the matmul of a CPU fills the outputs up to that in
-every call (:mod:`.cpu_invariant`), which it then need not."""
+"""Where outputs are added, up to a multiple of this: units of 16 bytes ask for less, but Triton
+looks only whether a stride is a multiple of 16, and some matmuls of a CPU fill outputs up to that
+in every call (:mod:`.cpu_invariant`), which they then need not."""
 
 
 def _storage(tensor: Tensor) -> int:
