@@ -405,12 +405,27 @@ def test_the_second_start_imports_nothing_that_it_does_not_need(
     assert len(imported) < 2000, "2,900 with the module"
 
 
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [
+        ("qwen3_moe", {}),
+        # With a merged weight of 105 outputs, and padding.
+        (
+            "qwen2_moe",
+            {
+                "num_experts": 8,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 48,
+            },
+        ),
+    ],
+)
 def test_experts_are_restored_in_a_process_that_knows_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, settings: dict[str, int]
 ) -> None:
     """Their operation is not torch's own: a model's module would have registered it."""
     monkeypatch.setenv("PAGESPEC_CACHE", str(tmp_path / "cache"))
-    tiny_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    tiny_model(arch, num_hidden_layers=1, **settings).save_pretrained(tmp_path / "model")
     first, second = (
         json.loads(run_apart("-c", _PROGRAM, str(tmp_path / "model"), "")) for _ in range(2)
     )

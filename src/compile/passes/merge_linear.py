@@ -8,6 +8,10 @@ The weights are concatenated in storage once, and the original parameters become
 
 So there is no second copy, state dicts and in-place weight updates keep working, and the graph
 gets one constant more.
+
+Rows of zeros follow where a row of the result would not be whole 16-byte units (a router, what a
+shared expert asks and its gate: 1,281 or 1,537 outputs). TMA could not store such rows, and what
+reads a part of one would read two bytes at a time. Nobody reads the columns that they give.
 """
 
 from __future__ import annotations
@@ -37,13 +41,24 @@ from ..fx.recorder import Recorder, recording
 from ..fx.stand_in import is_stand_in, stand_in
 from .context import PassContext
 
+_UNIT_BYTES = 16
+_PADDED_TO = 16
+"""Where outputs are added, up to a multiple of this: units of 16 bytes ask for less, but Triton
+looks only whether a stride is a multiple of 16, and some matmuls of a CPU fill outputs up to that
+in every call (:mod:`.cpu_invariant`), which they then need not."""
+
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def consecutive_views(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One tensor that spans ``tensors`` if they lie back to back in one storage, else None."""
+def consecutive_views(tensors: Sequence[Tensor], num_padding: int = 0) -> Tensor | None:
+    """One tensor that spans ``tensors`` and so many rows behind them, if they lie back to back in
+    one storage that has those rows, else None.
+
+    Whatever lies in the rows behind: ours are zeros, but of a checkpoint's fused tensor they may be
+    another parameter's.
+    """
     first = tensors[0]
     offset = first.storage_offset()
     for tensor in tensors:
@@ -52,22 +67,29 @@ def consecutive_views(tensors: Sequence[Tensor]) -> Tensor | None:
         if not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
             return None
         offset += tensor.numel()
-    num_rows = sum(tensor.shape[0] for tensor in tensors)
+    num_rows = sum(tensor.shape[0] for tensor in tensors) + num_padding
+    end = offset + num_padding * first.shape[1:].numel()
+    if end * first.element_size() > first.untyped_storage().nbytes():
+        return None
     shape = (num_rows, *first.shape[1:])
     return first.detach().as_strided(shape, first.stride(), first.storage_offset())
 
 
-def merge_storage(parameters: Sequence[Tensor]) -> Tensor:
-    """Lay ``parameters`` back to back along dim 0 and make each a view; returns the whole.
+def merge_storage(parameters: Sequence[Tensor], num_padding: int = 0) -> Tensor:
+    """Lay ``parameters`` back to back along dim 0, with so many rows of zeros behind them, and make
+    each a view; returns the whole.
 
     Parameters merged before (an earlier capture of the same model) are left where they are.
     """
     # Normal tensors even when a capture runs in inference mode: the parameters may be trained.
     with torch.inference_mode(False), torch.no_grad():
-        whole = consecutive_views(parameters)
+        whole = consecutive_views(parameters, num_padding)
         if whole is not None:
             return whole
-        whole = torch.cat([parameter.detach() for parameter in parameters])
+        parts = [parameter.detach() for parameter in parameters]
+        if num_padding:
+            parts.append(parts[0].new_zeros(num_padding, *parts[0].shape[1:]))
+        whole = torch.cat(parts)
         begin = 0
         for parameter in parameters:
             end = begin + parameter.shape[0]
@@ -173,10 +195,14 @@ def _merge_group(
     graph = gm.graph
     operands = [linear_operands(node) for node in nodes]
     source = operands[0][0]
-    weight = _merged_placeholder(gm, context, [w for _, w, _ in operands])
+    weights = [context.constants[w.name] for _, w, _ in operands]
+    sizes = [weight.shape[0] for weight in weights]
+    num_padding = _num_padding(context, nodes, weights)
+    weight = _merged_placeholder(gm, context, [w for _, w, _ in operands], num_padding)
     biases = [b for _, _, b in operands if b is not None]
-    bias = _merged_placeholder(gm, context, biases) if biases else None
-    sizes = [context.constants[w.name].shape[0] for _, w, _ in operands]
+    bias = _merged_placeholder(gm, context, biases, num_padding) if biases else None
+    if num_padding:
+        sizes.append(num_padding)
     with graph.inserting_before(nodes[0]):
         merged = graph.call_function(torch.nn.functional.linear, (source, weight, bias))
         parts = graph.call_method("split", (merged, sizes, -1))
@@ -197,14 +223,29 @@ def _merge_group(
     return len(nodes) - 1
 
 
-def _merged_placeholder(gm: GraphModule, context: PassContext, parts: list[Node]) -> Node:
+def _num_padding(context: PassContext, nodes: list[Node], weights: Sequence[Tensor]) -> int:
+    """How many rows of zeros to put behind ``weights`` of ``nodes``."""
+    num_outputs = sum(weight.shape[0] for weight in weights)
+    if num_outputs * weights[0].element_size() % _UNIT_BYTES == 0:
+        return 0
+    # What is held quantised is laid out by its format; gate and up alone are known by the halves of
+    # their result, which is not stored where their activation joins the matmul.
+    if context.weight_format(weights[0]) is not None or _may_have_gate(nodes):
+        return 0
+    return -num_outputs % _PADDED_TO
+
+
+def _merged_placeholder(
+    gm: GraphModule, context: PassContext, parts: list[Node], num_padding: int
+) -> Node:
+    """A constant of the rows of ``parts``, in their place, with so many rows of zeros behind."""
     tensors = [context.constants[part.name] for part in parts]
     if is_stand_in(tensors[0]):
-        num_outputs = sum(tensor.shape[0] for tensor in tensors)
+        num_outputs = sum(tensor.shape[0] for tensor in tensors) + num_padding
         shape = (num_outputs, tensors[0].shape[1])
         whole = stand_in(shape, tensors[0].dtype, tensors[0].device)
     else:
-        whole = merge_storage(tensors)
+        whole = merge_storage(tensors, num_padding)
     if context.weight_format(tensors[0]) is not None:
         held = [context.quantized.pop(id(tensor)) for tensor in tensors]
         known = [part for part in held if part is not None]

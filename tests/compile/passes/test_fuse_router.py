@@ -56,7 +56,9 @@ def test_tokens_are_those_of_hugging_face(
     # Of Qwen3-Next a part of what the shared expert's projections give, read where it lies.
     parts = [node.args[0] for node in routers if calls(node.args[0], "getitem")]
     assert len(parts) == (2 if arch == "qwen3_next" else 0)
+    # 69 columns, and padding.
     assert all(calls(part.args[0], "split") for part in parts)
+    assert all(part.args[0].args[1] == [32, 32, 4, 1, 11] for part in parts)
     prompt = [5, 6, 7, 8, 9, 10, 11, 12]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate([prompt], params, use_tqdm=False)

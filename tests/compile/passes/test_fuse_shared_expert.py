@@ -82,6 +82,9 @@ def test_tokens_are_those_of_hugging_face(
     graph = llm._runner.captured.graph
     assert count(graph, combine_add_rms_norm) == num_layers
     assert count(graph, expert_rows.combine_experts) == 0
+    if arch == "qwen2_moe":  # 105 columns of router and shared expert, and padding
+        splits = [node.args[1] for node in graph.graph.nodes if calls(node, "split")]
+        assert splits.count([48, 48, 8, 1, 7]) == num_layers
     # One step has many tokens, the others have one.
     prompt = [5 + i * 7 % 90 for i in range(70)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -95,15 +95,15 @@ def layout(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("shape", "sizes", "halves", "expected"),
     [
-        # Gate, up and the shared expert's gate.
-        ((4, 8), (5, 5, 1), False, [17]),
-        # Gate and up alone: the activation joins their matmul.
+        # Gate, up and the shared expert's gate: 17 outputs, and padding.
+        ((4, 8), (5, 5, 1), False, [32]),
+        # Gate and up alone: the activation joins their matmul, which is not padded.
         ((4, 8), (5, 5), False, [6, 10]),
         # One layer that is both, and one that is not.
         ((4, 8), (10,), True, [6, 10]),
         ((4, 8), (10,), False, [16]),
         # The rows in another shape.
-        ((1, 4, 8), (5, 5, 1), False, [6, 11]),
+        ((1, 4, 8), (5, 5, 1), False, [6, 16]),
     ],
 )
 def test_a_router_joins_what_reads_its_rows(
