@@ -14,11 +14,13 @@ from .chunk_functions import (
     has_reads,
     inner_products,
     keep_inputs,
-    load_inner,
+    load_factors,
+    load_mixing,
     load_reads,
     load_rows,
     load_scalars,
     matmul,
+    read_state,
     ssd_inner,
     step_sizes,
 )
@@ -119,7 +121,8 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         if chunks is not None:
             place = place_of_chunk(chunks, token, begin, row, head, CHUNK, SIZE, H)
-            mixing, of_key, of_query, of_update, growth = load_inner(place, reads, index)
+            mixing = load_mixing(place, reads, index)
+            of_key, of_query, of_update, growth = load_factors(place, index)
             state = tl.load(record + s_offsets, mask=has_state)
             tl.debug_barrier()  # else the assembler has loads that are needed late wait for this
         else:
@@ -151,8 +154,9 @@ def chunk_decode_kernel(  # type: ignore[no-untyped-def]
                 mixing, of_query, of_update, growth = ssd_inner(products, rate * of_key, SPLIT)
         x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x, 0.0)
         state = tl.where(has_state, state, 0.0)
-        mask = (index < last)[None, :] & mask_v
-        u, y, wide_v = advance(state, x, v, mask, mixing, of_key, of_query, DELTA, SPLIT)
+        read = read_state(state, x, SPLIT)
+        v = tl.where((index < last)[None, :] & mask_v, v, 0.0)
+        u, y, wide_v = advance(read, v, mixing, of_key, of_query, DELTA, SPLIT)
         if skip is not None:
             y += skipped * wide_v
         new = (index >= first) & (index < last)

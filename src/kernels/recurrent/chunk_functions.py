@@ -29,8 +29,22 @@ def as_bfloat16(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def split(x):  # type: ignore[no-untyped-def]
-    high = as_bfloat16(x)
-    return high, as_bfloat16(x - high.to(tl.float32))
+    """Two bfloat16 that sum up to x. A pair at a time: Triton would take what it converted apart
+    for the differences, and put it together again for the matmul."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 a, b;
+            cvt.rn.bf16x2.f32 $0, $3, $2;
+            shl.b32 a, $0, 16;
+            and.b32 b, $0, 0xffff0000;
+            sub.rn.f32 a, $2, a;
+            sub.rn.f32 b, $3, b;
+            cvt.rn.bf16x2.f32 $1, b, a;
+        }
+        """,
+        "=&r,=r,f,f", [x], (tl.bfloat16, tl.bfloat16), True, 2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -165,21 +179,27 @@ def halves(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def read_state(state, reads, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the queries of a chunk, and below them, in the delta rule, its keys read of ``state
+    [V, K]``, that at its begin."""
+    zeros = tl.zeros((state.shape[0], reads.shape[0]), tl.float32)
+    return matmul(state, tl.trans(reads), zeros, SPLIT)
+
+
+@triton.jit
 def advance(  # type: ignore[no-untyped-def]
-    state, reads, v, mask, mixing, of_key, of_query, DELTA: tl.constexpr, SPLIT: tl.constexpr
+    read, v, mixing, of_key, of_query, DELTA: tl.constexpr, SPLIT: tl.constexpr
 ):
-    """u, y and v in float32, ``[V, CHUNK]``, of a chunk that begins with ``state [V, K]``.
+    """u, y and v in float32, ``[V, CHUNK]``, of a chunk.
 
     Args:
-        reads: its queries, and below them, in the delta rule, its keys.
-        v: its values ``[V, CHUNK]`` where ``mask`` is.
+        read: of :func:`read_state`. v: the chunk's values ``[V, CHUNK]``, zeros where none are.
         mixing: ``[2 CHUNK, CHUNK]``, what :func:`delta_inner` gives; in Mamba-2 P. The factors are
             of :func:`delta_inner`; in Mamba-2 ``of_key`` are the step sizes.
     """
-    zeros = tl.zeros((state.shape[0], reads.shape[0]), tl.float32)
-    read = matmul(state, tl.trans(reads), zeros, SPLIT)
-    v = tl.where(mask, v, 0.0).to(tl.float32)
+    v = v.to(tl.float32)
     if DELTA:
+        zeros = tl.zeros(read.shape, tl.float32)
         read, known = halves(read)
         u, y = halves(matmul(v - known * of_key[None, :], tl.trans(mixing), zeros, SPLIT))
         y += read * of_query[None, :]
@@ -236,12 +256,29 @@ def load_reads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_inner(place, reads, index):  # type: ignore[no-untyped-def]
-    """What ``chunk_inner_kernel`` left at ``place``: mixing, the three factors and that on S."""
+def reads_of(  # type: ignore[no-untyped-def]
+    query, key, q_stride, k_stride, index, k_index, CHUNK: tl.constexpr, KEYS: tl.constexpr
+):
+    """Where a chunk's queries lie, and, with KEYS, below them its keys."""
+    rows = index % CHUNK
+    pointers = query + (rows * q_stride + k_index)
+    if KEYS:
+        pointers = tl.where(index >= CHUNK, key + (rows * k_stride + k_index), pointers)
+    return pointers
+
+
+@triton.jit
+def load_mixing(place, reads, index):  # type: ignore[no-untyped-def]
+    """What ``chunk_inner_kernel`` left at ``place``: the matrices."""
+    return tl.load(place + reads * index.shape[0] + index[None, :])
+
+
+@triton.jit
+def load_factors(place, index):  # type: ignore[no-untyped-def]
+    """The three factors beside them, and that on S."""
     CHUNK: tl.constexpr = index.shape[0]
     vectors = place + 2 * CHUNK * CHUNK + index
     return (
-        tl.load(place + reads * CHUNK + index[None, :]),
         tl.load(vectors),
         tl.load(vectors + CHUNK),
         tl.load(vectors + 2 * CHUNK),

@@ -12,10 +12,13 @@ from .chunk_functions import (
     advance,
     has_reads,
     keep_inputs,
-    load_inner,
+    load_factors,
+    load_mixing,
     load_reads,
     load_rows,
     matmul,
+    read_state,
+    reads_of,
 )
 from .chunk_inner import BATCH, POINTERS, place_of_chunk
 from .device_functions import zero_padding
@@ -75,73 +78,107 @@ def chunk_prompt_kernel(  # type: ignore[no-untyped-def]
 
     head_k = head // (H // HK)
     q_stride, k_stride, v_stride = q_stride * UNIT, k_stride * UNIT, v_stride * UNIT
-    query += head_k.to(tl.int64) * (q_head_stride * UNIT) + k_index
-    key += head_k.to(tl.int64) * (k_head_stride * UNIT) + k_index
-    value += head.to(tl.int64) * (v_head_stride * UNIT) + v_index
+    query += head_k.to(tl.int64) * (q_head_stride * UNIT)
+    key += head_k.to(tl.int64) * (k_head_stride * UNIT)
+    value += head.to(tl.int64) * (v_head_stride * UNIT)
     decay += head.to(tl.int64) * a_head_stride
-    out += head * V + v_index
+    out += head * V
     if DELTA:
         beta += head.to(tl.int64) * b_head_stride
     if skip is not None:
         skipped = tl.load(skip + head).to(tl.float32)
 
-    # The next are positions [first, last) of a chunk; `token` is that of the first.
+    # The next are positions [first, last) of the chunk of which `token` is the first. Only of a
+    # row's first chunk there may be positions that the slot keeps.
     first = position % CHUNK
-    token = begin
+    token = begin - first
     left = end - begin
     last = tl.minimum(CHUNK, first + left)
     slot = tl.load(table + tl.maximum(position - 1, 0) // interval).to(tl.int64)
     record = states + slot * SLOT
-    x_1 = load_reads(
-        query, key, q_stride, k_stride, record + KEYS, read_offsets, token, first, last, reads,
-        mask_k, CHUNK,
+    x = load_reads(
+        query + k_index, key + k_index, q_stride, k_stride, record + KEYS, read_offsets, begin,
+        first, last, reads, mask_k, CHUNK,
     )  # fmt: skip
+    tokens = token.to(tl.int64) + index
+    v = load_rows(
+        value + v_index, tokens[None, :], v_stride, record + VALUES, v_offsets, index[None, :],
+        first, last, mask_v,
+    )  # fmt: skip
+    k = load_rows(
+        key + k_index, tokens[:, None], k_stride, record + KEYS, k_offsets, index[:, None], first,
+        last, mask_k,
+    )  # fmt: skip
+    place = place_of_chunk(chunks, begin, begin, row, head, CHUNK, SIZE, H)
+    mixing = load_mixing(place, reads, index)
     state = tl.load(record + s_offsets, mask=mask_v & mask_k & (position > 0), other=0.0)
     # A state that begins an interval comes from another slot than it goes to.
     is_new = position % interval == 0
+    until_next = interval - position % interval
+    table += position // interval
+    record = states + tl.load(table).to(tl.int64) * SLOT
+    x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x, 0.0)
+    v = tl.where((index < last)[None, :] & mask_v, v, 0.0)
+    k = tl.where((index < last)[:, None] & mask_k, k, 0.0)
+    # Where the inputs and outputs of `token` are; from here on all is a chunk further each time.
+    query += token.to(tl.int64) * q_stride
+    key += token.to(tl.int64) * k_stride
+    value += token.to(tl.int64) * v_stride
+    out += token.to(tl.int64) * (H * V)
+    place_1 = place_of_chunk(chunks, token + CHUNK, begin, row, head, CHUNK, SIZE, H)
 
     while left > 0:
-        tokens = (token - first).to(tl.int64) + index
-        v = load_rows(
-            value, tokens[None, :], v_stride, record + VALUES, v_offsets, index[None, :], first,
-            last, mask_v,
+        of_key, of_query, of_update, growth = load_factors(place, index)
+        left -= last - first
+        until_next -= last - first
+        # Loads for the next chunk, on their way while this one is computed. Behind a row's last
+        # there is something in `chunks`, too.
+        last_1 = tl.minimum(CHUNK, left)
+        query += CHUNK * q_stride
+        key += CHUNK * k_stride
+        value += CHUNK * v_stride
+        x_1 = tl.load(
+            reads_of(query, key, q_stride, k_stride, reads, k_index, CHUNK, DELTA),
+            mask=(reads % CHUNK < last_1) & mask_k, other=0.0,
         )  # fmt: skip
-        k = load_rows(
-            key, tokens[:, None], k_stride, record + KEYS, k_offsets, index[:, None], first,
-            last, mask_k,
+        v_1 = tl.load(
+            value + (index[None, :] * v_stride + v_index),
+            mask=(index < last_1)[None, :] & mask_v, other=0.0,
         )  # fmt: skip
-        place = place_of_chunk(chunks, token, begin, row, head, CHUNK, SIZE, H)
-        mixing, of_key, of_query, of_update, growth = load_inner(place, reads, index)
-        slot = tl.load(table + (position + (last - first - 1)) // interval).to(tl.int64)
-        x = tl.where(has_reads(reads, first, last, mask_k, CHUNK), x_1, 0.0)
-        x_1 = load_reads(
-            query, key, q_stride, k_stride, record + KEYS, read_offsets,
-            token + (last - first), 0, tl.minimum(CHUNK, left - (last - first)), reads, mask_k,
-            CHUNK,
+        k_1 = tl.load(
+            key + (index[:, None] * k_stride + k_index),
+            mask=(index < last_1)[:, None] & mask_k, other=0.0,
         )  # fmt: skip
+        mixing_1 = load_mixing(place_1, reads, index)
 
-        mask = (index < last)[None, :] & mask_v
-        u, y, wide_v = advance(state, x, v, mask, mixing, of_key, of_query, DELTA, SPLIT)
+        read = read_state(state, x, SPLIT)
+        u, y, wide_v = advance(read, v, mixing, of_key, of_query, DELTA, SPLIT)
         if skip is not None:
             y += skipped * wide_v
         new = (index >= first) & (index < last)
-        target = out + tokens[None, :] * (H * V)
+        target = out + (index[None, :] * (H * V) + v_index)
         tl.store(target, rounded(y, DTYPE).to(DTYPE), mask=mask_v & new[None, :])
 
-        token += last - first
-        left -= last - first
-        position += last - first
-        record = states + slot * SLOT
         if last == CHUNK:
-            state = matmul(u * of_update[None, :], tl.where(mask_k, k, 0.0), state * growth, SPLIT)
+            state = matmul(u * of_update[None, :], k, state * growth, SPLIT)
             is_new = True
         else:
             keep_inputs(
-                record, k, v, mixing, decay, beta, tokens, a_stride, b_stride, k_offsets, v_offsets,
-                index, reads, first, last, mask_k, mask_v, KEYS, VALUES, SCALARS, ROWS,
+                record, k, v, mixing, decay, beta, token.to(tl.int64) + index, a_stride, b_stride,
+                k_offsets, v_offsets, index, reads, first, last, mask_k, mask_v, KEYS, VALUES,
+                SCALARS, ROWS,
             )  # fmt: skip
-        if is_new & ((left == 0) | (position % interval == 0)):
+        if is_new & ((left == 0) | (until_next == 0)):
             tl.debug_barrier()  # other threads of this program may still be reading
             tl.store(record + s_offsets, state, mask=mask_v & mask_k)
+        if until_next == 0:
+            until_next = interval
+            table += 1
+            record = states + tl.load(table, mask=left > 0, other=0).to(tl.int64) * SLOT
+        token += CHUNK
+        out += CHUNK * H * V
+        place = place_1
+        place_1 += H * SIZE
         first = 0
-        last = tl.minimum(CHUNK, left)
+        last = last_1
+        x, v, k, mixing = x_1, v_1, k_1, mixing_1
