@@ -1,8 +1,10 @@
-"""Rows of a mixture of experts in the order of their experts: where each goes, in one launch.
+"""Rows of a mixture of experts in the order of their experts: where each goes.
 
-A counting sort with one program an expert, in place of a library's sort, histogram, sum and
-permutation, each a launch or several. Stable, without atomics; programs follow shapes alone, so
-calls can be captured.
+A counting sort, in place of a library's sort, histogram, sum and permutation, each a launch or
+several. Stable, without atomics; programs follow shapes alone, so calls can be captured. Where
+rows are few, one launch with one program per expert, which counts all rows and places its own;
+where they are many, one that counts them by block and expert, and one in which several programs
+per expert place the rows of some blocks each.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from ..jit.parallel_build import may_skip_launches
 
 # Rows that a program looks at at once, up to how many rows there are, and its warps.
 _BLOCKS = ((128, 128, 4), (2048, 1 << 40, 8))
+_MANY_ROWS = 8192  # beyond, rows are counted in a launch of their own
+_NUM_PLACING = 1024  # about so many programs place them: each reads the counts of all blocks
 
 
 @triton.jit(
@@ -56,6 +60,74 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         tl.store(offs + expert, end)
 
 
+@triton.jit
+def _bins(  # type: ignore[no-untyped-def]
+    ids, row, num_rows, num_real_tokens, E: tl.constexpr, TOP_K: tl.constexpr
+):
+    """Of rows: their expert, E if they have none, E + 1 if there is no such row; and their ids."""
+    found = tl.load(ids + row, mask=row < num_rows, other=E + 1)
+    is_real = row < num_rows
+    if num_real_tokens is not None:
+        is_real &= row < tl.load(num_real_tokens) * TOP_K
+    bins = tl.where(is_real, tl.minimum(found, E), tl.where(row < num_rows, E, E + 1))
+    return bins.to(tl.int32), found
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids", "num_real_tokens"]
+)
+def _count_kernel(  # type: ignore[no-untyped-def]
+    ids, counts, num_rows, num_real_tokens,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """How many rows of a block each expert has: ``counts [blocks, BINS]``. Grid: ``(blocks,)``."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bins, _ = _bins(ids, row, num_rows, num_real_tokens, E, TOP_K)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(bins, BINS))
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_parts"],
+    do_not_specialize_on_alignment=["ids", "num_real_tokens"],
+)
+def _place_kernel(  # type: ignore[no-untyped-def]
+    ids, counts, sorted_ids, order, inverse, offs, num_rows, num_real_tokens, num_parts,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_sort_kernel`, of the blocks of one part. Grid: ``(E + 1, num_parts)``."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert, part = tl.program_id(0), tl.program_id(1)
+    num_blocks = tl.cdiv(num_rows, BLOCK)
+    per_part = tl.cdiv(num_blocks, num_parts)
+    first = part * per_part
+    bins = tl.arange(0, BINS)
+    ahead = tl.zeros((BINS,), tl.int32)  # rows that come before those of this part
+    own = tl.zeros((BINS,), tl.int32)  # of the expert, in all blocks
+    for block in range(num_blocks):
+        count = tl.load(counts + block * BINS + bins)
+        ahead += tl.where((bins < expert) | ((bins == expert) & (block < first)), count, 0)
+        own += tl.where(bins <= expert, count, 0)
+    end = tl.sum(ahead, 0)
+    for block in range(first, tl.minimum(first + per_part, num_blocks)):
+        row = block * BLOCK + tl.arange(0, BLOCK)
+        found_bins, found = _bins(ids, row, num_rows, num_real_tokens, E, TOP_K)
+        is_here = found_bins == expert
+        at = end + tl.cumsum(is_here.to(tl.int32), 0) - 1
+        tl.store(order + at, row.to(tl.int64), mask=is_here)
+        tl.store(sorted_ids + at, found, mask=is_here)
+        tl.store(inverse + row, at.to(tl.int64), mask=is_here)
+        end += tl.sum(is_here.to(tl.int32), 0)
+    if (part == 0) & (expert < E):
+        tl.store(offs + expert, tl.sum(own, 0))
+
+
 def sort_by_expert(
     ids: Tensor, num_experts: int, top_k: int = 1, query_starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,14 +154,25 @@ def sort_by_expert(
             indices.zero_()
     pdl = has_dependent_launch(ids.device)
     block, _, num_warps = next(entry for entry in _BLOCKS if num_rows <= entry[1])
-    _sort_kernel[(num_experts + 1,)](
-        ids, sorted_ids, order, inverse, offs, num_rows,
-        None if query_starts is None else query_starts[-1:],
-        E=num_experts,
-        BLOCK=block,
-        TOP_K=top_k,
-        PDL=pdl,
-        num_warps=num_warps,
-        launch_pdl=pdl,
+    num_real_tokens = None if query_starts is None else query_starts[-1:]
+    shape = {"E": num_experts, "BLOCK": block, "TOP_K": top_k, "PDL": pdl}
+    options = {"num_warps": num_warps, "launch_pdl": pdl}
+    results = (sorted_ids, order, inverse, offs)
+    if num_rows <= _MANY_ROWS:
+        _sort_kernel[(num_experts + 1,)](
+            ids, *results, num_rows, num_real_tokens, **shape, **options
+        )
+        return results
+    num_blocks, num_bins = triton.cdiv(num_rows, block), triton.next_power_of_2(num_experts + 2)
+    counts = torch.empty(num_blocks, num_bins, dtype=torch.int32, device=ids.device)
+    if may_skip_launches():
+        counts.zero_()
+    num_parts = max(min(num_blocks, _NUM_PLACING // (num_experts + 1)), 1)
+    _count_kernel[(num_blocks,)](
+        ids, counts, num_rows, num_real_tokens, BINS=num_bins, **shape, **options
+    )
+    _place_kernel[(num_experts + 1, num_parts)](
+        ids, counts, *results, num_rows, num_real_tokens, num_parts,
+        BINS=num_bins, **shape, **options,
     )  # fmt: skip
-    return sorted_ids, order, inverse, offs
+    return results

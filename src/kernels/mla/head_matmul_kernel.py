@@ -15,6 +15,8 @@ from ..device import has_dependent_launch, vector_strides
 from ..fused.rounding import rounded
 from .pair_rotation import rotated_pairs
 
+_MANY_ROWS = 1024  # that fill the GPU with larger tiles, too
+
 
 @triton.jit
 def _prefetch_weight(  # type: ignore[no-untyped-def]
@@ -141,6 +143,15 @@ def latent_query(
     return _launch(query, weight, tables)
 
 
+def _tile(num_rows: int, is_wide: bool) -> tuple[int, int, int]:
+    """Rows and outputs of a tile, and warps; without influence on the result."""
+    if is_wide:
+        return 16, 32, 4
+    if num_rows <= 32:
+        return 16, 64, 4
+    return (64, 64, 4) if num_rows < _MANY_ROWS else (128, 128, 8)
+
+
 def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
     num_rows, num_heads, width = x.shape
     _, num_in, num_out = weight.shape
@@ -151,9 +162,7 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
     if num_rows == 0:
         return out
     is_wide = x.dtype == torch.float32
-    # Without influence on the result.
-    block_m = 16 if num_rows <= 32 or is_wide else 64
-    block_n = 32 if is_wide else 64
+    block_m, block_n, num_warps = _tile(num_rows, is_wide)
     row_stride, head_stride, step = vector_strides(x)
     # Rotated, an element is four loads, which few threads would ask for one after another.
     tail_rows = block_m if tables is None else 8
@@ -178,7 +187,7 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
         TAIL_ROWS=tail_rows,
         PRECISION="ieee" if is_wide else "tf32",
         PDL=overlap,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=3,
         enable_fp_fusion=tables is None,
         launch_pdl=overlap,
