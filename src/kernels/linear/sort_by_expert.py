@@ -2,9 +2,9 @@
 
 A counting sort, in place of a library's sort, histogram, sum and permutation, each a launch or
 several. Stable, without atomics; programs follow shapes alone, so calls can be captured. Where
-rows are few, one launch with one program per expert, which counts all rows and places its own;
-where they are many, one that counts them by block and expert, and one in which several programs
-per expert place the rows of some blocks each.
+rows are few, one launch with one program per expert, which looks at all rows and places its own.
+Where they are many, one launch that counts each block's rows by expert, and one in which each block
+places its rows: behind those of the experts and blocks before, in the order they have.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from ..jit.parallel_build import may_skip_launches
 
 # Rows that a program looks at at once, up to how many rows there are, and its warps.
 _BLOCKS = ((128, 128, 4), (2048, 1 << 40, 8))
-_MANY_ROWS = 8192  # beyond, rows are counted in a launch of their own
-_NUM_PLACING = 1024  # about so many programs place them: each reads the counts of all blocks
+_MANY_ROWS = 2048  # beyond, there are programs per block of rows
+_BLOCK = 512
+_COUNTS_AT_ONCE = 8192
+_COMPARED = tl.constexpr(32)  # rows with which a block's are compared at once
 
 
 @triton.jit(
@@ -91,41 +93,43 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_parts"],
-    do_not_specialize_on_alignment=["ids", "num_real_tokens"],
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids", "num_real_tokens"]
 )
 def _place_kernel(  # type: ignore[no-untyped-def]
-    ids, counts, sorted_ids, order, inverse, offs, num_rows, num_real_tokens, num_parts,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    PDL: tl.constexpr,
+    ids, counts, sorted_ids, order, inverse, offs, num_rows, num_real_tokens,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    TOP_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_sort_kernel`, of the blocks of one part. Grid: ``(E + 1, num_parts)``."""
+    """Stores the rows of one block, and the first block where each expert's end. Grid:
+    ``(blocks,)``. ``STEP`` blocks' counts are read at once."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert, part = tl.program_id(0), tl.program_id(1)
-    num_blocks = tl.cdiv(num_rows, BLOCK)
-    per_part = tl.cdiv(num_blocks, num_parts)
-    first = part * per_part
+    block = tl.program_id(0)
+    num_blocks = tl.num_programs(0)
     bins = tl.arange(0, BINS)
-    ahead = tl.zeros((BINS,), tl.int32)  # rows that come before those of this part
-    own = tl.zeros((BINS,), tl.int32)  # of the expert, in all blocks
-    for block in range(num_blocks):
-        count = tl.load(counts + block * BINS + bins)
-        ahead += tl.where((bins < expert) | ((bins == expert) & (block < first)), count, 0)
-        own += tl.where(bins <= expert, count, 0)
-    end = tl.sum(ahead, 0)
-    for block in range(first, tl.minimum(first + per_part, num_blocks)):
-        row = block * BLOCK + tl.arange(0, BLOCK)
-        found_bins, found = _bins(ids, row, num_rows, num_real_tokens, E, TOP_K)
-        is_here = found_bins == expert
-        at = end + tl.cumsum(is_here.to(tl.int32), 0) - 1
-        tl.store(order + at, row.to(tl.int64), mask=is_here)
-        tl.store(sorted_ids + at, found, mask=is_here)
-        tl.store(inverse + row, at.to(tl.int64), mask=is_here)
-        end += tl.sum(is_here.to(tl.int32), 0)
-    if (part == 0) & (expert < E):
-        tl.store(offs + expert, tl.sum(own, 0))
+    total = tl.zeros((BINS,), tl.int32)
+    before = tl.zeros((BINS,), tl.int32)  # in the blocks before this one
+    for first in range(0, num_blocks, STEP):
+        some = first + tl.arange(0, STEP)[:, None]
+        count = tl.load(counts + some * BINS + bins[None, :], mask=some < num_blocks, other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where(some < block, count, 0), 0)
+    ends = tl.cumsum(total, 0)
+    row = block * BLOCK + tl.arange(0, BLOCK)
+    found_bins, found = _bins(ids, row, num_rows, num_real_tokens, E, TOP_K)
+    at = tl.gather(ends - total + before, found_bins, 0)
+    for first in range(0, BLOCK, _COMPARED):
+        other = block * BLOCK + first + tl.arange(0, _COMPARED)
+        other_bins, _ = _bins(ids, other, num_rows, num_real_tokens, E, TOP_K)
+        is_before = other_bins[None, :] == found_bins[:, None]
+        is_before &= other[None, :] < row[:, None]
+        at += tl.sum(is_before.to(tl.int32), 1)
+    is_row = row < num_rows
+    tl.store(order + at, row.to(tl.int64), mask=is_row)
+    tl.store(sorted_ids + at, found, mask=is_row)
+    tl.store(inverse + row, at.to(tl.int64), mask=is_row)
+    tl.store(offs + bins, ends, mask=(bins < E) & (block == 0))
 
 
 def sort_by_expert(
@@ -153,26 +157,22 @@ def sort_by_expert(
         for indices in (sorted_ids, order, inverse, offs):
             indices.zero_()
     pdl = has_dependent_launch(ids.device)
-    block, _, num_warps = next(entry for entry in _BLOCKS if num_rows <= entry[1])
     num_real_tokens = None if query_starts is None else query_starts[-1:]
-    shape = {"E": num_experts, "BLOCK": block, "TOP_K": top_k, "PDL": pdl}
-    options = {"num_warps": num_warps, "launch_pdl": pdl}
+    shared = {"E": num_experts, "TOP_K": top_k, "PDL": pdl, "launch_pdl": pdl}
     results = (sorted_ids, order, inverse, offs)
     if num_rows <= _MANY_ROWS:
+        block, _, num_warps = next(entry for entry in _BLOCKS if num_rows <= entry[1])
         _sort_kernel[(num_experts + 1,)](
-            ids, *results, num_rows, num_real_tokens, **shape, **options
+            ids, *results, num_rows, num_real_tokens, BLOCK=block, num_warps=num_warps, **shared
         )
         return results
-    num_blocks, num_bins = triton.cdiv(num_rows, block), triton.next_power_of_2(num_experts + 2)
-    counts = torch.empty(num_blocks, num_bins, dtype=torch.int32, device=ids.device)
+    grid = (triton.cdiv(num_rows, _BLOCK),)
+    num_bins = triton.next_power_of_2(num_experts + 2)
+    counts = torch.empty(*grid, num_bins, dtype=torch.int32, device=ids.device)
     if may_skip_launches():
         counts.zero_()
-    num_parts = max(min(num_blocks, _NUM_PLACING // (num_experts + 1)), 1)
-    _count_kernel[(num_blocks,)](
-        ids, counts, num_rows, num_real_tokens, BINS=num_bins, **shape, **options
-    )
-    _place_kernel[(num_experts + 1, num_parts)](
-        ids, counts, *results, num_rows, num_real_tokens, num_parts,
-        BINS=num_bins, **shape, **options,
-    )  # fmt: skip
+    shared |= {"BINS": num_bins, "BLOCK": _BLOCK, "num_warps": 8}
+    _count_kernel[grid](ids, counts, num_rows, num_real_tokens, **shared)
+    step = max(_COUNTS_AT_ONCE // num_bins, 1)
+    _place_kernel[grid](ids, counts, *results, num_rows, num_real_tokens, STEP=step, **shared)
     return results

@@ -143,13 +143,13 @@ def latent_query(
     return _launch(query, weight, tables)
 
 
-def _tile(num_rows: int, is_wide: bool) -> tuple[int, int, int]:
+def _tile(num_rows: int, is_wide: bool, has_tail: bool) -> tuple[int, int, int]:
     """Rows and outputs of a tile, and warps; without influence on the result."""
     if is_wide:
         return 16, 32, 4
     if num_rows <= 32:
         return 16, 64, 4
-    return (64, 64, 4) if num_rows < _MANY_ROWS else (128, 128, 8)
+    return (64, 128, 4) if has_tail or num_rows < _MANY_ROWS else (128, 128, 8)
 
 
 def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -162,7 +162,7 @@ def _launch(x: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor] | None = No
     if num_rows == 0:
         return out
     is_wide = x.dtype == torch.float32
-    block_m, block_n, num_warps = _tile(num_rows, is_wide)
+    block_m, block_n, num_warps = _tile(num_rows, is_wide, tail > 0)
     row_stride, head_stride, step = vector_strides(x)
     # Rotated, an element is four loads, which few threads would ask for one after another.
     tail_rows = block_m if tables is None else 8

@@ -15,15 +15,16 @@ def _number(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(sort_by_expert, "_MANY_ROWS", 0)
 
 
-@pytest.mark.parametrize("num_placing", [1, 20, 1024])
+@pytest.mark.parametrize("at_once", [1, 64, 8192])
 @pytest.mark.parametrize("num_experts", [1, 5, 30])
 @pytest.mark.parametrize("num_rows", [1, 7, 200])
 def test_sorts_as_a_stable_sort(
-    monkeypatch: pytest.MonkeyPatch, num_rows: int, num_experts: int, num_placing: int
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, num_experts: int, at_once: int
 ) -> None:
     blocks = ((16, 10, 4), (64, 1000, 4))  # several parts of the rows
     monkeypatch.setattr(sort_by_expert, "_BLOCKS", blocks)
-    monkeypatch.setattr(sort_by_expert, "_NUM_PLACING", num_placing)
+    monkeypatch.setattr(sort_by_expert, "_BLOCK", 32)
+    monkeypatch.setattr(sort_by_expert, "_COUNTS_AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(num_rows)
     # Some of no expert here.
     ids = torch.randint(0, num_experts + 2, (num_rows,), generator=generator)
@@ -59,7 +60,7 @@ def test_padding_is_no_experts(monkeypatch: pytest.MonkeyPatch, num_real: int) -
 def test_what_a_build_leaves_out_can_be_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of kernels that are being built do nothing; what reads at their results runs."""
     monkeypatch.setattr(sort_by_expert, "may_skip_launches", lambda: True)
-    left_out = dict.fromkeys([(6,), (1,), (6, 1)], lambda *_, **__: None)
+    left_out = dict.fromkeys([(6,), (1,)], lambda *_, **__: None)
     for kernel in ("_sort_kernel", "_count_kernel", "_place_kernel"):
         monkeypatch.setattr(sort_by_expert, kernel, left_out)
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, -(1 << 40)))
