@@ -133,6 +133,9 @@ def vllm(
     import torch
     import vllm as engine
 
+    from benchmarks.vllm_weights import spread_weights
+
+    spread_weights()
     backend = "FLASH_ATTN_MLA" if "kv_lora_rank" in model_config(model) else "FLASH_ATTN"
     with model_folder(model) as folder:
         begin = time.perf_counter()

@@ -18,6 +18,7 @@ from pagespec.compile.model.probe import probe_with_reach
 from pagespec.compile.model.thresholds import ReachPlan
 from pagespec.verify import GateSize
 from tests.golden.harness import (
+    MAX_RELATIVE_ERROR,
     Condition,
     GoldenRow,
     Reference,
@@ -75,6 +76,9 @@ def _with_states(condition: Condition) -> Condition:
 
 
 RECURRENT_CONDITIONS = [_with_states(condition) for condition in TINY_CONDITIONS]
+# The logits of `generate` itself, on a CPU in float32, are 4.1e-4 from those in float64 at one
+# position of zamba2's; those of mamba2, of the same kind, 1.5e-6.
+MAX_RELATIVE_ERRORS = dict.fromkeys(RECURRENT, MAX_RELATIVE_ERROR) | {"zamba2": 1e-3}
 
 
 @functools.cache

@@ -1,0 +1,32 @@
+"""Random weights for vLLM that are as random as pagespec's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def spread_weights() -> None:
+    """Let vLLM's random weights be those of an untrained model, as pagespec's are: matrices with a
+    deviation of 0.02, and ones for norms.
+
+    Its own are within 0.001, all from one seed. Then the probabilities of a router differ by less
+    than bfloat16 can tell, all tokens go to the same experts, and only those are read.
+    """
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    own = weight_utils.initialize_single_dummy_weight
+
+    @torch.no_grad()
+    def initialise(param: torch.Tensor, *given: Any, **named: Any) -> None:
+        is_known = param.device.type != "meta" and param.dtype in (torch.bfloat16, torch.float32)
+        if not is_known:
+            own(param, *given, **named)
+        elif param.dim() > 1:
+            param.normal_(0.0, 0.02)
+        else:
+            param.fill_(1.0)
+
+    for module in (weight_utils, dummy_loader):
+        module.initialize_single_dummy_weight = initialise
