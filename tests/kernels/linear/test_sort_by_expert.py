@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ sort_by_expert = pytest.importorskip("pagespec.kernels.linear.sort_by_expert")
 def _number(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the launches for few rows, and by those for many."""
     if request.param == "many":
-        monkeypatch.setattr(sort_by_expert, "_MANY_ROWS", 0)
+        monkeypatch.setattr(sort_by_expert, "_MANY", 0)
 
 
 @pytest.mark.parametrize("at_once", [1, 64, 8192])
@@ -70,8 +72,20 @@ def test_what_a_build_leaves_out_can_be_an_index(monkeypatch: pytest.MonkeyPatch
 
 def test_what_was_not_counted_is_placed_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the two launches for many rows may be left out, and the other not."""
-    monkeypatch.setattr(sort_by_expert, "_MANY_ROWS", 0)
+    monkeypatch.setattr(sort_by_expert, "_MANY", 0)
     monkeypatch.setattr(sort_by_expert, "may_skip_launches", lambda: True)
     monkeypatch.setattr(sort_by_expert, "_count_kernel", {(1,): lambda *_, **__: None})
     for part in sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5):
         assert ((part >= 0) & (part < 5)).all()
+
+
+def test_a_step_of_many_rows_makes_the_kernels_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest step may be the only one with prompts in which kernels are made."""
+    monkeypatch.setattr(sort_by_expert, "_MANY", 0)
+    monkeypatch.setattr(sort_by_expert, "may_skip_launches", lambda: True)
+    launched: list[str] = []
+    for kernel in ("_sort_kernel", "_count_kernel", "_place_kernel"):
+        launch = functools.partial(lambda name, *_, **__: launched.append(name), kernel)
+        monkeypatch.setattr(sort_by_expert, kernel, {(6,): launch, (1,): launch})
+    sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
+    assert launched == ["_sort_kernel", "_count_kernel", "_place_kernel"]
