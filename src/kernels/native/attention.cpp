@@ -21,28 +21,61 @@ struct Tile {
     int32_t row, kv_head, first, count;
 };
 
+// A thread's own memory, which grows.
+template <typename T>
 struct Scratch {
-    float* scores = nullptr;
+    T* values = nullptr;
     long size = 0;
-    float* of(long wanted) {
+    T* of(long wanted) {
         if (wanted > size) {
-            free(scores);
-            scores = (float*)aligned_alloc(64, (wanted * sizeof(float) + 63) / 64 * 64);
+            free(values);
+            values = (T*)aligned_alloc(64, (wanted * sizeof(T) + 63) / 64 * 64);
             size = wanted;
         }
-        return scores;
+        return values;
     }
-    ~Scratch() { free(scores); }
+    ~Scratch() { free(values); }
 };
+
+// Slots of the positions from begin on: slots[position - begin]. Block by block, as a division for
+// each position would take as long as its arithmetic.
+static void find_slots(const int32_t* table, long block_size, long begin, long end, long* slots) {
+    long block = begin / block_size, inside = begin % block_size;
+    for (long at = begin; at < end; block++, inside = 0) {
+        const long base = (long)table[block] * block_size;
+        for (; inside < block_size && at < end; inside++, at++) *slots++ = base + inside;
+    }
+}
 
 static inline Floats hyperbolic_tangent(Floats x) {
     const Floats one = splat(1.0f), twice = exponential(x + x);
     return one - splat(2.0f) / (twice + one);
 }
 
+// a: A vectors of values, each position's times p. b: B vectors from other on, times q.
+template <int A, int B>
+static inline void weigh(const float* p, const float* q, const long* slots, long count, long stride,
+                         const float* values, const float* other, Floats* a, Floats* b) {
+    Floats left[A], right[B + 1];
+    for (int c = 0; c < A; c++) left[c] = zeros();
+    for (int c = 0; c < B; c++) right[c] = zeros();
+    for (long i = 0; i < count; i++) {
+        const long place = slots[i] * stride;
+#pragma GCC unroll 4
+        for (int c = 0; c < A; c++)
+            left[c] = multiply_add(splat(p[i]), load(values + place + c * LANES), left[c]);
+#pragma GCC unroll 4
+        for (int c = 0; c < B; c++)
+            right[c] = multiply_add(splat(q[i]), load(other + place + c * LANES), right[c]);
+    }
+    for (int c = 0; c < A; c++) a[c] = left[c];
+    for (int c = 0; c < B; c++) b[c] = right[c];
+}
+
 // DIM: of keys and values, a multiple of 16; 0 reads it off the step.
 template <int DIM>
-static void attend_tile(const Step& s, const Tile& tile, Scratch& scratch) {
+static void attend_tile(const Step& s, const Tile& tile, Scratch<float>& of_scores,
+                        Scratch<long>& of_slots) {
     const long dim = DIM ? DIM : s.dim, value_dim = DIM ? DIM : s.value_dim;
     const long group = s.q_heads / s.kv_heads;
     const long num_queries = s.starts[tile.row + 1] - s.starts[tile.row];
@@ -62,10 +95,9 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch& scratch) {
     const long begin = s.window && places[0] >= s.window ? places[0] - s.window + 1 : 0;
     const long first = begin / LANES * LANES, end = places[tile.count - 1] + 1;
     const long width = (end - first + LANES - 1) / LANES * LANES;
-    float* scores = scratch.of(MOST_QUERIES * width);
-    auto slot_of = [&](long position) {
-        return (long)table[position / s.block_size] * s.block_size + position % s.block_size;
-    };
+    float* scores = of_scores.of(MOST_QUERIES * width);
+    long* slots = of_slots.of(end - begin);
+    find_slots(table, s.block_size, begin, end, slots);
 
     Floats most[MOST_QUERIES];
     for (long i = 0; i < tile.count; i++) most[i] = splat(-INFINITY);
@@ -73,19 +105,18 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch& scratch) {
         const float* keys[LANES];
         for (long j = 0; j < LANES; j++) {
             const long position = at + j < begin ? begin : at + j < end ? at + j : end - 1;
-            keys[j] = s.k_cache + (slot_of(position) * s.kv_heads + tile.kv_head) * dim;
+            keys[j] = s.k_cache + (slots[position - begin] * s.kv_heads + tile.kv_head) * dim;
         }
         for (long i = 0; i < tile.count; i++) {
-            Floats parts[LANES];
-#pragma GCC unroll 16
-            for (long j = 0; j < LANES; j++) {
-                Floats sum = load(queries[i]) * load(keys[j]);
+            const float* query = queries[i];
+            auto products = [&](long j) __attribute__((always_inline)) {
+                Floats sum = load(query) * load(keys[j]);
 #pragma GCC unroll 8
                 for (long d = LANES; d < dim; d += LANES)
-                    sum = multiply_add(load(queries[i] + d), load(keys[j] + d), sum);
-                parts[j] = sum;
-            }
-            Floats score = sums_of(parts) * splat(s.scale);
+                    sum = multiply_add(load(query + d), load(keys[j] + d), sum);
+                return sum;
+            };
+            Floats score = sums_of(products) * splat(s.scale);
             if (s.softcap != 0.0f) {
                 const Floats cap = splat(s.softcap);
                 score = hyperbolic_tangent(score / cap) * cap;
@@ -118,38 +149,35 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch& scratch) {
         }
     }
 
-    // Some vectors of the values, two queries at a time: eight or four sums at once.
-    for (long d = 0; d < value_dim; d += MOST_CHUNKS * LANES) {
-        const long rest = (value_dim - d) / LANES, chunks = rest < MOST_CHUNKS ? rest : MOST_CHUNKS;
-        for (long i = 0; i < tile.count; i += 2) {
-            const long j = i + 1 < tile.count ? i + 1 : i;
+    // Some vectors of the values for two queries at a time, or twice as many for one: eight or four
+    // sums at once.
+    for (long i = 0; i < tile.count; i += 2) {
+        const bool is_pair = i + 1 < tile.count;
+        const long j = is_pair ? i + 1 : i, ahead = is_pair ? 0 : MOST_CHUNKS;
+        const float *p = scores + i * width + begin - first, *q = p + (j - i) * width;
+        for (long d = 0; d < value_dim; d += (MOST_CHUNKS + ahead) * LANES) {
+            const long rest = (value_dim - d) / LANES;
+            const long of_a = rest < MOST_CHUNKS ? rest : MOST_CHUNKS;
+            const long left_over = rest - ahead < 0 ? 0 : rest - ahead;
+            const long of_b = left_over < MOST_CHUNKS ? left_over : MOST_CHUNKS;
             Floats a[MOST_CHUNKS], b[MOST_CHUNKS];
-            for (int c = 0; c < MOST_CHUNKS; c++) a[c] = b[c] = zeros();
-            const float *p = scores + i * width - first, *q = scores + j * width - first;
-            for (long at = begin; at < end; at++) {
-                const float* value =
-                    s.v_cache + (slot_of(at) * s.kv_heads + tile.kv_head) * value_dim + d;
-                const Floats left = splat(p[at]), right = splat(q[at]);
-                if (chunks == MOST_CHUNKS) {
-#pragma GCC unroll 4
-                    for (int c = 0; c < MOST_CHUNKS; c++) {
-                        const Floats v = load(value + c * LANES);
-                        a[c] = multiply_add(left, v, a[c]);
-                        b[c] = multiply_add(right, v, b[c]);
-                    }
-                } else {
-                    for (int c = 0; c < chunks; c++) {
-                        const Floats v = load(value + c * LANES);
-                        a[c] = multiply_add(left, v, a[c]);
-                        b[c] = multiply_add(right, v, b[c]);
-                    }
-                }
+            const float* values = s.v_cache + tile.kv_head * value_dim + d;
+            const float* other = values + ahead * LANES;
+            const long stride = s.kv_heads * value_dim, count = end - begin;
+            if (of_a == MOST_CHUNKS && of_b == MOST_CHUNKS) {
+                weigh<MOST_CHUNKS, MOST_CHUNKS>(p, q, slots, count, stride, values, other, a, b);
+            } else if (of_a == MOST_CHUNKS && !of_b) {
+                weigh<MOST_CHUNKS, 0>(p, q, slots, count, stride, values, other, a, b);
+            } else {
+                for (long c = 0; c < of_a; c++)
+                    weigh<1, 0>(p, q, slots, count, stride, values + c * LANES, other, a + c, b);
+                for (long c = 0; c < of_b; c++)
+                    weigh<1, 0>(q, q, slots, count, stride, other + c * LANES, other, b + c, b);
             }
-            for (int c = 0; c < chunks; c++) {
-                const long place = d + c * LANES;
-                store(outs[i] + place, a[c] / splat(totals[i]));
-                store(outs[j] + place, b[c] / splat(totals[j]));
-            }
+            for (int c = 0; c < of_a; c++)
+                store(outs[i] + d + c * LANES, a[c] / splat(totals[i]));
+            for (int c = 0; c < of_b; c++)
+                store(outs[j] + d + (ahead + c) * LANES, b[c] / splat(totals[j]));
         }
     }
 }
@@ -183,23 +211,25 @@ EXPORT void attention(const float* query, const float* k_cache, const float* v_c
     long count = 0;
     for (long row = 0; row < num_rows; row++) {
         const long queries = (starts[row + 1] - starts[row]) * group;
-        // The last ones see most: first.
-        for (long first = (queries - 1) / tile_size * tile_size; queries && first >= 0; first -= tile_size)
-            for (long head = 0; head < step.kv_heads; head++)
+        // A head's tiles one after another, so that its keys and values are in the cache for all but
+        // the first. The last queries see most: first.
+        for (long head = 0; head < step.kv_heads; head++)
+            for (long first = (queries - 1) / tile_size * tile_size; queries && first >= 0; first -= tile_size)
                 tiles[count++] = {(int32_t)row, (int32_t)head, (int32_t)first,
                                   (int32_t)(queries - first < tile_size ? queries - first : tile_size)};
     }
 #pragma omp parallel num_threads(num_threads)
     {
-        static thread_local Scratch scratch;
+        static thread_local Scratch<float> scores;
+        static thread_local Scratch<long> slots;
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < count; i++) {
             if (step.dim == 64 && step.value_dim == 64)
-                attend_tile<64>(step, tiles[i], scratch);
+                attend_tile<64>(step, tiles[i], scores, slots);
             else if (step.dim == 128 && step.value_dim == 128)
-                attend_tile<128>(step, tiles[i], scratch);
+                attend_tile<128>(step, tiles[i], scores, slots);
             else
-                attend_tile<0>(step, tiles[i], scratch);
+                attend_tile<0>(step, tiles[i], scores, slots);
         }
     }
     free(tiles);

@@ -162,12 +162,14 @@ INLINE __m256 quarters_of(__m256 x, __m256 y, __m256 z, __m256 w) {
 INLINE __m256 halves_of(__m256 a, __m256 b) {
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
-// The sums of the lanes of 16 vectors, each in its lane: quarters 0 and 1, 2 and 3, then those two.
-INLINE Floats sums_of(const Floats* rows) {
+// The sums of the lanes of row(0) to row(15), each in its lane: quarters 0 and 1, 2 and 3, then those
+// two. Four rows at a time, as all would not fit into the registers.
+template <typename Row>
+INLINE Floats sums_of(Row row) {
     __m256 low[4], high[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const Floats* r = rows + 4 * i;
+        const Floats r[4] = {row(4 * i), row(4 * i + 1), row(4 * i + 2), row(4 * i + 3)};
         low[i] = quarters_of(r[0].low, r[1].low, r[2].low, r[3].low);
         high[i] = quarters_of(r[0].high, r[1].high, r[2].high, r[3].high);
     }

@@ -59,11 +59,12 @@ INLINE __m256 low_half(Floats x) { return _mm512_castps512_ps256(x); }
 INLINE __m256 high_half(Floats x) { return _mm512_extractf32x8_ps(x, 1); }
 
 // The sums of the lanes of 16 vectors, each in its lane. Every lane is added in the same order.
-INLINE Floats sums_of(const Floats* rows) {
+template <typename Row>
+INLINE Floats sums_of(Row row) {
     __m512 quads[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const __m512* r = rows + 4 * i;
+        const __m512 r[4] = {row(4 * i), row(4 * i + 1), row(4 * i + 2), row(4 * i + 3)};
         const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
         const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
         const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
