@@ -11,8 +11,9 @@ def spread_weights() -> None:
     """Let vLLM's random weights be those of an untrained model, as pagespec's are: matrices with a
     deviation of 0.02, and ones for norms.
 
-    Its own are within 0.001, all from one seed. Then the probabilities of a router differ by less
-    than bfloat16 can tell, all tokens go to the same experts, and only those are read.
+    Its own are within 0.001, so that the probabilities of a router are all but equal. With them
+    DeepSeek-V2-Lite decoded faster than reading all experts allows: tokens probably chose the same
+    ones (docs/notes/mla.md).
     """
     from vllm.model_executor.model_loader import dummy_loader, weight_utils
 

@@ -134,14 +134,13 @@ def wide_tiles(num_outs: int, card: Gpu) -> list[WideTile]:
     return [tile for tile in tiles if tile.outs < 2 * num_outs or tile is tiles[-1]]
 
 
-def wide_matmul(x: Tensor, weight: Tensor, tile: WideTile, overlap: bool | None = None) -> Tensor:
+def wide_matmul(x: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
     """``x @ weight.T`` in float32; one launch, any number of rows.
 
     Args:
         x: bfloat16 or float16 ``[M, K]``. Rows may be strided.
         weight: ``[N, K]`` of the same dtype, contiguous; a parameter: it may be read before the
             kernels queued before have ended.
-        overlap: whether to start before the kernel before has ended; None: where the GPU can.
 
     Returns:
         float32 ``[M, N]``, contiguous.
@@ -150,7 +149,7 @@ def wide_matmul(x: Tensor, weight: Tensor, tile: WideTile, overlap: bool | None 
     out = torch.empty(num_rows, num_outs, dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return out
-    pdl = has_dependent_launch(x.device) if overlap is None else overlap
+    pdl = has_dependent_launch(x.device)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outs, tile.outs),)
     _wide_kernel[grid](
         x, weight, out, num_rows, x.stride(0),

@@ -27,12 +27,12 @@ from ..arguments import LatentKV
 from ..attention.bundles import Splits
 from ..attention.online_softmax import split_begin, split_of
 from .decode import splits_in_first
-from .prefill_sm90 import descriptors
+from .prefill_sm90 import descriptors, num_panels, ring_constants
 from .prefill_sm90_loads import STEP_N, Barriers, load_step
 
 LINES = gl.constexpr(16)  # heads of a program: the narrow side of the matrix instructions
 _SHARED_BYTES = 224 << 10  # of queries, weights and the ring
-_PANEL_BYTES = 64 * 64 * 2
+_MOST_SLOTS = 4
 # Of a thread, on average over both groups of warps: the loading one gets 40, the other the rest.
 MEAN_REGISTERS = 136
 
@@ -302,10 +302,11 @@ def serves(num_heads: int) -> bool:
 
 def constants_of(rank: int) -> dict[str, int]:
     """The kernel's own constants."""
-    panels = rank // 64 + 1
-    num_free = _SHARED_BYTES - panels * LINES.value * 128 - STEP_N.value * LINES.value * 2
-    slots = min(num_free // (panels * _PANEL_BYTES), 4)
-    return {"GROUP": 3 if panels % 3 == 0 else panels, "SLOTS": slots}
+    panels = num_panels(rank)
+    # Behind queries, 64 elements of 2 bytes a panel and line, and weights.
+    num_free = _SHARED_BYTES - (panels * 64 + STEP_N.value) * LINES.value * 2
+    ring = ring_constants(panels, num_free)
+    return ring | {"SLOTS": min(ring["SLOTS"], _MOST_SLOTS)}
 
 
 def launch(

@@ -144,9 +144,20 @@ def serves_singles(num_heads: int) -> bool:
 
 def constants_of(rank: int) -> dict[str, int]:
     """The kernel's own constants."""
-    panels = rank // 64 + 1
-    num_free = _SHARED_BYTES // _PANEL_BYTES - panels - 1  # queries and weights
-    return {"GROUP": 3 if panels % 3 == 0 else panels, "SLOTS": num_free // panels}
+    panels = num_panels(rank)
+    return ring_constants(panels, _SHARED_BYTES - (panels + 1) * _PANEL_BYTES)
+
+
+def num_panels(rank: int) -> int:
+    """Panels of 64 elements that hold a vector: its latent, and the rotated part behind."""
+    return rank // 64 + 1
+
+
+def ring_constants(panels: int, num_bytes: int) -> dict[str, int]:
+    """Of a ring of tiles in ``num_bytes`` of shared memory: panels that arrive together, and as
+    many slots as there is room for."""
+    group = 3 if panels % 3 == 0 else panels
+    return {"GROUP": group, "SLOTS": num_bytes // (panels * _PANEL_BYTES)}
 
 
 def descriptors(

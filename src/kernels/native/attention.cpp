@@ -47,12 +47,16 @@ static void find_slots(const int32_t* table, long block_size, long begin, long e
     }
 }
 
+// How many of the vectors that are left get sums at once.
+static inline long chunks_of(long rest) { return rest < 0 ? 0 : rest < MOST_CHUNKS ? rest : MOST_CHUNKS; }
+
 static inline Floats hyperbolic_tangent(Floats x) {
     const Floats one = splat(1.0f), twice = exponential(x + x);
     return one - splat(2.0f) / (twice + one);
 }
 
-// a: A vectors of values, each position's times p. b: B vectors from other on, times q.
+// Sums over the slots: a, of p times A vectors of each one's values; b, of q times B vectors of
+// what lies at other.
 template <int A, int B>
 static inline void weigh(const float* p, const float* q, const long* slots, long count, long stride,
                          const float* values, const float* other, Floats* a, Floats* b) {
@@ -157,9 +161,7 @@ static void attend_tile(const Step& s, const Tile& tile, Scratch<float>& of_scor
         const float *p = scores + i * width + begin - first, *q = p + (j - i) * width;
         for (long d = 0; d < value_dim; d += (MOST_CHUNKS + ahead) * LANES) {
             const long rest = (value_dim - d) / LANES;
-            const long of_a = rest < MOST_CHUNKS ? rest : MOST_CHUNKS;
-            const long left_over = rest - ahead < 0 ? 0 : rest - ahead;
-            const long of_b = left_over < MOST_CHUNKS ? left_over : MOST_CHUNKS;
+            const long of_a = chunks_of(rest), of_b = chunks_of(rest - ahead);
             Floats a[MOST_CHUNKS], b[MOST_CHUNKS];
             const float* values = s.v_cache + tile.kv_head * value_dim + d;
             const float* other = values + ahead * LANES;

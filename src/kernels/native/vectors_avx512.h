@@ -58,7 +58,7 @@ INLINE float first_of(Floats x) { return _mm512_cvtss_f32(x); }
 INLINE __m256 low_half(Floats x) { return _mm512_castps512_ps256(x); }
 INLINE __m256 high_half(Floats x) { return _mm512_extractf32x8_ps(x, 1); }
 
-// The sums of the lanes of 16 vectors, each in its lane. Every lane is added in the same order.
+// The sums of the lanes of row(0) to row(15), each in its lane, added in one order.
 template <typename Row>
 INLINE Floats sums_of(Row row) {
     __m512 quads[4];

@@ -89,3 +89,19 @@ def test_a_step_of_many_rows_makes_the_kernels_for_few(monkeypatch: pytest.Monke
         monkeypatch.setattr(sort_by_expert, kernel, {(6,): launch, (1,): launch})
     sort_by_expert.sort_by_expert(torch.tensor([3, 3, 1]), 5)
     assert launched == ["_sort_kernel", "_count_kernel", "_place_kernel"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_programs_per_block_come_beyond_a_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.undo()  # by the numbers that engines have
+    num_experts = 512
+    num_rows = 6_000_000 // (num_experts + 128) + number
+    launched: list[str] = []
+    for kernel in ("_sort_kernel", "_count_kernel", "_place_kernel"):
+        launch = functools.partial(lambda name, *_, **__: launched.append(name), kernel)
+        grids = dict.fromkeys([(num_experts + 1,), (-(-num_rows // 512),)], launch)
+        monkeypatch.setattr(sort_by_expert, kernel, grids)
+    sort_by_expert.sort_by_expert(torch.zeros(num_rows, dtype=torch.int64), num_experts)
+    assert launched == [["_sort_kernel"], ["_count_kernel", "_place_kernel"]][number]
