@@ -1,6 +1,6 @@
 """Tries tiles of the matmul kernels for weights of models, or of a rank, on the GPU at hand.
 
-    python -m benchmarks.matmul_sweep [--model 32b/2 | 8b/2 | heads] [--rows 2 16] [--seconds 60]
+    python -m benchmarks.matmul_sweep [--model 32b | 30b-a3b | ...] [--rows 2 16] [--seconds 60]
 
 For each weight and number of rows: the floor (the weight once at 4.54 TB/s, or the operations at
 790 TFLOP/s, whichever takes longer; both measured on an H200), cuBLAS as the engine has it (no
@@ -48,6 +48,39 @@ WEIGHTS: dict[str, list[tuple[str, int, int, bool]]] = {
         ("gate up", 6144, 4096, True),
         ("down", 4096, 6144, False),
     ],
+    "32b": [
+        ("qkv", 10240, 5120, False),
+        ("o", 5120, 8192, False),
+        ("gate up", 25600, 5120, True),
+        ("down", 5120, 25600, False),
+    ],
+    "30b-a3b": [
+        ("qkv", 5120, 2048, False),
+        ("o", 2048, 4096, False),
+        ("router", 128, 2048, False),
+    ],
+    "v2-lite": [
+        ("q, latent", 3648, 2048, False),
+        ("o", 2048, 2048, False),
+        ("shared gate up", 2816, 2048, True),
+        ("shared down", 2048, 2816, False),
+    ],
+    "gemma-4b": [
+        ("qkv", 4096, 2560, False),
+        ("o", 2560, 2048, False),
+        ("gate up", 20480, 2560, False),
+        ("down", 2560, 10240, False),
+    ],
+    "granite-tiny": [
+        ("mamba in", 6448, 1536, False),
+        ("mamba out", 1536, 3072, False),
+        ("shared, router", 2112, 1536, False),
+    ],
+    "35b-a3b": [
+        ("qkv of delta rule", 12352, 2048, False),
+        ("qkv of attention", 9216, 2048, False),
+        ("shared, router", 1296, 2048, False),
+    ],
     "heads": [
         ("0.6b", 151936, 1024, False),
         ("8b", 151936, 4096, False),
@@ -60,6 +93,7 @@ _SHARED_BYTES = 227 << 10
 _LEAST_STAGES, _MOST_STAGES = 3, 12
 # Rows of the weight a program (both halves of a gate), and programs that a multiprocessor holds.
 _FEW_ROWS = [
+    *((8, n) for n in (1, 2)),
     *((16, n) for n in (1, 2, 3, 4)),
     *((32, n) for n in (1, 2, 3, 4)),
     *((64, n) for n in (1, 2, 3, 4)),
@@ -79,7 +113,7 @@ def prefetch_tiles(num_rows: int, num_outs: int, k_size: int, has_gate: bool) ->
     """Those worth a look: as many stages as fit where so many programs share a multiprocessor, of
     the largest size and of half of it."""
     if num_rows <= 16:
-        wanted = [(16, *cut) for cut in _FEW_ROWS]
+        wanted = [(8 if num_rows <= 8 else 16, *cut) for cut in _FEW_ROWS]
     else:
         wide = [n for n in (num_rows // 2, num_rows) if n >= 32]
         wanted = [(x_rows, *cut) for x_rows in wide for cut in _MORE_ROWS]

@@ -7,11 +7,12 @@ units). Elsewhere a weight has one tile for all numbers of rows (:func:`has_one_
 
 from __future__ import annotations
 
-from ..device import Gpu
+from ..device import _LARGE_SHARED_BYTES, Gpu
 from .matmul import Tile
 from .tuned_tiles import GATED, TUNED, TUNED_PREFETCH, PrefetchTile, _swapped, _tile
 
 _SHORT_PRODUCT_BYTES = 24 << 20
+_MOST_STAGES = 16
 _BUCKETS = (16, 32, 64, 128, 256)  # rows; the last one is for all beyond it, too
 
 
@@ -71,19 +72,14 @@ def choose_prefetch_tile(
 ) -> PrefetchTile | None:
     """The tile for a bfloat16 matmul without bias, or None where :func:`choose_tile` serves it.
 
-    Up to 16 rows by a rule, which for the weights of Qwen3-0.6B and 8B gives the quickest of those
-    tried on an H100 (docs/notes/matmul.md): all of K in shared memory if a part of the
-    weight that keeps 32 programs busy (the smallest part 8) leaves room for it, else stages that
-    are used again; of less shared memory, where programs of all of it would take a second turn;
-    two programs to a multiprocessor for heads, where they take many. Beyond, and for weights of
-    which others were measured to be quicker, those, and what is like them for other short ones.
+    Up to 16 rows by a rule (:func:`_early_for_few`), beyond, and for weights of which others were
+    measured to be quicker, those, and what is like them for other short ones.
 
     Args:
         num_outs: N of the matmul; a weight of gate and up has twice as many rows.
     """
-    num_atoms, rest = divmod(k_size, 64)
     bucket = _bucket_of(num_rows)
-    if not card.has_prefetch or bucket is None or rest:
+    if not card.has_prefetch or bucket is None or k_size % 64:
         return None
     tuned = TUNED_PREFETCH.get((num_outs, k_size, has_gate), {})
     if num_rows <= 8 and 8 in tuned:
@@ -92,23 +88,63 @@ def choose_prefetch_tile(
         return tuned[bucket]
     if bucket > 16:
         return None if tuned else _early_for_more(bucket, num_outs, k_size, has_gate)
-    atoms = next(a for a in (8 if num_atoms >= 32 else 4, 4, 2, 1) if num_atoms % a == 0)
+    return _early_for_few(8 if num_rows <= 8 else 16, num_outs, k_size, has_gate, card.num_sms)
+
+
+def _early_for_few(
+    x_rows: int, num_outs: int, k_size: int, has_gate: bool, num_sms: int
+) -> PrefetchTile | None:
+    """The tile for at most ``x_rows`` rows, 8 or 16, by what was quickest among the weights of
+    eight models on an H100, alone and in the engine (docs/notes/matmul.md).
+
+    *Short weights*: programs that all have a multiprocessor of their own and fill its shared
+    memory, as few as may be. Where there are more, programs of the next kernel find no place to ask
+    for their weights. The router of a mixture of experts has few outputs.
+
+    *Long ones* are read slowly by few programs. Where all do not have a place at once, of either,
+    three or four share a multiprocessor; and where that is not enough they take many turns, for
+    heads two at a time.
+    """
     parts = _parts(has_gate)
-    for part in parts:
-        tile = PrefetchTile(part, atoms, num_atoms // atoms)
-        least = 32 if part > parts[-1] else 8  # the router of a mixture of experts has few outputs
-        if least <= num_outs // part <= 264 and tile.fits(num_outs, k_size, has_gate):
+    shape = num_outs, k_size, has_gate
+    wanted: list[tuple[int, int, int, int]] = []  # part, rows of x, share, most stages
+    if num_outs * k_size * (4 if has_gate else 2) < _SHORT_PRODUCT_BYTES:
+        whole = [part for part in parts[:-1] if 40 <= num_outs // part <= num_sms]
+        wanted += [(part, x_rows, 1, _MOST_STAGES) for part in whole]
+        if 8 <= num_outs // parts[-1] <= num_sms and k_size <= 64 * 4 * _MOST_STAGES:
+            wanted.append((parts[-1], x_rows, 1, _MOST_STAGES))
+    else:
+        for part, least in zip(parts, (96, 80), strict=False):
+            if least <= num_outs // part <= num_sms:
+                wanted.append((part, 16, 1, 8))
+    for part in parts[1:3]:
+        share = -(-num_outs // (part * num_sms))
+        if 2 <= share <= 4:
+            wanted.append((part, x_rows, max(share, 3), _MOST_STAGES))
+    if 96 * parts[0] <= num_outs <= 512 * parts[0]:
+        wanted.append((parts[0], 16, 1, 8))
+    for part, rows, share, most_stages in wanted:
+        tile = _filling_tile(part, rows, share, most_stages, *shape)
+        if tile is not None:
             return tile
-    for part in (p for p in parts if p >= 32):
-        has_second_turn = card.num_sms < num_outs // part <= 2 * card.num_sms
-        tiles = [PrefetchTile(part, 4, stages) for stages in range(8, 2, -1)]
-        if has_second_turn and part == 32 and not has_gate:
-            tiles.insert(0, PrefetchTile(part, 2, 5))  # three to a multiprocessor
-        for tile in tiles:
-            if 96 <= num_outs // part <= 512 and tile.fits(num_outs, k_size, has_gate):
-                return tile
     tile = PrefetchTile(parts[0], 2, 5)  # two to a multiprocessor
-    return tile if num_outs > 512 * parts[0] and tile.fits(num_outs, k_size, has_gate) else None
+    return tile if num_outs > 512 * parts[0] and tile.fits(*shape) else None
+
+
+def _filling_tile(
+    part: int, x_rows: int, share: int, most_stages: int, num_outs: int, k_size: int, has_gate: bool
+) -> PrefetchTile | None:
+    """As many stages as shared memory holds for each of ``share`` programs; None if those are fewer
+    than three and not all of K, or if the shape has no whole parts."""
+    num_atoms = k_size // 64
+    atoms = next(a for a in (4 if share == 1 else 2, 2, 1) if num_atoms % a == 0)
+    rows = part * (2 if has_gate else 1)
+    # Beside stages: barriers, and what the last operand reads beyond.
+    room = _LARGE_SHARED_BYTES // share - 2048 - max(0, 64 - rows) * 128
+    stages = min(room // (atoms * (rows + x_rows) * 128), num_atoms // atoms, most_stages)
+    tile = PrefetchTile(part, atoms, stages, x_rows)
+    is_enough = stages >= min(3, num_atoms // atoms)
+    return tile if is_enough and tile.fits(num_outs, k_size, has_gate) else None
 
 
 def _early_for_more(bucket: int, num_outs: int, k_size: int, has_gate: bool) -> PrefetchTile | None:

@@ -75,7 +75,7 @@ class PrefetchTile:
     Attributes:
         part: rows of the weight (of each half, with a gate) a program; a power of two.
         atoms: of 64 summands, in a stage; a power of two. stages: in shared memory at once.
-        x_rows: rows of x a program; a power of two from 16 to 256. Up to 8 rows take 8.
+        x_rows: rows of x a program; a power of two from 8 to 256. Up to 8 rows take 8.
     """
 
     part: int
@@ -111,6 +111,7 @@ TUNED_PREFETCH: Mapping[tuple[int, int, bool], Mapping[int, PrefetchTile]] = Map
             256: PrefetchTile(64, 2, 4, 128),
         },
         (1024, 2048, False): {
+            16: PrefetchTile(32, 8, 4),
             32: PrefetchTile(16, 8, 4, 32),
             64: PrefetchTile(64, 4, 4, 32),
             128: PrefetchTile(64, 4, 4, 32),
@@ -123,6 +124,7 @@ TUNED_PREFETCH: Mapping[tuple[int, int, bool], Mapping[int, PrefetchTile]] = Map
             256: PrefetchTile(32, 1, 4, 64),
         },
         (1024, 3072, False): {
+            16: PrefetchTile(16, 8, 6),
             32: PrefetchTile(16, 8, 4, 32),
             64: PrefetchTile(64, 4, 4, 32),
             128: PrefetchTile(64, 4, 4, 32),

@@ -47,6 +47,38 @@ def test_programs_that_would_take_a_second_turn_share_multiprocessors(k_size: in
     assert 5120 // tile.part <= HOPPER.num_sms * (_LARGE_SHARED_BYTES // num_bytes)
 
 
+# q, k, v and o of Qwen3-30B-A3B and Gemma-3-4B, what DeepSeek-V2-Lite, Granite-4-H-Tiny and
+# Qwen3.5-35B-A3B have besides; the last two are long. Programs that each take, of eight rows.
+SHAPES = {
+    (5120, 2048, False): 80,
+    (2048, 4096, False): 64,
+    (4096, 2560, False): 64,
+    (2560, 2048, False): 40,
+    (3648, 2048, False): 57,
+    (2816, 2048, True): 88,
+    (2048, 2816, False): 64,
+    (1536, 3072, False): 48,
+    (6448, 1536, False): 403,
+    (2560, 10240, False): 80,
+    (9216, 2048, False): 288,
+}
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_few_rows_have_few_programs_and_all_of_them_a_place_at_once(
+    shape: tuple[int, int, bool], num_rows: int
+) -> None:
+    num_outs, k_size, has_gate = shape
+    tile = choose_prefetch_tile(num_rows, num_outs, k_size, has_gate, HOPPER)
+    assert tile is not None
+    assert tile.fits(num_outs, k_size, has_gate)
+    assert num_outs // tile.part == SHAPES[shape]
+    rows = tile.part * (2 if has_gate else 1)
+    num_bytes = tile.stages * tile.atoms * (rows + tile.x_rows) * 128
+    assert num_outs // tile.part <= HOPPER.num_sms * (_LARGE_SHARED_BYTES // num_bytes)
+
+
 @pytest.mark.parametrize("num_experts", [64, 128])
 def test_few_rows_of_a_router_are_not_left_to_two_programs(num_experts: int) -> None:
     for num_rows in (2, 8, 16):
