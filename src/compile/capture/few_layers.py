@@ -1,12 +1,13 @@
-"""Traces a few layers of a model instead of all, where the others are equal to them.
+"""Traces a few layers of a model instead of all, where the others repeat them.
 
-Dynamo takes a quarter of a second a layer. The first layers and the last are traced as if the model
-had no others, and their graph is made that of the whole model
-(:mod:`.repeat_layers`). What speaks for it: the layers left out are of the same
-classes as those beside them, with equal attributes and parameters alike; the graph is the same
-from the first of them to the next as from that to the last; and the result computes, on a small
-step, the very bits of the module as it is, in the logits and in every layer's keys and values. Else
-the whole model is traced.
+Dynamo takes a quarter of a second a layer. Layers repeat one by one, or in groups of several: five
+of a window and one of none, three delta rules and an attention. The first groups and the last are
+traced as if the model had no others, and their graph is made that of the whole model
+(:mod:`.repeat_layers`). What speaks for it: the layers left out are of the same classes as those
+one group before, with equal attributes and parameters alike; the graph is the same from the first
+group to the next as from that to the last; and the result computes, on a small step, the very bits
+of the module as it is, in the logits and in every layer's keys, values and states. Else the whole
+model is traced.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,14 +26,18 @@ from ...kernels.attention.spec import AttentionSpec
 from ..kv_cache import allocate_kv_caches
 from ..model.attention import ATTENTION_NAME, attention_implementation
 from ..model.forward import PackedForward
-from ..model.layers import FEWEST_LAYERS, describe_layer, find_layers
+from ..model.layers import FEWEST_LAYERS, LayerList, find_layers, layer_forms
 from ..model.linear_weights import expanded_linears
 from ..model.loaded import LoadedModel, named_tensors
-from ..step_inputs import NO_STATES, BoundGraph, KVCaches, StepInputs
+from ..recurrent_state import allocate_states
+from ..step_inputs import BoundGraph, KVCaches, StepInputs
 from .dynamo import Traced, forward, trace
-from .repeat_layers import LayersDiffer, repeat_layers
+from .layer_groups import GroupCalls, LayerGroups, LayersDiffer
+from .repeat_layers import repeat_layers
 
 logger = logging.getLogger("pagespec")
+
+_INTERVAL = 64  # tokens of an interval of recurrent states
 
 
 def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced | None:
@@ -42,40 +46,58 @@ def trace_layers(loaded: LoadedModel, specs: Sequence[AttentionSpec]) -> Traced 
     While it traces, the module has no others: for modules that nothing else holds.
     """
     found = find_layers(loaded.module, len(specs))
-    if found is None or loaded.recurrent:
+    if found is None:
         return None
-    name, layers = found
-    forms = [
-        (describe_layer(layer), replace(spec, call=0))
-        for layer, spec in zip(layers, specs, strict=True)
-    ]
-    # The first of those that are like the last.
-    begin = len(layers) - 1
-    while begin > 0 and forms[begin - 1] == forms[-1]:
-        begin -= 1
-    if len(layers) - begin < FEWEST_LAYERS:
-        return None
+    forms = layer_forms(found, specs)
     # What all layers need may be computed in the first that needs it; then a later pair is alike.
     for num_first in (2, 3):
-        chosen = [*range(begin + num_first), len(layers) - 1]
+        groups = find_groups(forms, num_first)
+        if groups is None:
+            return None
         try:
-            return _trace_some(loaded, specs, name, chosen)
+            return _trace_some(loaded, specs, found, groups)
         except LayersDiffer as error:
-            logger.info("%s, layers %s: not alike: %s", loaded.architecture, chosen, error)
+            logger.info("%s, %s: not alike: %s", loaded.architecture, groups, error)
         except UnsupportedModelError as error:  # the whole may do where a part does not
-            logger.info("%s, layers %s: %s", loaded.architecture, chosen, error)
+            logger.info("%s, %s: %s", loaded.architecture, groups, error)
             break
     return None
 
 
+def find_groups(forms: Sequence[Any], num_first: int) -> LayerGroups | None:
+    """The groups that leave the most layers untraced; None if that is not worth the comparison:
+    fewer than six single layers, of longer groups fewer than half of the model's layers left out.
+
+    Groups end with the last layer. Each is like the one before, layer by layer.
+    """
+    num_layers = len(forms)
+    best: LayerGroups | None = None
+    for period in range(1, num_layers // (num_first + 2) + 1):
+        begin = num_layers - period
+        while begin > 0 and forms[begin - 1] == forms[begin - 1 + period]:
+            begin -= 1
+        begin += (num_layers - begin) % period
+        groups = LayerGroups(begin, period, (num_layers - begin) // period, num_first)
+        num_traced = len(groups.traced)
+        is_worth_it = (
+            groups.num_groups >= FEWEST_LAYERS if period == 1 else 2 * num_traced <= num_layers
+        )
+        if groups.num_groups < num_first + 2 or not is_worth_it:
+            continue
+        if best is None or num_traced < len(best.traced):
+            best = groups
+    return best
+
+
 def _trace_some(
-    loaded: LoadedModel, specs: Sequence[AttentionSpec], name: str, chosen: Sequence[int]
+    loaded: LoadedModel, specs: Sequence[AttentionSpec], found: LayerList, groups: LayerGroups
 ) -> Traced:
     module = loaded.module
     tensors = dict(named_tensors(module))
-    with _only_layers(module, name, chosen):
+    with _only_layers(module, found.name, groups.traced):
         traced = trace(loaded, specs)
-    repeat_layers(traced, tensors, f"{name}.", chosen)
+    calls = GroupCalls.of(groups, found.calls, loaded.recurrent, traced)
+    repeat_layers(traced, tensors, f"{found.name}.", groups, calls)
     if not _computes_the_same(traced, loaded, specs):
         raise LayersDiffer("the graph computes other bits than the module")
     return traced
@@ -99,11 +121,17 @@ def _computes_the_same(traced: Traced, loaded: LoadedModel, specs: Sequence[Atte
     module, device = loaded.module, loaded.device
     inputs = _small_step(loaded)
     given, made = (allocate_kv_caches(specs, 3, 17, loaded.dtype, device) for _ in range(2))
+    before, after = (allocate_states(loaded.recurrent, 2, _INTERVAL, device) for _ in range(2))
     with torch.inference_mode(), expanded_linears(loaded):
         with attention_implementation(module, ATTENTION_NAME):
-            logits = forward(PackedForward(module), specs, inputs, given, NO_STATES)[0]
-        again = BoundGraph(Interpreter(traced.gm).run, traced.arguments(), made)(inputs).logits
-    pairs = [(logits, again), *zip(_flat(given), _flat(made), strict=True)]
+            logits = forward(PackedForward(module), specs, inputs, given, before)[0]
+        run = Interpreter(traced.gm).run
+        again = BoundGraph(run, traced.arguments(), made, after)(inputs).logits
+    pairs = [
+        (logits, again),
+        *zip(_flat(given), _flat(made), strict=True),
+        *zip(before.tensors, after.tensors, strict=True),
+    ]
     return all(a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
 
@@ -124,6 +152,7 @@ def _small_step(loaded: LoadedModel) -> StepInputs:
         query_starts=tensor([0, 7, 10], torch.int32),
         context_lens=tensor(lengths, torch.int32),
         block_tables=tensor([[0, 2], [1, 2]], torch.int32),
+        state_tables=tensor([[0, 2], [1, 2]], torch.int32) if loaded.recurrent else None,
     )
 
 

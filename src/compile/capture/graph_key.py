@@ -29,6 +29,7 @@ _OWN_SOURCES = (
     "graph_key.py",
     "meta_json.py",
     "process_key.py",
+    "layer_groups.py",
     "repeat_layers.py",
     "results.py",
     "traced.py",

@@ -1,14 +1,15 @@
-"""Extends the graph of a few layers of a model to that of all, by repeating its last layer.
+"""Extends the graph of a few layers of a model to that of all, by repeating its last group of them.
 
-Between one attention call and the next lies a *segment* of the graph: the end of one layer and the
-beginning of the next. If layers are alike, so are the segments: each node reads nodes of its own
-segment, of the segment before, what all layers read, or a parameter or cache of its segment's two
-layers. The last two segments are compared, and the last is repeated.
+Between the last attention call, or recurrence, of one group of layers and that of the next lies a
+*segment* of the graph: the end of one group and the beginning of the next. If groups are alike, so
+are the segments: each node reads nodes of its own segment, of the segment before, what all layers
+read, or a parameter, cache or state of its segment's two groups. The last two segments are
+compared, and the last is repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -21,60 +22,62 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..fx.fake_tensors import Layout, layout_key, memory_of
-from ..fx.nodes import calls_op, example
+from ..fx.nodes import example
 from .dynamo import Traced
-
-Key = tuple[str, int]
-"""A parameter within its layer, by name and 0, or ``("", 0)`` and ``("", 1)`` for its caches."""
-
-
-class LayersDiffer(Exception):
-    """The segments differ in more than their layers, or the graph has another form."""
+from .layer_groups import GroupCalls, LayerGroups, LayersDiffer, inputs_of_groups, last_mixers
 
 
 def repeat_layers(
-    traced: Traced, tensors: dict[str, Tensor], prefix: str, layers: Sequence[int]
+    traced: Traced,
+    tensors: dict[str, Tensor],
+    prefix: str,
+    groups: LayerGroups,
+    calls: GroupCalls,
 ) -> None:
     """Make the graph of some layers one of all, in place.
 
     Args:
-        traced: the graph; each layer has one attention call, of the layer's number.
+        traced: the graph; its caches and states have the numbers of the model's calls.
         tensors: the parameters and buffers of the whole model by name.
         prefix: what layers' parameters' names begin with before the number, "model.layers." say.
-        layers: those in the graph: two or more from 0 on, and the last of the model.
+        groups: whose layers are in the graph. calls: that they make.
 
     Raises:
         LayersDiffer: see there. The graph may have been changed then.
     """
     # What Dynamo records are normal tensors even when it traces in inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        repetition = _Repetition(traced, tensors, prefix, layers)
+        repetition = _Repetition(traced, tensors, prefix, groups, calls)
         repetition.compare()
         repetition.repeat()
     traced.gm.graph.lint()
 
 
 class _Repetition:
-    """Segments have the number of the layer that they end, in the whole graph.
+    """Segments have the number of the group that they end, in the whole graph.
 
     Attributes:
         segments: the nodes of the last two segments that were traced. rest: what follows.
-        inputs: the layer and key of each placeholder that has them.
+        inputs: the group and key of each placeholder that has them.
         homes: by the id of a fake tensor, the node it was recorded for first, and as which part.
         memories: by memory, the fake tensor that was recorded first.
         made: the nodes of segments of the whole graph.
     """
 
     def __init__(
-        self, traced: Traced, tensors: dict[str, Tensor], prefix: str, layers: Sequence[int]
+        self,
+        traced: Traced,
+        tensors: dict[str, Tensor],
+        prefix: str,
+        groups: LayerGroups,
+        calls: GroupCalls,
     ) -> None:
         self.traced, self.tensors, self.prefix = traced, tensors, prefix
-        self.graph, self.layers = traced.gm.graph, tuple(layers[-3:])
+        self.groups, self.calls, self.compared = groups, calls, groups.compared
+        self.graph = traced.gm.graph
         nodes = list(self.graph.nodes)
-        cuts = [i for i, node in enumerate(nodes) if _is_attention(node)]
-        if len(cuts) != len(layers):
-            raise LayersDiffer(f"{len(cuts)} attention calls")
-        *_, one, two, three = cuts
+        self.inputs = inputs_of_groups(traced, tensors, prefix, groups, calls)
+        one, two, three = cuts = last_mixers(nodes, self.inputs, self.compared)
         self.segments = nodes[one + 1 : two + 1], nodes[two + 1 : three + 1]
         self.rest = nodes[three + 1 :]
         if any(node.op == "placeholder" for node in nodes[cuts[0] :]):
@@ -85,7 +88,6 @@ class _Repetition:
             for number, segment in enumerate(self.segments)
             for at, node in enumerate(segment)
         }
-        self.inputs = self._inputs(nodes)
         self.homes: dict[int, tuple[Node, int]] = {}
         self.memories: dict[int, FakeTensor] = {}
         for node in nodes:
@@ -94,32 +96,13 @@ class _Repetition:
                     self.homes.setdefault(id(fake), (node, part))
                     self.memories.setdefault(memory_of(fake), fake)
         self.layouts: dict[int, Layout] = {}
-        self.made: dict[int, list[Node]] = {self.layers[0]: self.segments[0]}
+        self.made: dict[int, list[Node]] = {self.compared[0]: self.segments[0]}
         self.inputs_of = {place: node for node, place in self.inputs.items()}
-
-    def _inputs(self, nodes: list[Node]) -> dict[Node, tuple[int, Key]]:
-        names: dict[int, str] = {}
-        for name, tensor in self.tensors.items():
-            names.setdefault(id(tensor), name)
-        found: dict[Node, tuple[int, Key]] = {}
-        for node in nodes:
-            if node.name in self.traced.constants:
-                name = names[id(self.traced.constants[node.name])]
-                if name.startswith(self.prefix):
-                    number, _, rest = name.removeprefix(self.prefix).partition(".")
-                    found[node] = int(number), (rest, 0)
-            elif self.traced.sources.get(node.name, ("",))[0] == "cache":
-                _, call, which = self.traced.sources[node.name]
-                found[node] = call, ("", which)
-        keys = [{key for number, key in found.values() if number == i} for i in self.layers]
-        if not keys[0] == keys[1] == keys[2] or not keys[0]:
-            raise LayersDiffer("layers with other parameters")
-        return found
 
     # Comparison -------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Raises LayersDiffer unless the second segment is as the first, a layer further."""
+        """Raises LayersDiffer unless the second segment is as the first, a group further."""
         if len(self.segments[0]) != len(self.segments[1]):
             raise LayersDiffer("segments of other lengths")
         for one, two in zip(*self.segments, strict=True):
@@ -131,8 +114,8 @@ class _Repetition:
         for node in self.rest:
             fakes = [fake for fake in _leaves(node) if isinstance(fake, FakeTensor)]
             for read in (*node.all_input_nodes, *(self._owner(fake)[0] for fake in fakes)):
-                segment, layer = self.places.get(read, (1,))[0], self.inputs.get(read)
-                if segment == 0 or (layer is not None and layer[0] != self.layers[2]):
+                segment, place = self.places.get(read, (1,))[0], self.inputs.get(read)
+                if segment == 0 or (place is not None and place[0] != self.compared[2]):
                     raise LayersDiffer(f"{node.format_node()} reads a layer before the last")
 
     def _are_alike(self, one: Any, two: Any) -> bool:
@@ -155,9 +138,9 @@ class _Repetition:
     def _are_linked(self, one: Node, two: Node) -> bool:
         """Whether the second segment reads ``two`` where the first reads ``one``."""
         if one in self.inputs and two in self.inputs:
-            (layer, key), (layer_2, key_2) = self.inputs[one], self.inputs[two]
-            steps = zip(self.layers[:-1], self.layers[1:], strict=True)
-            return key == key_2 and (layer, layer_2) in steps
+            (group, key), (group_2, key_2) = self.inputs[one], self.inputs[two]
+            steps = zip(self.compared[:-1], self.compared[1:], strict=True)
+            return key == key_2 and (group, group_2) in steps
         segment, at = self.places.get(two, (-1, 0))
         if segment == 1:
             return self.places.get(one) == (0, at)
@@ -168,13 +151,13 @@ class _Repetition:
     # Repetition -------------------------------------------------------------------------------
 
     def repeat(self) -> None:
-        _, second, last = self.layers
-        first = [node for node, (layer, _) in self.inputs.items() if layer == second]
+        _, second, last = self.compared
+        first = [node for node, (group, _) in self.inputs.items() if group == second]
         with self.graph.inserting_after(first[-1]):
             # Each goes directly behind the one mentioned, so they are made backwards.
-            for layer in reversed(range(second + 1, last)):
+            for group in reversed(range(second + 1, last)):
                 for node in reversed(first):
-                    self._add_input(node, layer)
+                    self._add_input(node, group)
         template = self.segments[1]
         with self.graph.inserting_before(template[0]):
             for segment in range(second, last - 1):
@@ -192,27 +175,28 @@ class _Repetition:
         for node in (*template, *self.rest):
             self._describe(node, node, last - 1)
 
-    def _add_input(self, like: Node, layer: int) -> None:
-        """A placeholder for another layer."""
+    def _add_input(self, like: Node, group: int) -> None:
+        """A placeholder for another group."""
         key = self.inputs[like][1]
-        node = self.graph.placeholder(f"{like.target}_of_{layer}")
-        self.inputs_of[layer, key] = node
+        node = self.graph.placeholder(f"{like.target}_of_{group}")
+        self.inputs_of[group, key] = node
         fake = example(like)
         assert isinstance(fake, FakeTensor)  # it stands for a tensor
-        if key[0]:
-            tensor = self.traced.constants[node.name] = self.tensors[
-                f"{self.prefix}{layer}.{key[0]}"
-            ]
+        kind, number, which = key
+        if kind == "parameter":
+            name = f"{self.prefix}{self.groups.layer(group, number)}.{which}"
+            tensor = self.traced.constants[node.name] = self.tensors[name]
             node.meta["example_value"] = fake.fake_mode.from_tensor(tensor, static_shapes=True)
-        else:
-            self.traced.sources[node.name] = ("cache", layer, key[1])
-            node.meta["example_value"] = self._layout(fake).new()
+            return
+        call = self.calls.call(kind, group, number)
+        self.traced.sources[node.name] = (kind, call, which) if kind == "cache" else (kind, call)
+        node.meta["example_value"] = self._layout(fake).new()
 
     def _node(self, node: Node, segment: int) -> Node:
         """What ``segment`` reads where the second segment, or what follows, reads ``node``."""
         if node in self.inputs:
-            layer, key = self.inputs[node]
-            return self.inputs_of[segment + (layer == self.layers[2]), key]
+            group, key = self.inputs[node]
+            return self.inputs_of[segment + (group == self.compared[2]), key]
         if node not in self.places:
             return node
         number, at = self.places[node]
@@ -253,10 +237,6 @@ class _Repetition:
         if id(fake) not in self.layouts:
             self.layouts[id(fake)] = Layout.of(fake)
         return self.layouts[id(fake)]
-
-
-def _is_attention(node: Node) -> bool:
-    return calls_op(node, "paged_attention")
 
 
 def _leaves(node: Node) -> list[Any]:

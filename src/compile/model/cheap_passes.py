@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import GROUPED_MM_NAMES
-from .layers import describe_layer, find_layers
+from .layers import find_layers, layer_forms
 from .loaded import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost
@@ -166,8 +165,9 @@ def twins(module: nn.Module, specs: Sequence[AttentionSpec]) -> dict[nn.Module, 
     found = find_layers(module, len(specs))
     firsts: list[tuple[Any, nn.Module]] = []
     later: dict[nn.Module, nn.Module] = {}
-    for layer, spec in zip(found[1] if found else (), specs, strict=False):
-        form = describe_layer(layer), replace(spec, call=0)
+    if found is None:
+        return later
+    for layer, form in zip(found.layers, layer_forms(found, specs), strict=True):
         first = next((other for known, other in firsts if known == form), None)
         if first is None:
             firsts.append((form, layer))

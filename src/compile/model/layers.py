@@ -8,13 +8,17 @@ the probe runs the model and where it is traced.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import PLAIN
 
 # With fewer there is nothing to gain.
@@ -26,20 +30,40 @@ _PLAIN = (*PLAIN, torch.dtype, torch.device)
 _SHARED = (PreTrainedConfig, FunctionType, BuiltinFunctionType, type)
 
 
-def find_layers(module: nn.Module, num_calls: int) -> tuple[str, nn.ModuleList] | None:
-    """The list of layers by name: as many as there are attention calls, each with that of its
-    number; None if there is no such list, or few layers."""
-    if num_calls < FEWEST_LAYERS:
-        return None
+class LayerList(NamedTuple):
+    """The list of a model's layers.
+
+    Attributes:
+        name: of the list in the module. calls: the numbers of each layer's attention calls, one or
+            none.
+    """
+
+    name: str
+    layers: nn.ModuleList
+    calls: list[list[int]]
+
+
+def find_layers(module: nn.Module, num_calls: int) -> LayerList | None:
+    """The list whose layers make all ``num_calls`` attention calls, at most one each, in their
+    order; None if there is no such list, or few layers."""
     for name, part in module.named_modules():
-        if isinstance(part, nn.ModuleList) and len(part) == num_calls:
-            calls = [
+        if isinstance(part, nn.ModuleList) and len(part) >= FEWEST_LAYERS:
+            calls: list[list[int]] = [
                 [vars(m)["pagespec_call"] for m in layer.modules() if "pagespec_call" in vars(m)]
                 for layer in part
             ]
-            if calls == [[number] for number in range(num_calls)]:
-                return name, part
+            is_one_each = all(len(numbers) <= 1 for numbers in calls)
+            if is_one_each and [*chain(*calls)] == [*range(num_calls)]:
+                return LayerList(name, part, calls)
     return None
+
+
+def layer_forms(found: LayerList, specs: Sequence[AttentionSpec]) -> list[Any]:
+    """Of each layer; equal for those that are alike, their attention calls included."""
+    return [
+        (describe_layer(layer), [replace(specs[call], call=0) for call in calls])
+        for layer, calls in zip(found.layers, found.calls, strict=True)
+    ]
 
 
 def describe_layer(layer: nn.Module) -> list[Any]:

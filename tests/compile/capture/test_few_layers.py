@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from pagespec.compile.capture import few_layers, graph_cache
 from pagespec.compile.capture.dynamo import trace
-from pagespec.compile.capture.few_layers import trace_layers
+from pagespec.compile.capture.few_layers import find_groups, trace_layers
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.graph_json import decode, encode
 from pagespec.compile.capture.traced import Traced
@@ -86,6 +89,94 @@ def test_the_graph_is_that_of_all_layers(arch: str) -> None:
     names = {id(tensor): name for name, tensor in named_tensors(loaded.module)}
     again = decode(encode(made, names), dict(named_tensors(loaded.module)))
     assert description(again) == description(made)
+
+
+_S, _F, _L = "sliding_attention", "full_attention", "linear_attention"
+# Windows; delta rules and an attention; attention beside a scan; no attention at all. Layers, how
+# many of them are traced, and their types.
+GROUPED: dict[str, tuple[int, int, list[str] | None]] = {
+    "gpt_oss": (12, 6, [_S, _F] * 6),
+    "gemma3_text": (27, 12, [_S, *[_S, _S, _F] * 8, _S, _S]),
+    "qwen3_next": (24, 12, [_L, _L, _L, _F] * 6),
+    "lfm2": (12, 6, ["conv", _F] * 6),
+    "falcon_h1": (8, 3, None),
+    "mamba2": (8, 3, None),
+}
+
+
+def grouped(arch: str) -> tuple[LoadedModel, list[AttentionSpec]]:
+    num_layers, _, types = GROUPED[arch]
+    given = {"layer_types": types} if types else {}
+    model = tiny_model(arch, num_hidden_layers=num_layers, **given)
+    loaded = load_model(model, max_model_len=128)
+    return loaded, probe_model(loaded)
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=() if arch in ("gpt_oss", "qwen3_next") else pytest.mark.nightly)
+        for arch in GROUPED
+    ],
+)
+def test_groups_of_layers_are_repeated(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, specs = grouped(arch)
+    depths = []
+
+    def traced(loaded: LoadedModel, specs: Any) -> Traced:
+        layers = [m for m in loaded.module.modules() if isinstance(m, GradientCheckpointingLayer)]
+        depths.append(len(layers))
+        return trace(loaded, specs)
+
+    monkeypatch.setattr(few_layers, "trace", traced)
+    made = trace_layers(loaded, specs)
+    assert made is not None
+    assert depths == [GROUPED[arch][1]]
+    assert description(made) == description(trace(loaded, specs))
+
+
+def test_a_recurrent_layer_that_computes_something_else_by_its_number_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is of the groups that are not traced, and looks like the others."""
+    forward = Qwen3NextGatedDeltaNet.forward
+
+    def other(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, hidden_states, *args, **kwargs)
+        return out * 1.5 if self.layer_idx == 13 else out
+
+    monkeypatch.setattr(Qwen3NextGatedDeltaNet, "forward", other)
+    assert trace_layers(*grouped("qwen3_next")) is None
+
+
+@pytest.mark.parametrize(
+    ("forms", "num_first", "expected"),
+    [
+        ("aaaaaa", 2, (0, 1, 6, 2)),
+        ("baaaaaaa", 3, (1, 1, 7, 3)),
+        ("aaaaa", 2, None),  # two left out
+        ("ab" * 6, 2, (0, 2, 6, 2)),
+        ("abab" + "ba" * 8, 2, (4, 2, 8, 2)),
+        ("ab" * 5, 2, None),  # four of ten left out
+        ("aab" * 8 + "aa", 2, (2, 3, 8, 2)),  # "baa" from the third on
+        ("aab" * 8 + "aa", 3, None),
+        ("abcdefgh", 2, None),
+    ],
+)
+def test_groups_are_those_that_leave_the_most_layers_out(
+    forms: str, num_first: int, expected: tuple[int, int, int, int] | None
+) -> None:
+    groups = find_groups(forms, num_first)
+    assert (groups and astuple(groups)) == expected
+    if groups is not None:
+        last = len(forms) - groups.period
+        assert groups.traced == [
+            *range(groups.begin + num_first * groups.period),
+            *range(last, len(forms)),
+        ]
+        assert [groups.place(i) for i in groups.traced[-groups.period :]] == [
+            (groups.num_groups - 1, number) for number in range(groups.period)
+        ]
 
 
 def test_an_activation_with_an_option_keeps_no_layers_apart() -> None:

@@ -1,0 +1,165 @@
+"""Which layers of a model are traced for all: groups that repeat; the calls and inputs of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.fx import Node
+
+from ...kernels.recurrent.spec import RecurrentSpec
+from ..fx.nodes import calls_op, recurrent_interval
+from .traced import Traced
+
+Key = tuple[str, int, str | int]
+"""Within a group: ``("parameter", layer, name)``, ``("cache", call, which)`` or ``("state", call,
+0)``, the layer and the call by their number there."""
+
+
+class LayersDiffer(Exception):
+    """What is repeated differs in more than its layers, or the graph has another form."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """The layers from ``begin`` on as ``num_groups`` groups of ``period`` layers, up to the last.
+
+    The layers before them, the first ``num_first`` groups and the last one are traced.
+    """
+
+    begin: int
+    period: int
+    num_groups: int
+    num_first: int
+
+    @property
+    def traced(self) -> list[int]:
+        """The numbers of the layers that are traced."""
+        end = self.begin + self.num_groups * self.period
+        return [*range(self.begin + self.num_first * self.period), *range(end - self.period, end)]
+
+    @property
+    def compared(self) -> tuple[int, int, int]:
+        """The last three groups that are traced."""
+        return self.num_first - 2, self.num_first - 1, self.num_groups - 1
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """The group of a layer, negative in front of all groups, and its number there."""
+        return divmod(layer - self.begin, self.period)
+
+    def layer(self, group: int, number: int) -> int:
+        return self.begin + group * self.period + number
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCalls:
+    """Calls of one kind, attention ("cache", as sources name it) or recurrences ("state"), that
+    each group makes.
+
+    Attributes:
+        before: calls of the layers before all groups, by kind. each: of each group.
+    """
+
+    before: dict[str, int]
+    each: dict[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        groups: LayerGroups,
+        attention_calls: Sequence[Sequence[int]],
+        recurrent: Sequence[RecurrentSpec],
+        traced: Traced,
+    ) -> GroupCalls:
+        """Numbers the states of ``traced``, where they have that of the call in the trace, by that
+        in the model.
+
+        Raises:
+            LayersDiffer: groups have other recurrent calls.
+        """
+        states = {name: s[1] for name, s in traced.sources.items() if s[0] == "state"}
+        num_left_out = groups.num_groups - groups.num_first - 1
+        each, rest = divmod(len(recurrent) - len(set(states.values())), num_left_out)
+        before = len(recurrent) - each * groups.num_groups
+        if rest or before < 0:
+            raise LayersDiffer(f"{len(states)} of {len(recurrent)} recurrent calls")
+        alike = [replace(spec, call=0) for spec in recurrent[before:]]
+        if alike[each:] != alike[: len(alike) - each]:
+            raise LayersDiffer("recurrent calls of other kinds or sizes")
+        first_of_last = before + each * groups.num_first
+        for name, number in states.items():
+            if number >= first_of_last:
+                traced.sources[name] = "state", number + each * num_left_out
+        group = attention_calls[groups.begin : groups.begin + groups.period]
+        return cls(
+            {"cache": sum(map(len, attention_calls[: groups.begin])), "state": before},
+            {"cache": sum(map(len, group)), "state": each},
+        )
+
+    def place(self, kind: str, call: int) -> tuple[int, int]:
+        """The group that makes a call, -1 in front of all groups, and its number there."""
+        call -= self.before[kind]
+        return (-1, call) if call < 0 else divmod(call, self.each[kind])
+
+    def call(self, kind: str, group: int, number: int) -> int:
+        return self.before[kind] + group * self.each[kind] + number
+
+
+def inputs_of_groups(
+    traced: Traced,
+    tensors: Mapping[str, Tensor],
+    prefix: str,
+    groups: LayerGroups,
+    calls: GroupCalls,
+) -> dict[Node, tuple[int, Key]]:
+    """Of each input of the graph that belongs to a layer: its group, negative in front of all, and
+    which of the group's.
+
+    Raises:
+        LayersDiffer: the groups that are compared have others than each other.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    found: dict[Node, tuple[int, Key]] = {}
+    for node in traced.gm.graph.find_nodes(op="placeholder"):
+        kind, *numbers = traced.sources.get(node.name, ("",))
+        if node.name in traced.constants:
+            name = names[id(traced.constants[node.name])]
+            if name.startswith(prefix):
+                layer, _, rest = name.removeprefix(prefix).partition(".")
+                group, number = groups.place(int(layer))
+                found[node] = group, ("parameter", number, rest)
+        elif kind in ("cache", "state"):
+            call, which = numbers if kind == "cache" else (*numbers, 0)
+            group, number = calls.place(kind, call)
+            found[node] = group, (kind, number, which)
+    keys = [{key for group, key in found.values() if group == g} for g in groups.compared]
+    if not keys[0] == keys[1] == keys[2] or not keys[0]:
+        raise LayersDiffer("layers with other parameters")
+    return found
+
+
+def last_mixers(
+    nodes: Sequence[Node], inputs: Mapping[Node, tuple[int, Key]], groups: Sequence[int]
+) -> list[int]:
+    """Where in ``nodes`` the last attention call or recurrence of each of ``groups`` is.
+
+    Raises:
+        LayersDiffer: one has none, or calls are not in the groups' order.
+    """
+    found: dict[int, int] = {}
+    reached = -1
+    for at, node in enumerate(nodes):
+        if not (calls_op(node, "paged_attention") or recurrent_interval(node) is not None):
+            continue
+        places = [inputs[x] for x in node.all_input_nodes if x in inputs]
+        owners = {group for group, key in places if key[0] != "parameter"}
+        if len(owners) != 1 or max(owners) < reached:
+            raise LayersDiffer(f"{node.format_node()} is of groups {sorted(owners)}")
+        reached = max(owners)
+        found[reached] = at
+    if not found.keys() >= {*groups}:
+        raise LayersDiffer(f"attention calls and recurrences of groups {sorted(found)}")
+    return [found[group] for group in groups]
