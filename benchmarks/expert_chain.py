@@ -25,13 +25,13 @@ from benchmarks.card import rates_of_this_process
 from benchmarks.experts import _DRY, _QWEN3_30B_A3B, Shape
 from benchmarks.plain_read import seconds_of
 from pagespec.kernels.device import Gpu
+from pagespec.kernels.experts import combine_norm, grouped_mm, route_rows
+from pagespec.kernels.experts.expert_rows import combine_experts, spread_rows
+from pagespec.kernels.experts.route import route
+from pagespec.kernels.experts.sort_by_expert import sort_by_expert
 from pagespec.kernels.fused.dispatch import add_rms_norm
-from pagespec.kernels.linear import combine_norm, grouped_mm, route_rows
 from pagespec.kernels.linear.dispatch import linear
-from pagespec.kernels.linear.expert_rows import combine_experts, spread_rows
 from pagespec.kernels.linear.matmul import matmul
-from pagespec.kernels.linear.route import route
-from pagespec.kernels.linear.sort_by_expert import sort_by_expert
 from pagespec.kernels.linear.tiles import choose_tile
 
 _MIN_TOKENS = 2  # of a step

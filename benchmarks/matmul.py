@@ -63,8 +63,8 @@ def random_rows(num_rows: int, width: int) -> Tensor:
 
 def random_fp8(num_outs: int, width: int) -> tuple[Tensor, Tensor]:
     """A weight as the kernels take it."""
-    from pagespec.kernels.linear import dispatch_fp8
-    from pagespec.kernels.linear.fp8 import quantize_fp8
+    from pagespec.kernels.quantized import dispatch_fp8
+    from pagespec.kernels.quantized.fp8 import quantize_fp8
 
     weight = torch.randn(num_outs, width, device=_DEVICE) * width**-0.5
     return dispatch_fp8.pack(quantize_fp8(weight))
@@ -87,7 +87,7 @@ def measure_bf16(num_rows: int, num_outs: int, width: int) -> float:
 def measure_fp8(num_rows: int, num_outs: int, width: int) -> tuple[float, float]:
     """Of the matmul, and of quantising its rows."""
     from pagespec.kernels.fused.quantize_rows import quantize_rows
-    from pagespec.kernels.linear import dispatch_fp8
+    from pagespec.kernels.quantized import dispatch_fp8
 
     x = random_rows(num_rows, width)
     rows = quantize_rows(x)

@@ -16,10 +16,10 @@ from pagespec.compile.fx.spec import Bindings, verify_graph
 from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.errors import InvalidInputError
-from pagespec.kernels.linear import cpu_quantized
 from pagespec.kernels.native import calls
 from pagespec.kernels.native.library import library
 from pagespec.kernels.native.replay import Stretch
+from pagespec.kernels.quantized import cpu_quantized
 from tests.support.captures import graph_cache
 from tests.support.gguf_files import gguf_model
 from tests.support.models import save_word_model

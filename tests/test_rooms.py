@@ -41,8 +41,8 @@ COMPILE = (
     ("fx", "step_inputs"),
 )
 KERNELS = (
-    ("ops", "mla"),
-    ("attention", "linear", "recurrent"),
+    ("ops", "mla", "experts", "quantized"),
+    ("attention", "linear", "linear_cpu", "recurrent"),
     ("sampling",),
     ("collectives",),
     ("fused", "native"),
@@ -289,7 +289,16 @@ def test_a_planted_import_is_noticed(
     assert any(found in line for line in new), report(new)
 
 
-def test_a_planted_import_among_kernels_is_noticed() -> None:
-    edge = Import("kernels.sampling.philox", "kernels.linear.plan", True, 1)
-    (broken,) = upward([edge], KERNELS, "kernels")
-    assert broken.endswith("imports kernels.linear.plan: sampling stands below linear")
+PLANTED_AMONG_KERNELS = [
+    ("kernels.sampling.philox", "kernels.linear.plan", "sampling stands below linear"),
+    ("kernels.linear.dispatch", "kernels.experts.grouped_mm", "linear stands below experts"),
+    ("kernels.linear_cpu.products", "kernels.quantized.fp8", "linear_cpu stands below quantized"),
+    ("kernels.linear_cpu.invariant", "kernels.linear.plan", "linear_cpu stands beside linear"),
+    ("kernels.experts.route", "kernels.quantized.fp8", "experts stands beside quantized"),
+]
+
+
+@pytest.mark.parametrize(("module", "target", "found"), PLANTED_AMONG_KERNELS)
+def test_a_planted_import_among_kernels_is_noticed(module: str, target: str, found: str) -> None:
+    (broken,) = upward([Import(module, target, True, 1)], KERNELS, "kernels")
+    assert broken.endswith(f"imports {target}: {found}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.linear.quantized_weight import QuantizedWeight
+from ..kernels.quantized.quantized_weight import QuantizedWeight
 from .fx.stand_in import is_stand_in, stand_in
 from .model.checkpoint import Checkpoint
 from .model.gguf_blocks import saved_blocks

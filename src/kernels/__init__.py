@@ -1,11 +1,13 @@
-"""The kernels: attention, linear layers, fused operations and sampling, on GPU and CPU.
+"""The kernels: attention, linear layers, experts, fused operations and sampling, on GPU and CPU.
 
 Read in this order: ``ops`` (the custom ops of a captured graph, with all shapes), ``arguments``
 (what travels together), ``attention`` (paged attention and its backends), ``fused`` (norms,
-activations, RoPE with KV store), ``linear`` (matmuls with cuBLAS's bits), ``native`` (a CPU's own
-kernels in C++, for quantised models), ``recurrent`` (states of recurrent layers), ``sampling``,
-``collectives`` (sums over several GPUs), ``jit`` (how Triton's kernels are compiled ahead),
-``device`` (facts of the GPU), ``e4m3`` (8-bit floats on a CPU).
+activations, RoPE with KV store), ``linear`` (matmuls with cuBLAS's bits), ``linear_cpu`` (a CPU's),
+``experts`` (matmuls of a mixture), ``quantized`` (matmuls with weights that stay quantised),
+``native`` (a CPU's own kernels in C++, for such models), ``recurrent`` (states of recurrent
+layers), ``mla`` (latent attention), ``sampling``, ``collectives`` (sums over several GPUs), ``jit``
+(how Triton's kernels are compiled ahead), ``device`` (facts of the GPU), ``e4m3`` (8-bit floats on
+a CPU).
 
 All are batch-invariant: a row's bits do not depend on the rows beside it. ``compile`` and
 ``runner`` may import this package; it imports neither, nor ``engine``.

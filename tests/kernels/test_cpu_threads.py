@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagespec.kernels.attention import cpu_invariant as invariant_attention
-from pagespec.kernels.linear import cpu_invariant as invariant_linear
+from pagespec.kernels.linear_cpu import invariant as invariant_linear
 
 
 @pytest.fixture(params=[2, 8, 16])

@@ -24,9 +24,11 @@ _LONGEST_FIRST = (
     "tests/distributed",
     "tests/property",
     "tests/kernels/mla",
-    *(f"tests/kernels/linear/test_{name}" for name in ("dispatch", "fp8", "int4", "matmul")),
+    "tests/kernels/linear/test_dispatch",
+    "tests/kernels/quantized",
+    "tests/kernels/linear/test_matmul",
     "tests/kernels/recurrent",
-    "tests/kernels/linear/test_grouped",
+    "tests/kernels/experts/test_grouped",
 )
 
 

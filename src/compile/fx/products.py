@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ...kernels.linear.cpu_product import ProductForm
+from ...kernels.linear_cpu.products import ProductForm
 from .nodes import calls, is_in_place, is_ours, tensor_of
 
 _MATMULS = ("matmul", "mm", "bmm", "mv")

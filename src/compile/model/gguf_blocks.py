@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from ...disk_cache import write_whole
 from ...errors import InvalidInputError
-from ...kernels.linear.cpu_quantized import (
+from ...kernels.native.library import begin_build
+from ...kernels.quantized.cpu_quantized import (
     GROUP,
     Blocks,
     Int4Weight,
@@ -32,7 +33,6 @@ from ...kernels.linear.cpu_quantized import (
     reason_against,
     unpack_int4,
 )
-from ...kernels.native.library import begin_build
 from ...validation import path_of
 
 _HALF_BYTES = 2

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.linear.cpu_quantized import GROUP, Int4Weight, PermutedInt4Weight
+from ...kernels.quantized.cpu_quantized import GROUP, Int4Weight, PermutedInt4Weight
 
 _PER_WORD = 8
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an int32 has outputs 0, 1, 2, ...

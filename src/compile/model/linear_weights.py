@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...errors import InvalidInputError, PagespecError, UnsupportedModelError
-from ...kernels.linear.quantized_weight import QuantizedWeight, expanded
+from ...kernels.quantized.quantized_weight import QuantizedWeight, expanded
 from ..fx.stand_in import is_stand_in
 from .attention import attention_implementation
 from .forward import PackedForward

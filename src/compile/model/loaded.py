@@ -12,7 +12,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ...kernels.linear.quantized_weight import QuantizedWeight
+    from ...kernels.quantized.quantized_weight import QuantizedWeight
     from ...kernels.recurrent.spec import RecurrentSpec
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ...errors import InvalidInputError
-from ...kernels.linear.quantized_weight import QuantizedWeight
+from ...kernels.quantized.quantized_weight import QuantizedWeight
 from .checkpoint import Checkpoint
 from .quantization_schemes import Parts, Scheme, fp8_at_load, scheme_of
 

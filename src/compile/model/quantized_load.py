@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from ...kernels.linear.quantized_weight import QuantizedWeight
+from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.stand_in import is_stand_in, stand_in
 from .checkpoint import Checkpoint
 from .checkpoint_names import CheckpointNames

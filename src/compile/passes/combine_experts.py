@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...kernels.linear import expert_rows
-from ...kernels.linear.sort_by_expert import sort_by_expert
+from ...kernels.experts import expert_rows
+from ...kernels.experts.sort_by_expert import sort_by_expert
 from ..fx.nodes import (
     calls,
     calls_function,

@@ -12,9 +12,9 @@ from torch.fx import Graph, Node
 from ...kernels.attention.backend import AttentionBackend
 from ...kernels.attention.spec import AttentionSpec
 from ...kernels.collectives.communicator import Communicator
-from ...kernels.linear.cpu_quantized import Int4Weight, PermutedInt4Weight, fits_int4
-from ...kernels.linear.fp8 import Fp8Weight
-from ...kernels.linear.quantized_weight import QuantizedWeight
+from ...kernels.quantized.cpu_quantized import Int4Weight, PermutedInt4Weight, fits_int4
+from ...kernels.quantized.fp8 import Fp8Weight
+from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.stand_in import is_stand_in
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ...kernels.fused.e4m3_groups import GROUP
-from ...kernels.linear import dispatch_fp8
+from ...kernels.quantized import dispatch_fp8
 from ..fx.nodes import calls, erase_unused, example, only_user, shape_of
 from .context import PassContext
 

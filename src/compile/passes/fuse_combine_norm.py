@@ -18,9 +18,9 @@ from typing import Any, TypeGuard
 
 from torch.fx import GraphModule, Node
 
+from ...kernels.experts.combine_norm import combine_add_rms_norm
+from ...kernels.experts.expert_rows import combine_experts
 from ...kernels.fused import dispatch as fused
-from ...kernels.linear.combine_norm import combine_add_rms_norm
-from ...kernels.linear.expert_rows import combine_experts
 from ..fx.nodes import (
     calls,
     calls_function,

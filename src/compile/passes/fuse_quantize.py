@@ -20,7 +20,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from ...kernels.fused import dispatch as fused
-from ...kernels.linear import dispatch_fp8
+from ...kernels.quantized import dispatch_fp8
 from ..fx.nodes import calls_function, erase_unused, example
 from .context import PassContext
 from .lower_gpu import only_gate

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ...kernels.linear.expert_rows import spread_rows
-from ...kernels.linear.route import route
-from ...kernels.linear.route_rows import route_rows
-from ...kernels.linear.sort_by_expert import sort_by_expert
+from ...kernels.experts.expert_rows import spread_rows
+from ...kernels.experts.route import route
+from ...kernels.experts.route_rows import route_rows
+from ...kernels.experts.sort_by_expert import sort_by_expert
 from ..fx.nodes import (
     calls,
     calls_function,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...kernels.linear import route as kernel
+from ...kernels.experts import route as kernel
 from ..fx.nodes import (
     calls,
     calls_function,

@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from ...kernels.linear import dispatch_fp8, dispatch_int4
-from ...kernels.linear.cpu_quantized import GROUP
-from ...kernels.linear.fp8 import Fp8Weight
-from ...kernels.linear.int4_packing import pack
 from ...kernels.linear.plan_cache import LinearPlans
-from ...kernels.linear.plan_int4 import RowLimits
+from ...kernels.quantized import dispatch_fp8, dispatch_int4
+from ...kernels.quantized.cpu_quantized import GROUP
+from ...kernels.quantized.fp8 import Fp8Weight
+from ...kernels.quantized.int4_packing import pack
+from ...kernels.quantized.plan_int4 import RowLimits
 from .quantize_linear import Kernel, KernelTable, WeightInOrder
 
 

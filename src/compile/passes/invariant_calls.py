@@ -1,9 +1,9 @@
 """Batch-invariant calls on a CPU, in place of matmuls and of activations whose bits depend on where
 an element lies.
 
-``linear`` and experts become calls of :mod:`.cpu_invariant`, any other product with a constant
-(``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) one of :mod:`.cpu_product`; weights
-are packed once, as far as the context has room for them.
+``linear`` and experts become calls of :mod:`.linear_cpu.invariant`, any other product with a
+constant (``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) one of
+:mod:`.linear_cpu.products`; weights are packed once, as far as the context has room for them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...kernels.fused import cpu_activation
-from ...kernels.linear import cpu_invariant, cpu_product
-from ...kernels.linear.cpu_invariant import MatmulRecipe
-from ...kernels.linear.recipe_cache import Recipes
+from ...kernels.linear_cpu import invariant, products
+from ...kernels.linear_cpu.invariant import MatmulRecipe
+from ...kernels.linear_cpu.recipe_cache import Recipes
 from ...kernels.mla import dispatch as mla
 from ...kernels.mla.head_matmul import choose_recipe
 from ..fx.nodes import erase_unused, example, grouped_operands, is_linear, linear_operands
@@ -49,7 +49,7 @@ class InvariantCalls:
         if grouped is not None:
             weight: Any = example(grouped[1])
             recipe = self._recipe(weight.transpose(1, 2)[0])
-            return cpu_invariant.grouped_mm, (*grouped, recipe), {}
+            return invariant.grouped_mm, (*grouped, recipe), {}
         found = product_of(node, self._constants.__contains__)
         if found is not None:
             return self._product(node, found)
@@ -73,15 +73,15 @@ class InvariantCalls:
         )
         if recipe.is_packed and value is not None:
             (matrix,) = self._packed_weights(matrix, [value.contiguous()])
-        return cpu_invariant.linear, (x, matrix, bias, recipe), {}
+        return invariant.linear, (x, matrix, bias, recipe), {}
 
     def _product(self, node: Node, found: Product) -> _Call | None:
         x, weight, addend, form = found
         value = self._value(weight)
         if value is None or is_stand_in(value):
             return None
-        sizes = cpu_product.own_sizes(value, form)
-        matrices = cpu_product.matrices_of(value, form)
+        sizes = products.own_sizes(value, form)
+        matrices = products.matrices_of(value, form)
         recipe = self._recipe(matrices[0], may_pack=self._has_room(weight, value))
         given: Any = weight
         if recipe.is_packed:
@@ -90,7 +90,7 @@ class InvariantCalls:
         for user in node.users:
             if user.op == "call_method" and user.target == "view":
                 user.target = "reshape"
-        return cpu_product.product, (x, given, addend, recipe, form, sizes), {}
+        return products.product, (x, given, addend, recipe, form, sizes), {}
 
     def _value(self, weight: Node) -> Tensor | None:
         """Of what is the same in each step."""
@@ -115,7 +115,7 @@ class InvariantCalls:
             with self._graph.inserting_before(source):
                 packed = self._graph.placeholder(name)
             packed.meta["example_value"] = like.new_empty(matrix.shape, dtype=matrix.dtype)
-            self._context.constants[packed.name] = cpu_invariant.pack(matrix)
+            self._context.constants[packed.name] = invariant.pack(matrix)
             nodes.append(packed)
         self._packed[weight] = tuple(nodes)
         return self._packed[weight]

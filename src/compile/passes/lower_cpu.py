@@ -7,7 +7,7 @@
 - ``kv_store`` is called without going through the dispatcher;
 - matmuls, and the activations whose bits depend on where an element lies, become batch-invariant
   calls if the context is transparent (:mod:`.invariant_calls`); if not, ``linear`` with a float32
-  constant weight becomes :func:`~.cpu_few_rows.linear_few_rows`;
+  constant weight becomes :func:`~.few_rows.linear_few_rows`;
 - matmuls whose weights are to be kept quantised become calls of :mod:`.cpu_quantized`
   (:mod:`.quantize_linear`), in both cases;
 - in a native context, which has such weights, attention and what the fusing passes made become
@@ -28,7 +28,7 @@ from ...kernels.attention import cpu_invariant as invariant_attention
 from ...kernels.attention import indexer, reference
 from ...kernels.attention.reference_layout import AttentionLayout, build_layout
 from ...kernels.fused import dispatch as fused
-from ...kernels.linear.cpu_few_rows import linear_few_rows
+from ...kernels.linear_cpu.few_rows import linear_few_rows
 from ...kernels.mla import dispatch as mla
 from ...kernels.native import calls as native
 from ..fx.nodes import calls_op, example, is_linear, linear_operands, tensor_of

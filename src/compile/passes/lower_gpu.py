@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ...kernels.arguments import AttentionParams, PagedKV
+from ...kernels.experts import grouped_mm
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
-from ...kernels.linear import grouped_mm
 from ...kernels.linear.plan_cache import LinearPlans
 from ..fx.nodes import (
     calls,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ...kernels.linear.quantized_weight import merged as merged_weights
+from ...kernels.quantized.quantized_weight import merged as merged_weights
 from ..fx.fake_tensors import fake_of, memory_of
 from ..fx.nodes import (
     calls,
@@ -45,7 +45,7 @@ _UNIT_BYTES = 16
 _PADDED_TO = 16
 """Where outputs are added, up to a multiple of this: units of 16 bytes ask for less, but Triton
 looks only whether a stride is a multiple of 16, and some matmuls of a CPU fill outputs up to that
-in every call (:mod:`.cpu_invariant`), which they then need not."""
+in every call (:mod:`.linear_cpu.invariant`), which they then need not."""
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,10 +17,10 @@ from torch.fx import Graph, Node
 
 from ...errors import UnsupportedModelError
 from ...kernels import e4m3
-from ...kernels.linear import cpu_expanded, cpu_quantized
-from ...kernels.linear.cpu_quantized import Int4Weight, Int8Weight, PermutedInt4Weight
-from ...kernels.linear.fp8 import Fp8Weight
 from ...kernels.native import calls as native
+from ...kernels.quantized import cpu_expanded, cpu_quantized
+from ...kernels.quantized.cpu_quantized import Int4Weight, Int8Weight, PermutedInt4Weight
+from ...kernels.quantized.fp8 import Fp8Weight
 from ..fx.fake_tensors import fake_of
 from ..fx.nodes import calls_op, example, is_linear, linear_operands, shape_of
 from ..fx.stand_in import is_stand_in

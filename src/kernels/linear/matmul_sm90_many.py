@@ -15,7 +15,7 @@ With a gate a tile's weights are 128 rows of the gate and the same ones of up, s
 both of an output.
 
 Unlike :mod:`.matmul_sm90` it reads nothing before the kernel before has ended: of many rows it
-would hide little, and a weight may so be what that kernel has written (:mod:`.dispatch_int4`).
+would hide little, and a weight may so be what that one wrote (:mod:`..quantized.dispatch_int4`).
 """
 
 # mypy: disable-error-code="no-untyped-def"

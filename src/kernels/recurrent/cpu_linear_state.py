@@ -8,7 +8,7 @@ both, and one pass that changes S.
 What does not depend on S is computed for many tokens at once, each in the same operations. The bits
 of a token follow its own inputs and S: all operations are elementwise, sums along the last
 dimension, and batched matmuls of four rows, for which MKL has one order of summation
-(:mod:`..linear.cpu_invariant`).
+(:mod:`..linear_cpu.invariant`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from pagespec.compile.model import gguf_blocks
-from pagespec.kernels.linear.cpu_quantized import Blocks, Int4Weight, Int8Weight
+from pagespec.kernels.quantized.cpu_quantized import Blocks, Int4Weight, Int8Weight
 from tests.support.gguf_files import write_model
 
 

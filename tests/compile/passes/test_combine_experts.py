@@ -16,8 +16,8 @@ from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.combine_experts import combine_experts
 from pagespec.compile.passes.fuse_expert_sort import fuse_expert_sort
 from pagespec.compile.passes.fuse_router import fuse_router
-from pagespec.kernels.linear import expert_rows
-from pagespec.kernels.linear.route import route
+from pagespec.kernels.experts import expert_rows
+from pagespec.kernels.experts.route import route
 from tests.support.captures import capture_plain, first, generate
 
 Change = Callable[[GraphModule], None]

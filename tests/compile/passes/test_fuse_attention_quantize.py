@@ -27,7 +27,7 @@ from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
-from pagespec.kernels.linear import dispatch_fp8
+from pagespec.kernels.quantized import dispatch_fp8
 from tests.compile.passes.test_gpu_quantized import captured_from
 from tests.support.captures import generate
 from tests.support.quantized_files import write_quantized

@@ -17,9 +17,9 @@ from pagespec.compile.model.load import load_model
 from pagespec.compile.model.probe import probe_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.fuse_expert_sort import fuse_expert_sort
-from pagespec.kernels.linear.grouped_mm import grouped_mm
+from pagespec.kernels.experts.grouped_mm import grouped_mm
+from pagespec.kernels.experts.sort_by_expert import sort_by_expert
 from pagespec.kernels.linear.plan_cache import LinearPlans
-from pagespec.kernels.linear.sort_by_expert import sort_by_expert
 from tests.support.captures import capture_plain, first, generate
 from tests.support.models import tiny_model
 

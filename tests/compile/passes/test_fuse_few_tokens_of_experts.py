@@ -19,13 +19,13 @@ from pagespec.compile.passes.fuse_expert_sort import fuse_expert_sort
 from pagespec.compile.passes.fuse_norm import fuse_norm
 from pagespec.compile.passes.fuse_route_rows import fuse_route_rows
 from pagespec.compile.passes.fuse_router import fuse_router
+from pagespec.kernels.experts import expert_rows
+from pagespec.kernels.experts.combine_norm import combine_add_rms_norm
+from pagespec.kernels.experts.route import route
+from pagespec.kernels.experts.route_rows import route_rows
+from pagespec.kernels.experts.sort_by_expert import sort_by_expert
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.fused import rms_norm
-from pagespec.kernels.linear import expert_rows
-from pagespec.kernels.linear.combine_norm import combine_add_rms_norm
-from pagespec.kernels.linear.route import route
-from pagespec.kernels.linear.route_rows import route_rows
-from pagespec.kernels.linear.sort_by_expert import sort_by_expert
 from tests.support.captures import capture_plain, generate
 
 Change = Callable[[GraphModule], None]

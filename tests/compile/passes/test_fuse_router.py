@@ -16,11 +16,11 @@ from pagespec.compile import captured_model
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import PassContext, gpu_passes
 from pagespec.compile.passes.fuse_router import fuse_router
-from pagespec.kernels.linear import expert_rows
-from pagespec.kernels.linear.combine_norm import combine_add_rms_norm
+from pagespec.kernels.experts import expert_rows
+from pagespec.kernels.experts.combine_norm import combine_add_rms_norm
+from pagespec.kernels.experts.route import route
+from pagespec.kernels.experts.route_rows import route_rows
 from pagespec.kernels.linear.plan_cache import LinearPlans
-from pagespec.kernels.linear.route import route
-from pagespec.kernels.linear.route_rows import route_rows
 from tests.support.captures import capture_plain, first
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model

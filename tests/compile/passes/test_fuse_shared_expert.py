@@ -16,10 +16,10 @@ from pagespec.compile import captured_model
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.passes import gpu_passes
 from pagespec.compile.passes.fuse_combine_norm import fuse_combine_norm
+from pagespec.kernels.experts import combine_norm, expert_rows
+from pagespec.kernels.experts.combine_norm import combine_add_rms_norm
 from pagespec.kernels.fused import dispatch as fused
 from pagespec.kernels.fused import rms_norm
-from pagespec.kernels.linear import combine_norm, expert_rows
-from pagespec.kernels.linear.combine_norm import combine_add_rms_norm
 from pagespec.kernels.linear.plan_cache import LinearPlans
 from tests.compile.passes.test_fuse_few_tokens_of_experts import count, first, prepared
 from tests.support.captures import generate

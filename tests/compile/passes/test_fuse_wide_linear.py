@@ -17,9 +17,9 @@ from pagespec.compile.captured_model import CapturedModel
 from pagespec.compile.fx.nodes import calls, calls_function, dtype_of
 from pagespec.compile.passes import PassContext, gpu_passes, lower_gpu
 from pagespec.compile.passes.fuse_wide_linear import fuse_wide_linear
-from pagespec.kernels.linear import expert_rows
-from pagespec.kernels.linear.combine_norm import combine_add_rms_norm
-from pagespec.kernels.linear.route_rows import route_rows
+from pagespec.kernels.experts import expert_rows
+from pagespec.kernels.experts.combine_norm import combine_add_rms_norm
+from pagespec.kernels.experts.route_rows import route_rows
 from pagespec.kernels.linear.wide_matmul import wide_linear
 from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
 from tests.support.captures import capture_plain, generate

@@ -19,7 +19,7 @@ from pagespec.compile.model.probe import probe_model
 from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import e4m3
 from pagespec.kernels.fused import dispatch as fused
-from pagespec.kernels.linear import cpu_expanded
+from pagespec.kernels.quantized import cpu_expanded
 from tests.support.captures import generate, graph_cache
 from tests.support.quantized_files import write_quantized
 
@@ -46,7 +46,7 @@ def captured_from(folder: Path, **settings: Any) -> CapturedModel:
 @pytest.mark.parametrize("layout", ["fp8 blocks", "fp8 channels"])
 def test_lowered_for_a_gpu(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers; the last one's down projection is not quantised."""
-    from pagespec.kernels.linear import dispatch_fp8
+    from pagespec.kernels.quantized import dispatch_fp8
 
     write_quantized(tmp_path, layout)
     linear = cpu_expanded.linear_fp8
@@ -91,7 +91,7 @@ def test_a_stand_in_that_something_else_reads_is_refused(
 
 def test_random_weights_are_made_fp8(tmp_path: Path) -> None:
     """Those of the plain dummy model, all but the head's."""
-    from pagespec.kernels.linear.fp8 import quantize_fp8
+    from pagespec.kernels.quantized.fp8 import quantize_fp8
     from tests.support.models import tiny_model
 
     tiny_model("llama").config.save_pretrained(tmp_path)
@@ -111,7 +111,7 @@ def test_random_weights_are_made_fp8(tmp_path: Path) -> None:
 
 def test_integers_are_lowered_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, where nothing is rounded."""
-    from pagespec.kernels.linear import dispatch_int4
+    from pagespec.kernels.quantized import dispatch_int4
 
     write_quantized(tmp_path, "gptq asymmetric", num_hidden_layers=1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")

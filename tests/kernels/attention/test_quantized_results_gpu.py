@@ -18,7 +18,7 @@ from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused.e4m3_groups import QuantizedRows
 from pagespec.kernels.fused.quantize_rows import quantize_rows
-from pagespec.kernels.linear.fp8 import quantize_fp8
+from pagespec.kernels.quantized.fp8 import quantize_fp8
 from tests.kernels.attention.test_decode_gpu import ROWS, stored
 from tests.support.models import tiny_model
 from tests.support.paged import Rows, Shape, bundled, poisoned_memory
@@ -133,7 +133,7 @@ def test_norms_add_up_their_squares_in_one_order(is_e4m3: bool, quantizes: bool)
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 256])
 def test_a_captured_chain_waits_for_its_rows(num_rows: int) -> None:
     """The matmul behind starts before attention has ended."""
-    from pagespec.kernels.linear import dispatch_fp8
+    from pagespec.kernels.quantized import dispatch_fp8
 
     backend = TritonBackend()
     rows: Rows = [(700 + 3 * n, 1) for n in range(num_rows)]

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from pagespec.kernels.linear import wide_matmul
-from tests.kernels.linear.compile_experts import Hopper, compiled, empty
+from tests.kernels.experts.compile_experts import Hopper, compiled, empty
 
 EVENTS = {
     "griddepcontrol.launch_dependents": "d",

@@ -1,0 +1,9 @@
+"""A mixture of experts on a GPU: each row times the weights of its experts, batch-invariant.
+
+Read in this order, which is that of a layer: ``route`` (which experts a token gets),
+``sort_by_expert`` (rows of one expert side by side), ``expert_rows`` (rows to their experts, and
+the sum of what comes back), ``grouped_mm`` (the matmul between the two); then ``route_rows`` and
+``combine_norm``, which for few tokens are several of these in one launch.
+
+Imports ``linear`` and ``fused``. May be imported by ``compile``.
+"""

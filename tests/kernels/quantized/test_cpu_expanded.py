@@ -1,0 +1,83 @@
+"""Matmuls that expand quantised weights: exact, and one set of bits for a row in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagespec.kernels import e4m3
+from pagespec.kernels.quantized import cpu_expanded, quantized_weight
+from pagespec.kernels.quantized.cpu_expanded import choose_expanded_recipe
+from pagespec.kernels.quantized.cpu_quantized import Int4Weight
+from pagespec.kernels.quantized.fp8 import Fp8Weight, quantize_fp8
+from pagespec.kernels.quantized.quantized_weight import QuantizedWeight
+from tests.support.quantized_files import fp8_blocks
+
+# Several calls each, of outputs that no unit divides; inputs of no whole blocks; small ones.
+SHAPES = [(1500, 576), (576, 1536), (300, 1000), (48, 96), (16, 32)]
+Multiply = Callable[[Tensor], Tensor]
+
+
+def weights(shape: tuple[int, int]) -> list[QuantizedWeight]:
+    torch.manual_seed(0)
+    fp8 = quantize_fp8(torch.randn(shape))
+    found: list[QuantizedWeight] = [fp8, Fp8Weight(fp8.values, fp8.scales[:, :1].contiguous())]
+    if shape[1] % 32 == 0:
+        groups = shape[0], shape[1] // 32
+        values = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        found.append(Int4Weight(values, torch.rand(groups) + 0.5, torch.randn(groups)))
+    return found
+
+
+def multiply(weight: QuantizedWeight, bias: Tensor | None, *, transparent: bool) -> Multiply:
+    shape = quantized_weight.expanded(weight).shape
+    recipe = choose_expanded_recipe(*shape, transparent=transparent)
+    if isinstance(weight, Fp8Weight):
+        scales = weight.scales * e4m3.DECODED_UNIT
+        return lambda x: cpu_expanded.linear_fp8(x, weight.values, scales, bias, *recipe)
+    return lambda x: cpu_expanded.linear_int4(x, *weight, bias, *recipe)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_one_set_of_bits(shape: tuple[int, int]) -> None:
+    for weight in weights(shape):
+        call = multiply(weight, None, transparent=True)
+        rows = torch.randn(300, shape[1])
+        expected = call(rows)
+        for count in (*range(1, 34, 3), 65, 100, 257):
+            first = 7 * count % (300 - count)
+            group = slice(first, first + count)
+            assert torch.equal(call(rows[group]), expected[group]), count
+
+
+@pytest.mark.parametrize("transparent", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact(shape: tuple[int, int], transparent: bool) -> None:
+    for weight in weights(shape):
+        bias, rows = torch.randn(shape[0]), torch.randn(2, 3, shape[1])
+        plain = quantized_weight.expanded(weight).double()
+        exact = rows.double() @ plain.t() + bias
+        found = multiply(weight, bias, transparent=transparent)(rows)
+        assert found.shape == (2, 3, shape[0])
+        assert (found - exact).abs().max() / exact.abs().max() < 2**-20
+        assert multiply(weight, bias, transparent=transparent)(rows[:, :0]).shape[1] == 0
+
+
+@pytest.mark.parametrize("shape", [(300, 1000), (128, 256), (48, 96)])
+def test_blocks_are_those_of_the_format(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape)
+    weight[:20, :130] = 0
+    made = quantize_fp8(weight)
+    parts, plain = fp8_blocks(weight + (weight == 0) * 1e-30)
+    assert torch.equal(made.values[20:], parts["weight"].view(torch.uint8)[20:])
+    assert torch.equal(made.expanded(), plain * (weight != 0))
+
+
+def test_merged() -> None:
+    for one, two in zip(weights((48, 96)), weights((16, 96)), strict=True):
+        both = quantized_weight.merged([one, two])
+        parts = [quantized_weight.expanded(weight) for weight in (one, two)]
+        assert torch.equal(quantized_weight.expanded(both), torch.cat(parts))

@@ -1,0 +1,107 @@
+"""FP8 matmuls without a GPU: which tiles are chosen, and what they become for Hopper.
+
+Triton's interpreter does not run Gluon; tests/kernels/quantized/test_fp8_gpu.py runs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+
+from tests.support.apart import run_apart
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+# Weights of Qwen3-0.6B and 8B.
+SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
+SHAPES += [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
+ROWS = (1, 16, 17, 33, 64, 65, 256, 512, 8192)
+
+
+@pytest.fixture
+def _gluon() -> None:
+    from pagespec.kernels.device import is_gluon_known
+
+    if not is_gluon_known():
+        pytest.skip("this Triton has another Gluon; no engine would use the kernel")
+
+
+@pytest.mark.usefixtures("_gluon")
+def test_chosen_tiles_fit() -> None:
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.quantized.matmul_fp8_sm90_launch import FewTile, ManyTile, plan_launch
+    from pagespec.kernels.quantized.tiles_fp8 import choose_sm90_tile
+
+    card = Gpu(132, 227 << 10, has_prefetch=True)
+    for shape in SHAPES:
+        for rows in ROWS:
+            tile = choose_sm90_tile(rows, *shape, card)
+            assert tile is not None
+            assert isinstance(tile, FewTile) == (rows <= (128 if shape[0] <= 4096 else 64))
+            launch = plan_launch(
+                rows, *shape, shape[1] // 128, 128, tile, overlap=True, num_sms=132
+            )
+            assert launch.num_programs >= 32
+        assert choose_sm90_tile(1, *shape, Gpu(132, 227 << 10)) is None
+    assert choose_sm90_tile(1, 640, 160, card) is None
+    assert choose_sm90_tile(129, 640, 640, card) is None  # an odd number of groups
+    assert choose_sm90_tile(1, 645, 640, card) is None
+    for tile in (FewTile(32, 4, 3), FewTile(32, 3, 1), FewTile(128, 4, 4), ManyTile(128, 5)):
+        with pytest.raises(ValueError, match="does not fit"):
+            plan_launch(1, 1024, 1024, 8, 128, tile, overlap=True, num_sms=132)
+
+
+@pytest.mark.usefixtures("_gluon")
+def test_when_the_gate_is_applied_in_the_store() -> None:
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.quantized.matmul_fp8_sm90_gated_launch import constants_of
+    from pagespec.kernels.quantized.tiles_fp8 import gates_in_store
+
+    card = Gpu(132, 227 << 10, has_prefetch=True)
+    assert gates_in_store(8192, 24576, 4096, card)
+    assert gates_in_store(2048, 24576, 4096, card)
+    assert not gates_in_store(1024, 24576, 4096, card)
+    assert not gates_in_store(8192, 24576, 4096, Gpu(132, 227 << 10))
+    for num_outs, k_size in ((12288 + 64, 4096), (12288, 4096 + 64), (12288, 128)):
+        assert not gates_in_store(8192, 2 * num_outs, k_size, card)
+        with pytest.raises(ValueError, match="does not suit"):
+            constants_of(num_outs, k_size, overlap=True)
+
+
+@pytest.mark.usefixtures("_gluon")
+def test_they_compile_for_hopper() -> None:
+    """To the instruction of a warpgroup, whose bits are compared on a GPU; without spills."""
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.quantized.tiles_fp8 import choose_fp8_tile, choose_sm90_tile
+
+    card = Gpu(132, 227 << 10, has_prefetch=True)
+    cases: list[tuple[int | bool | str, ...]] = []
+    for has_blocks in (True, False):
+        for shape in ((4096, 4096), (24576, 4096), (4096, 12288))[: 3 if has_blocks else 1]:
+            for rows in (1, 64, 256, 8192):
+                tile = choose_sm90_tile(rows, *shape, card)
+                assert tile is not None
+                cases.append((rows, *shape, has_blocks, type(tile).__name__, *astuple(tile)))
+    plain = []
+    for rows in (1, 32, 64, 128, 8192):
+        tile = choose_fp8_tile(rows, 6144)
+        size = (tile.block_m, tile.block_n, tile.num_stages, tile.num_warps, tile.swap_ab)
+        plain += [(*size, has_tma) for has_tma in (True, False)]
+    script = Path(__file__).with_name("compile_matmul_fp8.py")
+    gated = [(12288, 4096), (128, 256)]
+    answers = json.loads(run_apart(str(script), json.dumps([cases, gated, plain])))
+    in_gluon, with_gate, in_triton = answers
+    made_of = [*in_gluon, *with_gate, *in_triton]
+    for case, made in zip([*cases, *gated, *plain], made_of, strict=True):
+        assert made["wgmma"] > 0, case
+        assert made["mma"] == 0, case
+        assert made["spilled"] == 0, (case, made)
+        assert not made["serialised"], case
+        assert made["shared"] <= 227 << 10, case
+    for case, made in zip(cases, in_gluon, strict=True):
+        assert (made["ahead"] > 0) == (case[4] != "ManyTile"), case
