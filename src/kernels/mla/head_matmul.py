@@ -1,7 +1,7 @@
 """Matmul of each head's rows with a matrix of the head's own, on a CPU: a row has the same bits
 whatever the number of rows.
 
-Batched matmuls are MKL's as in :mod:`..linear.cpu_invariant`, with rows of zeros up to a multiple
+Batched matmuls are MKL's as in :mod:`..linear_cpu.invariant`, with rows of zeros up to a multiple
 of 4. Which way serves a shape is tried out there and here alike: a machine on which the first way
 follows the number of rows gets calls of one fixed shape.
 """
