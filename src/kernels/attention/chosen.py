@@ -14,16 +14,15 @@ from torch import Tensor
 from ..arguments import AttentionParams, PagedKV
 from ..device import has_dependent_launch
 from .bundles import Scoring
+from .chosen_rows import chosen_slots, row_of_token
 from .launch import factors
 from .online_softmax import (
     MIN_DOT,
     ONES,
     add_tile,
-    chosen_slots,
     dot_precision,
     dot_size,
     finish,
-    row_of_token,
     score,
 )
 from .tiling import choose_tiling

@@ -17,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .online_softmax import dot_precision, dot_size, row_of_token
+from .chosen_rows import row_of_token
+from .online_softmax import dot_precision, dot_size
 
 _HIGHEST = tl.constexpr(0x7FFFFFFF)
 

@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from ..attention.bundles import Splits
+from ..attention.chosen_rows import row_of_token
 from ..attention.combine import combine
 from ..attention.decode import token_of
 from ..attention.online_softmax import (
     dot_precision,
     dot_size,
-    row_of_token,
     split_begin,
     split_of,
 )

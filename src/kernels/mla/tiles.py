@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..attention.online_softmax import block_ids, chosen_slots
+from ..attention.chosen_rows import chosen_slots
+from ..attention.online_softmax import block_ids
 
 
 class Vectors(NamedTuple):
