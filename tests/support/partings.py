@@ -15,8 +15,8 @@ Rows = dict[str, Tensor]
 
 
 class _Recorder(Interpreter):
-    """Runs a graph and keeps, of each result with a row a token, that of one token. One with another
-    size that is the number of tokens is left out."""
+    """Runs a graph and keeps, of each result with a row a token, that of one token. Left out are
+    those of which another size is the number of tokens as well."""
 
     def __init__(self, gm: GraphModule, token: int) -> None:
         super().__init__(gm)
