@@ -22,6 +22,7 @@ from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
 from tests.support.captures import graph_cache
 from tests.support.models import ARCHITECTURES, tiny_model
+from tests.support.sparse_models import SPARSE
 
 
 def fused_rope_attention(inputs: RopeInputs, *_: Any) -> torch.Tensor:
@@ -76,7 +77,7 @@ def capture(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Capture
 
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *SPARSE])
 def test_graphs_hold_to_the_spec(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = capture(arch, stage, monkeypatch)
     assert captured.graph is not None
