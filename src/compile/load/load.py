@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ..model.indexers import check_indexers
+from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module, class_of, read_weights
 from .default_sampling import default_sampling
 from .gguf_blocks import check_gguf, kept_blocks
-from .indexers import check_indexers
-from .loaded import WHOLE, LoadedModel, Shard, longest_context
 from .quantized_load import (
     check_capability,
     check_quantized,
