@@ -179,6 +179,9 @@ def build(
             stats.weight_formats = captured.weight_formats
             stats.float32_matrices = captured.float32_matrices
             logger.info("quantization: %s", _quantization_text(captured, stats.quantization))
+        if captured.library_matmuls:
+            stats.library_matmuls = captured.library_matmuls
+            logger.warning("%s", _library_text(loaded.architecture, captured.library_matmuls))
         if reading is not None:
             reading.join()
         make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
@@ -314,6 +317,15 @@ def _cache_text(config: EngineConfig, captured: CapturedModel) -> str:
     latent = f", latent vectors for {num_latent} of {len(captured.specs)} attention calls"
     fp8 = " in fp8" if config.kv_cache_dtype == "fp8" else ""
     return (latent if num_latent else "") + fp8
+
+
+def _library_text(architecture: str, matmuls: dict[str, int]) -> str:
+    """Which matmuls are not transparent by construction."""
+    counts = ", ".join(f"{count} {name}" for name, count in matmuls.items())
+    return (
+        f"{architecture}: {counts} left to cuBLAS, whose order of summation may follow the number "
+        "of rows: bits may follow the schedule (docs/transparency.md; pagespec verify tells)"
+    )
 
 
 def _quantization_text(captured: CapturedModel, scheme: str | None) -> str:

@@ -26,6 +26,7 @@ from ..kernels.collectives.communicator import Communicator, LoneRank, communica
 from ..kernels.native.library import library
 from ..kernels.sampling.sampler import VocabShard
 from .capture.traced import Source, Traced
+from .fx.products import library_matmuls
 from .inductor.regions import compile_regions
 from .model.loaded import LoadedModel
 from .passes import COMMON_PASSES, PassContext, cpu_passes, gpu_passes, run_passes
@@ -53,6 +54,8 @@ class CapturedModel:
         num_compiled: distinct regions Inductor compiled. compile_s: seconds it took.
         rewrites: how many rewrites each pass made.
         weight_formats, float32_matrices: as of :class:`.passes.context.PassContext`.
+        library_matmuls: of a transparent model on a GPU, matmuls with weights that are not ours, by
+            operation: their order of summation is the library's.
         communicator: what the collectives of a sharded model are called on.
         head: from hidden states ``[R, H]``, R at least ``MIN_SIZE``, to what a step has of their
             logits, by the same calls; None if the graph could not be cut there.
@@ -70,6 +73,7 @@ class CapturedModel:
     rewrites: dict[str, int] = field(default_factory=dict)
     weight_formats: dict[str, int] = field(default_factory=dict)
     float32_matrices: list[str] = field(default_factory=list)
+    library_matmuls: dict[str, int] = field(default_factory=dict)
     communicator: Communicator = field(default_factory=lambda: LoneRank(0, 1))
     head: Callable[[Tensor], Tensor] | None = None
 
@@ -205,6 +209,8 @@ def capture_model(
         is_on_cpu = loaded.device.type == "cpu"
         device_passes = cpu_passes(context.is_native) if is_on_cpu else gpu_passes()
         captured.rewrites = run_passes(gm, context, COMMON_PASSES | device_passes)
+        if transparent and not is_on_cpu:
+            captured.library_matmuls = library_matmuls(gm.graph, traced.constants)
         has_head = expose_hidden(gm, traced.sources)
         if compile == "inductor":
             begin = time.perf_counter()

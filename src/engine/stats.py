@@ -23,6 +23,9 @@ class EngineStats:
         weight_formats: then, how many numbers of the weights are held in which format ("int4",
             "fp8", or a dtype); else empty. float32_matrices: which stay in float32, on a GPU in
             the model's dtype, by name.
+        library_matmuls: of a transparent engine on a GPU, by operation, how many matmuls with
+            weights are left to cuBLAS, so that a row's bits may follow the number of rows
+            (docs/transparency.md); empty where there are none.
         startup_s: seconds of start-up by part ("load", "probe", "capture", "compile", "kv_cache",
             "graphs").
         memory_bytes: "weights", "kv_cache", "states" (of recurrent layers), "activations",
@@ -42,6 +45,7 @@ class EngineStats:
     quantization: str | None = None
     weight_formats: dict[str, int] = field(default_factory=dict)
     float32_matrices: list[str] = field(default_factory=list)
+    library_matmuls: dict[str, int] = field(default_factory=dict)
     host_s: dict[str, float] = field(default_factory=dict)
 
 

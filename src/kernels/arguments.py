@@ -67,7 +67,7 @@ class AttentionParams(NamedTuple):
     @property
     def is_reference_only(self) -> bool:
         """Whether the kernels for GPUs cannot serve such calls."""
-        return self.chunk > 0 or self.alibi_slopes is not None or self.indices is not None
+        return self.chunk > 0 or self.alibi_slopes is not None
 
 
 class RopeInputs(NamedTuple):

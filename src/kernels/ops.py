@@ -92,6 +92,10 @@ def _kv_store_cuda(
 
 def _paged_attention_cuda(query: Tensor, *rest: Any) -> Tensor:
     kv, params = PagedKV(*rest[:5]), AttentionParams(*rest[5:])
+    if params.indices is not None:
+        from .attention.chosen import chosen_attention
+
+        return chosen_attention(query, kv, params)
     widest = max(query.shape[2], e4m3.head_dim(kv.v_cache))
     limit = triton_limit(query.device, query.dtype, widest, kv.k_cache.shape[1])
     if limit is None and not params.is_reference_only:
@@ -101,6 +105,13 @@ def _paged_attention_cuda(query: Tensor, *rest: Any) -> Tensor:
     return reference.paged_attention(query, kv, params)
 
 
+def _index_topk_cuda(query: Tensor, *rest: Any) -> Tensor:
+    from .attention import index_launch
+
+    return index_launch.index_topk(query, *rest)
+
+
+_LIBRARY.impl("index_topk", _index_topk_cuda, "CUDA")
 _LIBRARY.impl("kv_store", _kv_store_cuda, "CUDA")
 _LIBRARY.impl("paged_attention", _paged_attention_cuda, "CUDA")
 
@@ -181,8 +192,7 @@ def paged_attention(
         sinks: ``[Hq]``, one more logit a head that takes probability only, or None.
         chunk: 0 for none.
         alibi_slopes: Hq numbers; ``slope * (key position - query position)`` is added to a score.
-        indices: int32 ``[T, K]`` of :func:`index_topk`, or None; on a CPU, without window, chunk
-            and slopes.
+        indices: int32 ``[T, K]`` of :func:`index_topk`, or None; without window, chunk and slopes.
 
     Returns:
         ``[T, Hq, Dv]``.

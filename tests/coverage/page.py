@@ -76,9 +76,9 @@ of its largest,
 Windows and chunks are shrunk to 24 tokens, so that prompts pass them. What this does not show:
 other settings of a config than its defaults, weights that were trained, other dtypes, GPUs.
 
-Models with an indexer have 16 index heads here, and are served on a CPU only
-([attention.md](attention.md#keys-that-an-indexer-chooses)). With few heads many scores are 0, and
-which of equal scores transformers takes depends on the length of the prompt.
+Models with an indexer ([attention.md](attention.md#keys-that-an-indexer-chooses)) have 16 index
+heads here. With few heads many scores are 0, and which of equal scores transformers takes on a CPU
+depends on the length of the prompt.
 """
 
 

@@ -6,6 +6,7 @@ the result has it and summed if not; what one has alone the result has, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,15 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...kernels.linear_cpu.products import ProductForm
-from .nodes import calls, is_in_place, is_ours, tensor_of
+from .nodes import (
+    calls,
+    grouped_operands,
+    is_in_place,
+    is_linear,
+    is_ours,
+    linear_operands,
+    tensor_of,
+)
 
 _MATMULS = ("matmul", "mm", "bmm", "mv")
 _MATMULS_WITH_ADDEND = ("addmm", "baddbmm", "addmv")
@@ -167,6 +176,33 @@ def constant_nodes(graph: Graph, constants: Mapping[str, Tensor]) -> set[Node]:
         if is_constant:
             found.add(node)
     return found
+
+
+def library_matmul(node: Node, is_constant: Callable[[Node], bool]) -> str | None:
+    """The operation's name if ``node`` is a matmul of a step's rows that is left to torch's library
+    and has a weight, computed from constants alone; else None.
+
+    Args:
+        is_constant: whether a node is one of :func:`constant_nodes`.
+    """
+    if is_ours(node):
+        return None
+    if is_linear(node):
+        return "linear" if is_constant(linear_operands(node)[1]) else None
+    if grouped_operands(node) is not None:
+        return "grouped_mm"
+    return None if product_of(node, is_constant) is None else _name(node)
+
+
+def library_matmuls(graph: Graph, constants: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many of the graph's nodes are a :func:`library_matmul`, by name."""
+    known = constant_nodes(graph, constants)
+    names = (library_matmul(node, known.__contains__) for node in graph.nodes)
+    return dict(Counter(name for name in names if name is not None))
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
 
 
 def value_of(node: Node, constants: Mapping[str, Tensor]) -> Tensor:

@@ -19,12 +19,11 @@ from .nodes import (
     calls,
     calls_op,
     example,
-    grouped_operands,
     is_linear,
     is_ours,
     linear_operands,
 )
-from .products import constant_nodes, product_of
+from .products import constant_nodes, library_matmul
 
 Stage = Literal["common", "cpu", "gpu"]
 """After the passes for all devices, and those for a CPU or a GPU."""
@@ -88,16 +87,21 @@ def _is_recorded(node: Node, _: Bindings) -> bool:
 def _is_no_matmul(node: Node, bound: Bindings) -> bool:
     """Of two results of a step there is none that the number of rows could change: all are of a
     token, or of attention."""
-    if is_ours(node):
-        return True
-    if is_linear(node) or grouped_operands(node):
+    if is_linear(node):
         return False
-    return product_of(node, lambda n: n in constant_nodes(node.graph, bound.constants)) is None
+    known = constant_nodes(node.graph, bound.constants)
+    return library_matmul(node, known.__contains__) is None
 
 
 def _has_no_constant_weight(node: Node, bound: Bindings) -> bool:
-    weight = bound.constants.get(linear_operands(node)[1].name) if is_linear(node) else None
-    return weight is None or weight.dim() != 2 or not weight.is_contiguous()
+    """Or one that its kernels do not take as it lies."""
+    if not is_linear(node):
+        return True
+    weight = linear_operands(node)[1]
+    constant = bound.constants.get(weight.name)
+    if constant is None:
+        return weight not in constant_nodes(node.graph, bound.constants)
+    return constant.dim() != 2 or not constant.is_contiguous()
 
 
 _ALL: tuple[Stage, ...] = ("common", "cpu", "gpu")

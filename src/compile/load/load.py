@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from ..model.indexers import check_indexers
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
-from .build_module import build_module, class_of, read_weights
+from .build_module import build_module, read_weights
 from .default_sampling import default_sampling
 from .gguf_blocks import check_gguf, kept_blocks
 from .quantized_load import (
@@ -87,15 +86,12 @@ def load_model(
             limit = "needs a model in files: a module in memory has its weights already"
             raise InvalidInputError("quantization", quantization, limit)
         given: Any = model
-        check_indexers(type(model), device)
         module: PreTrainedModel = given.to(device).eval()
         if torch_dtype is not None:
             _cast(module, torch_dtype)
         return _described(module, None, max_model_len)
 
     name, source, config = _config_of(model, cache_dir)
-    if (kind := class_of(config)) is not None:
-        check_indexers(kind, device)
     is_quantised = quantization == "fp8" or (load_format == "auto" and stays_quantised(config))
     if is_quantised:
         check_quantized(name, config, quantization, torch_dtype, device, shard)

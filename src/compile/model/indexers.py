@@ -12,7 +12,6 @@ attention interface as ``indices``.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -79,25 +78,6 @@ def choose_on_caches(module: nn.Module, call: IndexCall) -> Tensor:
         call.num_chosen,
     )
     return chosen.unsqueeze(0)
-
-
-def has_indexers(kind: type[nn.Module]) -> bool:
-    """Whether the modelling file of a model's class has indexers."""
-    found = vars(sys.modules[kind.__module__]).values()
-    return any(isinstance(x, type) and issubclass(x, nn.Module) and _is_indexer(x) for x in found)
-
-
-def check_indexers(kind: type[nn.Module], device: torch.device) -> None:
-    """Refuses, before weights are loaded, a model that cannot be served on ``device``.
-
-    Raises:
-        UnsupportedModelError: it has indexers, and this is no CPU.
-    """
-    if device.type != "cpu" and has_indexers(kind):
-        raise UnsupportedModelError(
-            f"{kind.__name__}: an indexer chooses the keys that its attention sees; that is served "
-            f'on device "cpu" alone so far, not on "{device}"'
-        )
 
 
 @contextmanager

@@ -34,6 +34,8 @@ def fuse_rope_attention(gm: GraphModule, context: PassContext) -> int:
     for node in list(graph.nodes):
         if not calls_op(node, "paged_attention") or node.kwargs:
             continue
+        if AttentionParams(*node.args[6:]).indices is not None:  # another kernel's
+            continue
         rope: Any = node.args[0]
         if rope.target is not fused.norm_rope_store:
             continue

@@ -169,7 +169,7 @@ def _has_native_call(node: Node) -> bool:
     if not calls_op(node, "paged_attention"):
         return node.target in _NATIVE
     params: Any = AttentionParams(*node.args[6:])
-    if params.is_reference_only:
+    if params.is_reference_only or params.indices is not None:
         return False
     query, _, v_cache = (tensor_of(argument) for argument in node.args[:3])
     dims = [] if query is None or v_cache is None else [query.shape[2], v_cache.shape[3]]

@@ -1,7 +1,7 @@
 """Lowers a graph to our GPU kernels, and chooses a kernel or cuBLAS for each matmul.
 
 - ``kv_store`` and ``paged_attention`` become the functions of the attention implementation chosen
-  at start-up;
+  at start-up; an indexer, and attention to what it chose, become Triton kernels of any;
 - ``linear`` with a constant weight becomes :func:`.dispatch.linear`, which has a
   kernel of its own for few rows; a gated activation behind it that nothing else reads joins it;
 - a matmul of such a weight with columns, from the left (Mamba's steps in time), becomes the same;
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ...kernels.arguments import AttentionParams, PagedKV
+from ...kernels.attention import chosen, index_launch
 from ...kernels.experts import grouped_mm
 from ...kernels.fused import dispatch as fused
 from ...kernels.linear import dispatch as gpu_linear
@@ -60,10 +61,13 @@ def lower_gpu(gm: GraphModule, context: PassContext) -> int:
         if node.op != "call_function":
             continue
         attention = context.attention
-        if attention is not None and calls_op(node, "paged_attention"):
+        if calls_op(node, "index_topk"):
+            node.target = index_launch.index_topk
+        elif attention is not None and calls_op(node, "paged_attention"):
             query, *rest = node.args
-            node.target = attention.attend
-            node.args = (query, PagedKV(*rest[:5]), AttentionParams(*rest[5:]))
+            params = AttentionParams(*rest[5:])
+            node.target = attention.attend if params.indices is None else chosen.chosen_attention
+            node.args = (query, PagedKV(*rest[:5]), params)
         elif attention is not None and calls_op(node, "kv_store"):
             node.target = attention.store
         elif (operands := grouped_operands(node)) is not None:

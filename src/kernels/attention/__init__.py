@@ -6,7 +6,8 @@ side), ``online_softmax`` (the shared arithmetic) and ``bundles`` (its arguments
 ``decode_prologue`` and ``combine``, ``prefill``, ``tiling``; ``prefill_sm90`` with its ``_rows``,
 ``_loads``, ``_mainloop`` and ``_softmax`` in Gluon for Hopper, and ``_convert`` and ``_e4m3`` for
 e4m3 caches; ``flash`` (the FlashAttention libraries); ``triton_backend`` (what an engine keeps);
-``spec`` (one call's static parameters).
+``spec`` (one call's static parameters). Of indexers: ``indexer`` on a CPU, ``index_launch`` with
+``index_kernels`` on a GPU, and ``chosen`` with ``chosen_rows`` (attention to what they choose).
 
 May be imported by ``ops``, ``compile`` and ``runner``.
 """

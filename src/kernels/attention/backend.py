@@ -132,6 +132,8 @@ def planes_limit(
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         return f"fp8 needs compute capability 8.9, this GPU has {major}.{minor}"
+    if any(spec.num_chosen for spec in specs):
+        return "fp8 has no kernel for keys that an indexer chooses"
     for spec in specs:
         for dim in (spec.k_dim, spec.v_dim):
             if block_size * spec.num_kv_heads * dim % 4:  # scales would not be aligned

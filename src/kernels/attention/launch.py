@@ -190,6 +190,15 @@ def quantized_like(query: Tensor, v_cache: Tensor) -> QuantizedRows:
     return empty_rows(len(query), query.shape[1] * v_dim, query.device)
 
 
+def factors(params: AttentionParams) -> tuple[float, float | None, float | None]:
+    """(factor, cap_in, cap_out) of :class:`.bundles.Scoring`."""
+    scale, softcap = params.scale, params.softcap
+    # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
+    if softcap:
+        return LOG2E.value, scale / softcap, float(softcap)
+    return scale * LOG2E.value, None, None
+
+
 def _shared(
     query: Tensor,
     v_cache: Tensor,
@@ -198,17 +207,16 @@ def _shared(
     rows: QuantizedRows | None = None,
 ) -> dict[str, Any]:
     """What the decode and the prefill kernel are given alike."""
-    scale, window, softcap, sinks = params[:4]
     num_tokens, num_q_heads, k_dim = query.shape
     page, num_kv_heads = v_cache.shape[1:3]
+    factor, cap_in, cap_out = factors(params)
     token_stride, head_stride, step = vector_strides(query)
     return {
-        "sinks": sinks,
-        # exp2 of score * factor; with a softcap the kernel scales and caps the scores first.
-        "factor": LOG2E.value if softcap else scale * LOG2E.value,
-        "cap_in": scale / softcap if softcap else None,
-        "cap_out": float(softcap) if softcap else None,
-        "window": window or None,
+        "sinks": params.sinks,
+        "factor": factor,
+        "cap_in": cap_in,
+        "cap_out": cap_out,
+        "window": params.window or None,
         "scales": None if rows is None else rows.scales,
         "num_tokens": num_tokens,
         "q_token_stride": token_stride,

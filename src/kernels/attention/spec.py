@@ -58,6 +58,4 @@ def reference_only(specs: Sequence[AttentionSpec]) -> str | None:
         return "have no attention within chunks"
     if any(spec.alibi_slopes for spec in specs):
         return "have no ALiBi slopes"
-    if any(spec.num_chosen for spec in specs):
-        return "have no keys that an indexer chooses"
     return None

@@ -5,6 +5,9 @@ whole context. Else ``num_workers`` programs share the context in *segments*: th
 many splits as make a worker's share and is one worker's, each later split is a segment. Their
 states go to memory, and a second launch combines them in order: the same bits for any number of
 workers.
+
+Where an indexer chose what a token sees, every token is a unit, of any row: in place of positions
+there are numbers of chosen ones, so that splits and sums depend on how many those are.
 """
 
 from __future__ import annotations
@@ -13,9 +16,15 @@ import triton
 import triton.language as tl
 
 from ..attention.bundles import Splits
+from ..attention.chosen_rows import row_of_token
 from ..attention.combine import combine
 from ..attention.decode import token_of
-from ..attention.online_softmax import dot_precision, dot_size, split_begin, split_of
+from ..attention.online_softmax import (
+    dot_precision,
+    dot_size,
+    split_begin,
+    split_of,
+)
 from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 
 
@@ -23,6 +32,22 @@ from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 def splits_in_first(position, num_workers, splits):  # type: ignore[no-untyped-def]
     """Splits in the first segment of a context that ends at ``position``."""
     return tl.maximum(split_of(position // num_workers, splits), 1)
+
+
+@triton.jit
+def _unit_of(  # type: ignore[no-untyped-def]
+    starts, contexts, num_rows, unit, NUM_CHOSEN: tl.constexpr, BY_TOKEN: tl.constexpr
+):
+    """(row, token, position, last) of a unit, -1 where there is nothing to do; ``last`` is the
+    position, or the last number of what an indexer chose."""
+    if NUM_CHOSEN > 0:
+        token = unit
+        row, position = row_of_token(starts, contexts, num_rows, unit)
+        last = tl.minimum(position, NUM_CHOSEN - 1)
+    else:
+        row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+        last = position
+    return row, token, position, last
 
 
 @triton.jit(
@@ -34,11 +59,12 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     query, cache, out,
     partial,  # of segments, float32 [units, H, max_splits, R]
     stats,  # float32 [units, H, max_splits, 2]: row_max and row_sum
+    chosen,  # positions that tokens see, int32 [T, NUM_CHOSEN]; None for all in view
     starts, contexts, tables, factor, table_stride, num_rows, num_workers, max_splits,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     LINES: tl.constexpr, BLOCK_N: tl.constexpr, ONES: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
-    BY_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr, PDL: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, BY_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ C.T) @ C[:, :R]`` of the vectors of t's row.
 
@@ -58,7 +84,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     unit = tl.program_id(1)
     group = tl.program_id(0) % GROUPS
     worker = tl.program_id(0) // GROUPS
-    row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    row, token, own, position = _unit_of(starts, contexts, num_rows, unit, NUM_CHOSEN, BY_TOKEN)
     heads = group * LINES + tl.arange(0, LINES)
     is_line = heads < H
     dims = tl.arange(0, SHAPE.R_PAD)
@@ -69,7 +95,11 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(target, tl.zeros((SHAPE.R_PAD, LINES), DTYPE), mask=mask)
         return
     some_row = tl.minimum(row, num_rows - 1)
-    vectors = Vectors(cache, tables + some_row.to(tl.int64) * table_stride)
+    table = tables + some_row.to(tl.int64) * table_stride
+    if NUM_CHOSEN > 0:
+        vectors = Vectors(cache, table, chosen + token.to(tl.int64) * NUM_CHOSEN, own)
+    else:
+        vectors = Vectors(cache, table)
     positions = tl.zeros((LINES,), tl.int32) + position
     num_first = splits_in_first(position, num_workers, SPLITS)
     num_segments = split_of(position, SPLITS) + 2 - num_first
@@ -107,7 +137,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     partial, stats, out, starts, contexts, factor, num_rows, num_workers, max_splits,
     H: tl.constexpr, R: tl.constexpr,
     NEAR_SPLIT: tl.constexpr, FAR_SPLIT: tl.constexpr, SPLIT_CHANGE: tl.constexpr,
-    CHUNK: tl.constexpr, BY_TOKEN: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, NUM_CHOSEN: tl.constexpr, BY_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Fold the segments of one head and unit, and store the output. Grid: ``(H, units)``."""
     if PDL:
@@ -115,7 +145,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     SPLITS: tl.constexpr = Splits(NEAR_SPLIT, FAR_SPLIT, SPLIT_CHANGE)
     unit = tl.program_id(1)
-    _, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
+    _, token, _, position = _unit_of(starts, contexts, num_rows, unit, NUM_CHOSEN, BY_TOKEN)
     if position < 0:
         return
     num_segments = split_of(position, SPLITS) + 2 - splits_in_first(position, num_workers, SPLITS)

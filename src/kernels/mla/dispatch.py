@@ -121,7 +121,7 @@ def attention(
     Args:
         query: ``[T, H, R + P]``. kv: its cache as :func:`store_latent` has it.
         scale: factor on the scores.
-        indices: of :func:`..ops.index_topk`, on a CPU; None for all positions in view.
+        indices: of :func:`..ops.index_topk` on the same device; None for all positions in view.
 
     Returns:
         ``[T, H, R]``.
@@ -129,7 +129,7 @@ def attention(
     if query.is_cuda:
         from .launch import attention as by_kernels
 
-        return by_kernels(query, kv, scale, rank)
+        return by_kernels(query, kv, scale, rank, indices=indices)
     if indices is not None:
         aligned = cpu_invariant.build_layout(*kv[1:], kv.cache.shape[1], 0)
         more = scale, 0.0, None, rank, indices

@@ -90,12 +90,19 @@ def choose_tiling(dtype: torch.dtype, num_heads: int, device: torch.device) -> L
 
 
 def attention(
-    query: Tensor, kv: LatentKV, scale: float, rank: int, tiling: LatentTiling | None = None
+    query: Tensor,
+    kv: LatentKV,
+    scale: float,
+    rank: int,
+    tiling: LatentTiling | None = None,
+    indices: Tensor | None = None,
 ) -> Tensor:
     """As :func:`.dispatch.attention`; any block size that is a power of two.
 
     Args:
         tiling: to try another than :func:`choose_tiling` gives; may change the bits.
+        indices: in order of position. The kernels for Hopper read contexts as they lie, so that
+            what is chosen goes to Triton's decode kernel.
 
     Raises:
         ValueError: the block size is another, or the cache of another dtype than the query.
@@ -121,16 +128,21 @@ def attention(
         "SPLIT_CHANGE": t.split_change,
     }
     tiles = {"P": width - rank, "PAGE": page, "BLOCK_N": t.block_n, "ONES": t.ones}
-    by_token = num_tokens <= num_rows
+    num_positions = table_width * page
+    num_chosen = 0
+    # Of contexts that cannot be longer, all positions are chosen, which other kernels see as well.
+    if indices is not None and indices.shape[1] < num_positions:
+        num_chosen = num_positions = indices.shape[1]
+    by_token = num_chosen > 0 or num_tokens <= num_rows
     num_units = num_tokens if by_token else num_rows
     num_groups = triton.cdiv(num_heads, t.decode_lines)
-    max_splits = t.num_splits(table_width * page)
+    max_splits = t.num_splits(num_positions)
     is_split = max_splits > 1 and num_units * num_groups < t.unsplit_from
     is_split &= num_units * num_heads * max_splits * rank * 4 <= _MAX_PARTIAL_BYTES
     num_workers = 1
     if is_split:
         num_workers = min(max_splits, max(t.num_programs // (num_units * num_groups), 1))
-    is_hopper = query.is_cuda and is_gluon_known()
+    is_hopper = query.is_cuda and not num_chosen and is_gluon_known()
     if is_hopper:
         from . import decode_sm90, prefill_sm90
 
@@ -151,11 +163,12 @@ def attention(
         )
     else:
         latent_decode_kernel[grid](
-            query, kv.cache, out, partial, stats, *kv[1:], factor,
+            query, kv.cache, out, partial, stats, indices if num_chosen else None, *kv[1:], factor,
             kv.block_tables.stride(0), num_rows, num_workers, max_splits,
             **shared,
             **tiles,
             **batch,
+            NUM_CHOSEN=num_chosen,
             LINES=t.decode_lines,
             num_warps=t.decode_warps,
             num_stages=t.num_stages,
@@ -166,6 +179,7 @@ def attention(
             partial, stats, out, *kv[1:3], factor, num_rows, num_workers, max_splits,
             **shared,
             CHUNK=_COMBINE_CHUNK,
+            NUM_CHOSEN=num_chosen,
             BY_TOKEN=by_token,
             PDL=overlap,
             num_warps=4,

@@ -16,14 +16,22 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..attention.chosen_rows import chosen_slots
 from ..attention.online_softmax import block_ids
 
 
 class Vectors(NamedTuple):
-    """Where the cached vectors of a row lie: pointers."""
+    """Where the cached vectors of a row lie: pointers.
+
+    Attributes:
+        chosen: positions in order, which then stand for 0, 1, 2, ... of a context; or None.
+        position: of the query that they were chosen for.
+    """
 
     cache: Any
     table: Any
+    chosen: Any = None
+    position: Any = None
 
 
 class VectorShape(NamedTuple):
@@ -51,16 +59,30 @@ class Lines(NamedTuple):
 
 
 @triton.jit
+def _places(vectors, start, last, shape):  # type: ignore[no-untyped-def]
+    """Where the tile at ``start`` lies: its :func:`block_ids`, or the slots of chosen positions."""
+    if vectors.chosen is None:
+        places = block_ids(vectors.table, start, last, shape.PAGE, shape.BLOCK_N)
+    else:
+        places = chosen_slots(
+            vectors.chosen, vectors.position, vectors.table, start, last, shape.PAGE, shape.BLOCK_N
+        )
+    return places
+
+
+@triton.jit
 def _load_part(  # type: ignore[no-untyped-def]
-    cache, blocks, start, last, D: tl.constexpr, D_PAD: tl.constexpr, shape
+    cache, places, start, last, D: tl.constexpr, D_PAD: tl.constexpr, ARE_SLOTS: tl.constexpr, shape
 ):
     """``[BLOCK_N, D_PAD]``: D elements of each vector of the tile at ``start``, from ``cache`` on;
     zeros beyond D and ``last``."""
     WIDTH: tl.constexpr = shape.R + shape.P
     dims = tl.arange(0, D_PAD)
     offsets = tl.arange(0, shape.BLOCK_N)
-    base = cache + blocks.to(tl.int64) * (shape.PAGE * WIDTH)
-    if shape.PAGE >= shape.BLOCK_N:
+    base = cache + places.to(tl.int64) * (WIDTH if ARE_SLOTS else shape.PAGE * WIDTH)
+    if ARE_SLOTS:
+        rows = base[:, None]
+    elif shape.PAGE >= shape.BLOCK_N:
         rows = base + (start & (shape.PAGE - 1)) * WIDTH + (offsets * WIDTH)[:, None]
     else:  # the tile begins where a block begins
         rows = base[:, None] + ((offsets & (shape.PAGE - 1)) * WIDTH)[:, None]
@@ -90,7 +112,8 @@ def attend_vectors(  # type: ignore[no-untyped-def]
     Args:
         lines: :class:`Lines`.
         begin: first position, where a split begins. end: one behind the last.
-        last: last position any of the lines sees. positions: of the lines, ``[M]``.
+        last: last position any of the lines sees. positions: of the lines, ``[M]``. All four count
+            chosen positions, where there are such.
         factor: turns scores into logarithms to base 2.
     """
     LINES: tl.constexpr = lines.rope.shape[0]
@@ -102,16 +125,19 @@ def attend_vectors(  # type: ignore[no-untyped-def]
     total_row_sum = tl.zeros((shape.ONES, LINES), tl.float32)
     total_acc = tl.zeros((shape.R_PAD, LINES), tl.float32)
     row_max, row_sum, acc = total_row_max, total_row_sum, total_acc
-    blocks = block_ids(vectors.table, begin, last, shape.PAGE, BLOCK_N)
+    ARE_SLOTS: tl.constexpr = vectors.chosen is not None
+    places = _places(vectors, begin, last, shape)
     for start in tl.range(begin, end, BLOCK_N):
         # Vectors of unused slots, NaN perhaps: as values they have to be numbers.
-        latents = _load_part(vectors.cache, blocks, start, last, shape.R, shape.R_PAD, shape)
+        latents = _load_part(
+            vectors.cache, places, start, last, shape.R, shape.R_PAD, ARE_SLOTS, shape
+        )
         scores = tl.dot(latents, tl.trans(lines.latent), input_precision=shape.PRECISION)
         ropes = _load_part(
-            vectors.cache + shape.R, blocks, start, last, shape.P, shape.P_PAD, shape
+            vectors.cache + shape.R, places, start, last, shape.P, shape.P_PAD, ARE_SLOTS, shape
         )
         # One tile ahead: an address must not wait for the load of its block id.
-        blocks = block_ids(vectors.table, start + BLOCK_N, last, shape.PAGE, BLOCK_N)
+        places = _places(vectors, start + BLOCK_N, last, shape)
         scores = tl.dot(ropes, tl.trans(lines.rope), scores, input_precision=shape.PRECISION)
         visible = (start + offsets)[:, None] <= positions[None, :]
         scores = tl.where(visible, scores, float("-inf"))

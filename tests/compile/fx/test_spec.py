@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.fx.nodes import example, is_ours
+from pagespec.compile.fx.products import library_matmuls
 from pagespec.compile.fx.spec import RULES, Bindings, SpecError, Stage, verify_graph
 from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import COMMON_PASSES, GraphPass, PassContext, gpu_passes
@@ -22,6 +23,7 @@ from pagespec.kernels.attention.backend import AttentionBackend
 from pagespec.kernels.fused import dispatch as fused
 from tests.support.captures import graph_cache
 from tests.support.models import ARCHITECTURES, tiny_model
+from tests.support.sparse_models import SPARSE
 
 
 def fused_rope_attention(inputs: RopeInputs, *_: Any) -> torch.Tensor:
@@ -44,7 +46,12 @@ def bindings(captured: CapturedModel) -> Bindings:
     return Bindings(constants, others)
 
 
-def capture(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> CapturedModel:
+def capture(
+    arch: str,
+    stage: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CapturedModel:
     """Capture a model, with a check after every pass."""
     run = capture_module.run_passes
 
@@ -63,7 +70,7 @@ def capture(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Capture
     monkeypatch.setattr(capture_module, "run_passes", run_and_check)
     if stage == "gpu":
         monkeypatch.setattr(capture_module, "cpu_passes", lambda _: gpu_passes())
-    loaded = load_model(tiny_model(arch).to(torch.bfloat16))
+    loaded = load_model(tiny_model(arch).to(dtype))
     # Transparent, the passes for a GPU would try their kernels out.
     is_cpu = stage == "cpu"
     return capture_model(
@@ -76,7 +83,7 @@ def capture(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Capture
 
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *SPARSE])
 def test_graphs_hold_to_the_spec(arch: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = capture(arch, stage, monkeypatch)
     assert captured.graph is not None
@@ -157,15 +164,44 @@ def test_a_matmul_left_to_the_library_is_found_on_a_gpu(monkeypatch: pytest.Monk
     captured = capture("llama", "gpu", monkeypatch)
     assert captured.graph is not None
     bound = bindings(captured)
+    graph = captured.graph.graph
+    assert library_matmuls(graph, bound.constants) == {}
     node = _computed(captured.graph)
     weight = next(
         n
-        for n in captured.graph.graph.find_nodes(op="placeholder")
+        for n in graph.find_nodes(op="placeholder")
         if n.name in bound.constants and bound.constants[n.name].dim() == 2
     )
-    with captured.graph.graph.inserting_after(node):
-        captured.graph.graph.call_function(torch.nn.functional.linear, (node, weight))
+    # As it is, and what is computed from it: a router's in float32.
+    with graph.inserting_after(node):
+        linear = graph.call_function(torch.nn.functional.linear, (node, weight))
     text = "all matmuls with constant weights are ours"
-    with pytest.raises(SpecError, match=text):
-        verify_graph(captured.graph, "gpu", bound)
+    for name in ("float", "clone"):
+        with pytest.raises(SpecError, match=text):
+            verify_graph(captured.graph, "gpu", bound)
+        assert library_matmuls(graph, bound.constants) == {"linear": 1}
+        with graph.inserting_before(linear):
+            made = graph.call_method(name, (weight,))
+        made.meta["example_value"] = example(weight)
+        linear.args = (node, made)
     assert {rule.text for rule in RULES} == {*PLANTED, text}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("arch", "left"),
+    [
+        ("deepseek_v3", {}),
+        ("qwen3_moe", {}),
+        ("gpt2", {"addmm": 8}),
+        pytest.param("llama4_text", {"bmm": 4}, marks=pytest.mark.nightly),
+    ],
+)
+def test_what_a_gpu_leaves_to_the_library_is_told(
+    arch: str, left: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exceptions of docs/transparency.md, and no others: of float32 models, too, whose routers
+    convert what is float32 already."""
+    captured = capture(arch, "gpu", monkeypatch, dtype)
+    assert captured.graph is not None
+    assert library_matmuls(captured.graph.graph, bindings(captured).constants) == left

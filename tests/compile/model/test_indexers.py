@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from pagespec import UnsupportedModelError
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.kv_cache import allocate_kv_caches, kv_bytes_per_block
 from pagespec.compile.load.load import load_model
-from pagespec.compile.model.indexers import IndexCall, check_indexers, has_indexers
+from pagespec.compile.model.indexers import IndexCall
 from pagespec.compile.probe.index_probe import IndexRecorder, MaskMarker
 from pagespec.compile.probe.probe import probe_model
 from tests.support.captures import graph_cache
@@ -44,23 +43,6 @@ def test_index_keys_lie_in_the_blocks() -> None:
         assert [call[-1].dtype for call in caches[:2]] == [torch.float32] * 2
         num_bytes = sum(cache.nbytes for call in caches for cache in call)
         assert num_bytes == 6 * kv_bytes_per_block(dtype, captured.specs, 16)
-
-
-@pytest.mark.parametrize("arch", SPARSE)
-def test_a_gpu_is_refused_before_weights_are_read(arch: str, tmp_path: Path) -> None:
-    model = tiny_model(arch)
-    model.config.save_pretrained(tmp_path)  # there are none to read
-    name = type(model).__name__
-    for given in (model, str(tmp_path)):
-        with pytest.raises(UnsupportedModelError, match=f'{name}: an indexer .* "cpu" alone'):
-            load_model(given, device="cuda")
-
-
-def test_other_models_have_no_indexers() -> None:
-    for arch in ("llama", "deepseek_v3"):
-        kind = type(tiny_model(arch))
-        assert not has_indexers(kind)
-        check_indexers(kind, torch.device("cuda"))
 
 
 def test_only_the_part_of_a_head_is_known_as_a_mask() -> None:

@@ -73,6 +73,13 @@ def test_masks_and_biases_that_only_the_reference_has(
             choose(name, specs=specs)
 
 
+def test_chosen_keys_are_served_but_not_in_e4m3(choose: Callable[..., AttentionBackend]) -> None:
+    specs = [replace(SPEC, num_chosen=64, index_dim=16, index_dtype="bfloat16")]
+    assert choose("auto", specs=specs).name == "triton"
+    with pytest.raises(InvalidInputError, match="no kernel for keys that an indexer chooses"):
+        choose("auto", specs=specs, kv_cache_dtype="fp8")
+
+
 def test_forced(choose: Callable[..., AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("triton").capturable
     assert choose("reference").name == "reference"
