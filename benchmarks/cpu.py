@@ -31,7 +31,7 @@ import torch
 import transformers
 
 from pagespec import LLM, SamplingParams, embedded_model_path
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load.load import load_model
 
 NUM_REQUESTS = 16
 NUM_OUTPUT_TOKENS = 64

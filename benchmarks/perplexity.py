@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from pagespec import LLM, embedded_model_path
-from pagespec.compile.model.source import find_source
+from pagespec.compile.load.source import find_source
 
 # ``LLM``'s settings, and what gives the model from the GGUF file and a folder for work.
 _Find = Callable[[Path, Path], str]

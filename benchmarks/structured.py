@@ -109,7 +109,7 @@ def copy_tokenizer(source: Path | None, folder: Path) -> int:
 
     if source is None:
         from pagespec import embedded_model_path
-        from pagespec.compile.model.gguf import converted_folder
+        from pagespec.compile.load.gguf import converted_folder
 
         embedded = embedded_model_path()
         if embedded is None:

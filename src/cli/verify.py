@@ -34,7 +34,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     """
     _check(engine)
     from ..build import resolve_device
-    from ..compile.model.load import load_model, vocab_size_of
+    from ..compile.load.load import load_model, vocab_size_of
     from ..verify import CaseGroup, GateSize, run_controls, run_gate
     from ..verify.cases import MAX_MODEL_LEN
 

@@ -39,9 +39,9 @@ from .capture.process_key import (
     process_parts,
 )
 from .capture.traced import Traced
-from .model.gguf_blocks import check_gguf
+from .load.gguf_blocks import check_gguf
+from .load.source import ModelSource
 from .model.loaded import LoadedModel, TensorTree, longest_context
-from .model.source import ModelSource
 from .start_tensors import (
     NotRestorable,
     describe_tensors,
@@ -53,7 +53,7 @@ from .start_tensors import (
 logger = logging.getLogger("pagespec")
 
 _VERSION = 3
-_OWN_FOLDERS = ("capture", "fx", "model")
+_OWN_FOLDERS = ("capture", "fx", "load", "model", "probe")
 _MAX_RECORDS = 64
 # Where a program registers classes of its own for a type of model.
 _REGISTRY = "transformers.models.auto.modeling_auto"

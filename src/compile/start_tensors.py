@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..kernels.quantized.quantized_weight import QuantizedWeight
 from .fx.stand_in import is_stand_in, stand_in
-from .model.checkpoint import Checkpoint
-from .model.gguf_blocks import saved_blocks
+from .load.checkpoint import Checkpoint
+from .load.gguf_blocks import saved_blocks
+from .load.quantized_layers import is_same_weight, saved_layers
 from .model.loaded import named_tensors
-from .model.quantized_layers import is_same_weight, saved_layers
 
 _MAX_COMPUTED_BYTES = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

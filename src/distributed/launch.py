@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..build import BuiltEngine, build, resolve_device
-from ..compile.model.load import check_shared
+from ..compile.load.load import check_shared
 from ..compile.model.loaded import Shard
 from ..engine.config import EngineConfig
 from ..errors import InvalidInputError

@@ -54,7 +54,7 @@ def test_verify_says_what_was_shown(
     loaded = SimpleNamespace(module=None, vocab_size=50, dtype="torch.float32", quantization=None)
     group = CaseGroup("prefix hits", num_equal=3 - num_different, num_different=num_different)
     report = GateReport([group], [CaseGroup("control: none", num_different=1)], idle=idle)
-    monkeypatch.setattr("pagespec.compile.model.load.load_model", lambda *_, **__: loaded)
+    monkeypatch.setattr("pagespec.compile.load.load.load_model", lambda *_, **__: loaded)
     monkeypatch.setattr("pagespec.verify.run_gate", lambda *_, **__: report)
     result = call("verify", "-m", "x", "--device", "cpu")
     assert result.exit_code == exit_code, result.output

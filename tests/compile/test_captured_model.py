@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.captures import graph_cache

@@ -19,10 +19,10 @@ from transformers.models.llama import modeling_llama
 from pagespec.compile import start_record
 from pagespec.compile.capture.results import _PRIMES
 from pagespec.compile.captured_model import CapturedModel, capture_model
-from pagespec.compile.model.gguf_blocks import _file_beside
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
-from pagespec.compile.model.source import find_source
+from pagespec.compile.load.gguf_blocks import _file_beside
+from pagespec.compile.load.load import load_model
+from pagespec.compile.load.source import find_source
+from pagespec.compile.probe.probe import probe_model
 from pagespec.compile.start_record import Restored, StartRecord
 from pagespec.kernels.attention.spec import AttentionSpec
 from tests.compile.capture.test_graph_cache import tokens_and_logits
@@ -32,6 +32,7 @@ from tests.support.gguf_files import gguf_model
 from tests.support.models import BY_DAY, tiny_model
 from tests.support.quantized_files import SIZES, write_quantized
 from tests.support.tokenizers import byte_level
+from tests.test_rooms import MODULES, path_of, read_imports, room
 
 CPU = torch.device("cpu")
 # What they cost is most of a start that needs them.
@@ -261,6 +262,19 @@ def test_a_damaged_record_is_not_used(
     assert record_of(folder, cache).restore() is not None
     damage(cache)
     assert record_of(folder, cache).restore() is None
+
+
+def test_the_code_of_all_rooms_that_load_probe_and_trace_counts() -> None:
+    begun = {"load", "probe", "capture"}
+    reached = {
+        room(edge.target, "compile")
+        for module, is_package in MODULES.items()
+        if module.startswith("compile.") and room(module, "compile") in begun
+        for edge in read_imports(path_of(module, is_package).read_text(), module, MODULES)
+        if edge.target.startswith("compile.")
+    }
+    folders = {name for name in begun | reached if MODULES[f"compile.{name}"]}
+    assert folders == set(start_record._OWN_FOLDERS)
 
 
 def test_no_record_of_a_module_that_is_not_its_files(tmp_path: Path) -> None:

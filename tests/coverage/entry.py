@@ -12,10 +12,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from pagespec import InvalidInputError, UnsupportedModelError
-from pagespec.compile.model.build_module import auto_class
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load.build_module import auto_class
+from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, longest_context
-from pagespec.compile.model.probe import probe_with_reach
+from pagespec.compile.probe.probe import probe_with_reach
 from pagespec.kernels.attention.spec import AttentionSpec
 from tests.coverage.tiny_config import MAX_POSITIONS, tiny_config
 from tests.golden.harness import Condition, Subject, check, mixed_prompts, reference_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagespec import UnsupportedModelError
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from tests.coverage.entry import built, run_entry
 from tests.coverage.page import class_of
 from tests.coverage.sweep import ENTRIES

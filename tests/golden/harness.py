@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
 from pagespec import build as build_module
-from pagespec.compile.model import load, probe
+from pagespec.compile.load import load
+from pagespec.compile.probe import probe
 from pagespec.engine.invariants import check_plan, check_state
 from pagespec.engine.plan import StepPlan
 from spec import replay

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load.load import load_model
 from pagespec.engine.plan import StepPlan
 from pagespec.verify import run_gate
 from tests.golden.harness import mixed_prompts

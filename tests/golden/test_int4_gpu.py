@@ -121,6 +121,6 @@ def test_gguf_equals_its_conversion_in_bfloat16(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = gguf_model(tmp_path, monkeypatch, form)
-    from pagespec.compile.model.source import find_source
+    from pagespec.compile.load.source import find_source
 
     check_equal(path, find_source(path).files, quantization="gguf")

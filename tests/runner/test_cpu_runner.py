@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pagespec.compile.captured_model import CapturedModel, capture_model
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.engine.plan import StepPlan
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from pagespec.runner.cpu_pack import CpuStepPacker

@@ -10,8 +10,8 @@ import torch
 
 from pagespec import SamplingParams
 from pagespec.compile.captured_model import CapturedModel, capture_model
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from tests.runner.test_gpu_runner import PassedEvent
 from tests.support import both_runners
 from tests.support.both_runners import BLOCK_SIZE, RUNNERS

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.compile.step_inputs import INPUT_NAMES
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.core import Engine

@@ -12,7 +12,7 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from pagespec.compile.model import gguf
+from pagespec.compile.load import gguf
 from tests.support.models import VOCAB_SIZE, tiny_model
 
 # Rows are whole blocks of 32. The head is wider, as files have it.

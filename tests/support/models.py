@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from pagespec.compile.model.build_module import auto_class
+from pagespec.compile.load.build_module import auto_class
 from tests.support.latent_models import LATENT
 from tests.support.recurrent_models import RECURRENT
 from tests.support.sparse_models import SPARSE

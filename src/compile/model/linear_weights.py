@@ -24,7 +24,7 @@ from ..fx.stand_in import is_stand_in
 from .attention import attention_implementation
 from .forward import PackedForward
 from .loaded import LoadedModel
-from .probe_pass import local_attention, local_recurrence
+from .local_calls import local_attention, local_recurrence
 
 _TRANSPOSES = (
     Tensor.T.__get__,  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ import torch
 
 from pagespec.compile.capture import dynamo
 from pagespec.compile.fx.nodes import example
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from tests.support.models import tiny_model
 
 

@@ -22,9 +22,9 @@ from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.capture.graph_json import decode, encode
 from pagespec.compile.capture.traced import Traced
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.attention.spec import AttentionSpec
 from tests.support.models import tiny_model
 

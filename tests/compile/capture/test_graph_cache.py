@@ -24,9 +24,9 @@ from pagespec.compile.capture.graph_json import NotSerializable, decode, encode
 from pagespec.compile.capture.graph_key import graph_key
 from pagespec.compile.capture.traced import Traced
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel, named_tensors
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts

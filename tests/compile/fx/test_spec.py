@@ -14,9 +14,9 @@ from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.fx.nodes import example, is_ours
 from pagespec.compile.fx.products import library_matmuls
 from pagespec.compile.fx.spec import RULES, Bindings, SpecError, Stage, verify_graph
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import COMMON_PASSES, GraphPass, PassContext, gpu_passes
+from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.arguments import RopeInputs
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.backend import AttentionBackend

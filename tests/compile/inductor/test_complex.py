@@ -11,8 +11,8 @@ from torch.fx import Graph
 
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.inductor.regions import find_regions
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from tests.compile.inductor.test_regions import logits_of
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model

@@ -19,8 +19,8 @@ from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.inductor import compile_region, regions
 from pagespec.compile.inductor.compile_region import inductor
 from pagespec.compile.inductor.regions import compile_regions, find_regions
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.compile.test_captured_model import LogitRecorder, prompts
 from tests.support.captures import graph_cache

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from pagespec import UnsupportedModelError
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.kv_cache import allocate_kv_caches, kv_bytes_per_block
-from pagespec.compile.model.index_probe import IndexRecorder, MaskMarker
+from pagespec.compile.load.load import load_model
 from pagespec.compile.model.indexers import IndexCall
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.probe.index_probe import IndexRecorder, MaskMarker
+from pagespec.compile.probe.probe import probe_model
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 from tests.support.sparse_models import SPARSE, TOPK

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pagespec import InvalidInputError, UnsupportedModelError
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.model.recurrent import RecurrentCall, recurrences_replaced
+from pagespec.compile.probe.probe import probe_model
 from pagespec.compile.recurrent_state import bytes_per_slot
 from tests.support.models import tiny_model
 

@@ -14,10 +14,10 @@ from pagespec.compile.capture.traced import Traced
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.nodes import calls, calls_op, is_linear, last_dim_slice
 from pagespec.compile.kv_cache import allocate_kv_caches, kv_bytes_per_block
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.cache_latents import cache_latents
+from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.attention.spec import AttentionSpec
 from pagespec.kernels.mla import dispatch as mla
 from tests.support.captures import generate, graph_cache

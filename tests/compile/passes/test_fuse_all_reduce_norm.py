@@ -15,12 +15,12 @@ from torch.fx import Graph, GraphModule, Node
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.fx.spec import verify_graph
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.load.tensor_parallel import shard_model
 from pagespec.compile.model.loaded import Shard
-from pagespec.compile.model.probe import probe_model
-from pagespec.compile.model.tensor_parallel import shard_model
 from pagespec.compile.passes.context import PassContext
 from pagespec.compile.passes.fuse_all_reduce_norm import fuse_all_reduce_norm
+from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.collectives.communicator import LoneRank, communicator_scope
 from pagespec.kernels.fused import dispatch as fused
 from tests.compile.fx.test_spec import JOINING, bindings

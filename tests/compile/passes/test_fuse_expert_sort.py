@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.nodes import calls
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.fuse_expert_sort import fuse_expert_sort
+from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.experts.grouped_mm import grouped_mm
 from pagespec.kernels.experts.sort_by_expert import sort_by_expert
 from pagespec.kernels.linear.plan_cache import LinearPlans

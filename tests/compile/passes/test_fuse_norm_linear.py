@@ -13,9 +13,9 @@ from torch.fx import Graph, GraphModule
 
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import capture_model
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.passes.context import PassContext
+from pagespec.compile.probe.probe import probe_model
 from pagespec.kernels.fused import dispatch as fused
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model

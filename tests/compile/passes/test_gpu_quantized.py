@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.captured_model import CapturedModel, capture_model
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import UnsupportedModelError
 from pagespec.kernels import e4m3
 from pagespec.kernels.fused import dispatch as fused

@@ -15,11 +15,11 @@ from torch.fx import GraphModule, Interpreter, Node, symbolic_trace
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.nodes import is_ours
 from pagespec.compile.fx.spec import Bindings, verify_graph
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext, run_passes
 from pagespec.compile.passes.lower_cpu import lower_cpu
 from pagespec.compile.passes.write_as_linear import write_as_linear
+from pagespec.compile.probe.probe import probe_model
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 

@@ -8,8 +8,8 @@ import pytest
 
 from pagespec import LLM, SamplingParams, build
 from pagespec.compile.captured_model import CapturedModel, capture_model
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 

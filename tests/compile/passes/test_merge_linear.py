@@ -16,10 +16,10 @@ from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.fake_tensors import expressions
 from pagespec.compile.fx.nodes import example, is_linear, linear_operands, tensor_of
 from pagespec.compile.fx.recorder import recording
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.merge_linear import consecutive_views, merge_linear, merge_storage
+from pagespec.compile.probe.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.captures import graph_cache
 from tests.support.driving import drive, make_requests

@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 
 from pagespec.compile.captured_model import capture_model
 from pagespec.compile.fx.nodes import example
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.load.load import load_model
 from pagespec.compile.passes import PassContext
 from pagespec.compile.passes.write_as_real import write_as_real
+from pagespec.compile.probe.probe import probe_model
 from tests.support.captures import graph_cache
 from tests.support.models import tiny_model
 

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.nodes import GROUPED_MM_NAMES
-from .layers import find_layers, layer_forms
-from .loaded import LoadedModel
+from ..model.layers import find_layers, layer_forms
+from ..model.loaded import LoadedModel
 from .probe_pass import ProbePass
 from .thresholds import PassCost
 

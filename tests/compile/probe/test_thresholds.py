@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
-from pagespec.compile.model.thresholds import (
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe.probe import probe_model
+from pagespec.compile.probe.thresholds import (
     MAX_PASS_TOKENS,
     PassCost,
     Threshold,

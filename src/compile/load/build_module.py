@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ...errors import InvalidInputError, UnsupportedModelError
-from .loaded import Shard
+from ..model.loaded import Shard
 from .refusal import as_input_error
 
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
+from ..model.loaded import LoadedModel
 from .cheap_passes import cheap_passes
-from .loaded import LoadedModel
 from .probe_pass import ProbePass, all_same
 from .thresholds import ReachPlan, Threshold, budget_of, plan_reach, thresholds_of
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pagespec.compile.model import parallel_styles
+from pagespec.compile.load import parallel_styles
+from pagespec.compile.load.tensor_parallel import shard_model, vocab_sizes
 from pagespec.compile.model.loaded import Shard
-from pagespec.compile.model.tensor_parallel import shard_model, vocab_sizes
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from pagespec.kernels.collectives.communicator import LoneRank, communicator_scope
 from pagespec.kernels.sampling.sampler import GROUP

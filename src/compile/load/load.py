@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
+from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module, read_weights
 from .default_sampling import default_sampling
 from .gguf_blocks import check_gguf, kept_blocks
-from .loaded import WHOLE, LoadedModel, Shard, longest_context
 from .quantized_load import (
     check_capability,
     check_quantized,

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.sampling.sampler import GROUP
-from .loaded import Shard
+from ..model.loaded import Shard
 from .parallel_styles import (
     GATHERED,
     REPLICATED,

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from pagespec.compile.model import gguf
-from pagespec.compile.model.gguf import converted_folder
-from pagespec.compile.model.load import load_model
+from pagespec.compile.load import gguf
+from pagespec.compile.load.gguf import converted_folder
+from pagespec.compile.load.load import load_model
 from tests.support.models import tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -78,7 +78,7 @@ def test_a_killed_conversion_is_cleared_away_by_the_next(
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from pagespec.compile.model import gguf\n"
+        "from pagespec.compile.load import gguf\n"
         "def convert(path, folder):\n"
         "    (folder / 'half').write_bytes(bytes(9))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

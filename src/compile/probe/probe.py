@@ -7,8 +7,8 @@ No KV cache and no graph. On eight tokens, with the whole model:
    in order; and which indexer chose what a call sees (:mod:`.index_probe`);
 2. *poison*: with attention, recurrences and indexers that mix no tokens, NaN in one token's
    embedding must reach no other token's logits. So nothing else mixes tokens: no recurrence or
-   convolution but those known here (:mod:`.recurrent`), no token shift, no attention that bypasses
-   the interface.
+   convolution but those known here (:mod:`..model.recurrent`), no token shift, no attention that
+   bypasses the interface.
    NaN shows however small the weights are;
 3. *permute*: the packed tokens in another order must give the same queries, keys, values and
    logits in that order, so explicit position ids are followed;
@@ -35,9 +35,9 @@ from transformers.cache_utils import DynamicLayer
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
 from ..fx.stand_in import is_stand_in
+from ..model.linear_weights import expanded_linears
+from ..model.loaded import LoadedModel
 from .attention_probe import CallRecorder
-from .linear_weights import expanded_linears
-from .loaded import LoadedModel
 from .probe_pass import ProbePass, all_same, registered
 from .reach_probe import check_reach
 from .thresholds import ReachPlan

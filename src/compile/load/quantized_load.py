@@ -24,10 +24,10 @@ from transformers import (
 from ...errors import InvalidInputError, UnsupportedModelError
 from ...kernels.quantized.quantized_weight import QuantizedWeight
 from ..fx.stand_in import is_stand_in, stand_in
+from ..model.linear_weights import check_readers
+from ..model.loaded import Shard
 from .checkpoint import Checkpoint
 from .checkpoint_names import CheckpointNames
-from .linear_weights import check_readers
-from .loaded import Shard
 from .quantization_schemes import Scheme, fp8_at_load, scheme_of
 from .quantized_layers import read_layer, read_layers
 

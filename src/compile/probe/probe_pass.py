@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ...errors import PagespecError, UnsupportedModelError
-from .attention import attention_implementation
-from .forward import PackedForward
-from .indexers import IndexCall, IndexFunction
-from .loaded import LoadedModel
-from .recurrent import RecurrentCall, RecurrentFunction
+from ..model.attention import attention_implementation
+from ..model.forward import PackedForward
+from ..model.indexers import IndexCall, IndexFunction
+from ..model.loaded import LoadedModel
+from ..model.local_calls import local_attention, local_recurrence, no_choice, per_token
+from ..model.recurrent import RecurrentCall, RecurrentFunction
 
 _PROBE_NAME = "pagespec_probe"
 
@@ -103,52 +104,6 @@ class _LocalCalls:
     def choose(self, _module: nn.Module, call: IndexCall) -> Tensor:
         self.seen.extend(x.clone() for x in (call.query, call.key, call.weights))
         return no_choice(call)
-
-
-def no_choice(call: IndexCall) -> Tensor:
-    """As much as an indexer would choose, of which :func:`local_attention` reads nothing."""
-    chosen = call.query.new_zeros(1, 1, 1, dtype=torch.int32)
-    return chosen.expand(1, len(call.query), call.num_chosen)
-
-
-def local_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A stand-in that depends on each token's query, key and value and on no other token's."""
-    group_size = query.shape[1] // value.shape[1]
-
-    def gate(x: Tensor) -> Tensor:
-        ramp = torch.linspace(-1.0, 1.0, x.shape[-1], dtype=x.dtype, device=x.device)
-        return torch.tanh((x * ramp).sum(-1, keepdim=True))
-
-    out = value.repeat_interleave(group_size, 1) * (1 + gate(query))
-    out = out * (1 + gate(key).repeat_interleave(group_size, 1))
-    return out.transpose(1, 2).contiguous()
-
-
-# Which tensors of a recurrence have a row for each token, in the order of its op. The first of them
-# has the shape of the result.
-_PER_TOKEN = {
-    "short_conv": (0,),
-    "delta_rule": (2, 0, 1, 3, 4),
-    "ssd_scan": (0, 1, 3, 4),
-    "selective_scan": (0, 1, 3, 4, 6),
-}
-
-
-def per_token(call: RecurrentCall) -> list[Tensor]:
-    """What a recurrence reads of each token: ``[T, ...]``."""
-    tensors = [call.tensors[place] for place in _PER_TOKEN[call.kind]]
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def local_recurrence(call: RecurrentCall) -> Tensor:
-    """As :func:`local_attention`."""
-    out, *others = per_token(call)
-    for other in others:
-        flat = other.flatten(1)
-        ramp = torch.linspace(-1.0, 1.0, flat.shape[1], dtype=flat.dtype, device=flat.device)
-        gate = 1 + torch.tanh((flat * ramp).sum(-1)).to(out.dtype)
-        out = out * gate.view(-1, *[1] * (out.dim() - 1))
-    return out
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
 from ...kernels.attention.spec import AttentionSpec
+from ..model.local_calls import local_attention
 from .index_probe import IndexRecorder, MaskMarker
 from .masks import MaskFunction, MaskPattern, alibi_slopes, pattern_of_mask
-from .probe_pass import local_attention
 from .recurrent_probe import RecurrentRecorder
 
 # Tensor arguments whose meaning is known; any other would be dropped silently.

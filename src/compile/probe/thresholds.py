@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...kernels.attention.spec import AttentionSpec
-from .loaded import LoadedModel
+from ..model.loaded import LoadedModel
 
 MAX_PASS_TOKENS = (1 << 14) + 1
 """Tokens of the longest pass."""

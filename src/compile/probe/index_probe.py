@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from .indexers import IndexCall
-from .probe_pass import no_choice
+from ..model.indexers import IndexCall
+from ..model.local_calls import no_choice
 
 _ALL = slice(None)
 # A mask with a dimension of heads, as an indexer has it: of the only head.

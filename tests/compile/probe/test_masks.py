@@ -10,7 +10,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from pagespec.compile.model.masks import MaskPattern, alibi_slopes, pattern_of_mask
+from pagespec.compile.probe.masks import MaskPattern, alibi_slopes, pattern_of_mask
 
 
 def test_patterns_of_mask_closures() -> None:

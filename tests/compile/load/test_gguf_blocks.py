@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
-from pagespec.compile.model import gguf_blocks
+from pagespec.compile.load import gguf_blocks
 from pagespec.kernels.quantized.cpu_quantized import Blocks, Int4Weight, Int8Weight
 from tests.support.gguf_files import write_model
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pagespec.compile.model import cheap_passes, probe
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model, probe_with_reach
+from pagespec.compile.load.load import load_model
+from pagespec.compile.probe import cheap_passes, probe
+from pagespec.compile.probe.probe import probe_model, probe_with_reach
 from pagespec.errors import UnsupportedModelError
 from tests.support.models import tiny_model
 

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pagespec.compile.kv_cache import kv_bytes_per_block
-from pagespec.compile.model.cheap_passes import twins
+from pagespec.compile.load.load import load_model
 from pagespec.compile.model.forward import CACHE_NAMES
-from pagespec.compile.model.load import load_model
-from pagespec.compile.model.probe import probe_model
+from pagespec.compile.probe.cheap_passes import twins
+from pagespec.compile.probe.probe import probe_model
 from pagespec.errors import InvalidInputError, UnsupportedModelError
 from tests.support.models import ARCHITECTURES, VOCAB_SIZE, WINDOW, tiny_model
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ...errors import UnsupportedModelError
 from ...kernels.recurrent.ops import ACTIVATIONS
 from ...kernels.recurrent.spec import RecurrentSpec
-from .probe_pass import local_recurrence, per_token
-from .recurrent import RecurrentCall
+from ..model.local_calls import local_recurrence, per_token
+from ..model.recurrent import RecurrentCall
 
 # Tensors that are of no matter to a recurrence over packed texts; any other would be dropped
 # silently.

@@ -1,0 +1,11 @@
+"""From a folder, a hub id, a GGUF file or a module in memory to a module on its device.
+
+Read in this order: ``source`` (where a model's files are, with ``embedded`` and ``gguf``), ``load``
+(the way of each, with ``build_module``, ``refusal`` and ``default_sampling``), ``checkpoint`` and
+``checkpoint_names`` (tensors without a module), ``gguf_blocks`` and ``quantized_load`` (weights
+that stay quantised, with ``quantization_schemes``, ``quantized_layers`` and ``int4_layouts``),
+``tensor_parallel`` with ``parallel_styles`` (one rank's part of a model, by transformers' plan).
+
+Imports ``compile.model``, ``compile.fx`` and ``kernels``. Imported by ``start_record`` and
+``start_tensors`` of ``compile``, and by ``build``, ``distributed`` and ``cli``.
+"""
