@@ -27,6 +27,7 @@ from .runner.cpu_runner import OnLogits
 from .runner.cpu_startup import make_cpu_runner
 from .runner.host_memory import available_bytes
 from .runner.staging_runner import TimedRunner
+from .start_report import cache_text, library_text, quantization_text
 from .startup import gc_paused
 from .structured.grammars import Grammars
 
@@ -178,10 +179,10 @@ def build(
             stats.quantization = loaded.quantization or config.quantization
             stats.weight_formats = captured.weight_formats
             stats.float32_matrices = captured.float32_matrices
-            logger.info("quantization: %s", _quantization_text(captured, stats.quantization))
+            logger.info("quantization: %s", quantization_text(captured, stats.quantization))
         if captured.library_matmuls:
             stats.library_matmuls = captured.library_matmuls
-            logger.warning("%s", _library_text(loaded.architecture, captured.library_matmuls))
+            logger.warning("%s", library_text(loaded.architecture, captured.library_matmuls))
         if reading is not None:
             reading.join()
         make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
@@ -192,7 +193,7 @@ def build(
         device,
         runner.num_blocks,
         config.block_size,
-        _cache_text(config, captured),
+        cache_text(config, captured),
         max_model_len,
     )
     return BuiltEngine(
@@ -309,28 +310,3 @@ def _graph_cache(model: object, before_trace: Callable[[], None] | None) -> Grap
 def _is_native(config: EngineConfig, device: torch.device) -> bool:
     is_gguf = config.quantization == "gguf" and device.type == "cpu"
     return is_gguf and config.kv_cache_dtype == "auto"
-
-
-def _cache_text(config: EngineConfig, captured: CapturedModel) -> str:
-    """What the KV cache holds, where it is not keys and values as they are."""
-    num_latent = sum(spec.is_latent for spec in captured.specs)
-    latent = f", latent vectors for {num_latent} of {len(captured.specs)} attention calls"
-    fp8 = " in fp8" if config.kv_cache_dtype == "fp8" else ""
-    return (latent if num_latent else "") + fp8
-
-
-def _library_text(architecture: str, matmuls: dict[str, int]) -> str:
-    """Which matmuls are not transparent by construction."""
-    counts = ", ".join(f"{count} {name}" for name, count in matmuls.items())
-    return (
-        f"{architecture}: {counts} left to cuBLAS, whose order of summation may follow the number "
-        "of rows: bits may follow the schedule (docs/transparency.md; pagespec verify tells)"
-    )
-
-
-def _quantization_text(captured: CapturedModel, scheme: str | None) -> str:
-    """What is held in which format, and which matrices are not quantised."""
-    formats = captured.weight_formats
-    counts = ", ".join(f"{count / 1e6:.1f}M in {name}" for name, count in formats.items())
-    left = ", ".join(captured.float32_matrices) or "vectors only"
-    return f"{scheme}: {counts}; not quantised are {left}"

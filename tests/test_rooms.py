@@ -24,7 +24,7 @@ PACKAGE = (
     ("chat",),
     ("distributed",),
     ("build",),
-    ("runner",),
+    ("runner", "start_report"),
     ("structured",),
     ("compile",),
     ("kernels",),
@@ -59,6 +59,7 @@ ABOVE_ENGINE = (
     "chat",
     "distributed",
     "build",
+    "start_report",
     "runner",
     "structured",
 )
