@@ -42,6 +42,8 @@ class CallRecorder:
         self.patterns: dict[tuple[int, int], MaskPattern | None] = {}
         self.modules: list[nn.Module] = []
         self.specs: list[AttentionSpec] = []
+        self.num_keys = 0  # calls one behind the other over the same keys count once
+        self._key: Tensor | None = None  # of the last call
 
     def refuse(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.architecture}: {reason}")
@@ -87,6 +89,9 @@ class CallRecorder:
         if of_indexers and (pattern != MaskPattern() or slopes):
             raise self.refuse(f"its indexer chooses within {pattern} and slopes {slopes}")
         self.modules.append(module)
+        if self._key is None or _place(key) != _place(self._key):
+            self.num_keys += 1
+        self._key = key
         self.specs.append(
             AttentionSpec(
                 call=len(self.specs),
@@ -147,3 +152,7 @@ class CallRecorder:
         for module, spec in zip(self.modules, self.specs, strict=True):
             found.setdefault(module, []).append(spec)
         return found
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype

@@ -184,9 +184,9 @@ def _check_kept_keys(recorder: CallRecorder, probe_pass: ProbePass, ids: Tensor)
     call, which a pass over the whole text does not."""
     with probe_pass.stand_in():
         kept = probe_pass.num_kept(ids)
-    if kept is not None and kept < len(recorder.specs):
+    if kept is not None and kept < recorder.num_keys:
         raise recorder.refuse(
-            f"its cache keeps the keys of {kept} of its {len(recorder.specs)} attention calls"
+            f"its cache keeps the keys of {kept} of its {recorder.num_keys} attention calls"
         )
 
 
