@@ -54,11 +54,11 @@ class LayerGroups:
 
 @dataclass(frozen=True, slots=True)
 class GroupCalls:
-    """Calls of one kind, attention ("cache", as sources name it) or recurrences ("state"), that
-    each group makes.
+    """How many calls groups make, by kind as sources name it: "cache" (attention), "state"
+    (recurrences).
 
     Attributes:
-        before: calls of the layers before all groups, by kind. each: of each group.
+        before: of the layers before all groups. each: of each group.
     """
 
     before: dict[str, int]
@@ -72,8 +72,8 @@ class GroupCalls:
         recurrent: Sequence[RecurrentSpec],
         traced: Traced,
     ) -> GroupCalls:
-        """Numbers the states of ``traced``, where they have that of the call in the trace, by that
-        in the model.
+        """Those of a trace of some layers, whose sources of states get the call's number in the
+        model; they had that in the trace.
 
         Raises:
             LayersDiffer: groups have other recurrent calls.

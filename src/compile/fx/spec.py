@@ -89,12 +89,12 @@ def _is_no_matmul(node: Node, bound: Bindings) -> bool:
     token, or of attention."""
     if is_linear(node):
         return False
-    known = constant_nodes(node.graph, bound.constants)
-    return library_matmul(node, known.__contains__) is None
+    return library_matmul(node, lambda n: n in constant_nodes(node.graph, bound.constants)) is None
 
 
 def _has_no_constant_weight(node: Node, bound: Bindings) -> bool:
-    """Or one that its kernels do not take as it lies."""
+    """No ``linear`` has a weight that is a constant, but for one whose layout our kernels do not
+    take, or that is computed from constants."""
     if not is_linear(node):
         return True
     weight = linear_operands(node)[1]

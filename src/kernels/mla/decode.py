@@ -19,12 +19,7 @@ from ..attention.bundles import Splits
 from ..attention.chosen_rows import row_of_token
 from ..attention.combine import combine
 from ..attention.decode import token_of
-from ..attention.online_softmax import (
-    dot_precision,
-    dot_size,
-    split_begin,
-    split_of,
-)
+from ..attention.online_softmax import dot_precision, dot_size, split_begin, split_of
 from .tiles import Vectors, VectorShape, attend_vectors, load_lines
 
 
