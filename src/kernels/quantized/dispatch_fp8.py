@@ -17,7 +17,7 @@ from ..fused.e4m3_groups import QuantizedRows
 from ..jit.parallel_build import may_skip_launches
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
-from .tiles_fp8 import choose_fp8_tile, choose_sm90_tile, gates_in_store
+from .tiles_fp8 import choose_fp8_tile, choose_gated_tile, choose_sm90_tile
 
 _ANY_ROWS = 1 << 30
 
@@ -158,11 +158,13 @@ def _gated(
     # Kernels are being made for later steps, of other numbers of rows: those of both ways.
     wants_both = may_skip_launches()
     num_rows = _ANY_ROWS if wants_both else len(rows.values)
-    if is_like and gates_in_store(num_rows, num_outs, k_size, Gpu.of(values.device)):
+    card = Gpu.of(values.device)
+    tile = choose_gated_tile(num_rows, num_outs, k_size, card) if is_like else None
+    if tile is not None:
         # Gluon is not in every Triton; the card says whether it is.
         from .matmul_fp8_sm90_gated_launch import gated_matmul
 
-        gated = gated_matmul(rows, values, scales)
+        gated = gated_matmul(rows, values, scales, tile=tile)
         if not wants_both:
             return gated
     gate, up = _multiply(rows, dtype, values, scales, None).chunk(2, -1)

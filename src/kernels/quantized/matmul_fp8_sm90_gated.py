@@ -1,14 +1,10 @@
 """Matmul of many FP8 rows and an FP8 weight with a gate for Hopper, which applies the gate and
 quantises the result: ``silu(gate) * up``, rounded to e4m3 with a scale for each 128 channels.
 
-As :mod:`.matmul_fp8_sm90_many`, whose bits the sums have, with tiles twice as wide: 128 rows of x
-by 128 rows of the gate's weight and the same ones of up's. A thread has both of an output, and four
-threads have a row's group of 128 outputs: gate and up, which else go to memory and back in
-bfloat16, stay in registers.
-
-A warpgroup has float32 sums of 64 rows by 256, which leaves registers for the product of one half
-and one group only: while a warpgroup adds one up, the matrix unit works for the other. One is two
-groups ahead, so that it stores while the other still multiplies.
+As :mod:`.matmul_fp8_sm90_many`, whose bits the sums have. A tile has 128 outputs, which share a
+scale; a warpgroup computes 64 of them, of the gate and of up, and then the other 64. So it has no
+more sums at a time than without a gate, and a thread has both of an output: gate and up, which else
+go to memory and back in bfloat16, stay in registers, and what is ready waits in shared memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,104 +20,73 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..fused.e4m3_groups import GROUP, quantized
+from ..fused.e4m3_groups import quantized
 from ..linear.matmul_sm90_many import silu_of_bfloat16
 from ..linear.row_tiles import tile_begin
-from .matmul_fp8_sm90_few import product_of_group, stage_of
-from .matmul_fp8_sm90_many import place
+from .matmul_fp8_sm90_few import product_of_group
+from .matmul_fp8_sm90_many import allocate_stages, load_stages, next_stage, place
 
-_GROUP = gl.constexpr(GROUP)
-_STAGES = gl.constexpr(4)  # of a group of summands
-_ROWS = gl.constexpr(128)  # of x, in a tile
-_PART = gl.constexpr(128)  # outputs of a tile
-_X_PIECES = gl.constexpr(16)  # of a stage, 1 KiB each
-_W_PIECES = gl.constexpr(16)  # the gate's; up's follow
-_PIECES = gl.constexpr(48)
-_LEAD = gl.constexpr(2)  # groups by which the first warpgroup is ahead of the second
+_PART = gl.constexpr(128)  # outputs of a tile, and rows of the weight in a stage: 64 of gate and up
 
 
 @gluon.jit
-def _next(slot, phase):
-    wraps = slot == _STAGES - 1
-    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def _load(smem, full, empty, x_desc, w_desc, num_rows, num_tiles, N: gl.constexpr, K: gl.constexpr):
-    """Keeps the stages filled, a group in each."""
-    slot = 0
-    phase = 1
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row_tile, begin = place(tile, num_rows, N, _PART, _ROWS)
-        for group in range(K // 128):
-            mbarrier.wait(empty.index(slot), phase)
-            bar = full.index(slot)
-            mbarrier.expect(bar, _PIECES * 1024)
-            for half in gl.static_range(2):
-                target = stage_of(smem, slot, half * _X_PIECES // 2, _PIECES, x_desc)
-                first = tile_begin(row_tile * 2 + half, num_rows, _ROWS // 2)
-                tma.async_copy_global_to_shared(x_desc, [first, group * 128], bar, target)
-            target = stage_of(smem, slot, _X_PIECES, _PIECES, w_desc)
-            tma.async_copy_global_to_shared(w_desc, [0, begin, group * 128], bar, target)
-            slot, phase = _next(slot, phase)
+def _factors(stages, slot, WARPGROUP: gl.constexpr, ROW: gl.constexpr):
+    """What a group's product is multiplied by, for each of 64 rows: of the gate, and of up."""
+    _, x_smem, w_smem, full, _ = stages
+    of_rows = x_smem.index(slot * (x_smem.shape[0] // full.shape[0]) + WARPGROUP).load(ROW)
+    scales = w_smem.index(slot)
+    return of_rows * scales.slice(0, 1).load(ROW), of_rows * scales.slice(32, 1).load(ROW)
 
 
 @gluon.jit
 def _added(total, part, factors):
-    """total + part * factors, ``factors`` for each row, with one rounding. Here and now: LLVM moves
-    a plain fma behind all that is issued or waited for, where both products would be alive."""
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;",
-        "=f,f,f,f",
-        [part, gl.expand_dims(factors, 1), total],
-        gl.float32,
-        False,
-        1,
-    )
+    """total + part * factors, ``factors`` for each row, with one rounding."""
+    return gl.fma(part, factors[:, None] + gl.zeros_like(part), total)
 
 
 @gluon.jit
-def _sums(
-    smem, full, empty, lead, x_scales, w_scales, num_rows, first, begin, slot, phase, is_first,
-    HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-):  # fmt: skip
-    """64 rows by 128 outputs of gate and up; and the next slot and phase."""
+def _both_added(gate, up, part, of_gate, of_up):
+    """:func:`_added` for the halves of ``part [64, 128]``."""
+    a, b = part.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+    a = gl.convert_layout(a, gate.type.layout, assert_trivial=True)
+    b = gl.convert_layout(b, up.type.layout, assert_trivial=True)
+    return _added(gate, a, of_gate), _added(up, b, of_up)
+
+
+@gluon.jit
+def _sums(stages, slot, phase, WARPGROUP: gl.constexpr, K: gl.constexpr):
+    """64 rows by 64 outputs of gate and up; and the next slot and phase."""
+    smem, x_smem, _, full, empty = stages
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _PART, 32])
-    GROUPS: gl.constexpr = K // 128
-    OTHER: gl.constexpr = N // 128 * GROUPS  # from the gate's scales to up's
-    m = first + gl.arange(0, 64, gl.SliceLayout(1, SUM))
-    mask = m < num_rows
-    x_at = x_scales + m
-    w_at = w_scales + begin // 128 * GROUPS
-    gate = gl.zeros([64, _PART], gl.float32, SUM)
-    up = gl.zeros([64, _PART], gl.float32, SUM)
-    # Scales are loaded a group ahead: nothing waits for them.
-    of_rows = gl.load(x_at, mask=mask, other=0.0)
-    of_gate = gl.load(w_at)
-    of_up = gl.load(w_at + OTHER)
-    for group in range(GROUPS):
-        then = gl.minimum(group + 1, GROUPS - 1)
-        next_of_rows = gl.load(x_at + then * num_rows, mask=mask, other=0.0)
-        next_of_gate = gl.load(w_at + then)
-        next_of_up = gl.load(w_at + then + OTHER)
-        x = slot * _PIECES + HALF * 8
-        w = slot * _PIECES + _X_PIECES
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _PART // 2, 32])
+    ROW: gl.constexpr = gl.SliceLayout(1, HALF)
+    STAGES: gl.constexpr = full.shape[0]
+    WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
+    PAIR: gl.constexpr = 4 - WARPGROUPS  # products under way
+    PIECES: gl.constexpr = smem.shape[0] // STAGES
+    X: gl.constexpr = WARPGROUP * 8
+    W: gl.constexpr = WARPGROUPS * 8
+    gate = gl.zeros([64, _PART // 2], gl.float32, HALF)
+    up = gl.zeros([64, _PART // 2], gl.float32, HALF)
+    for _ in range(0, K // 128, PAIR):
+        at = slot * PIECES
         mbarrier.wait(full.index(slot), phase)
-        part = product_of_group(smem, x, w, SUM, 64, _PART)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        gate = _added(gate, part, of_rows * of_gate)
-        # Waited for already; the branch keeps the sums before the next product.
-        mbarrier.wait(full.index(slot), phase)
-        part = product_of_group(smem, x, w + _W_PIECES, SUM, 64, _PART)
-        part = warpgroup_mma_wait(0, deps=(part,))
+        a = product_of_group(smem, at + X, at + W, SUM, 64, _PART)
+        a_gate, a_up = _factors(stages, slot, WARPGROUP, ROW)
+        if PAIR == 2:
+            other = slot + 1
+            at += PIECES
+            mbarrier.wait(full.index(other), phase)
+            b = product_of_group(smem, at + X, at + W, SUM, 64, _PART)
+            b_gate, b_up = _factors(stages, other, WARPGROUP, ROW)
+        a = warpgroup_mma_wait(PAIR - 1, deps=(a,))
         mbarrier.arrive(empty.index(slot), count=1)
-        if HALF == 0:
-            mbarrier.arrive(lead, count=1, pred=is_first & (group == _LEAD - 1))
-        up = _added(up, part, of_rows * of_up)
-        of_rows = next_of_rows
-        of_gate = next_of_gate
-        of_up = next_of_up
-        slot, phase = _next(slot, phase)
+        gate, up = _both_added(gate, up, a, a_gate, a_up)
+        if PAIR == 2:
+            b = warpgroup_mma_wait(0, deps=(b,))
+            mbarrier.arrive(empty.index(other), count=1)
+            gate, up = _both_added(gate, up, b, b_gate, b_up)
+        slot, phase = next_stage(slot, phase, PAIR, STAGES)
     return gate, up, slot, phase
 
 
@@ -148,82 +113,99 @@ def _unpacked(pairs):
 
 @gluon.jit
 def _gated(gate, up):
-    """``silu(gate) * up`` as float32, every operation rounded to bfloat16."""
+    """Pairs of ``silu(gate) * up``, every operation rounded to bfloat16."""
     even, odd = _unpacked(_pairs(gate))
     activated = _pair(silu_of_bfloat16(even), silu_of_bfloat16(odd))
-    product = gl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [activated, _pairs(up)], gl.int32, True, 1
     )
-    even, odd = _unpacked(product)
-    results = gl.join(even, odd).reshape(gate.shape)
-    return gl.convert_layout(results, gate.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def _multiply(shared, HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
+def _together(first, second):
+    """Pairs ``[64, 32]`` of the first 64 outputs and of the others as float32 ``[64, 128]``."""
+    even, odd = _unpacked(first)
+    left = gl.join(even, odd).reshape([64, 64])
+    even, odd = _unpacked(second)
+    right = gl.join(even, odd).reshape([64, 64])
+    return gl.join(left, right).permute((0, 2, 1)).reshape([64, 128])
+
+
+@gluon.jit
+def _multiply(
+    stages, smem, out_desc, out_scales, num_rows, num_tiles,
+    WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
     """64 rows of each tile."""
-    smem, out_smem, full, empty, lead, tensors, num_rows, num_tiles = shared
-    x_scales, w_scales, out_desc, out_scales = tensors
+    _, x_smem, _, full, _ = stages
+    buffer = smem.index(WARPGROUP)
+    halves = buffer._reinterpret(
+        gl.int32, [64, _PART // 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    WARPGROUPS: gl.constexpr = x_smem.shape[0] // full.shape[0]
     slot = 0
     phase = 0
-    if HALF == 1:
-        mbarrier.wait(lead, 0)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row_tile, begin = place(tile, num_rows, N, _PART, _ROWS)
-        first = tile_begin(row_tile * 2 + HALF, num_rows, 64)
-        gate, up, slot, phase = _sums(
-            smem, full, empty, lead, x_scales, w_scales, num_rows, first, begin, slot, phase,
-            tile == gl.program_id(0), HALF, N, K,
-        )  # fmt: skip
-        values, scales = quantized(_gated(gate, up))
-        m = first + gl.arange(0, 64, scales.type.layout)
-        gl.store(out_scales + begin // _GROUP * num_rows + m, scales, mask=m < num_rows)
+        row_tile, begin = place(tile, num_rows, N, _PART, 64 * WARPGROUPS)
+        first = tile_begin(row_tile * WARPGROUPS + WARPGROUP, num_rows, 64)
+        gate, up, slot, phase = _sums(stages, slot, phase, WARPGROUP, K)
         # Before the buffer is written again. TMA leaves out what lies beyond the last row.
         tma.store_wait(0)
-        out_smem.index(HALF).store(values)
+        halves.store(_gated(gate, up))
+        gate, up, slot, phase = _sums(stages, slot, phase, WARPGROUP, K)
+        second = _gated(gate, up)
+        results = _together(halves.load(second.type.layout), second)
+        values, scales = quantized(results)
+        m = first + gl.arange(0, 64, scales.type.layout)
+        gl.store(out_scales + begin // _PART * num_rows + m, scales, mask=m < num_rows)
+        buffer.store(values)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [first, begin], out_smem.index(HALF))
+        tma.async_copy_shared_to_global(out_desc, [first, begin], buffer)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def gated_rows_kernel(
     x_desc,  # e4m3 [M, K], boxes [64, 128]
-    w_desc,  # e4m3 [2, N, K], boxes [2, 128, 128]
+    w_desc,  # e4m3 [2, N, K], boxes [2, 64, 128]
     out_desc,  # e4m3 [M, N], boxes [64, 128]
     x_scales,  # float32 [K / 128, M]
     w_scales,  # float32 [2 * N / 128, K / 128]
     out_scales,  # float32 [N / 128, M]
     num_rows,
-    N: gl.constexpr, K: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr,
+    X_ROWS: gl.constexpr,  # 128 or 192: 64 for each of two or three warpgroups
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """``out * out_scales = silu(x @ weight[0].T) * (x @ weight[1].T)``. Grid: up to a program per
-    multiprocessor; they share N / 128 * ceil(M / 128) tiles. K is 256 at least."""
+    multiprocessor; they share N / 128 * ceil(M / X_ROWS) tiles."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    gl.static_assert(K >= _LEAD * 128)
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    num_tiles = (num_rows + _ROWS - 1) // _ROWS * (N // _PART)
-    smem = gl.allocate_shared_memory(gl.float8e4nv, [_STAGES * _PIECES, 8, 128], OPERAND)
-    out_smem = gl.allocate_shared_memory(gl.float8e4nv, [2, 64, _PART], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    lead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(_STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
-    mbarrier.init(lead, count=1)
-    fence_async_shared()
+    WARPGROUPS: gl.constexpr = X_ROWS // 64
+    num_tiles = (num_rows + X_ROWS - 1) // X_ROWS * (N // _PART)
+    stages = allocate_stages(WARPGROUPS, _PART, STAGES)
+    smem = gl.allocate_shared_memory(gl.float8e4nv, [WARPGROUPS, 64, _PART], out_desc.layout)
+    tensors = (x_desc, w_desc, x_scales, w_scales)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    tensors = (x_scales, w_scales, out_desc, out_scales)
-    shared = (smem, out_smem, full, empty, lead, tensors, num_rows, num_tiles)
-    gl.warp_specialize(
-        [
-            (_multiply, (shared, 0, N, K)),
-            (_multiply, (shared, 1, N, K)),
-            (_load, (smem, full, empty, x_desc, w_desc, num_rows, num_tiles, N, K)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 0, N, K)),
+                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 1, N, K)),
+                (load_stages, (stages, tensors, num_rows, num_tiles, N, K, K // 128, 128, 2)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 0, N, K)),
+                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 1, N, K)),
+                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 2, N, K)),
+                (load_stages, (stages, tensors, num_rows, num_tiles, N, K, K // 128, 128, 2)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )

@@ -9,11 +9,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..device import count_sms
 from ..fused.e4m3_groups import GROUP, QuantizedRows, empty_rows
 from .matmul_fp8_sm90_gated import gated_rows_kernel
+from .matmul_fp8_sm90_launch import ManyTile
 
-TILE_ROWS = 128
 NUM_WARPS = 4  # of the first warpgroup; the others are its workers
-X_BOX = [TILE_ROWS // 2, GROUP]
-WEIGHT_BOX = [2, GROUP, GROUP]
+X_BOX = [64, GROUP]  # of a warpgroup
+WEIGHT_BOX = [2, 64, GROUP]
 OUT_BOX = [64, GROUP]  # of a warpgroup
 
 
@@ -21,19 +21,25 @@ def layout_of(box: list[int]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(128, 8, len(box))
 
 
-def constants_of(num_outs: int, k_size: int, overlap: bool) -> dict[str, object]:
+def constants_of(num_outs: int, k_size: int, tile: ManyTile, overlap: bool) -> dict[str, object]:
     """Nothing in them depends on the number of rows.
 
     Raises:
         ValueError: the shape does not suit the kernel.
     """
-    if num_outs % GROUP or k_size % GROUP or k_size < 2 * GROUP:
-        raise ValueError(f"a weight of {2 * num_outs} x {k_size} does not suit the kernel")
-    return {"N": num_outs, "K": k_size, "PDL": overlap}
+    if num_outs % GROUP or tile.part != GROUP or not tile.fits(num_outs, k_size):
+        raise ValueError(f"a weight of {2 * num_outs} x {k_size} does not suit {tile}")
+    return {
+        "N": num_outs,
+        "K": k_size,
+        "X_ROWS": tile.x_rows,
+        "STAGES": tile.stages,
+        "PDL": overlap,
+    }
 
 
 def gated_matmul(
-    x: QuantizedRows, weight: Tensor, scales: Tensor, *, overlap: bool = True
+    x: QuantizedRows, weight: Tensor, scales: Tensor, *, tile: ManyTile, overlap: bool = True
 ) -> QuantizedRows:
     """``silu(gate) * up`` of the halves of ``x @ weight.T``, every operation rounded to bfloat16,
     quantised; one launch.
@@ -42,16 +48,17 @@ def gated_matmul(
         x: of ``[M, K]``, on a Hopper GPU.
         weight: e4m3 ``[2 N, K]`` (gate, then up), contiguous.
         scales: float32 ``[2 N / 128, K / 128]``.
+        tile: of 128 outputs, that fits the shape.
         overlap: whether to start before the kernel before has ended, and wait for it there.
 
     Returns:
         Of ``[M, N]``: the bits of :func:`..fused.quantize_rows.act_mul_quantize`.
 
     Raises:
-        ValueError: the shape does not suit the kernel.
+        ValueError: the tile does not fit.
     """
     (num_rows, k_size), num_outs = x.values.shape, len(weight) // 2
-    constants = constants_of(num_outs, k_size, overlap)
+    constants = constants_of(num_outs, k_size, tile, overlap)
     out = empty_rows(num_rows, num_outs, weight.device)
     if num_rows == 0:
         return out
@@ -63,7 +70,7 @@ def gated_matmul(
     out_desc = TensorDescriptor(
         out.values, [num_rows, num_outs], [num_outs, 1], OUT_BOX, layout_of(OUT_BOX)
     )
-    num_tiles = -(-num_rows // TILE_ROWS) * (num_outs // GROUP)
+    num_tiles = -(-num_rows // tile.x_rows) * (num_outs // GROUP)
     gated_rows_kernel[(min(num_tiles, count_sms(weight.device)),)](
         x_desc, w_desc, out_desc, x.scales, scales, out.scales, num_rows,
         **constants,

@@ -13,8 +13,6 @@ from ..device import _LARGE_SHARED_BYTES, triggers_dependents_late
 
 _AHEAD_BYTES = 6 << 20
 GROUP = 128
-MANY_ROWS = 128
-"""Of a tile of many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +47,25 @@ class FewTile:
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """How a matmul of many FP8 rows is cut, 128 of them a tile.
+    """How a matmul of many FP8 rows is cut.
 
     Attributes:
-        part: outputs a tile: 64 or 128.
-        stages: of 128 summands, in shared memory at once; an even number.
+        x_rows: of x a tile: 128 or 192. part: outputs a tile: 64 or 128.
+        stages: of 128 summands, in shared memory at once; an even number for 128 rows.
     """
 
+    x_rows: int
     part: int
     stages: int
 
     def fits(self, num_outs: int, k_size: int) -> bool:
         """Whether shape and tile suit each other, and shared memory suffices."""
-        # Stages, and what stores go through.
-        used = self.stages * (MANY_ROWS + self.part) * GROUP + GROUP * MANY_ROWS + 1024
-        is_even = self.stages % 2 == 0 and k_size % (2 * GROUP) == 0
-        return is_even and num_outs % self.part == 0 and used <= _LARGE_SHARED_BYTES
+        pair = 2 if self.x_rows == 128 else 1  # groups that a warpgroup multiplies at a time
+        # Stages, their scales, and what stores go through.
+        scales = self.stages * (self.x_rows + 64) * 4
+        used = self.stages * (self.x_rows + self.part) * GROUP + scales + self.x_rows * GROUP + 1024
+        is_whole = self.stages % pair == 0 and k_size % (pair * GROUP) == 0
+        return is_whole and num_outs % self.part == 0 and used <= _LARGE_SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,11 @@ def plan_launch(
     }
     if isinstance(tile, ManyTile):
         return Launch(
-            [MANY_ROWS // 2, GROUP],
+            [64, GROUP],
             [tile.part, GROUP],
-            min(num_outs // tile.part * -(-num_rows // MANY_ROWS), num_sms),
+            min(num_outs // tile.part * -(-num_rows // tile.x_rows), num_sms),
             4,  # of the first warpgroup; the others are its workers
-            constants | {"X_ROWS": MANY_ROWS},
+            constants | {"X_ROWS": tile.x_rows},
         )
     x_rows = 8 if num_rows <= 8 else tile.x_rows
     return Launch(

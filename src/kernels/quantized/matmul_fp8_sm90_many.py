@@ -1,10 +1,13 @@
 """Matmul of many FP8 rows and an FP8 weight for Hopper, by specialised warps.
 
 A program computes tile after tile. One warp keeps the stages of shared memory filled, the next
-tile's too; each warpgroup multiplies 64 of the rows, by itself, and gives the stages back. While
-the matrix unit works for one, the other multiplies what it got by its scales and adds it up, or
-stores. Rows of x are on the left of the unit, so that a thread has two of them, and with them two
-scales. The bits are those of :mod:`.matmul_fp8`.
+tile's too; each warpgroup, of two or three, multiplies 64 of the rows, by itself, and gives the
+stages back. While the matrix unit works for one, another multiplies what it got by its scales and
+adds it up, or stores. Rows of x are on the left of the unit, so that a thread has two of them, and
+with them two scales. The bits are those of :mod:`.matmul_fp8`.
+
+Scales come with the stages: loaded by the warpgroups, they held up the product behind them for as
+long as memory takes (docs/notes/fp8.md).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,7 +16,9 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma_wait,
@@ -21,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..linear.row_tiles import tile_begin
 from .matmul_fp8_sm90_few import product_of_group, stage_of
+
+_LANES = gl.constexpr(32)  # of the warp that loads; each arrives when its scales are there
 
 
 @gluon.jit
@@ -36,32 +43,88 @@ def place(tile, num_rows, N: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.conste
 
 
 @gluon.jit
-def _load(
-    smem, full, empty, x_desc, w_desc, num_rows, num_tiles,
-    N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
+def next_stage(slot, phase, STEP: gl.constexpr, STAGES: gl.constexpr):
+    """Of ``slot`` and its barrier's phase, STEP stages on."""
+    wraps = slot == STAGES - STEP
+    return gl.where(wraps, 0, slot + STEP), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def allocate_stages(WARPGROUPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr):
+    """(operands, scales of rows, of the weight, barriers of full stages, of empty ones): 64 rows of
+    x for each warpgroup and PART of the weight a stage."""
+    PIECES: gl.constexpr = WARPGROUPS * 8 + PART // 8
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PIECES, 8, 128], OPERAND)
+    x_smem = gl.allocate_shared_memory(gl.float32, [STAGES * WARPGROUPS, 64], LINES)
+    w_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], LINES)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1 + _LANES)
+        mbarrier.init(empty.index(slot), count=WARPGROUPS)
+    fence_async_shared()
+    x_smem = x_smem._reinterpret(gl.float32, x_smem.shape, FLAT)
+    w_smem = w_smem._reinterpret(gl.float32, w_smem.shape, FLAT)
+    return smem, x_smem, w_smem, full, empty
+
+
+@gluon.jit
+def load_stages(
+    stages, tensors, num_rows, num_tiles,
+    N: gl.constexpr, K: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Keeps the stages filled, a group in each."""
-    X_PIECES: gl.constexpr = X_ROWS // 8
-    PIECES: gl.constexpr = X_PIECES + PART // 8
+    """Keeps the stages filled, a group in each, with its scales.
+
+    Of a gated tile, of two HALVES, the first 64 outputs come first, each time 64 rows of the gate's
+    weight and up's; and their scales are two.
+    """
+    smem, x_smem, w_smem, full, empty = stages
+    x_desc, w_desc, x_scales, w_scales = tensors
+    STAGES: gl.constexpr = full.shape[0]
+    WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
+    PIECES: gl.constexpr = smem.shape[0] // STAGES
+    PART: gl.constexpr = PIECES * 8 - WARPGROUPS * 64
+    GROUPS: gl.constexpr = K // 128
+    lanes = gl.arange(0, 64, gl.BlockedLayout([1], [_LANES], [1], [0]))
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row_tile, begin = place(tile, num_rows, N, PART, X_ROWS)
-        for group in range(K // 128):
+        row_tile, begin = place(tile, num_rows, N, PART, WARPGROUPS * 64)
+        w_at = (
+            w_scales
+            + begin // SHARED * W_GROUPS
+            + lanes // 32 * (HALVES - 1) * (N // SHARED * W_GROUPS)
+        )
+        for step in range(HALVES * GROUPS):
+            group = step % GROUPS
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, PIECES * 1024)
-            for half in gl.static_range(2):
-                target = stage_of(smem, slot, half * X_PIECES // 2, PIECES, x_desc)
-                first = tile_begin(row_tile * 2 + half, num_rows, X_ROWS // 2)
+            for part in gl.static_range(WARPGROUPS):
+                target = stage_of(smem, slot, part * 8, PIECES, x_desc)
+                first = tile_begin(row_tile * WARPGROUPS + part, num_rows, 64)
                 tma.async_copy_global_to_shared(x_desc, [first, group * 128], bar, target)
-            target = stage_of(smem, slot, X_PIECES, PIECES, w_desc)
-            tma.async_copy_global_to_shared(w_desc, [begin, group * 128], bar, target)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
+            target = stage_of(smem, slot, WARPGROUPS * 8, PIECES, w_desc)
+            if HALVES == 1:
+                tma.async_copy_global_to_shared(w_desc, [begin, group * 128], bar, target)
+            else:
+                at = [0, begin + step // GROUPS * 64, group * 128]
+                tma.async_copy_global_to_shared(w_desc, at, bar, target)
+            for part in gl.static_range(WARPGROUPS):
+                m = tile_begin(row_tile * WARPGROUPS + part, num_rows, 64) + lanes
+                async_copy.async_copy_global_to_shared(
+                    x_smem.index(slot * WARPGROUPS + part),
+                    x_scales + group * num_rows + m,
+                    mask=m < num_rows,
+                )
+            if W_GROUPS > 1:
+                async_copy.async_copy_global_to_shared(w_smem.index(slot), w_at + group)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            slot, phase = next_stage(slot, phase, 1, STAGES)
 
 
 @gluon.jit
@@ -91,115 +154,127 @@ def _store(
 
 
 @gluon.jit
+def _factors(x_smem, w_smem, slot, at, ROW: gl.constexpr, W_GROUPS: gl.constexpr):
+    """What a group's product is multiplied by, for each of 64 rows."""
+    factors = x_smem.index(at).load(ROW)
+    if W_GROUPS > 1:
+        factors = factors * w_smem.index(slot).slice(0, 1).load(ROW)
+    return factors
+
+
+@gluon.jit
 def _sums(
-    smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
-    HALF: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, X_ROWS: gl.constexpr,
-    STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    stages, slot, phase,
+    WARPGROUP: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, W_GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """64 rows by PART outputs, two groups at a time; and the next slot and phase."""
+    """64 rows by PART outputs; and the next slot and phase. Of two warpgroups each has two products
+    under way, of three one: there are no registers for more, and none is missed."""
+    smem, x_smem, w_smem, full, empty = stages
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
-    X_PIECES: gl.constexpr = X_ROWS // 8
-    PIECES: gl.constexpr = X_PIECES + PART // 8
-    m = first + gl.arange(0, 64, gl.SliceLayout(1, SUM))
-    mask = m < num_rows
-    x_at = x_scales + m
-    w_at = w_scales + begin // SHARED * W_GROUPS
+    ROW: gl.constexpr = gl.SliceLayout(1, SUM)
+    STAGES: gl.constexpr = full.shape[0]
+    WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
+    PAIR: gl.constexpr = 4 - WARPGROUPS  # products under way
+    PIECES: gl.constexpr = WARPGROUPS * 8 + PART // 8
+    X: gl.constexpr = WARPGROUP * 8
+    W: gl.constexpr = WARPGROUPS * 8
     total = gl.zeros([64, PART], gl.float32, SUM)
-    for group in range(0, K // 128, 2):
-        of_a = gl.load(x_at + group * num_rows, mask=mask, other=0.0)
-        of_b = gl.load(x_at + (group + 1) * num_rows, mask=mask, other=0.0)
-        if W_GROUPS > 1:
-            of_a = of_a * gl.load(w_at + group)
-            of_b = of_b * gl.load(w_at + group + 1)
+    for _ in range(0, K // 128, PAIR):
         at = slot * PIECES
         mbarrier.wait(full.index(slot), phase)
-        a = product_of_group(smem, at + HALF * 8, at + X_PIECES, SUM, 64, PART)
-        at += PIECES
-        mbarrier.wait(full.index(slot + 1), phase)
-        b = product_of_group(smem, at + HALF * 8, at + X_PIECES, SUM, 64, PART)
-        a = warpgroup_mma_wait(1, deps=(a,))
+        a = product_of_group(smem, at + X, at + W, SUM, 64, PART)
+        of_a = _factors(x_smem, w_smem, slot, slot * WARPGROUPS + WARPGROUP, ROW, W_GROUPS)
+        if PAIR == 2:
+            other = slot + 1
+            at += PIECES
+            mbarrier.wait(full.index(other), phase)
+            b = product_of_group(smem, at + X, at + W, SUM, 64, PART)
+            of_b = _factors(x_smem, w_smem, other, other * WARPGROUPS + WARPGROUP, ROW, W_GROUPS)
+        a = warpgroup_mma_wait(PAIR - 1, deps=(a,))
         mbarrier.arrive(empty.index(slot), count=1)
         total = _added(total, a, of_a)
-        b = warpgroup_mma_wait(0, deps=(b,))
-        mbarrier.arrive(empty.index(slot + 1), count=1)
-        total = _added(total, b, of_b)
-        slot += 2
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        if PAIR == 2:
+            b = warpgroup_mma_wait(0, deps=(b,))
+            mbarrier.arrive(empty.index(other), count=1)
+            total = _added(total, b, of_b)
+        slot, phase = next_stage(slot, phase, PAIR, STAGES)
     return total, slot, phase
 
 
 @gluon.jit
 def _multiply(
-    smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
-    HALF: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
-    X_ROWS: gl.constexpr, STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    stages, w_scales, out, num_rows, num_tiles,
+    WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
+    W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """64 rows of each tile."""
+    _, x_smem, _, full, _ = stages
+    WARPGROUPS: gl.constexpr = x_smem.shape[0] // full.shape[0]
     slot = 0
     phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row_tile, begin = place(tile, num_rows, N, PART, X_ROWS)
-        first = tile_begin(row_tile * 2 + HALF, num_rows, 64)
-        total, slot, phase = _sums(
-            smem, full, empty, x_scales, w_scales, num_rows, first, begin, slot, phase,
-            HALF, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
-        )  # fmt: skip
+        row_tile, begin = place(tile, num_rows, N, PART, 64 * WARPGROUPS)
+        first = tile_begin(row_tile * WARPGROUPS + WARPGROUP, num_rows, 64)
+        total, slot, phase = _sums(stages, slot, phase, WARPGROUP, K, PART, W_GROUPS)
         _store(total, w_scales, out, first, begin, num_rows, N, W_GROUPS, SHARED)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def many_rows_kernel(
-    x_desc,  # [M, K], boxes [X_ROWS / 2, 128]
+    x_desc,  # [M, K], boxes [64, 128]
     w_desc,  # [N, K], boxes [PART, 128]
     x_scales,  # float32 [K / 128, M]
     w_scales,  # float32 [N / 128, K / 128], or [ceil(N / SHARED), 1]
     out,  # bfloat16 [M, N], contiguous
     num_rows,
     N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
-    X_ROWS: gl.constexpr,  # 128: 64 for each of two warpgroups
+    X_ROWS: gl.constexpr,  # 128 or 192: 64 for each of two or three warpgroups
     STAGES: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T``. Grid: a program for each multiprocessor at most; they share
-    N / PART * ceil(M / X_ROWS) tiles. Numbers of groups and of stages are even."""
+    N / PART * ceil(M / X_ROWS) tiles. With two warpgroups numbers of groups and of stages are
+    even."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    PIECES: gl.constexpr = (X_ROWS + PART) // 8
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    WARPGROUPS: gl.constexpr = X_ROWS // 64
     num_tiles = (num_rows + X_ROWS - 1) // X_ROWS * (N // PART)
-    smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PIECES, 8, 128], OPERAND)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+    stages = allocate_stages(WARPGROUPS, PART, STAGES)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
+    tensors = (x_desc, w_desc, x_scales, w_scales)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
-                    0, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
+                    _multiply,
+                    (stages, w_scales, out, num_rows, num_tiles, 0, N, K, PART, W_GROUPS, SHARED),
                 ),
-            ),
-            (
-                _multiply,
                 (
-                    smem, full, empty, x_scales, w_scales, out, num_rows, num_tiles,
-                    1, N, K, PART, X_ROWS, STAGES, W_GROUPS, SHARED,
+                    _multiply,
+                    (stages, w_scales, out, num_rows, num_tiles, 1, N, K, PART, W_GROUPS, SHARED),
                 ),
-            ),
-            (
-                _load,
+                (load_stages, (stages, tensors, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
                 (
-                    smem, full, empty, x_desc, w_desc, num_rows, num_tiles,
-                    N, K, PART, X_ROWS, STAGES,
+                    _multiply,
+                    (stages, w_scales, out, num_rows, num_tiles, 0, N, K, PART, W_GROUPS, SHARED),
                 ),
-            ),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+                (
+                    _multiply,
+                    (stages, w_scales, out, num_rows, num_tiles, 1, N, K, PART, W_GROUPS, SHARED),
+                ),
+                (
+                    _multiply,
+                    (stages, w_scales, out, num_rows, num_tiles, 2, N, K, PART, W_GROUPS, SHARED),
+                ),
+                (load_stages, (stages, tensors, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )

@@ -18,7 +18,16 @@ _MAX_FEW_ROWS = 64
 _MANY_PROGRAMS = 96
 _STAGED_BYTES = 192 << 10
 _SHARED_STAGED_BYTES = 96 << 10  # where two programs are to have a multiprocessor
-_CACHED_BYTES = 64 << 20  # about what the L2 cache keeps from one kernel to the next
+# Of a tile of many rows, (rows of x, outputs): stages, and microseconds for 128 summands, on one
+# H100 (docs/notes/fp8.md).
+_TILES = {
+    (128, 128): (6, 0.40),
+    (128, 64): (8, 0.265),
+    (192, 128): (4, 0.55),
+    (192, 64): (6, 0.36),
+}
+_GATE_TIME = 4.0  # microseconds to apply and round a tile's
+_ACTIVATION_RATE = 2.2e6  # bytes/us of the kernel that does it apart
 
 
 def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
@@ -47,26 +56,45 @@ def choose_sm90_tile(
         tile = _few_tile(num_rows, num_outs, k_size, card)
         if tile is not None or num_rows <= _MAX_FEW_ROWS:
             return tile
+    quickest = _quickest(num_rows, num_outs, k_size, card)
+    return None if quickest is None else quickest[1]
+
+
+def choose_gated_tile(
+    num_rows: int, num_weight_rows: int, k_size: int, card: Gpu
+) -> ManyTile | None:
+    """The tile of a matmul with gate and up that applies the gate where it stores; None where a
+    kernel of its own does that sooner, or the shape does not suit."""
+    if num_rows <= _MAX_FEW_ROWS or not card.has_prefetch:
+        return None
+    if num_weight_rows % (2 * BLOCK) or k_size % BLOCK:
+        return None
+    num_outs = num_weight_rows // 2
+    joined = _quickest(num_rows, num_outs, k_size, card, is_gated=True)
+    apart = _quickest(num_rows, num_weight_rows, k_size, card)
+    if joined is None or apart is None:
+        return None
+    moved = num_rows * (2 * num_weight_rows + num_outs)
+    return joined[1] if joined[0] < apart[0] + moved / _ACTIVATION_RATE else None
+
+
+def _quickest(
+    num_rows: int, num_outs: int, k_size: int, card: Gpu, is_gated: bool = False
+) -> tuple[float, ManyTile] | None:
+    """(microseconds, tile) of a matmul of many rows; None where no tile suits it."""
     from .matmul_fp8_sm90_launch import ManyTile
 
-    # Time of a tile, beside that of the widest: narrow ones share the work more evenly.
     best: tuple[float, ManyTile] | None = None
-    for many, time in ((ManyTile(128, 6), 1.5), (ManyTile(64, 6), 1.0)):
-        num_tiles = num_outs // many.part * -(-num_rows // 128)
-        total = -(-num_tiles // card.num_sms) * time
-        if many.fits(num_outs, k_size) and (best is None or total < best[0]):
-            best = total, many
-    return None if best is None else best[1]
-
-
-def gates_in_store(num_rows: int, num_weight_rows: int, k_size: int, card: Gpu) -> bool:
-    """Whether a matmul with gate and up applies the gate where it stores.
-
-    Its tiles are a little slower: it pays where gate and up of all rows, in bfloat16, would go to
-    memory and back (docs/notes/fp8.md).
-    """
-    fits = num_weight_rows % (2 * BLOCK) == 0 and k_size % BLOCK == 0 and k_size >= 2 * BLOCK
-    return card.has_prefetch and fits and 2 * num_rows * num_weight_rows > _CACHED_BYTES
+    for (x_rows, part), (stages, time) in _TILES.items():
+        tile = ManyTile(x_rows, part, stages)
+        if not tile.fits(num_outs, k_size) or (is_gated and part != BLOCK):
+            continue
+        turns = -(-(num_outs // part * -(-num_rows // x_rows)) // card.num_sms)
+        of_tile = k_size // BLOCK * time
+        total = turns * (2 * of_tile + _GATE_TIME if is_gated else of_tile)
+        if best is None or total < best[0]:
+            best = total, tile
+    return best
 
 
 def _few_tile(num_rows: int, num_outs: int, k_size: int, card: Gpu) -> FewTile | None:

@@ -99,11 +99,11 @@ def in_gluon(
     return described(source, launch.num_warps)
 
 
-def with_gate(outs: int, k_size: int) -> dict[str, Any]:
+def with_gate(outs: int, k_size: int, *tile: int) -> dict[str, Any]:
     kinds = {"x_scales": "*fp32", "w_scales": "*fp32", "out_scales": "*fp32", "num_rows": "i32"}
     for name, box in (("x_desc", X_BOX), ("w_desc", WEIGHT_BOX), ("out_desc", OUT_BOX)):
         kinds[name] = f"tensordesc<fp8e4nv{box},{layout_of(box)!r}>"
-    constants = constants_of(outs, k_size, overlap=True)
+    constants = constants_of(outs, k_size, ManyTile(*tile), overlap=True)
     return described(source_of(GluonASTSource, gated_rows_kernel, kinds, constants), NUM_WARPS)
 
 

@@ -24,7 +24,8 @@ TILES = [
 ]
 # part, atoms, stages, x_rows
 FEW = [(32, 4, 1), (64, 2, 2), (16, 1, 3), (128, 1, 4, 32), (64, 2, 2, 64)]
-MANY = [(128, 6), (64, 6), (64, 2)]
+# x_rows, part, stages
+MANY = [(128, 128, 6), (128, 64, 8), (128, 64, 2), (192, 128, 4), (192, 64, 6), (192, 64, 1)]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -187,7 +188,9 @@ def test_a_gate_in_the_store_has_the_bits_of_its_own_kernel(width: int, hidden: 
     from pagespec.kernels.fused.quantize_rows import act_mul_quantize, quantize_rows
     from pagespec.kernels.quantized import dispatch_fp8
     from pagespec.kernels.quantized.matmul_fp8_sm90_gated_launch import gated_matmul
+    from pagespec.kernels.quantized.matmul_fp8_sm90_launch import ManyTile
 
+    tiles = [ManyTile(128, 128, 6), ManyTile(192, 128, 4)]
     gate_up = dispatch_fp8.pack(weight_of("blocks", 2 * hidden, width))
     down = dispatch_fp8.pack(weight_of("blocks", width, hidden))
     x = rows_of(700, width)
@@ -197,22 +200,26 @@ def test_a_gate_in_the_store_has_the_bits_of_its_own_kernel(width: int, hidden: 
     for rows in (700, 513, 256, 129, 128, 65, 64, 9, 1):
         gate, up = dispatch_fp8.linear(x[:rows], *gate_up).chunk(2, -1)
         expected = act_mul_quantize(gate, up, "silu")
-        found = gated_matmul(quantize_rows(x[:rows]), *gate_up)
-        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8)), rows
-        assert torch.equal(found.scales, expected.scales), rows
+        quantised = quantize_rows(x[:rows])
+        for tile in (tile for tile in tiles if tile.fits(hidden, width)):
+            found = gated_matmul(quantised, *gate_up, tile=tile)
+            values = found.values.view(torch.uint8)
+            assert torch.equal(values, expected.values.view(torch.uint8)), (rows, tile)
+            assert torch.equal(found.scales, expected.scales), (rows, tile)
         apart = dispatch_fp8.act_linear(gate, up, "silu", *down, None)
         assert torch.equal(apart, whole[:rows]), rows
         assert torch.equal(dispatch_fp8.mlp(x[:rows], *gate_up, *down, None), apart), rows
 
 
-def test_a_gate_in_the_store_of_a_prompt() -> None:
+@pytest.mark.parametrize("num_rows", [1500, 8000])
+def test_a_gate_in_the_store_of_a_prompt(num_rows: int) -> None:
     """So many rows that ``mlp`` leaves the gate to the store, and programs have several tiles."""
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.quantized import dispatch_fp8
-    from pagespec.kernels.quantized.tiles_fp8 import gates_in_store
+    from pagespec.kernels.quantized.tiles_fp8 import choose_gated_tile
 
-    width, hidden, num_rows = 256, 12288, 1500
-    assert gates_in_store(num_rows, 2 * hidden, width, Gpu.of(torch.device("cuda")))
+    width, hidden = 512, 12288
+    assert choose_gated_tile(num_rows, 2 * hidden, width, Gpu.of(torch.device("cuda")))
     gate_up = dispatch_fp8.pack(weight_of("blocks", 2 * hidden, width))
     down = dispatch_fp8.pack(weight_of("blocks", width, hidden))
     x = rows_of(num_rows, width)

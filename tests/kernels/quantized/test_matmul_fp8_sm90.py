@@ -49,9 +49,9 @@ def test_chosen_tiles_fit() -> None:
             assert launch.num_programs >= 32
         assert choose_sm90_tile(1, *shape, Gpu(132, 227 << 10)) is None
     assert choose_sm90_tile(1, 640, 160, card) is None
-    assert choose_sm90_tile(129, 640, 640, card) is None  # an odd number of groups
+    assert choose_sm90_tile(129, 640, 640, card) == ManyTile(192, 64, 6)  # an odd number of groups
     assert choose_sm90_tile(1, 645, 640, card) is None
-    for tile in (FewTile(32, 4, 3), FewTile(32, 3, 1), FewTile(128, 4, 4), ManyTile(128, 5)):
+    for tile in (FewTile(32, 4, 3), FewTile(32, 3, 1), FewTile(128, 4, 4), ManyTile(128, 64, 5)):
         with pytest.raises(ValueError, match="does not fit"):
             plan_launch(1, 1024, 1024, 8, 128, tile, overlap=True, num_sms=132)
 
@@ -60,17 +60,22 @@ def test_chosen_tiles_fit() -> None:
 def test_when_the_gate_is_applied_in_the_store() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.quantized.matmul_fp8_sm90_gated_launch import constants_of
-    from pagespec.kernels.quantized.tiles_fp8 import gates_in_store
+    from pagespec.kernels.quantized.matmul_fp8_sm90_launch import ManyTile
+    from pagespec.kernels.quantized.tiles_fp8 import choose_gated_tile
 
     card = Gpu(132, 227 << 10, has_prefetch=True)
-    assert gates_in_store(8192, 24576, 4096, card)
-    assert gates_in_store(2048, 24576, 4096, card)
-    assert not gates_in_store(1024, 24576, 4096, card)
-    assert not gates_in_store(8192, 24576, 4096, Gpu(132, 227 << 10))
-    for num_outs, k_size in ((12288 + 64, 4096), (12288, 4096 + 64), (12288, 128)):
-        assert not gates_in_store(8192, 2 * num_outs, k_size, card)
+    assert choose_gated_tile(8192, 24576, 4096, card) == ManyTile(192, 128, 4)
+    assert choose_gated_tile(2048, 24576, 4096, card) == ManyTile(192, 128, 4)
+    assert choose_gated_tile(256, 24576, 4096, card) is None
+    assert choose_gated_tile(8192, 24576, 4096, Gpu(132, 227 << 10)) is None
+    tile = ManyTile(192, 128, 4)
+    for num_outs, k_size in ((12288 + 64, 4096), (12288, 4096 + 64)):
+        assert choose_gated_tile(8192, 2 * num_outs, k_size, card) is None
         with pytest.raises(ValueError, match="does not suit"):
-            constants_of(num_outs, k_size, overlap=True)
+            constants_of(num_outs, k_size, tile, overlap=True)
+    for tile in (ManyTile(192, 64, 6), ManyTile(128, 128, 5)):
+        with pytest.raises(ValueError, match="does not suit"):
+            constants_of(12288, 4096, tile, overlap=True)
 
 
 @pytest.mark.usefixtures("_gluon")
@@ -83,7 +88,7 @@ def test_they_compile_for_hopper() -> None:
     cases: list[tuple[int | bool | str, ...]] = []
     for has_blocks in (True, False):
         for shape in ((4096, 4096), (24576, 4096), (4096, 12288))[: 3 if has_blocks else 1]:
-            for rows in (1, 64, 256, 8192):
+            for rows in (1, 64, 192, 256, 8192):
                 tile = choose_sm90_tile(rows, *shape, card)
                 assert tile is not None
                 cases.append((rows, *shape, has_blocks, type(tile).__name__, *astuple(tile)))
@@ -93,7 +98,7 @@ def test_they_compile_for_hopper() -> None:
         size = (tile.block_m, tile.block_n, tile.num_stages, tile.num_warps, tile.swap_ab)
         plain += [(*size, has_tma) for has_tma in (True, False)]
     script = Path(__file__).with_name("compile_matmul_fp8.py")
-    gated = [(12288, 4096), (128, 256)]
+    gated = [(12288, 4096, 192, 128, 4), (12288, 4096, 128, 128, 6), (128, 128, 192, 128, 1)]
     answers = json.loads(run_apart(str(script), json.dumps([cases, gated, plain])))
     in_gluon, with_gate, in_triton = answers
     made_of = [*in_gluon, *with_gate, *in_triton]
