@@ -26,8 +26,8 @@ _TILES = {
     (192, 128): (4, 0.55),
     (192, 64): (6, 0.36),
 }
-_GATE_TIME = 4.0  # microseconds to apply and round a tile's
-_ACTIVATION_RATE = 2.2e6  # bytes/us of the kernel that does it apart
+_GATE_TIMES = {128: 4.0, 192: 5.0}  # microseconds to apply and round it, by rows of a tile
+_ACTIVATION_RATE = 1.5e6  # bytes/us of the kernel that does so, and of what it is given
 
 
 def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
@@ -91,7 +91,7 @@ def _quickest(
             continue
         turns = -(-(num_outs // part * -(-num_rows // x_rows)) // card.num_sms)
         of_tile = k_size // BLOCK * time
-        total = turns * (2 * of_tile + _GATE_TIME if is_gated else of_tile)
+        total = turns * (2 * of_tile + _GATE_TIMES[x_rows] if is_gated else of_tile)
         if best is None or total < best[0]:
             best = total, tile
     return best
