@@ -34,6 +34,7 @@ from benchmarks.attention import Case, inputs, small_form
 from benchmarks.plain_read import plain_read, seconds_of
 from pagespec.kernels.attention import launch
 from pagespec.kernels.attention.launch import paged_attention
+from pagespec.kernels.attention.row_order import longest_first
 from pagespec.kernels.attention.tiling import Tiling, choose_tiling
 from pagespec.kernels.jit.compile_pool import compilers
 from pagespec.kernels.jit.parallel_build import parallel_build, pin_triton_cache_dir
@@ -70,7 +71,6 @@ _MANY = 1 << 30
 
 # Changes of the tiling. The first kind changes no bits, the last does.
 _SAME_BITS: dict[str, dict[str, Any]] = {
-    "rows in order": {"sorted_rows": 0},
     "any registers": {"unsplit_registers": None},
     "8 warps": {"decode_warps": 8, "many_warps": 8},
     "4 warps": {"many_warps": 4},
@@ -133,19 +133,11 @@ def gather_call(layer: tuple, heads: int) -> Callable[[], object]:
     )  # fmt: skip
 
 
-def attention_call(layer: tuple, tiling: Tiling, counters: Tensor) -> Callable[[], object]:
+def attention_call(
+    layer: tuple, tiling: Tiling, counters: Tensor, order: Tensor | None = None
+) -> Callable[[], object]:
     query, kv, params = layer
-    return lambda: paged_attention(query, kv, params, tiling, counters)
-
-
-def longest_first(layers: list[tuple]) -> list[tuple]:
-    """The same decode calls, their rows in order of length: what such an order could gain."""
-    found = []
-    for query, kv, params in layers:
-        order = kv.context_lens.argsort(descending=True)
-        rows = {"context_lens": kv.context_lens[order], "block_tables": kv.block_tables[order]}
-        found.append((query[order], kv._replace(**rows), params))
-    return found
+    return lambda: paged_attention(query, kv, params, tiling, counters, order=order)
 
 
 @dataclasses.dataclass
@@ -295,7 +287,8 @@ class Sweep:
                 calls = [attention_call(layer, base, counters) for layer in layers]
                 yield self.outcome(case, "(not Hopper's kernel)", calls)
         if not case.is_prefill and case.spread:
-            ordered = [attention_call(layer, base, counters) for layer in longest_first(layers)]
+            order = longest_first(layers[0][1].context_lens, case.num_kv_heads)
+            ordered = [attention_call(layer, base, counters, order) for layer in layers]
             yield self.outcome(case, "(present, longest rows first)", ordered)
 
     def run(self) -> None:

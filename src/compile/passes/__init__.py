@@ -101,6 +101,7 @@ def gpu_passes() -> dict[str, GraphPass]:
     from .fuse_row_parallel import fuse_row_parallel
     from .fuse_wide_linear import fuse_wide_linear
     from .lower_gpu import lower_gpu
+    from .sort_rows import sort_rows
 
     return {
         "fuse_rope_store": fuse_rope_store,
@@ -119,6 +120,7 @@ def gpu_passes() -> dict[str, GraphPass]:
         "fuse_norm_linear": fuse_norm_linear,
         "fuse_quantize": fuse_quantize,
         "fuse_attention_quantize": fuse_attention_quantize,
+        "sort_rows": sort_rows,
         "fuse_all_reduce_norm": fuse_all_reduce_norm,
         "fuse_row_parallel": fuse_row_parallel,
         "fuse_combine_norm": fuse_combine_norm,

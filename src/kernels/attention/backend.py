@@ -49,6 +49,8 @@ class AttentionBackend:
         quantizing: by ``attend`` and ``fused_rope_attention``, the same with outputs quantised for
             an FP8 matmul, ``fused.e4m3_groups.QuantizedRows`` with a token a row; empty where there
             are none. For heads of a multiple of 128 values.
+        longest_first: :func:`.row_order.longest_first`, where ``attend`` and all the above but
+            ``store`` take what it returns as one argument more; None where they do not.
     """
 
     name: str
@@ -59,6 +61,7 @@ class AttentionBackend:
     quantizing: Mapping[Callable[..., Tensor], Callable[..., Any]] = field(
         default_factory=dict, hash=False
     )
+    longest_first: Callable[[Tensor, int], Tensor | None] | None = None
 
     @property
     def capturable(self) -> bool:
@@ -223,7 +226,7 @@ def _reference(why: str) -> AttentionBackend:
 def _triton(why: str) -> AttentionBackend:
     # Triton is only there on machines with a GPU, and compiles nothing before the first call.
     from ..fused import kv_store
-    from . import triton_backend
+    from . import row_order, triton_backend
 
     reason = f"attention by the Triton kernels: {why}."
     counted = triton_backend.TritonBackend()
@@ -238,6 +241,7 @@ def _triton(why: str) -> AttentionBackend:
         kv_store.kv_store,
         counted.fused_rope_attention,
         quantizing,
+        row_order.longest_first,
     )
 
 

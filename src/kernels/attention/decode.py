@@ -59,16 +59,6 @@ from .results import results_at, store_lines, store_zeros
 
 
 @triton.jit
-def _nth_longest(contexts, num_rows, n, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row that n of up to ROWS rows come before: longer ones, and as long ones in front."""
-    i = tl.arange(0, ROWS)
-    # No two alike. Behind the last row there are none as long as 0.
-    keys = tl.load(contexts + i, mask=i < num_rows, other=-1) * ROWS - i
-    num_before = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
-    return tl.sum(tl.where(num_before == n, i, 0))
-
-
-@triton.jit
 def token_of(starts, contexts, num_rows, unit, BY_TOKEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """(row, token, position) of a unit; position -1 if there is nothing to do.
 
@@ -108,7 +98,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     partial,  # float32 [units, HQ, max_segments, DV]
     stats,  # float32 [units, HQ, max_segments, 2]: row_max and row_sum
     arrival_counters,  # int32 [units * HKV], zeros, and zeros again at the end
-    starts, contexts, tables, sinks, factor, cap_in, cap_out, window,
+    starts, contexts, tables,
+    order,  # int32 [units], the unit that comes first, second ...; None for as they are
+    sinks, factor, cap_in, cap_out, window,
     scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements
     q_head_stride, table_stride, num_tokens, num_rows, num_workers, max_segments,
@@ -125,12 +117,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     TABLE: tl.constexpr,
     FORM: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    SORTED_ROWS: tl.constexpr,  # where the longest rows start first: no fewer than there are; or 0
     TRIGGER: tl.constexpr,  # when the next kernel may start: "early", "late" or, without PDL, ""
 ):  # fmt: skip
     """``out[t, h] = softmax(scale * query[t, h] @ K.T) @ V`` of the pages of t's row, h's KV head.
 
-    Grid: ``(HKV * num_workers, units)``, or ``(HKV, units, num_workers)`` with SORTED_ROWS, a unit
+    Grid: ``(HKV * num_workers, units)``, or ``(HKV, units, num_workers)`` with ``order``, a unit
     being a token if BY_TOKEN, else a row. Shapes: query ``[T, HQ, DK]``, out ``[T, HQ, DV]``,
     caches ``[blocks, PAGE, HKV, DK or DV]``, starts ``[B + 1]``, contexts ``[B]``, tables
     ``[B, M]``; key ``[T, HKV, DK]`` and value alike, cos and sin ``[1, T, TABLE]``, slot_mapping
@@ -159,16 +150,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         FIRST_SPLITS > 1 or UNSPLIT_BELOW > 0 or LONG_CONTEXT > 0
     )  # a segment may hold several splits
     unit = tl.program_id(1)
-    if SORTED_ROWS > 0:
+    if order is not None:
         head = tl.program_id(0)
         worker = tl.program_id(2)
-        if worker == 0:  # the others have nothing to do, mostly
-            unit = _nth_longest(contexts, num_rows, unit, SORTED_ROWS)
+        unit = tl.load(order + unit)
     else:
         head = tl.program_id(0) % HKV
         worker = tl.program_id(0) // HKV
-    # The batch's own tensors are written by the first kernel of a step, which lets none start
-    # before it has ended, and weights never. So both are read already.
+    # The batch's own tensors are written by the first kernels of a step, which let none start
+    # before they have ended, and weights never. So both are read already.
     row, token, position = token_of(starts, contexts, num_rows, unit, BY_TOKEN)
     seen = tl.maximum(position, 0)  # of padding, which has a table all the same
     num_first = splits_in_first(seen, SPLITS, FIRST_SPLITS, UNSPLIT_BELOW, LONG_CONTEXT)

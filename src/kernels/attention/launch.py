@@ -41,6 +41,7 @@ def paged_attention(
     tiling: Tiling | None = None,
     arrival_counters: Tensor | None = None,
     rows: QuantizedRows | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """As :func:`.ops.paged_attention`, with shapes as there.
 
@@ -55,6 +56,7 @@ def paged_attention(
             tiling :func:`.for_card`, else none. None makes some for the call, which costs one more
             launch.
         rows: of :func:`quantized_like`, to quantise outputs into; their values are returned then.
+        order: of :func:`.row_order.longest_first`; None for rows as they come. Changes no bits.
 
     Raises:
         ValueError: the block size is no power of two, or there are too few counters.
@@ -75,7 +77,7 @@ def paged_attention(
     by_token = num_tokens <= num_rows
     t = tiling or choose_tiling(query.dtype, k_dim, v_dim, kv.v_cache.dtype)
     shared = _shared(query, kv.v_cache, params, t, rows)
-    _decode(query, kv, out, shared | _WITHOUT_ROPE, t, arrival_counters, by_token)
+    _decode(query, kv, out, shared | _WITHOUT_ROPE, t, arrival_counters, by_token, order)
     if not by_token:
         if query.is_cuda and is_gluon_known():
             from . import prefill_sm90
@@ -112,6 +114,7 @@ def fused_rope_attention(
     tiling: Tiling | None = None,
     arrival_counters: Tensor | None = None,
     rows: QuantizedRows | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """:func:`..fused.norm_rope_store.norm_rope_store`, then :func:`paged_attention` of what it
     returns, in one launch; with the same bits if :func:`.decode_prologue.fits`. Arguments as there.
@@ -161,7 +164,7 @@ def fused_rope_attention(
         # As norm_rope_store is compiled. The rest of the kernel says itself where to contract.
         "enable_fp_fusion": False,
     }
-    _decode(query, kv, out, shared | rope, t, arrival_counters, True)
+    _decode(query, kv, out, shared | rope, t, arrival_counters, True, order)
     return out
 
 
@@ -242,6 +245,7 @@ def _decode(
     t: Tiling,
     arrival_counters: Tensor | None,
     by_token: bool,
+    order: Tensor | None,
 ) -> None:
     """Launch the decode kernel for each token, or for each row; ``shared``: with what fuses RoPE.
 
@@ -274,14 +278,15 @@ def _decode(
     overlap = has_dependent_launch(query.device)
     is_late = fuses_rope and triggers_dependents_late(num_tokens)
     trigger = "" if not overlap else "late" if is_late else "early"
-    is_sorted = spread.unsplit_below > 0 and num_tokens == num_rows <= t.sorted_rows
+    if num_programs < t.some_unsplit_from or num_units != num_rows:
+        order = None
     grid: tuple[int, ...] = (num_kv_heads * spread.num_workers, num_units)
-    if is_sorted:  # the second workers, most of which find nothing to do, behind all first ones
+    if order is not None:  # the second workers, most of which find nothing to do, behind all others
         grid = (num_kv_heads, num_units, spread.num_workers)
     options = {"maxnreg": registers} if registers else {}
     decode_kernel[grid](
         query, kv.k_cache, kv.v_cache, out, partial, stats, arrival_counters,
-        *kv[2:],
+        *kv[2:], order,
         table_stride=kv.block_tables.stride(0),
         num_rows=num_rows,
         num_workers=spread.num_workers,
@@ -289,7 +294,6 @@ def _decode(
         **shared,
         CHUNK=t.combine_chunk_of(group * dot_size(v_dim)),
         BY_TOKEN=by_token,
-        SORTED_ROWS=t.sorted_rows if is_sorted else 0,
         FIRST_SPLITS=spread.first_splits,
         UNSPLIT_BELOW=spread.unsplit_below,
         LONG_CONTEXT=spread.long_context,

@@ -42,14 +42,13 @@ class Tiling:
         unsplit_from: decode programs (rows x KV heads) from which each reads its whole context.
             This and the other numbers of programs are those for a card of :data:`TUNED_SMS`
             multiprocessors; :func:`for_card` makes them others'.
-        some_unsplit_from: those from which each reads a context that ends below ``unsplit_below``.
+        some_unsplit_from: those from which each reads a context that ends below ``unsplit_below``,
+            and the longest may start first.
         first_splits_from: those from which the first segment reaches to ``split_change``.
         long_context: with fewer, positions of a context from which its first segment reaches to
             ``split_change``; 0 for none.
         workers: programs that share a context of many segments, or more where there are few: up to
             ``few_programs`` altogether. Those without a segment cost time, too.
-        sorted_rows: up to so many rows, where contexts below ``unsplit_below`` are read whole, the
-            longest start first, so that those which start last are short. Changes no bits.
         max_programs: what contexts of many segments are spread over at most.
     """
 
@@ -75,7 +74,6 @@ class Tiling:
     long_context: int = 4096
     workers: int = 16
     few_programs: int = 136
-    sorted_rows: int = 64
     max_programs: int = 4096
 
     def combine_chunk_of(self, num_values: int) -> int:

@@ -27,16 +27,20 @@ class TritonBackend:
     def __init__(self) -> None:
         self._arrived: Tensor | None = None
 
-    def attend(self, query: Tensor, kv: PagedKV, params: AttentionParams) -> Tensor:
+    def attend(
+        self, query: Tensor, kv: PagedKV, params: AttentionParams, order: Tensor | None = None
+    ) -> Tensor:
         """As :func:`paged_attention`.
 
         Raises:
             RuntimeError: the first call is being captured in a CUDA graph.
         """
-        return paged_attention(query, kv, params, arrival_counters=self._counters(query))
+        return paged_attention(
+            query, kv, params, arrival_counters=self._counters(query), order=order
+        )
 
     def attend_quantized(
-        self, query: Tensor, kv: PagedKV, params: AttentionParams
+        self, query: Tensor, kv: PagedKV, params: AttentionParams, order: Tensor | None = None
     ) -> QuantizedRows:
         """:func:`..fused.quantize_rows.quantize_rows` of :meth:`attend`, a token a row, with no
         kernel of its own. Heads have a multiple of 128 values.
@@ -45,11 +49,17 @@ class TritonBackend:
             RuntimeError: as :meth:`attend`.
         """
         rows = quantized_like(query, kv.v_cache)
-        paged_attention(query, kv, params, arrival_counters=self._counters(query), rows=rows)
+        counters = self._counters(query)
+        paged_attention(query, kv, params, arrival_counters=counters, rows=rows, order=order)
         return rows
 
     def fused_rope_attention(
-        self, inputs: RopeInputs, slot_mapping: Tensor, kv: PagedKV, params: AttentionParams
+        self,
+        inputs: RopeInputs,
+        slot_mapping: Tensor,
+        kv: PagedKV,
+        params: AttentionParams,
+        order: Tensor | None = None,
     ) -> Tensor:
         """:func:`fused.norm_rope_store`, then :func:`paged_attention` of the queries it returns.
 
@@ -59,14 +69,19 @@ class TritonBackend:
         Raises:
             RuntimeError: as :meth:`attend`.
         """
-        return self._fused_rope_attention(inputs, slot_mapping, kv, params, None)
+        return self._fused_rope_attention(inputs, slot_mapping, kv, params, None, order)
 
     def fused_rope_attention_quantized(
-        self, inputs: RopeInputs, slot_mapping: Tensor, kv: PagedKV, params: AttentionParams
+        self,
+        inputs: RopeInputs,
+        slot_mapping: Tensor,
+        kv: PagedKV,
+        params: AttentionParams,
+        order: Tensor | None = None,
     ) -> QuantizedRows:
         """:meth:`fused_rope_attention`, quantised as by :meth:`attend_quantized`."""
         rows = quantized_like(inputs.query, kv.v_cache)
-        self._fused_rope_attention(inputs, slot_mapping, kv, params, rows)
+        self._fused_rope_attention(inputs, slot_mapping, kv, params, rows, order)
         return rows
 
     def _fused_rope_attention(
@@ -76,6 +91,7 @@ class TritonBackend:
         kv: PagedKV,
         params: AttentionParams,
         rows: QuantizedRows | None,
+        order: Tensor | None,
     ) -> Tensor:
         query, key, value = inputs[:3]
         counters = self._counters(query)
@@ -83,10 +99,10 @@ class TritonBackend:
         has_norm, are_planes = inputs.q_weight is not None, e4m3.are_planes(kv.k_cache)
         if is_decode and fits(query, key, value, has_norm, are_planes, rows is not None):
             return fused_rope_attention(
-                inputs, slot_mapping, kv, params, arrival_counters=counters, rows=rows
+                inputs, slot_mapping, kv, params, arrival_counters=counters, rows=rows, order=order
             )
         query = norm_rope_store(inputs, kv.k_cache, kv.v_cache, slot_mapping)
-        return paged_attention(query, kv, params, arrival_counters=counters, rows=rows)
+        return paged_attention(query, kv, params, arrival_counters=counters, rows=rows, order=order)
 
     def _counters(self, query: Tensor) -> Tensor:
         """Made at the first call, on the device of ``query``."""

@@ -82,7 +82,7 @@ def decode_constants(case: dict[str, Any], turn: bool) -> dict[str, Any]:
         "UNSPLIT_BELOW": 0, "LONG_CONTEXT": t.long_context,
         "PAGE": 16,
         "CHUNK": t.combine_chunk_of(group * dim), "BY_TOKEN": True,
-        "SORTED_ROWS": 0,
+        "order": None,
         "TRIGGER": "late" if turn else "early", "sinks": None, "scales": None,
     }  # fmt: skip
     constants |= dict.fromkeys([] if case["window"] else ["window"])

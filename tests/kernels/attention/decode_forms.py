@@ -35,12 +35,13 @@ def main() -> None:
         """Those of a batch of so many rows with one token each."""
         rows: Rows = [(context, 1)] * num_rows
         case = Case(SHAPE, rows, num_padding=0)
+        order = torch.arange(num_rows, dtype=torch.int32)
         found.clear()
         if is_turned:
-            case.one()
+            case.one(order=order)
         else:
             layout = case.attention_of(case.k_cache, case.v_cache)
-            launch.paged_attention(case.inputs.query, *layout)
+            launch.paged_attention(case.inputs.query, *layout, order=order)
         return sorted(found)
 
     print(json.dumps([forms(*batch) for batch in json.loads(sys.argv[1])]))

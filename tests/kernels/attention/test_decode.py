@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from benchmarks import attention as benchmark
 from pagespec.kernels import device
-from pagespec.kernels.attention import launch, reference
+from pagespec.kernels.attention import launch, reference, row_order
 from pagespec.kernels.attention.spec import reference_only
 from pagespec.kernels.attention.tiling import Tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
@@ -168,6 +168,48 @@ def test_spreading_segments_over_programs_changes_no_bit(shape: Shape) -> None:
         torch.testing.assert_close(first[: len(expected)].double(), expected, rtol=1e-5, atol=1e-5)
         for name, out in outputs.items():
             assert torch.equal(out, first), name
+
+
+@pytest.mark.parametrize(
+    "spread", [{"unsplit_from": 1, "some_unsplit_from": 1}, SPREADS["short contexts whole"]]
+)
+def test_the_order_of_rows_changes_no_bit(spread: dict[str, int]) -> None:
+    tiling = replace(SMALL, **spread)
+    shape = Shape(hq=4, hkv=2, dk=16, dv=16)
+    for rows in ([(10, 1), (100, 1), (0, 0), (63, 1)], [(3, 2), (100, 1), (0, 0)]):
+        batch = stored(rows, shape, num_padding=0)
+        query, kv, params = bundled(*batch.attend)
+        expected = launch.paged_attention(query, kv, params, tiling=tiling)
+        longest = row_order.longest_first(kv.context_lens, 512)
+        assert longest is not None
+        for order in (longest, longest.flip(0)):
+            out = launch.paged_attention(query, kv, params, tiling=tiling, order=order)
+            assert torch.equal(out, expected)
+
+
+def test_rows_are_taken_in_the_order_that_is_given() -> None:
+    """One that names a row twice, and so leaves out another."""
+    tiling = replace(SMALL, unsplit_from=1, some_unsplit_from=1)
+    batch = stored([(10, 1), (20, 1), (30, 1)], Shape(dk=16, dv=16), num_padding=0)
+    query, kv, params = bundled(*batch.attend)
+    expected = launch.paged_attention(query, kv, params, tiling=tiling)
+    order = torch.tensor([2, 0, 2], dtype=torch.int32)
+    out = launch.paged_attention(query, kv, params, tiling=tiling, order=order)
+    assert torch.equal(out[[0, 2]], expected[[0, 2]])
+    assert out[1].isnan().all()  # nobody wrote there
+    few = launch.paged_attention(query, kv, params, tiling=SMALL, order=order)
+    assert torch.equal(few, expected)  # with few programs no order is asked for
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 100])
+def test_longest_contexts_come_first(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    contexts = torch.randint(0, 9, (num_rows,), generator=generator, dtype=torch.int32)
+    order = row_order.longest_first(contexts, 512)
+    expected = contexts.argsort(descending=True, stable=True)
+    assert order is not None
+    assert torch.equal(order.long(), expected)
+    assert (row_order.longest_first(contexts, 8) is None) == (num_rows < 64)
 
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS.keys())

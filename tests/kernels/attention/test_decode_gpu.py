@@ -20,6 +20,7 @@ from pagespec.kernels.attention import launch as triton_attention
 from pagespec.kernels.attention import reference
 from pagespec.kernels.attention.decode import decode_kernel
 from pagespec.kernels.attention.prefill import prefill_kernel
+from pagespec.kernels.attention.row_order import longest_first
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from pagespec.kernels.device import Gpu
 from pagespec.kernels.fused import kv_store
@@ -248,8 +249,13 @@ def test_merging_never_changes_a_bit(shape: Shape) -> None:
     arrival_counters = torch.zeros(1024, dtype=torch.int32, device="cuda")
 
     def run(arguments: tuple) -> Tensor:
+        query, kv, params = bundled(*arguments)
         return triton_attention.paged_attention(
-            *bundled(*arguments), arrival_counters=arrival_counters
+            query,
+            kv,
+            params,
+            arrival_counters=arrival_counters,
+            order=longest_first(kv.context_lens, 512),  # asked for where there are many
         )
 
     calls = {name: rescheduled(batch, ranges) for name, ranges in schedules.items()}
