@@ -24,7 +24,7 @@ from ..fused.e4m3_groups import quantized
 from ..linear.matmul_sm90_many import silu_of_bfloat16
 from ..linear.row_tiles import tile_begin
 from .matmul_fp8_sm90_few import product_of_group
-from .matmul_fp8_sm90_many import allocate_stages, load_stages, next_stage, place
+from .matmul_fp8_sm90_many import allocate_stages, load_operands, load_scales, next_stage, place
 
 _PART = gl.constexpr(128)  # outputs of a tile, and rows of the weight in a stage: 64 of gate and up
 
@@ -35,7 +35,7 @@ def _factors(stages, slot, WARPGROUP: gl.constexpr, ROW: gl.constexpr):
     _, x_smem, w_smem, full, _ = stages
     of_rows = x_smem.index(slot * (x_smem.shape[0] // full.shape[0]) + WARPGROUP).load(ROW)
     scales = w_smem.index(slot)
-    return of_rows * scales.slice(0, 1).load(ROW), of_rows * scales.slice(32, 1).load(ROW)
+    return of_rows * scales.slice(0, 1).load(ROW), of_rows * scales.slice(16, 1).load(ROW)
 
 
 @gluon.jit
@@ -185,7 +185,6 @@ def gated_rows_kernel(
     num_tiles = (num_rows + X_ROWS - 1) // X_ROWS * (N // _PART)
     stages = allocate_stages(WARPGROUPS, _PART, STAGES)
     smem = gl.allocate_shared_memory(gl.float8e4nv, [WARPGROUPS, 64, _PART], out_desc.layout)
-    tensors = (x_desc, w_desc, x_scales, w_scales)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if WARPGROUPS == 2:
@@ -193,10 +192,14 @@ def gated_rows_kernel(
             [
                 (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 0, N, K)),
                 (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 1, N, K)),
-                (load_stages, (stages, tensors, num_rows, num_tiles, N, K, K // 128, 128, 2)),
+                (load_operands, (stages, x_desc, w_desc, num_rows, num_tiles, N, K, 2)),
+                (
+                    load_scales,
+                    (stages, x_scales, w_scales, num_rows, num_tiles, N, K, K // 128, 128, 2),
+                ),
             ],
-            [4, 1],
-            [232, 40],
+            [4, 1, 1],
+            [232, 40, 40],
         )
     else:
         gl.warp_specialize(
@@ -204,8 +207,12 @@ def gated_rows_kernel(
                 (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 0, N, K)),
                 (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 1, N, K)),
                 (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 2, N, K)),
-                (load_stages, (stages, tensors, num_rows, num_tiles, N, K, K // 128, 128, 2)),
+                (load_operands, (stages, x_desc, w_desc, num_rows, num_tiles, N, K, 2)),
+                (
+                    load_scales,
+                    (stages, x_scales, w_scales, num_rows, num_tiles, N, K, K // 128, 128, 2),
+                ),
             ],
-            [4, 4, 1],
-            [160, 160, 32],
+            [4, 4, 1, 1],
+            [160, 160, 32, 32],
         )

@@ -1,6 +1,6 @@
 """Matmul of many FP8 rows and an FP8 weight for Hopper, by specialised warps.
 
-A program computes tile after tile. One warp keeps the stages of shared memory filled, the next
+A program computes tile after tile. Two warps keep the stages of shared memory filled, the next
 tile's too; each warpgroup, of two or three, multiplies 64 of the rows, by itself, and gives the
 stages back. While the matrix unit works for one, another multiplies what it got by its scales and
 adds it up, or stores. Rows of x are on the left of the unit, so that a thread has two of them, and
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..linear.row_tiles import tile_begin
 from .matmul_fp8_sm90_few import product_of_group, stage_of
 
-_LANES = gl.constexpr(32)  # of the warp that loads; each arrives when its scales are there
+_LANES = gl.constexpr(32)  # of the warp that loads scales; each arrives when its own are there
 
 
 @gluon.jit
@@ -59,7 +59,7 @@ def allocate_stages(WARPGROUPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.con
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PIECES, 8, 128], OPERAND)
     x_smem = gl.allocate_shared_memory(gl.float32, [STAGES * WARPGROUPS, 64], LINES)
-    w_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 64], LINES)
+    w_smem = gl.allocate_shared_memory(gl.float32, [STAGES, _LANES], LINES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -72,35 +72,23 @@ def allocate_stages(WARPGROUPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.con
 
 
 @gluon.jit
-def load_stages(
-    stages, tensors, num_rows, num_tiles,
-    N: gl.constexpr, K: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
-    HALVES: gl.constexpr,
+def load_operands(
+    stages, x_desc, w_desc, num_rows, num_tiles,
+    N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Keeps the stages filled, a group in each, with its scales.
-
-    Of a gated tile, of two HALVES, the first 64 outputs come first, each time 64 rows of the gate's
-    weight and up's; and their scales are two.
-    """
-    smem, x_smem, w_smem, full, empty = stages
-    x_desc, w_desc, x_scales, w_scales = tensors
+    """Keeps the stages filled, a group in each. Of a gated tile, of two HALVES, the first 64 outputs
+    come first, each time 64 rows of the gate's weight and of up's."""
+    smem, x_smem, _, full, empty = stages
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
     PIECES: gl.constexpr = smem.shape[0] // STAGES
     PART: gl.constexpr = PIECES * 8 - WARPGROUPS * 64
-    GROUPS: gl.constexpr = K // 128
-    lanes = gl.arange(0, 64, gl.BlockedLayout([1], [_LANES], [1], [0]))
     slot = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row_tile, begin = place(tile, num_rows, N, PART, WARPGROUPS * 64)
-        w_at = (
-            w_scales
-            + begin // SHARED * W_GROUPS
-            + lanes // 32 * (HALVES - 1) * (N // SHARED * W_GROUPS)
-        )
-        for step in range(HALVES * GROUPS):
-            group = step % GROUPS
+        for step in range(HALVES * (K // 128)):
+            group = step % (K // 128)
             mbarrier.wait(empty.index(slot), phase)
             bar = full.index(slot)
             mbarrier.expect(bar, PIECES * 1024)
@@ -112,10 +100,36 @@ def load_stages(
             if HALVES == 1:
                 tma.async_copy_global_to_shared(w_desc, [begin, group * 128], bar, target)
             else:
-                at = [0, begin + step // GROUPS * 64, group * 128]
+                at = [0, begin + step // (K // 128) * 64, group * 128]
                 tma.async_copy_global_to_shared(w_desc, at, bar, target)
+            slot, phase = next_stage(slot, phase, 1, STAGES)
+
+
+@gluon.jit
+def load_scales(
+    stages, x_scales, w_scales, num_rows, num_tiles,
+    N: gl.constexpr, K: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
+    HALVES: gl.constexpr,
+):  # fmt: skip
+    """The scales of what :func:`load_operands` loads; of a gated tile's weight, two. A warp of its
+    own: one that did both was what small tiles waited for."""
+    smem, x_smem, w_smem, full, empty = stages
+    STAGES: gl.constexpr = full.shape[0]
+    WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
+    PART: gl.constexpr = smem.shape[0] // STAGES * 8 - WARPGROUPS * 64
+    LANES: gl.constexpr = gl.BlockedLayout([1], [_LANES], [1], [0])
+    rows = gl.arange(0, 64, LANES)
+    which = gl.arange(0, _LANES, LANES) // (_LANES // 2) * (HALVES - 1)
+    slot = 0
+    phase = 1
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row_tile, begin = place(tile, num_rows, N, PART, WARPGROUPS * 64)
+        w_at = w_scales + (begin // SHARED + which * (N // SHARED)) * W_GROUPS
+        for step in range(HALVES * (K // 128)):
+            group = step % (K // 128)
+            mbarrier.wait(empty.index(slot), phase)
             for part in gl.static_range(WARPGROUPS):
-                m = tile_begin(row_tile * WARPGROUPS + part, num_rows, 64) + lanes
+                m = tile_begin(row_tile * WARPGROUPS + part, num_rows, 64) + rows
                 async_copy.async_copy_global_to_shared(
                     x_smem.index(slot * WARPGROUPS + part),
                     x_scales + group * num_rows + m,
@@ -123,7 +137,7 @@ def load_stages(
                 )
             if W_GROUPS > 1:
                 async_copy.async_copy_global_to_shared(w_smem.index(slot), w_at + group)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             slot, phase = next_stage(slot, phase, 1, STAGES)
 
 
@@ -241,7 +255,6 @@ def many_rows_kernel(
     stages = allocate_stages(WARPGROUPS, PART, STAGES)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    tensors = (x_desc, w_desc, x_scales, w_scales)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -253,10 +266,14 @@ def many_rows_kernel(
                     _multiply,
                     (stages, w_scales, out, num_rows, num_tiles, 1, N, K, PART, W_GROUPS, SHARED),
                 ),
-                (load_stages, (stages, tensors, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1)),
+                (load_operands, (stages, x_desc, w_desc, num_rows, num_tiles, N, K, 1)),
+                (
+                    load_scales,
+                    (stages, x_scales, w_scales, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1),
+                ),
             ],
-            [4, 1],
-            [232, 40],
+            [4, 1, 1],
+            [232, 40, 40],
         )
     else:
         gl.warp_specialize(
@@ -273,8 +290,12 @@ def many_rows_kernel(
                     _multiply,
                     (stages, w_scales, out, num_rows, num_tiles, 2, N, K, PART, W_GROUPS, SHARED),
                 ),
-                (load_stages, (stages, tensors, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1)),
+                (load_operands, (stages, x_desc, w_desc, num_rows, num_tiles, N, K, 1)),
+                (
+                    load_scales,
+                    (stages, x_scales, w_scales, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1),
+                ),
             ],
-            [4, 4, 1],
-            [160, 160, 32],
+            [4, 4, 1, 1],
+            [160, 160, 32, 32],
         )
