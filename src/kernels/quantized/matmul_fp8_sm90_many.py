@@ -76,8 +76,8 @@ def load_operands(
     stages, x_desc, w_desc, num_rows, num_tiles,
     N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Keeps the stages filled, a group in each. Of a gated tile, of two HALVES, the first 64 outputs
-    come first, each time 64 rows of the gate's weight and of up's."""
+    """Keeps the stages filled, a group in each. Of a gated tile, of two HALVES, the first 64
+    outputs come first, each time 64 rows of the gate's weight and of up's."""
     smem, x_smem, _, full, empty = stages
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
