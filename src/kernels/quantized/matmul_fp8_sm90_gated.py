@@ -24,7 +24,8 @@ from ..fused.e4m3_groups import quantized
 from ..linear.matmul_sm90_many import silu_of_bfloat16
 from ..linear.row_tiles import tile_begin
 from .matmul_fp8_sm90_few import product_of_group
-from .matmul_fp8_sm90_many import allocate_stages, load_operands, load_scales, next_stage, place
+from .matmul_fp8_sm90_many import added
+from .matmul_fp8_sm90_stages import allocate_stages, load_operands, load_scales, next_stage, place
 
 _PART = gl.constexpr(128)  # outputs of a tile, and rows of the weight in a stage: 64 of gate and up
 
@@ -39,18 +40,12 @@ def _factors(stages, slot, WARPGROUP: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _added(total, part, factors):
-    """total + part * factors, ``factors`` for each row, with one rounding."""
-    return gl.fma(part, factors[:, None] + gl.zeros_like(part), total)
-
-
-@gluon.jit
 def _both_added(gate, up, part, of_gate, of_up):
-    """:func:`_added` for the halves of ``part [64, 128]``."""
+    """:func:`.added` for the halves of ``part [64, 128]``."""
     a, b = part.reshape([64, 2, 64]).permute((0, 2, 1)).split()
     a = gl.convert_layout(a, gate.type.layout, assert_trivial=True)
     b = gl.convert_layout(b, up.type.layout, assert_trivial=True)
-    return _added(gate, a, of_gate), _added(up, b, of_up)
+    return added(gate, a, of_gate), added(up, b, of_up)
 
 
 @gluon.jit

@@ -47,7 +47,7 @@ def choose_sm90_tile(
 ) -> FewTile | ManyTile | None:
     """The tile for a weight ``[N, K]``; None where that kernel has none.
 
-    By what was the quickest for the weights of Qwen3-8B on an H200 (docs/notes/fp8.md).
+    By what was the quickest for the weights of four models (docs/notes/fp8.md).
     """
     if not card.has_prefetch or k_size % BLOCK:
         return None
