@@ -16,6 +16,7 @@ from tests.support.chat_models import save_chat_model
 from tests.support.chunks import alike, joined_answer, read_events
 from tests.support.content_llm import content_llm
 from tests.support.server import serving
+from tests.support.slow_llm import slow_llm
 
 NUM_CLIENTS = 64
 Asked = tuple[str, dict[str, Any]]
@@ -97,18 +98,15 @@ def test_the_same_tokens_on_a_crowded_engine(letters_url: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_is_aborted(stream: bool) -> None:
-    """The others are answered, and no block stays owned."""
-    engine = AsyncLLM(content_llm(num_blocks=200, block_size=2))
+    """The others are answered, and no block stays owned. Answers to those who leave would take 390
+    steps, 4 s: nobody is answered before they leave."""
+    engine = AsyncLLM(slow_llm(0.01, num_blocks=200, block_size=2))
     body = {"prompt": "abc", "max_tokens": 390, "ignore_eos": True, "stream": stream}
 
-    async def leaves(http: httpx.AsyncClient, after_s: float) -> bool:
-        """False of one that was answered before: on a machine that stood still meanwhile."""
-        try:
+    async def leaves(http: httpx.AsyncClient, after_s: float) -> None:
+        with pytest.raises(TimeoutError):
             async with asyncio.timeout(after_s):
                 await http.post("/v1/completions", json=body | {"n": 2, "seed": 1})
-        except TimeoutError:
-            return True
-        return False
 
     async def run(url: str) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
@@ -116,7 +114,6 @@ def test_who_leaves_is_aborted(stream: bool) -> None:
             short = {"prompt": "ab", "max_tokens": 5, "ignore_eos": True}
             staying = [http.post("/v1/completions", json=short) for _ in range(4)]
             answers = await asyncio.gather(*leaving, *staying)
-            assert any(answers[:8])
             assert [a.json()["usage"]["completion_tokens"] for a in answers[8:]] == [5] * 4
 
     with serving(engine) as url:
