@@ -38,6 +38,8 @@ COMPILE = (
     ("load", "probe", "capture", "passes", "inductor"),
     ("kv_cache", "recurrent_state"),
     ("model",),
+    ("fusions",),
+    ("lowering",),
     ("fx", "step_inputs"),
 )
 KERNELS = (
@@ -270,6 +272,8 @@ PLANTED = [
     ("compile.capture.few_layers", "from ..load import load", "capture stands beside load"),
     ("compile.capture.dynamo", "from ..probe import masks", "capture stands beside probe"),
     ("compile.passes.cleanup", "from ..inductor import regions", "passes stands beside induc"),
+    ("compile.fusions.fuse_norm", "from ..passes import cleanup", "fusions stands below passes"),
+    ("compile.lowering.lower_gpu", "from ..fusions import sort_rows", "lowering stands below fus"),
     ("compile.fx.nodes", "from ...engine import plan", "compile knows no engine"),
     ("kernels.jit.counters", "from ...engine import plan", "kernels knows no engine"),
     ("engine.plan", "def f():\n    import torch.fx", "the engine knows no torch"),

@@ -75,7 +75,7 @@ def test_answers_do_not_depend_on_the_schedule(
 def test_the_gate_sees_matmuls_of_heads_that_follow_the_batch(
     captured: _Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lowering = import_module("pagespec.compile.passes.invariant_calls")
+    lowering = import_module("pagespec.compile.lowering.invariant_calls")
     monkeypatch.setattr(lowering, "choose_recipe", lambda *_: None)
     model = tiny_model("deepseek_v3", kv_lora_rank=200, qk_nope_head_dim=200)
     size = replace(GATE_SIZE, neighbour_lengths=(1,), cuts=(3,), both_overlaps=False)

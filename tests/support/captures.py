@@ -19,13 +19,13 @@ from pagespec import build
 from pagespec.compile import captured_model as capture_module
 from pagespec.compile.capture.graph_cache import GraphCache
 from pagespec.compile.captured_model import CapturedModel, capture_model
+from pagespec.compile.fusions.fuse_activation import fuse_activation
+from pagespec.compile.fusions.fuse_norm import fuse_norm
+from pagespec.compile.fusions.fuse_rope_store import fuse_rope_store
 from pagespec.compile.fx.nodes import calls
 from pagespec.compile.load.load import load_model
 from pagespec.compile.model.loaded import LoadedModel
 from pagespec.compile.passes import PassContext
-from pagespec.compile.passes.fuse_activation import fuse_activation
-from pagespec.compile.passes.fuse_norm import fuse_norm
-from pagespec.compile.passes.fuse_rope_store import fuse_rope_store
 from pagespec.compile.probe.probe import probe_model
 from pagespec.runner.cpu_runner import ModelRunner
 from tests.support.driving import drive, make_requests

@@ -1,14 +1,12 @@
 """FX passes over the Dynamo graph. Each is a function ``(gm, context) -> number of rewrites``.
 
-Read in this order: this file (which passes run, and in which order), ``context``, ``cleanup``,
-``write_as_real``, ``write_as_linear``, ``latent_pattern`` and ``cache_latents``, ``share_heads``,
-``merge_linear``, ``bind_collectives``; on a CPU ``lower_cpu``, ``invariant_calls``,
-``quantize_linear`` and, for native kernels, some of the ``fuse_*`` passes and ``replay_native``; on
-a GPU ``rms_norm`` (recognised, not rewritten), the ``fuse_*`` passes and ``lower_gpu``; after all
-passes ``split_head``. Weights that stay quantised are the work of ``quantize_linear`` on both; a
-GPU's kernels for them are the table in ``gpu_quantized``.
+Read in this order: this file (which passes run, and in which order), ``fx.pass_context``,
+``cleanup``, ``write_as_real``, ``write_as_linear``, ``cache_latents``, ``share_heads``,
+``merge_linear``, ``bind_collectives``; then the rooms ``fusions`` and ``lowering``;
+``replay_native`` for native kernels of a CPU; after all passes ``split_head``.
 
-Imports ``compile.fx`` and ``kernels``. Imported by ``compile.captured_model``.
+Imports ``compile.fusions``, ``compile.lowering``, ``compile.fx`` and ``kernels``. Imported by
+``compile.captured_model``.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule
 
+from ..fx.pass_context import PassContext
+from ..lowering.lower_cpu import lower_cpu
 from .bind_collectives import bind_collectives
 from .cache_latents import cache_latents
 from .cleanup import cleanup
-from .context import PassContext
-from .lower_cpu import lower_cpu
 from .merge_linear import merge_linear
 from .share_heads import share_heads
 from .write_as_linear import write_as_linear
@@ -56,10 +54,10 @@ def cpu_passes(is_native: bool) -> dict[str, GraphPass]:
     lowering: dict[str, GraphPass] = {"lower_cpu": lower_cpu}
     if not is_native:
         return lowering
-    from .fuse_activation import fuse_activation
-    from .fuse_norm import fuse_norm
-    from .fuse_rope_cos_sin import fuse_rope_cos_sin
-    from .fuse_rope_store import fuse_rope_store
+    from ..fusions.fuse_activation import fuse_activation
+    from ..fusions.fuse_norm import fuse_norm
+    from ..fusions.fuse_rope_cos_sin import fuse_rope_cos_sin
+    from ..fusions.fuse_rope_store import fuse_rope_store
     from .replay_native import replay_native
 
     return {
@@ -82,26 +80,26 @@ def gpu_passes() -> dict[str, GraphPass]:
     collective may take is theirs before it is that sum's.
     """
     # Triton, which they need, is only there on machines with a GPU.
-    from .combine_experts import combine_experts
-    from .fuse_activation import fuse_activation
-    from .fuse_all_reduce_norm import fuse_all_reduce_norm
-    from .fuse_attention_quantize import fuse_attention_quantize
-    from .fuse_combine_norm import fuse_combine_norm
-    from .fuse_expert_sort import fuse_expert_sort
-    from .fuse_gated_norm import fuse_gated_norm
-    from .fuse_norm import fuse_norm
-    from .fuse_norm_linear import fuse_norm_linear
-    from .fuse_quantize import fuse_quantize
-    from .fuse_rope_attention import fuse_rope_attention
-    from .fuse_rope_cos_sin import fuse_rope_cos_sin
-    from .fuse_rope_latent import fuse_rope_latent
-    from .fuse_rope_store import fuse_rope_store
-    from .fuse_route_rows import fuse_route_rows
-    from .fuse_router import fuse_router
-    from .fuse_row_parallel import fuse_row_parallel
-    from .fuse_wide_linear import fuse_wide_linear
-    from .lower_gpu import lower_gpu
-    from .sort_rows import sort_rows
+    from ..fusions.combine_experts import combine_experts
+    from ..fusions.fuse_activation import fuse_activation
+    from ..fusions.fuse_all_reduce_norm import fuse_all_reduce_norm
+    from ..fusions.fuse_attention_quantize import fuse_attention_quantize
+    from ..fusions.fuse_combine_norm import fuse_combine_norm
+    from ..fusions.fuse_expert_sort import fuse_expert_sort
+    from ..fusions.fuse_gated_norm import fuse_gated_norm
+    from ..fusions.fuse_norm import fuse_norm
+    from ..fusions.fuse_norm_linear import fuse_norm_linear
+    from ..fusions.fuse_quantize import fuse_quantize
+    from ..fusions.fuse_rope_attention import fuse_rope_attention
+    from ..fusions.fuse_rope_cos_sin import fuse_rope_cos_sin
+    from ..fusions.fuse_rope_latent import fuse_rope_latent
+    from ..fusions.fuse_rope_store import fuse_rope_store
+    from ..fusions.fuse_route_rows import fuse_route_rows
+    from ..fusions.fuse_router import fuse_router
+    from ..fusions.fuse_row_parallel import fuse_row_parallel
+    from ..fusions.fuse_wide_linear import fuse_wide_linear
+    from ..fusions.sort_rows import sort_rows
+    from ..lowering.lower_gpu import lower_gpu
 
     return {
         "fuse_rope_store": fuse_rope_store,

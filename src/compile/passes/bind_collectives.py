@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from ..fx.nodes import calls_op
-from .context import PassContext
+from ..fx.pass_context import PassContext
 
 
 def bind_collectives(gm: GraphModule, context: PassContext) -> int:

@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from ...kernels.arguments import AttentionParams, LatentKV
 from ...kernels.attention.spec import AttentionSpec
 from ...kernels.mla import dispatch as mla
+from ..fusions.latent_pattern import Latents, find_latents
 from ..fx.fake_tensors import fake_of
 from ..fx.nodes import (
     calls_op,
@@ -36,8 +37,7 @@ from ..fx.nodes import (
     tensor_of,
     written_nodes,
 )
-from .context import PassContext
-from .latent_pattern import Latents, find_latents
+from ..fx.pass_context import PassContext
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

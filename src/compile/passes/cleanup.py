@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..fx.nodes import calls_function, example
-from .context import PassContext
+from ..fx.pass_context import PassContext
 
 # Views of one tensor with equal arguments, asked for again in every layer (cos, sin).
 _REPEATED_VIEWS = frozenset({"unsqueeze", "squeeze", "transpose"})

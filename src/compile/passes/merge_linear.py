@@ -37,9 +37,9 @@ from ..fx.nodes import (
     shape_of,
     written_nodes,
 )
+from ..fx.pass_context import PassContext
 from ..fx.recorder import Recorder, recording
 from ..fx.stand_in import is_stand_in, stand_in
-from .context import PassContext
 
 _UNIT_BYTES = 16
 _PADDED_TO = 16

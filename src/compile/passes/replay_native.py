@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from ...kernels.native import calls
 from ...kernels.native.replay import Stretch
 from ..fx.nodes import example
-from .context import PassContext
+from ..fx.pass_context import PassContext
 
 _CALLS = (
     calls.linear,

@@ -20,8 +20,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from ..fx.nodes import calls, calls_op, erase_unused, tensor_of, written_nodes
+from ..fx.pass_context import PassContext
 from ..fx.recorder import recording
-from .context import PassContext
 
 
 def share_heads(gm: GraphModule, _context: PassContext) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..fx.nodes import erase_unused, tensor_of
+from ..fx.pass_context import PassContext
 from ..fx.products import Product, constant_nodes, product_of, transposed_matrix
-from .context import PassContext
 
 
 def write_as_linear(gm: GraphModule, context: PassContext) -> int:

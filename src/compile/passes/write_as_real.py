@@ -22,8 +22,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..fx.nodes import calls, dtype_of, erase_unused, shape_of, tensor_of, written_nodes
+from ..fx.pass_context import PassContext
 from ..fx.recorder import Recorder, recording
-from .context import PassContext
 
 # They move complex numbers without changing them, by arguments that suit each part of the pairs.
 _MOVES = frozenset({"unsqueeze", "squeeze", "expand", "transpose", "permute", "reshape", "getitem"})

@@ -13,7 +13,7 @@ from pagespec.compile.passes import gpu_passes
 from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
 from tests.support.models import tiny_model
 
-lower_gpu = pytest.importorskip("pagespec.compile.passes.lower_gpu")
+lower_gpu = pytest.importorskip("pagespec.compile.lowering.lower_gpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

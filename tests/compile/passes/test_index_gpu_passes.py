@@ -17,7 +17,7 @@ from tests.compile.passes.test_recurrent_gpu_passes import NoSweeps
 from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model
 
-lower_gpu = pytest.importorskip("pagespec.compile.passes.lower_gpu")
+lower_gpu = pytest.importorskip("pagespec.compile.lowering.lower_gpu")
 
 
 @pytest.mark.parametrize(

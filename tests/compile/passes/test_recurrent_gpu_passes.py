@@ -16,7 +16,7 @@ from tests.support.driving import hf_greedy
 from tests.support.models import tiny_model
 from tests.support.recurrent_models import RECURRENT
 
-lower_gpu = pytest.importorskip("pagespec.compile.passes.lower_gpu")
+lower_gpu = pytest.importorskip("pagespec.compile.lowering.lower_gpu")
 
 
 class NoSweeps:

@@ -1,0 +1,57 @@
+"""Gives the attention calls of a graph the order in which to take up the rows of a step.
+
+::
+
+    context_lens ──► longest_first ──► attention(..., order), every call of the graph
+
+It comes after all passes that make or join attention calls, where the backend has such an order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from ...kernels.arguments import PagedKV
+from ...kernels.attention.backend import AttentionBackend
+from ..fx.nodes import example
+from ..fx.pass_context import PassContext
+
+
+def sort_rows(gm: GraphModule, context: PassContext) -> int:
+    """Rewrites, and returns the number of calls that have an order now. Results are unchanged."""
+    attention = context.attention
+    if attention is None or attention.longest_first is None:
+        return 0
+    takes_order = _functions(attention)
+    calls = [node for node in gm.graph.nodes if node.target in takes_order and not node.kwargs]
+    contexts = {_contexts_of(node) for node in calls}
+    if len(contexts) != 1:
+        return 0
+    (lengths,) = contexts
+    num_kv_heads = max((spec.num_kv_heads for spec in context.specs), default=1)
+    with gm.graph.inserting_after(_last_placeholder(gm)):
+        order = gm.graph.call_function(attention.longest_first, (lengths, num_kv_heads))
+    order.meta["example_value"] = example(lengths)
+    for node in calls:
+        node.args = (*node.args, order)
+    return len(calls)
+
+
+def _functions(attention: AttentionBackend) -> set[Callable[..., Any] | None]:
+    """All that do attention over pages."""
+    plain = {attention.attend, attention.fused_rope_attention}
+    return plain | set(attention.quantizing.values())
+
+
+def _contexts_of(call: Node) -> Node:
+    """``context_lens`` of an attention call."""
+    (kv,) = (argument for argument in call.args if isinstance(argument, PagedKV))
+    lengths: Any = kv.context_lens
+    return lengths
+
+
+def _last_placeholder(gm: GraphModule) -> Node:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"][-1]

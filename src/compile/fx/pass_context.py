@@ -1,0 +1,98 @@
+"""The context of a pass: constants bound to the graph, the attention backend, settings."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from ...kernels.attention.backend import AttentionBackend
+from ...kernels.attention.spec import AttentionSpec
+from ...kernels.collectives.communicator import Communicator
+from ...kernels.quantized.cpu_quantized import Int4Weight, PermutedInt4Weight, fits_int4
+from ...kernels.quantized.fp8 import Fp8Weight
+from ...kernels.quantized.quantized_weight import QuantizedWeight
+from .stand_in import is_stand_in
+
+
+@dataclass(slots=True)
+class PassContext:
+    """The module a graph was captured from, and the tensors bound to its placeholders.
+
+    Attributes:
+        module: the model; the parameters of it may move in storage, never change in value.
+        constants: placeholder name to the parameter or buffer bound to it. A pass that adds a
+            placeholder for a constant enters it here.
+        transparent: whether a row's bits must not depend on the rest of the batch.
+        packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
+        matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`), on a CPU recipes
+            (:mod:`.recipe_cache`).
+        attention: the implementation to call in place of the ops; None keeps the ops.
+        communicator: the same for collectives.
+        quantized: weights to keep quantised, by the ``id`` of the constant that they are the values
+            of or stand in for; None for float16.
+        is_native: whether to call :mod:`.kernels.native`, which they and the operations between
+            them then go to.
+        weight_formats: where there are such weights, how many numbers are held in which format.
+        float32_matrices: names of the parameters that then stay float32, on a GPU in the model's
+            dtype, but for vectors.
+        specs: of the attention calls; a pass that changes what a call caches changes its spec.
+        calls: of the placeholder of each cache of keys, the attention call.
+        caches_latents: whether latent vectors may be cached in place of keys and values.
+        inputs: of each tensor of a step that the graph takes, by its name in
+            :class:`..step_inputs.StepInputs`, the name of its placeholder.
+    """
+
+    module: nn.Module
+    constants: dict[str, Tensor]
+    transparent: bool = True
+    attention: AttentionBackend | None = None
+    communicator: Communicator | None = None
+    packing_bytes: int = 0
+    matmul_plan_dir: Path | None = None
+    quantized: dict[int, QuantizedWeight | None] = field(default_factory=dict)
+    is_native: bool = False
+    weight_formats: dict[str, int] = field(default_factory=dict)
+    float32_matrices: list[str] = field(default_factory=list)
+    specs: list[AttentionSpec] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    caches_latents: bool = False
+    inputs: dict[str, str] = field(default_factory=dict)
+
+    def constant(self, node: object) -> Tensor | None:
+        """The tensor bound to ``node``, if it is a placeholder for a parameter or buffer."""
+        if isinstance(node, Node) and node.op == "placeholder":
+            return self.constants.get(node.name)
+        return None
+
+    def step_input(self, graph: Graph, name: str) -> Node | None:
+        """The placeholder of a tensor of the step."""
+        wanted = self.inputs.get(name)
+        placeholders = (node for node in graph.nodes if node.op == "placeholder")
+        return next((node for node in placeholders if node.name == wanted), None)
+
+    def weight_format(self, tensor: Tensor) -> str | None:
+        """What a constant is kept as: "int4", "int8", "fp8", "float16", or None for what it is."""
+        if id(tensor) not in self.quantized:
+            return None
+        weight = self.quantized[id(tensor)]
+        if isinstance(weight, Fp8Weight):
+            return "fp8"
+        has_kernels = self.is_native or tensor.is_cuda
+        if isinstance(weight, PermutedInt4Weight):
+            return "int4"
+        if isinstance(weight, Int4Weight):
+            fits = has_kernels or is_stand_in(tensor) or fits_int4(weight)
+            return "int4" if fits else "float16"
+        return "int8" if weight is not None and has_kernels else "float16"
+
+    def input_order(self, tensor: Tensor) -> str | None:
+        """A name for the order in which a constant's quantised weight has its inputs; None for
+        their own."""
+        weight = self.quantized.get(id(tensor))
+        if not isinstance(weight, PermutedInt4Weight):
+            return None
+        return hashlib.sha256(weight.order.cpu().numpy().tobytes()).hexdigest()

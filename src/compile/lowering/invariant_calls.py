@@ -1,0 +1,151 @@
+"""Batch-invariant calls on a CPU, in place of matmuls and of activations whose bits depend on where
+an element lies.
+
+``linear`` and experts become calls of :mod:`.linear_cpu.invariant`, any other product with a
+constant (``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) one of
+:mod:`.linear_cpu.products`; weights are packed once, as far as the context has room for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ...kernels.fused import cpu_activation
+from ...kernels.linear_cpu import invariant, products
+from ...kernels.linear_cpu.invariant import MatmulRecipe
+from ...kernels.linear_cpu.recipe_cache import Recipes
+from ...kernels.mla import dispatch as mla
+from ...kernels.mla.head_matmul import choose_recipe
+from ..fx.nodes import erase_unused, example, grouped_operands, is_linear, linear_operands
+from ..fx.pass_context import PassContext
+from ..fx.products import Product, constant_nodes, product_of, value_of
+from ..fx.stand_in import is_stand_in
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class InvariantCalls:
+    """Calls with the same bits for a row in any batch. A recipe is chosen once for all weights of
+    one shape, and kept."""
+
+    def __init__(self, graph: Graph, context: PassContext) -> None:
+        self._graph = graph
+        self._context = context
+        self._constants = constant_nodes(graph, context.constants)
+        self._room = context.packing_bytes
+        self._packed: dict[Node, tuple[Node, ...]] = {}
+        self._recipes = Recipes(context.matmul_plan_dir)
+
+    def __call__(self, node: Node) -> _Call | None:
+        """The call in place of ``node``; None where it stays."""
+        if is_linear(node):
+            return self._linear(*linear_operands(node))
+        grouped = grouped_operands(node)
+        if grouped is not None:
+            weight: Any = example(grouped[1])
+            recipe = self._recipe(weight.transpose(1, 2)[0])
+            return invariant.grouped_mm, (*grouped, recipe), {}
+        found = product_of(node, self._constants.__contains__)
+        if found is not None:
+            return self._product(node, found)
+        if node.target in (mla.latent_query, mla.head_values):
+            rows, latent = node.args
+            value: Any = example(latent)  # type: ignore[arg-type]
+            heads = choose_recipe(*value.shape, value.dtype, value.stride(1) == 1)
+            return node.target, (rows, latent, heads), {}  # type: ignore[return-value]
+        # What is the same in each step needs no such care.
+        return None if node in self._constants else _activation(node)
+
+    def erase_unused(self) -> None:
+        """Erase views and copies of weights that nothing reads, as their packed copies are read."""
+        erase_unused(self._graph, [n for n in self._constants if n.op != "placeholder"])
+
+    def _linear(self, x: Node, matrix: Node, bias: Node | None) -> _Call:
+        value = self._value(matrix)
+        recipe = self._recipe(
+            example(matrix) if value is None else value,  # type: ignore[arg-type]
+            may_pack=value is not None and self._has_room(matrix, value),
+        )
+        if recipe.is_packed and value is not None:
+            (matrix,) = self._packed_weights(matrix, [value.contiguous()])
+        return invariant.linear, (x, matrix, bias, recipe), {}
+
+    def _product(self, node: Node, found: Product) -> _Call | None:
+        x, weight, addend, form = found
+        value = self._value(weight)
+        if value is None or is_stand_in(value):
+            return None
+        sizes = products.own_sizes(value, form)
+        matrices = products.matrices_of(value, form)
+        recipe = self._recipe(matrices[0], may_pack=self._has_room(weight, value))
+        given: Any = weight
+        if recipe.is_packed:
+            given = self._packed_weights(weight, [m.contiguous() for m in matrices])
+        # The result is contiguous, which torch's may not be.
+        for user in node.users:
+            if user.op == "call_method" and user.target == "view":
+                user.target = "reshape"
+        return products.product, (x, given, addend, recipe, form, sizes), {}
+
+    def _value(self, weight: Node) -> Tensor | None:
+        """Of what is the same in each step."""
+        return value_of(weight, self._context.constants) if weight in self._constants else None
+
+    def _has_room(self, weight: Node, value: Tensor) -> bool:
+        return weight in self._packed or value.nbytes <= self._room
+
+    def _packed_weights(self, weight: Node, matrices: Sequence[Tensor]) -> tuple[Node, ...]:
+        """Placeholders for packed copies of the matrices ``[N, K]`` of a weight."""
+        if weight in self._packed:
+            return self._packed[weight]
+        self._room -= sum(matrix.nbytes for matrix in matrices)
+        source = weight
+        while source.op != "placeholder":
+            source = source.all_input_nodes[0]
+        like = example(source)
+        assert isinstance(like, Tensor)  # it stands for a constant
+        nodes = []
+        for i, matrix in enumerate(matrices):
+            name = f"packed_{weight.name}" if len(matrices) == 1 else f"packed_{i}_{weight.name}"
+            with self._graph.inserting_before(source):
+                packed = self._graph.placeholder(name)
+            packed.meta["example_value"] = like.new_empty(matrix.shape, dtype=matrix.dtype)
+            self._context.constants[packed.name] = invariant.pack(matrix)
+            nodes.append(packed)
+        self._packed[weight] = tuple(nodes)
+        return self._packed[weight]
+
+    def _recipe(self, matrix: Tensor, *, may_pack: bool = False) -> MatmulRecipe:
+        """For weights ``[N, K]`` of this shape and layout."""
+        num_outputs, num_inputs = map(int, matrix.shape)
+        layouts = [matrix.stride(1) == 1]
+        if may_pack:
+            layouts.insert(0, True)  # what is packed is a copy
+        for is_contiguous in layouts:
+            recipe = self._recipes.choose(
+                num_outputs,
+                num_inputs,
+                matrix.dtype,
+                is_contiguous=is_contiguous,
+                may_pack=may_pack and is_contiguous,
+            )
+            if recipe.is_packed:
+                break
+        return recipe
+
+
+def _activation(node: Node) -> _Call | None:
+    name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
+    # In float32 rsqrt is the same everywhere, and its input one number a row.
+    is_float32 = getattr(example(node), "dtype", None) == torch.float32
+    is_in_place = bool(node.kwargs.get("inplace"))
+    is_even = name == "rsqrt" and is_float32
+    if name not in cpu_activation.ELEMENTWISE or is_in_place or is_even:
+        return None
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+    return cpu_activation.elementwise, (name, *node.args), kwargs

@@ -1,0 +1,250 @@
+"""Matmuls whose weights stay quantised, as :func:`.lower_cpu.lower_cpu` and
+:func:`.lower_gpu.lower_gpu` lower them: on a GPU by a table of kernels by format
+(:mod:`.gpu_quantized`).
+
+Then the float weights are given back, where there were any: a checkpoint's quantised layers have
+stand-ins from the beginning. Whatever reads such a parameter of the model reads NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ...errors import UnsupportedModelError
+from ...kernels import e4m3
+from ...kernels.native import calls as native
+from ...kernels.quantized import cpu_expanded, cpu_quantized
+from ...kernels.quantized.cpu_quantized import Int4Weight, Int8Weight, PermutedInt4Weight
+from ...kernels.quantized.fp8 import Fp8Weight
+from ..fx.fake_tensors import fake_of
+from ..fx.nodes import calls_op, example, is_linear, linear_operands, shape_of
+from ..fx.pass_context import PassContext
+from ..fx.stand_in import is_stand_in
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Kernel(NamedTuple):
+    """What multiplies with a quantised weight.
+
+    Attributes:
+        function: of the rows, the weight's parts, the bias or None, and ``data``.
+        gated: the same, but ``silu(gate) * up`` of the result's halves; None where there is none.
+    """
+
+    function: Callable[..., Tensor]
+    parts: tuple[Tensor, ...]
+    data: tuple[Any, ...] = ()
+    gated: Callable[..., Tensor] | None = None
+
+
+WeightInOrder = Int4Weight | Int8Weight | Fp8Weight
+KernelTable = Mapping[str, Callable[[WeightInOrder], Kernel]]
+"""By the format of a weight, what multiplies with it."""
+
+
+class _Packed(NamedTuple):
+    """A kernel whose parts are placeholders."""
+
+    function: Callable[..., Tensor]
+    parts: tuple[Node, ...]
+    data: tuple[Any, ...]
+    gated: Callable[..., Tensor] | None
+    order: Node | None  # of inputs, where it is not their own
+
+
+class QuantizedCalls:
+    """Calls in place of linear layers, for the weights in ``context.quantized``.
+
+    With torch's operations, if the context is transparent and a trial with the first weight of its
+    shape finds that a row's bits follow the number of rows, a weight stays as it is, or is expanded
+    in every call.
+
+    Args:
+        kernels: those of a GPU; None for a CPU.
+    """
+
+    def __init__(
+        self, graph: Graph, context: PassContext, kernels: KernelTable | None = None
+    ) -> None:
+        self._context = context
+        self._kernels = kernels
+        self._tokens = _tokens_of_step(graph) if context.is_native else None
+        self._packed: dict[Node, _Packed | None] = {}  # None: stays as it is
+        self._orders: dict[str, Node] = {}
+        self._ordered: dict[tuple[Node, Node], Node] = {}  # by rows and order
+        self._is_trusted: dict[tuple[object, ...], bool] = {}
+        self._recipes: dict[tuple[int, ...], cpu_expanded.ExpandedRecipe] = {}
+
+    def __call__(self, node: Node, *, has_gate: bool = False) -> _Call | None:
+        """The call in place of ``node``, or of it and the gate behind it; None where there is
+        none."""
+        if not self._context.quantized or not is_linear(node):
+            return None
+        x, matrix, bias = linear_operands(node)
+        weight = self._context.constant(matrix)
+        format = None if weight is None else self._context.weight_format(weight)
+        if weight is None or format is None:
+            return None
+        if matrix not in self._packed:
+            self._packed[matrix] = self._pack(matrix, weight, format)
+        packed = self._packed[matrix]
+        if packed is None:
+            return None
+        function = packed.gated if has_gate else packed.function
+        if function is None:
+            return None
+        data = packed.data
+        if packed.order is not None:
+            x = self._in_order(x, packed.order, node)
+        if packed.function is native.linear:
+            data = (*data, self._query_starts(x))
+        return function, (x, *packed.parts, bias, *data), {}
+
+    def _in_order(self, x: Node, order: Node, node: Node) -> Node:
+        """The rows of ``node`` with their elements in this order, for all that reads them so."""
+        if (x, order) not in self._ordered:
+            with node.graph.inserting_before(node):
+                gathered = node.graph.call_function(torch.index_select, (x, -1, order))
+            like = example(x)
+            assert isinstance(like, Tensor)  # they are rows
+            gathered.meta["example_value"] = like.new_empty(like.shape)
+            self._ordered[x, order] = gathered
+        return self._ordered[x, order]
+
+    def _query_starts(self, x: object) -> Node | None:
+        """What says how many of the rows are real, if they are the tokens of a step."""
+        if self._tokens is None or (shape_of(x) or ())[-2:-1] != self._tokens[:1]:
+            return None
+        return self._tokens[1]
+
+    def _pack(self, matrix: Node, weight: Tensor, format: str) -> _Packed | None:
+        """What to call, with placeholders for what it reads in place of ``matrix``."""
+        held = self._context.quantized[id(weight)]
+        order = None
+        if isinstance(held, PermutedInt4Weight):
+            name = self._context.input_order(weight) or ""
+            if name not in self._orders:
+                [self._orders[name]] = self._placeholders("order", matrix, [held.order])
+            order, held = self._orders[name], held.in_order
+        kernel = self._kernel(weight, held, format)
+        if kernel is None:
+            return None
+        count = self._context.weight_formats
+        count[format] = count.get(format, 0) + weight.numel()
+        nodes = self._placeholders(format, matrix, kernel.parts)
+        return _Packed(kernel.function, tuple(nodes), kernel.data, kernel.gated, order)
+
+    def _placeholders(self, kind: str, matrix: Node, parts: Iterable[Tensor]) -> list[Node]:
+        """What stands for ``parts`` beside ``matrix``."""
+        nodes = []
+        for i, part in enumerate(parts):
+            with matrix.graph.inserting_before(matrix):
+                node = matrix.graph.placeholder(f"{kind}_{i}_{matrix.name}")
+            recorded = example(matrix)
+            assert isinstance(recorded, Tensor)  # it stands for a weight
+            # Of FBGEMM's objects there is no record but the weight's.
+            node.meta["example_value"] = (
+                fake_of(part, recorded) if isinstance(part, Tensor) else recorded
+            )
+            self._context.constants[node.name] = part
+            nodes.append(node)
+        return nodes
+
+    def _kernel(self, weight: Tensor, held: WeightInOrder | None, format: str) -> Kernel | None:
+        num_outputs, num_inputs = weight.shape
+        if self._kernels is not None:
+            assert held is not None  # all other formats are refused at the door
+            return self._kernels[format](held)
+        if isinstance(held, Fp8Weight):
+            parts = (held.values, held.scales * e4m3.DECODED_UNIT)
+            return Kernel(cpu_expanded.linear_fp8, parts, self._recipe(weight.shape))
+        if self._context.is_native and held is not None:
+            *packed_parts, native_format = cpu_quantized.pack_native(held)
+            return Kernel(native.linear, tuple(packed_parts), (num_outputs, native_format))
+        kernel = None
+        if isinstance(held, Int4Weight) and format == "int4":
+            if cpu_quantized.fits_int4(held) and cpu_quantized.reason_against() is None:
+                kernel = Kernel(cpu_quantized.linear_int4, cpu_quantized.pack_int4(held))
+        else:
+            packed = cpu_quantized.pack_float16(weight)
+            kernel = Kernel(cpu_quantized.linear_float16, (packed,))
+        if kernel is not None and self._context.transparent:
+            shape = (format, num_outputs, num_inputs)
+            if shape not in self._is_trusted:
+                function, operands, *_ = kernel
+                self._is_trusted[shape] = cpu_quantized.is_row_invariant(
+                    lambda rows: function(rows, *operands, None), num_inputs
+                )
+            if not self._is_trusted[shape]:
+                kernel = None
+        if kernel is None and isinstance(held, Int4Weight) and is_stand_in(weight):
+            return Kernel(cpu_expanded.linear_int4, held, self._recipe(weight.shape))
+        return kernel
+
+    def _recipe(self, shape: torch.Size) -> cpu_expanded.ExpandedRecipe:
+        if shape not in self._recipes:
+            self._recipes[shape] = cpu_expanded.choose_expanded_recipe(
+                *shape, transparent=self._context.transparent
+            )
+        return self._recipes[shape]
+
+    def release_weights(self) -> None:
+        """Give back the memory of the weights that are in no call any more.
+
+        Raises:
+            UnsupportedModelError: something other than a linear layer reads a stand-in.
+        """
+        context = self._context
+        if not context.quantized:
+            return
+        freed: set[int] = set()
+        for matrix, packed in self._packed.items():
+            if packed is not None and not matrix.users:
+                freed.add(_storage(context.constants.pop(matrix.name)))
+                matrix.graph.erase_node(matrix)
+        # Packed weights are in memory of their library's.
+        read = {
+            name: tensor
+            for name, tensor in context.constants.items()
+            if isinstance(tensor, Tensor) and not tensor.is_mkldnn
+        }
+        for name, tensor in read.items():
+            if is_stand_in(tensor):
+                raise UnsupportedModelError(
+                    f"{type(context.module).__name__}: {name}, quantised, is read by more than its "
+                    "linear layer"
+                )
+        freed -= set(map(_storage, read.values()))
+        with torch.inference_mode(False), torch.no_grad():
+            for name, parameter in context.module.named_parameters():
+                if is_stand_in(parameter):
+                    continue
+                if _storage(parameter) in freed:
+                    nan = parameter.new_full((1,), torch.nan)
+                    parameter.data = nan.expand(parameter.shape)
+                    continue
+                count, dtype = context.weight_formats, str(parameter.dtype).removeprefix("torch.")
+                count[dtype] = count.get(dtype, 0) + parameter.numel()
+                if parameter.dim() > 1:
+                    context.float32_matrices.append(name)
+        context.quantized.clear()
+
+
+def _tokens_of_step(graph: Graph) -> tuple[str, Node] | None:
+    """The number of a step's tokens, as its shapes spell it, and ``query_starts``, whose last entry
+    says how many of them are real."""
+    for node in graph.nodes:
+        if calls_op(node, "paged_attention"):
+            shape = shape_of(node.args[0])
+            return None if shape is None else (shape[0], node.args[3])
+    return None
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
