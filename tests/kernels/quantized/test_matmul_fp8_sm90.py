@@ -57,6 +57,24 @@ def test_chosen_tiles_fit() -> None:
 
 
 @pytest.mark.usefixtures("_gluon")
+def test_what_was_the_quickest_is_taken() -> None:
+    """Weights of Qwen3-8B and 32B on an H100, docs/notes/fp8.md."""
+    from pagespec.kernels.device import Gpu
+    from pagespec.kernels.quantized.tiles_fp8 import choose_sm90_tile
+
+    card = Gpu(132, 227 << 10, has_prefetch=True)
+    quickest = {
+        (6144, 4096): {128: (128, 64), 192: (192, 64), 256: (128, 128), 384: (192, 128)},
+        (4096, 4096): {192: (128, 64), 384: (192, 64), 512: (128, 128), 768: (192, 128)},
+        (4096, 12288): {256: (128, 64), 768: (192, 128), 1024: (128, 128), 8192: (192, 128)},
+        (10240, 5120): {192: (192, 128), 256: (128, 128), 512: (192, 128), 1024: (128, 128)},
+    }
+    for shape, by_rows in quickest.items():
+        for rows, tile in by_rows.items():
+            assert astuple(choose_sm90_tile(rows, *shape, card))[:2] == tile, (shape, rows)
+
+
+@pytest.mark.usefixtures("_gluon")
 def test_when_the_gate_is_applied_in_the_store() -> None:
     from pagespec.kernels.device import Gpu
     from pagespec.kernels.quantized.matmul_fp8_sm90_gated_launch import constants_of
