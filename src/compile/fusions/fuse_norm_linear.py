@@ -11,6 +11,7 @@ It comes after ``lower_gpu``, which makes the matmuls.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -38,20 +39,34 @@ def fuse_norm_linear(gm: GraphModule, context: PassContext) -> int:
             continue
         _, weight, _, max_custom_rows = matmul.args
         has_gate = _HAS_GATE[matmul.target]
-        # There, where the sum is: others may read it before the matmul. The weight is an input.
-        with graph.inserting_before(norm):
-            joined = graph.call_function(
-                gpu_linear.norm_linear, (*norm.args, weight, max_custom_rows, has_gate)
-            )
-            out = graph.call_function(operator.getitem, (joined, 0))
-        out.meta["example_value"] = example(matmul)
-        matmul.replace_all_uses_with(out)
-        graph.erase_node(matmul)
-        graph.erase_node(results[0])
-        norm.replace_all_uses_with(joined)
-        graph.erase_node(norm)
+        arguments = (*norm.args, weight, max_custom_rows, has_gate)
+        join_norm_of_sum(norm, results[0], matmul, gpu_linear.norm_linear, arguments)
         count += 1
     return count
+
+
+def join_norm_of_sum(
+    norm: Node,
+    normed: Node,
+    matmul: Node,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Replace ``norm``, an ``add_rms_norm``, and ``matmul``, which alone reads ``normed``, its
+    first result, by one call, whose results are those of ``matmul`` and the sum.
+
+    It stands where the sum is: others may read that before the matmul. Weights are inputs.
+    """
+    graph = norm.graph
+    with graph.inserting_before(norm):
+        joined = graph.call_function(function, arguments)
+        out = graph.call_function(operator.getitem, (joined, 0))
+    out.meta["example_value"] = example(matmul)
+    matmul.replace_all_uses_with(out)
+    graph.erase_node(matmul)
+    graph.erase_node(normed)
+    norm.replace_all_uses_with(joined)
+    graph.erase_node(norm)
 
 
 def _only_matmul(normed: Node | None, context: PassContext) -> Node | None:

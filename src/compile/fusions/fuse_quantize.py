@@ -13,7 +13,6 @@ reads, too, stays.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from ...kernels.quantized import dispatch_fp8
 from ..fx.nodes import calls_function, erase_unused, example
 from ..fx.pass_context import PassContext
 from ..lowering.lower_gpu import only_gate
+from .fuse_norm_linear import join_norm_of_sum
 
 # By what makes the rows and what reads them.
 _JOINED: dict[tuple[Any, Any], Callable[..., Any]] = {
@@ -56,18 +56,9 @@ def fuse_quantize(gm: GraphModule, _context: PassContext) -> int:
             matmul = _only_matmul(results.get(0))
             if matmul is None:
                 continue
-            # There, where the sum is: others may read it before the matmul.
-            with graph.inserting_before(node):
-                joined = graph.call_function(
-                    _JOINED[node.target, matmul.target], (*node.args, *matmul.args[1:])
-                )
-                out = graph.call_function(operator.getitem, (joined, 0))
-            out.meta["example_value"] = example(matmul)
-            matmul.replace_all_uses_with(out)
-            graph.erase_node(matmul)
-            graph.erase_node(results[0])
-            node.replace_all_uses_with(joined)
-            graph.erase_node(node)
+            function = _JOINED[node.target, matmul.target]
+            arguments = (*node.args, *matmul.args[1:])
+            join_norm_of_sum(node, results[0], matmul, function, arguments)
         else:
             continue
         count += 1

@@ -9,13 +9,11 @@ It comes after all passes that make or join attention calls, where the backend h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from ...kernels.arguments import PagedKV
-from ...kernels.attention.backend import AttentionBackend
 from ..fx.nodes import example
 from ..fx.pass_context import PassContext
 
@@ -25,14 +23,15 @@ def sort_rows(gm: GraphModule, context: PassContext) -> int:
     attention = context.attention
     if attention is None or attention.longest_first is None:
         return 0
-    takes_order = _functions(attention)
+    takes_order = {attention.attend, attention.fused_rope_attention, *attention.quantizing.values()}
     calls = [node for node in gm.graph.nodes if node.target in takes_order and not node.kwargs]
     contexts = {_contexts_of(node) for node in calls}
     if len(contexts) != 1:
         return 0
     (lengths,) = contexts
     num_kv_heads = max((spec.num_kv_heads for spec in context.specs), default=1)
-    with gm.graph.inserting_after(_last_placeholder(gm)):
+    first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+    with gm.graph.inserting_before(first):
         order = gm.graph.call_function(attention.longest_first, (lengths, num_kv_heads))
     order.meta["example_value"] = example(lengths)
     for node in calls:
@@ -40,18 +39,8 @@ def sort_rows(gm: GraphModule, context: PassContext) -> int:
     return len(calls)
 
 
-def _functions(attention: AttentionBackend) -> set[Callable[..., Any] | None]:
-    """All that do attention over pages."""
-    plain = {attention.attend, attention.fused_rope_attention}
-    return plain | set(attention.quantizing.values())
-
-
 def _contexts_of(call: Node) -> Node:
     """``context_lens`` of an attention call."""
     (kv,) = (argument for argument in call.args if isinstance(argument, PagedKV))
     lengths: Any = kv.context_lens
     return lengths
-
-
-def _last_placeholder(gm: GraphModule) -> Node:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"][-1]

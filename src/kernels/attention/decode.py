@@ -99,7 +99,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     stats,  # float32 [units, HQ, max_segments, 2]: row_max and row_sum
     arrival_counters,  # int32 [units * HKV], zeros, and zeros again at the end
     starts, contexts, tables,
-    order,  # int32 [units], the unit that comes first, second ...; None for as they are
+    order,  # int32 [units]: the unit that starts first, second ...; None: as they are numbered
     sinks, factor, cap_in, cap_out, window,
     scales,  # float32 [HQ * DV / 128, T] if outputs are quantised, else None
     q_token_stride,  # in units of STEP elements

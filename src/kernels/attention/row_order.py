@@ -1,8 +1,9 @@
 """The order in which the decode kernel takes up the rows of a step: the longest contexts first.
 
-Programs that start last should not take longest. With caches of e4m3 numbers a multiprocessor, not
-memory, limits how fast its programs read, so it counts, too, that long contexts are spread over
-all of them (docs/notes/attention.md). The order changes no bits, and is worked out once a step.
+The list scheduling of Graham (1969), longest processing time first: programs that start last should
+not take longest. With caches of e4m3 numbers a multiprocessor, not memory, limits how fast its
+programs read, so long contexts have to be spread over all of them, too (docs/notes/attention.md).
+The order changes no bits, and is worked out once per step.
 """
 
 from __future__ import annotations

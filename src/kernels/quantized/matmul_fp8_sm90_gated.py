@@ -25,7 +25,14 @@ from ..linear.matmul_sm90_many import silu_of_bfloat16
 from ..linear.row_tiles import tile_begin
 from .matmul_fp8_sm90_few import product_of_group
 from .matmul_fp8_sm90_many import added
-from .matmul_fp8_sm90_stages import allocate_stages, load_operands, load_scales, next_stage, place
+from .matmul_fp8_sm90_stages import (
+    allocate_stages,
+    load_operands,
+    load_scales,
+    next_stage,
+    place,
+    scales_of_rows,
+)
 
 _PART = gl.constexpr(128)  # outputs of a tile, and rows of the weight in a stage: 64 of gate and up
 
@@ -33,8 +40,8 @@ _PART = gl.constexpr(128)  # outputs of a tile, and rows of the weight in a stag
 @gluon.jit
 def _factors(stages, slot, WARPGROUP: gl.constexpr, ROW: gl.constexpr):
     """What a group's product is multiplied by, for each of 64 rows: of the gate, and of up."""
-    _, x_smem, w_smem, full, _ = stages
-    of_rows = x_smem.index(slot * (x_smem.shape[0] // full.shape[0]) + WARPGROUP).load(ROW)
+    _, _, w_smem, _, _ = stages
+    of_rows = scales_of_rows(stages, slot, WARPGROUP, ROW)
     scales = w_smem.index(slot)
     return of_rows * scales.slice(0, 1).load(ROW), of_rows * scales.slice(16, 1).load(ROW)
 
@@ -57,7 +64,7 @@ def _sums(stages, slot, phase, WARPGROUP: gl.constexpr, K: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, HALF)
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
-    PAIR: gl.constexpr = 4 - WARPGROUPS  # products under way
+    PAIR: gl.constexpr = 4 - WARPGROUPS  # products under way: 2 with two warpgroups, 1 with three
     PIECES: gl.constexpr = smem.shape[0] // STAGES
     X: gl.constexpr = WARPGROUP * 8
     W: gl.constexpr = WARPGROUPS * 8
@@ -127,13 +134,11 @@ def _together(first, second):
 
 
 @gluon.jit
-def _multiply(
-    stages, smem, out_desc, out_scales, num_rows, num_tiles,
-    WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-):  # fmt: skip
+def _multiply(work, WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr):
     """64 rows of each tile."""
+    stages, buffers, out_desc, out_scales, num_rows, num_tiles = work
     _, x_smem, _, full, _ = stages
-    buffer = smem.index(WARPGROUP)
+    buffer = buffers.index(WARPGROUP)
     halves = buffer._reinterpret(
         gl.int32, [64, _PART // 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
@@ -179,19 +184,18 @@ def gated_rows_kernel(
     WARPGROUPS: gl.constexpr = X_ROWS // 64
     num_tiles = (num_rows + X_ROWS - 1) // X_ROWS * (N // _PART)
     stages = allocate_stages(WARPGROUPS, _PART, STAGES)
-    smem = gl.allocate_shared_memory(gl.float8e4nv, [WARPGROUPS, 64, _PART], out_desc.layout)
+    buffers = gl.allocate_shared_memory(gl.float8e4nv, [WARPGROUPS, 64, _PART], out_desc.layout)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    work = (stages, buffers, out_desc, out_scales, num_rows, num_tiles)
+    scales = (x_scales, w_scales)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 0, N, K)),
-                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 1, N, K)),
+                (_multiply, (work, 0, N, K)),
+                (_multiply, (work, 1, N, K)),
                 (load_operands, (stages, x_desc, w_desc, num_rows, num_tiles, N, K, 2)),
-                (
-                    load_scales,
-                    (stages, x_scales, w_scales, num_rows, num_tiles, N, K, K // 128, 128, 2),
-                ),
+                (load_scales, (stages, scales, num_rows, num_tiles, N, K, K // 128, 128, 2)),
             ],
             [4, 1, 1],
             [232, 40, 40],
@@ -199,14 +203,11 @@ def gated_rows_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 0, N, K)),
-                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 1, N, K)),
-                (_multiply, (stages, smem, out_desc, out_scales, num_rows, num_tiles, 2, N, K)),
+                (_multiply, (work, 0, N, K)),
+                (_multiply, (work, 1, N, K)),
+                (_multiply, (work, 2, N, K)),
                 (load_operands, (stages, x_desc, w_desc, num_rows, num_tiles, N, K, 2)),
-                (
-                    load_scales,
-                    (stages, x_scales, w_scales, num_rows, num_tiles, N, K, K // 128, 128, 2),
-                ),
+                (load_scales, (stages, scales, num_rows, num_tiles, N, K, K // 128, 128, 2)),
             ],
             [4, 4, 1, 1],
             [160, 160, 32, 32],

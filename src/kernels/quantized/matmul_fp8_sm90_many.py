@@ -17,7 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..linear.row_tiles import tile_begin
 from .matmul_fp8_sm90_few import product_of_group
-from .matmul_fp8_sm90_stages import allocate_stages, load_operands, load_scales, next_stage, place
+from .matmul_fp8_sm90_stages import (
+    allocate_stages,
+    load_operands,
+    load_scales,
+    next_stage,
+    place,
+    scales_of_rows,
+)
 
 
 @gluon.jit
@@ -47,9 +54,12 @@ def _store(
 
 
 @gluon.jit
-def _factors(x_smem, w_smem, slot, at, ROW: gl.constexpr, W_GROUPS: gl.constexpr):
+def _factors(
+    stages, slot, WARPGROUP: gl.constexpr, ROW: gl.constexpr, W_GROUPS: gl.constexpr
+):  # fmt: skip
     """What a group's product is multiplied by, for each of 64 rows."""
-    factors = x_smem.index(at).load(ROW)
+    _, _, w_smem, _, _ = stages
+    factors = scales_of_rows(stages, slot, WARPGROUP, ROW)
     if W_GROUPS > 1:
         factors = factors * w_smem.index(slot).slice(0, 1).load(ROW)
     return factors
@@ -62,13 +72,13 @@ def _sums(
 ):  # fmt: skip
     """64 rows by PART outputs; and the next slot and phase. Of two warpgroups each has two products
     under way, of three one: there are no registers for more, and none is missed."""
-    smem, x_smem, w_smem, full, empty = stages
+    smem, x_smem, _, full, empty = stages
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, SUM)
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
-    PAIR: gl.constexpr = 4 - WARPGROUPS  # products under way
-    PIECES: gl.constexpr = WARPGROUPS * 8 + PART // 8
+    PAIR: gl.constexpr = 4 - WARPGROUPS  # products under way: 2 with two warpgroups, 1 with three
+    PIECES: gl.constexpr = smem.shape[0] // STAGES
     X: gl.constexpr = WARPGROUP * 8
     W: gl.constexpr = WARPGROUPS * 8
     total = gl.zeros([64, PART], gl.float32, SUM)
@@ -76,13 +86,13 @@ def _sums(
         at = slot * PIECES
         mbarrier.wait(full.index(slot), phase)
         a = product_of_group(smem, at + X, at + W, SUM, 64, PART)
-        of_a = _factors(x_smem, w_smem, slot, slot * WARPGROUPS + WARPGROUP, ROW, W_GROUPS)
+        of_a = _factors(stages, slot, WARPGROUP, ROW, W_GROUPS)
         if PAIR == 2:
             other = slot + 1
             at += PIECES
             mbarrier.wait(full.index(other), phase)
             b = product_of_group(smem, at + X, at + W, SUM, 64, PART)
-            of_b = _factors(x_smem, w_smem, other, other * WARPGROUPS + WARPGROUP, ROW, W_GROUPS)
+            of_b = _factors(stages, other, WARPGROUP, ROW, W_GROUPS)
         a = warpgroup_mma_wait(PAIR - 1, deps=(a,))
         mbarrier.arrive(empty.index(slot), count=1)
         total = added(total, a, of_a)
@@ -96,11 +106,12 @@ def _sums(
 
 @gluon.jit
 def _multiply(
-    stages, w_scales, out, num_rows, num_tiles,
+    work,
     WARPGROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr,
     W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """64 rows of each tile."""
+    stages, w_scales, out, num_rows, num_tiles = work
     _, x_smem, _, full, _ = stages
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // full.shape[0]
     slot = 0
@@ -134,22 +145,15 @@ def many_rows_kernel(
     stages = allocate_stages(WARPGROUPS, PART, STAGES)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    work = (stages, w_scales, out, num_rows, num_tiles)
+    scales = (x_scales, w_scales)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (stages, w_scales, out, num_rows, num_tiles, 0, N, K, PART, W_GROUPS, SHARED),
-                ),
-                (
-                    _multiply,
-                    (stages, w_scales, out, num_rows, num_tiles, 1, N, K, PART, W_GROUPS, SHARED),
-                ),
+                (_multiply, (work, 0, N, K, PART, W_GROUPS, SHARED)),
+                (_multiply, (work, 1, N, K, PART, W_GROUPS, SHARED)),
                 (load_operands, (stages, x_desc, w_desc, num_rows, num_tiles, N, K, 1)),
-                (
-                    load_scales,
-                    (stages, x_scales, w_scales, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1),
-                ),
+                (load_scales, (stages, scales, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1)),
             ],
             [4, 1, 1],
             [232, 40, 40],
@@ -157,23 +161,11 @@ def many_rows_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (stages, w_scales, out, num_rows, num_tiles, 0, N, K, PART, W_GROUPS, SHARED),
-                ),
-                (
-                    _multiply,
-                    (stages, w_scales, out, num_rows, num_tiles, 1, N, K, PART, W_GROUPS, SHARED),
-                ),
-                (
-                    _multiply,
-                    (stages, w_scales, out, num_rows, num_tiles, 2, N, K, PART, W_GROUPS, SHARED),
-                ),
+                (_multiply, (work, 0, N, K, PART, W_GROUPS, SHARED)),
+                (_multiply, (work, 1, N, K, PART, W_GROUPS, SHARED)),
+                (_multiply, (work, 2, N, K, PART, W_GROUPS, SHARED)),
                 (load_operands, (stages, x_desc, w_desc, num_rows, num_tiles, N, K, 1)),
-                (
-                    load_scales,
-                    (stages, x_scales, w_scales, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1),
-                ),
+                (load_scales, (stages, scales, num_rows, num_tiles, N, K, W_GROUPS, SHARED, 1)),
             ],
             [4, 4, 1, 1],
             [160, 160, 32, 32],

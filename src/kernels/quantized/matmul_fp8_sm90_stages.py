@@ -62,6 +62,13 @@ def allocate_stages(WARPGROUPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.con
 
 
 @gluon.jit
+def scales_of_rows(stages, slot, WARPGROUP: gl.constexpr, ROW: gl.constexpr):
+    """Of a warpgroup's 64 rows of a full stage."""
+    _, x_smem, _, full, _ = stages
+    return x_smem.index(slot * (x_smem.shape[0] // full.shape[0]) + WARPGROUP).load(ROW)
+
+
+@gluon.jit
 def load_operands(
     stages, x_desc, w_desc, num_rows, num_tiles,
     N: gl.constexpr, K: gl.constexpr, HALVES: gl.constexpr,
@@ -97,13 +104,14 @@ def load_operands(
 
 @gluon.jit
 def load_scales(
-    stages, x_scales, w_scales, num_rows, num_tiles,
+    stages, scales, num_rows, num_tiles,
     N: gl.constexpr, K: gl.constexpr, W_GROUPS: gl.constexpr, SHARED: gl.constexpr,
     HALVES: gl.constexpr,
 ):  # fmt: skip
     """The scales of what :func:`load_operands` loads; of a gated tile's weight, two. A warp of its
     own: one that did both was what small tiles waited for."""
     smem, x_smem, w_smem, full, empty = stages
+    x_scales, w_scales = scales
     STAGES: gl.constexpr = full.shape[0]
     WARPGROUPS: gl.constexpr = x_smem.shape[0] // STAGES
     PART: gl.constexpr = smem.shape[0] // STAGES * 8 - WARPGROUPS * 64

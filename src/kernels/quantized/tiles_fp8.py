@@ -18,16 +18,18 @@ _MAX_FEW_ROWS = 64
 _MANY_PROGRAMS = 96
 _STAGED_BYTES = 192 << 10
 _SHARED_STAGED_BYTES = 96 << 10  # where two programs are to have a multiprocessor
-# Of a tile of many rows, (rows of x, outputs): stages, and microseconds for 128 summands, on one
-# H100 (docs/notes/fp8.md).
-_TILES = {
+# By (rows of x, outputs) of a tile: stages, and microseconds per 128 summands, measured on one H100
+# (docs/notes/fp8.md).
+_MANY_TILES = {
     (128, 128): (6, 0.40),
     (128, 64): (8, 0.27),
     (192, 128): (4, 0.55),
     (192, 64): (6, 0.36),
 }
-_GATE_TIMES = {128: 3.8, 192: 5.0}  # microseconds to apply and round it, by rows of a tile
-_ACTIVATION_RATE = 1.5e6  # bytes/us of the kernel that does so, and of what it is given
+_GATE_US = {128: 3.8, 192: 5.0}  # to apply the gate and round, per tile, by its rows of x
+# Of the activation's own kernel; lower than measured alone, as the matmul before it has to store
+# what it reads.
+_ACTIVATION_BYTES_PER_US = 1.5e6
 
 
 def choose_fp8_tile(num_rows: int, num_outs: int) -> Tile:
@@ -74,8 +76,8 @@ def choose_gated_tile(
     apart = _quickest(num_rows, num_weight_rows, k_size, card)
     if joined is None or apart is None:
         return None
-    moved = num_rows * (2 * num_weight_rows + num_outs)
-    return joined[1] if joined[0] < apart[0] + moved / _ACTIVATION_RATE else None
+    num_bytes = num_rows * (2 * num_weight_rows + num_outs)
+    return joined[1] if joined[0] < apart[0] + num_bytes / _ACTIVATION_BYTES_PER_US else None
 
 
 def _quickest(
@@ -85,15 +87,16 @@ def _quickest(
     from .matmul_fp8_sm90_launch import ManyTile
 
     best: tuple[float, ManyTile] | None = None
-    for (x_rows, part), (stages, time) in _TILES.items():
+    for (x_rows, part), (stages, group_us) in _MANY_TILES.items():
         tile = ManyTile(x_rows, part, stages)
         if not tile.fits(num_outs, k_size) or (is_gated and part != BLOCK):
             continue
-        turns = -(-(num_outs // part * -(-num_rows // x_rows)) // card.num_sms)
-        of_tile = k_size // BLOCK * time
-        total = turns * (2 * of_tile + _GATE_TIMES[x_rows] if is_gated else of_tile)
-        if best is None or total < best[0]:
-            best = total, tile
+        num_turns = -(-(num_outs // part * -(-num_rows // x_rows)) // card.num_sms)
+        tile_us = k_size // BLOCK * group_us
+        if is_gated:
+            tile_us = 2 * tile_us + _GATE_US[x_rows]
+        if best is None or num_turns * tile_us < best[0]:
+            best = num_turns * tile_us, tile
     return best
 
 

@@ -196,7 +196,7 @@ def test_rows_are_taken_in_the_order_that_is_given() -> None:
     order = torch.tensor([2, 0, 2], dtype=torch.int32)
     out = launch.paged_attention(query, kv, params, tiling=tiling, order=order)
     assert torch.equal(out[[0, 2]], expected[[0, 2]])
-    assert out[1].isnan().all()  # nobody wrote there
+    assert out[1].isnan().all()  # as fresh memory is here
     few = launch.paged_attention(query, kv, params, tiling=SMALL, order=order)
     assert torch.equal(few, expected)  # with few programs no order is asked for
 

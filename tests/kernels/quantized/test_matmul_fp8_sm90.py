@@ -84,7 +84,11 @@ def test_when_the_gate_is_applied_in_the_store() -> None:
     card = Gpu(132, 227 << 10, has_prefetch=True)
     assert choose_gated_tile(8192, 24576, 4096, card) == ManyTile(192, 128, 4)
     assert choose_gated_tile(2048, 24576, 4096, card) == ManyTile(192, 128, 4)
-    assert choose_gated_tile(256, 24576, 4096, card) is None
+    assert choose_gated_tile(1024, 24576, 4096, card) == ManyTile(128, 128, 6)
+    assert choose_gated_tile(512, 24576, 4096, card) == ManyTile(128, 128, 6)
+    for rows in (384, 256, 64, 1):
+        assert choose_gated_tile(rows, 24576, 4096, card) is None
+    assert choose_gated_tile(192, 24576, 4096, card) == ManyTile(192, 128, 4)
     assert choose_gated_tile(8192, 24576, 4096, Gpu(132, 227 << 10)) is None
     tile = ManyTile(192, 128, 4)
     for num_outs, k_size in ((12288 + 64, 4096), (12288, 4096 + 64)):
