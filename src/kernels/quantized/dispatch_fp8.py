@@ -14,12 +14,9 @@ from torch import Tensor
 from ..device import Gpu
 from ..fused import quantize_rows as rows_of
 from ..fused.e4m3_groups import QuantizedRows
-from ..jit.parallel_build import may_skip_launches
 from .fp8 import BLOCK, Fp8Weight
 from .matmul_fp8 import matmul
 from .tiles_fp8 import choose_fp8_tile, choose_gated_tile, choose_sm90_tile
-
-_ANY_ROWS = 1 << 30
 
 
 def pack(weight: Fp8Weight) -> tuple[Tensor, Tensor]:
@@ -155,17 +152,12 @@ def _gated(
     its own, with the same bits."""
     num_outs, k_size = values.shape
     is_like = dtype == torch.bfloat16 and scales.shape == (num_outs / BLOCK, k_size / BLOCK)
-    # Kernels are being made for later steps, of other numbers of rows: those of both ways.
-    wants_both = may_skip_launches()
-    num_rows = _ANY_ROWS if wants_both else len(rows.values)
     card = Gpu.of(values.device)
-    tile = choose_gated_tile(num_rows, num_outs, k_size, card) if is_like else None
+    tile = choose_gated_tile(len(rows.values), num_outs, k_size, card) if is_like else None
     if tile is not None:
         # Gluon is not in every Triton; the card says whether it is.
         from .matmul_fp8_sm90_gated_launch import gated_matmul
 
-        gated = gated_matmul(rows, values, scales, tile=tile)
-        if not wants_both:
-            return gated
+        return gated_matmul(rows, values, scales, tile=tile)
     gate, up = _multiply(rows, dtype, values, scales, None).chunk(2, -1)
     return rows_of.act_mul_quantize(gate, up, "silu")
