@@ -363,7 +363,7 @@ class LLM:
                 time; default four times ``max_num_seqs``.
 
         Raises:
-            InvalidInputError: ``window`` is no integer of 1 or more.
+            InvalidInputError: ``window`` is no integer of 1 or more, or ``items`` no iterable.
             EngineError: a step failed, or one that another call took (by the iterator).
         """
         if window is None:

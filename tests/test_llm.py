@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from pagespec import LLM, EngineError, InvalidInputError, RequestOutput, SamplingParams
+from pagespec import (
+    LLM,
+    EngineBusyError,
+    EngineError,
+    InvalidInputError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from pagespec.engine.invariants import check_state
 from tests.support.cli_fakes import FakeTokenizer, chat_reader
 from tests.support.models import VOCAB_SIZE, tiny_model
@@ -133,14 +141,45 @@ def test_continuations_are_edited_each_by_its_own_tokens(llm: LLM) -> None:
     assert all(set(tokens) <= {*range(30, 60)} for tokens in apart)
 
 
-def test_a_function_that_raises_fails_its_step_and_not_the_engine(llm: LLM) -> None:
-    def wrong(_: list[int], row: Any) -> Any:
-        return row[1:]
+def _too_short(_: list[int], row: Any) -> Any:
+    return row[1:]
 
-    params = SamplingParams(temperature=0.0, max_tokens=3, logits_processors=[wrong])
-    with pytest.raises(EngineError, match="must return a row of"):
-        llm.generate([5, 6], params, use_tqdm=False)
-    assert ids(llm.generate([5, 6], GREEDY, use_tqdm=False))[0]
+
+def _nothing_left(output: list[int], row: Any) -> Any:
+    return row * float("nan") if len(output) > 1 else row
+
+
+def _raising(_: list[int], row: Any) -> Any:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"logits_processors": [_too_short]}, "must return a row of"),
+        ({"logits_processors": [_nothing_left]}, "no token is left"),
+        ({"logits_processors": [_raising]}, "KeyError: 'mine'"),
+        ({"stop_token_ids": range(VOCAB_SIZE), "min_tokens": 2}, "leave no token"),
+        ({"stop_token_ids": range(VOCAB_SIZE), "min_tokens": 2, "top_k": 5}, "leave no token"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_who_has_nothing_left_to_sample_ends_alone(
+    llm: LLM, asked: dict[str, Any], words: str, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=6, **asked)
+    first, error, last = llm.generate_iter([([5, 6], GREEDY), ([7], params), ([5, 6], GREEDY)])
+    assert isinstance(error, RequestError)
+    assert words in str(error)
+    assert isinstance(first, RequestOutput)
+    assert isinstance(last, RequestOutput)
+    alone = ids(llm.generate([5, 6], GREEDY, use_tqdm=False))
+    assert ids([first]) == ids([last]) == alone
+
+
+def test_token_0_is_given_where_it_is_allowed(llm: LLM) -> None:
+    params = SamplingParams(allowed_token_ids=[0], max_tokens=3, ignore_eos=True)
+    assert ids(llm.generate([5, 6], params, use_tqdm=False)) == [[0, 0, 0]]
 
 
 def test_a_seed_decides_the_sample_whatever_runs_beside_it(llm: LLM) -> None:
@@ -313,3 +352,22 @@ def test_a_pool_smaller_than_one_request_needs(llm: LLM) -> None:
     with pytest.raises(InvalidInputError, match="at most 8 tokens"):
         small.generate([1] * 9, GREEDY)
     assert len(ids(small.generate([1] * 8, GREEDY, use_tqdm=False))[0]) == 1
+
+
+def test_an_item_that_the_engine_is_too_busy_for_yields_that_in_its_place(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = llm.factory.make
+
+    def make_one(prompt: Any, params: SamplingParams) -> Any:
+        if prompt.token_ids == [9]:
+            raise EngineBusyError("all are compiling")
+        return make(prompt, params)
+
+    monkeypatch.setattr(llm.factory, "make", make_one)
+    first, error, last = llm.generate_iter([([5, 6], GREEDY), ([9], GREEDY), ([5, 6], GREEDY)])
+    assert isinstance(error, EngineBusyError)
+    assert ids([first]) == ids([last])  # type: ignore[list-item]
+    for wrong in (None, 5):
+        with pytest.raises(InvalidInputError, match=r"^items = "):
+            llm.generate_iter(wrong)  # type: ignore[arg-type]

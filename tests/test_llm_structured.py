@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,22 @@ def test_a_request_that_cannot_go_on_ends_alone(llm: LLM) -> None:
     assert [text_of(first), text_of(last)] == ["x", "y"]  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"structured_outputs.* other parameters ban all"):
         llm.generate("ab", nothing_left, use_tqdm=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_may_leave_nothing_to_sample(llm: LLM, temperature: float) -> None:
+    [z] = llm.tokenizer.encode("z", add_special_tokens=False)
+    nothing_left = SamplingParams(
+        temperature=temperature, seed=1, allowed_token_ids=[z], bad_words=["zzz"], max_tokens=9
+    )
+    plain = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    first, error, last = llm.generate_iter([("ab", plain), ("ab", nothing_left), ("ab", plain)])
+    assert isinstance(error, RequestError)
+    assert "leave no token to sample" in str(error)
+    assert first.outputs == last.outputs  # type: ignore[union-attr]
+    enough = replace(nothing_left, max_tokens=2)
+    [output] = llm.generate("ab", enough, use_tqdm=False)
+    assert output.outputs[0].token_ids == [z, z]
 
 
 def test_the_trace_of_one_that_failed_alone_is_replayed(folder: Path, tmp_path: Path) -> None:

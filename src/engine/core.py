@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..errors import EngineError, InvalidInputError
+from .dead_ends import dead_ends
 from .invariants import InvariantError, RunnerView, check_plan, check_state
 from .lock import EngineLock
 from .logprob_output import keep_logprobs
@@ -299,7 +300,8 @@ class Engine:
         result = self.runner.collect(self._handles[0])
         begin = time.perf_counter()
         # First, as what they have sampled could end them otherwise.
-        failed = [self._fail(*failure) for failure in result.failures.items()]
+        failures = dead_ends(step, result.token_ids) | dict(result.failures)
+        failed = [self._fail(*failure) for failure in failures.items()]
         if result.logprobs is not None:
             keep_logprobs(step, result.logprobs)
         finished = self.scheduler.commit(plan, result.token_ids)

@@ -10,7 +10,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..errors import EngineError, InvalidInputError, PagespecError, RequestError
+from ..errors import (
+    EngineBusyError,
+    EngineError,
+    InvalidInputError,
+    PagespecError,
+    RequestError,
+)
 from .core import Engine
 from .growing_text import GrowingText
 from .inputs import PromptInput
@@ -92,16 +98,28 @@ class GenerationLoop:
 
         Args:
             items: one that is no such pair yields an InvalidInputError in its place.
-            read: checks a prompt, given its parameters. What it or the engine refuses yields its
-                error in its place.
+            read: checks a prompt, given its parameters. What it or the engine refuses, or is too
+                busy for, yields its error in its place.
             window: how many items are read and not yet yielded at most.
 
         Raises:
+            InvalidInputError: ``items`` cannot be iterated over.
             EngineError: a step failed.
         """
-        source = iter(items)
-        pending: deque[_Started | InvalidInputError] = deque()
-        head: _Started | InvalidInputError | None
+        try:
+            source = iter(items)
+        except TypeError as error:
+            raise InvalidInputError("items", items, "must be an iterable of pairs") from error
+        return self._iterate(source, read, window)
+
+    def _iterate(
+        self,
+        source: Iterator[Any],
+        read: Callable[[Any, Any], PromptInput],
+        window: int,
+    ) -> Iterator[RequestOutput | PagespecError]:
+        pending: deque[_Started | PagespecError] = deque()
+        head: _Started | PagespecError | None
         is_exhausted = False
         try:
             while True:
@@ -112,12 +130,12 @@ class GenerationLoop:
                         break
                     try:
                         pending.append(self._start(item, read))
-                    except InvalidInputError as error:
+                    except (InvalidInputError, EngineBusyError) as error:
                         pending.append(error)
                 if not pending:
                     return
                 head = pending[0]
-                if isinstance(head, InvalidInputError):
+                if isinstance(head, PagespecError):
                     yield head
                 else:
                     while not _have_finished(head[0]):

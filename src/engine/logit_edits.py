@@ -90,6 +90,19 @@ class LogitEdits:
         is_restricted = self.allowed is not None or bool(self.bad_words)
         return self.has_penalties or is_restricted or bool(self.bias or self.processors)
 
+    def bans(self, token_id: int, output_token_ids: Sequence[int]) -> bool:
+        """Whether a token cannot be sampled behind an output; ``processors`` are not asked."""
+        num_tokens = len(output_token_ids)
+        if self.allowed is not None and token_id not in self.allowed:
+            return True
+        if num_tokens < self.min_tokens and token_id in self.stop_token_ids:
+            return True
+        for *before, last in self.bad_words:
+            begin = num_tokens - len(before)
+            if last == token_id and begin >= 0 and list(output_token_ids[begin:]) == before:
+                return True
+        return False
+
     def is_active(self, num_output_tokens: int) -> bool:
         """Whether there is anything to edit for the token behind so many."""
         return self.is_lasting or num_output_tokens < self.min_tokens

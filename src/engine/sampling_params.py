@@ -152,6 +152,8 @@ class SamplingParams(UnsupportedParams):
                 _require_int(name, number, 0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
         self._check_counts()
         put(self, "stop_strings", self._checked_stop_strings())
+        if not isinstance(self.stop, str) and self.stop is not None:
+            put(self, "stop", self.stop_strings)
         if self.stop_strings and not self.detokenize:
             raise InvalidInputError("stop", self.stop, "needs text: detokenize must be True")
         token_ids = () if self.stop_token_ids is None else self.stop_token_ids

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
-from ..kernels.sampling.edit_logits import Penalties, edited, processed
+from ..kernels.sampling.edit_logits import Penalties, edited
 from ..kernels.sampling.sampler import SamplingInputs, sample
 from ..structured.matchers import Masks
 from .edit_batch import EditBatch, EditPacker
+from .functions import process
 
 
 class CpuEdits:
@@ -40,7 +41,7 @@ class CpuEdits:
         logits: Tensor,
         tokens: Tensor,
         masks: Masks | None = None,
-    ) -> None:
+    ) -> dict[str, str]:
         """Write the tokens of edited rows over those of the step.
 
         Args:
@@ -48,19 +49,24 @@ class CpuEdits:
             sampling: parameters of the sampled rows.
             logits: ``[S, V]``; stay as they are. tokens: int64 ``[S]``.
             masks: see :meth:`.edit_batch.EditPacker.pack`.
+
+        Returns:
+            Why requests cannot go on, by their ids.
         """
         packer = self._packer
+        failures: dict[str, str] = {}
         if self._rows:
             self._rows.clear()
         packer.look(plan)
         if packer.any_history or self._histories:
             self._keep_history(plan, input_ids)
         if not (packer.any_edited or masks):
-            return
+            return failures
         batch = packer.pack(plan, logits.shape[1], range(len(plan)), masks)
         if batch is not None:
             for i in range(len(batch)):
-                self._sample(batch, i, sampling, logits, tokens)
+                self._sample(batch, i, sampling, logits, tokens, failures)
+        return failures
 
     def replaced(self, logits: Tensor) -> Tensor:
         """The logits ``[S, V]`` of the last step with those of edited rows as they were edited."""
@@ -90,10 +96,13 @@ class CpuEdits:
         sampling: SamplingInputs | None,
         logits: Tensor,
         tokens: Tensor,
+        failures: dict[str, str],
     ) -> None:
         request, place = batch.requests[i], int(batch.fields[0, i])
         history = self._histories.get(request.request_id, [])
         row = edited_row(batch, i, logits[place], history)
+        output = history[int(batch.fields[2, i]) :]
+        row = process(request, row, output, failures)
         if self._rows is not None:
             self._rows[place] = row
         own = None
@@ -107,12 +116,12 @@ def _needs_history(request: RequestInfo) -> bool:
 
 
 def edited_row(batch: EditBatch, i: int, logits: Tensor, history: Sequence[int]) -> Tensor:
-    """Row ``i`` of a batch, float32 ``[V]``, from its logits."""
-    request, fields = batch.requests[i], batch.fields[:, i]
+    """Row ``i`` of a batch, float32 ``[V]``, from its logits, before ``logits_processors``."""
+    fields = batch.fields[:, i]
     num_prompt_tokens = int(fields[2])
     repetition, presence, frequency = fields[4:7].copy().view(np.float32).tolist()
     bias, mask = batch.bias_of(i), batch.mask_of(i)
-    row = edited(
+    return edited(
         logits,
         torch.tensor(history, dtype=torch.int64),
         num_prompt_tokens,
@@ -122,7 +131,3 @@ def edited_row(batch: EditBatch, i: int, logits: Tensor, history: Sequence[int])
         bad_words=batch.words_of(i),
         mask=None if mask is None else torch.from_numpy(mask),
     )
-    processors = request.edits.processors if request.edits is not None else ()
-    if processors:
-        row = processed(row, list(history[num_prompt_tokens:]), processors)
-    return row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +30,13 @@ OnLogits = Callable[[StepPlan, Tensor], None]
 @dataclass(slots=True, eq=False)
 class StepHandle:
     """A dispatched step. ``token_ids``: int64 ``[num_sampled]`` on the device. ``constrained``:
-    rows whose tokens wait for :meth:`ModelRunner._sample_constrained`, as ``logprobs`` do."""
+    rows whose tokens wait for :meth:`ModelRunner._sample_constrained`, as ``logprobs`` do.
+    ``failures``: why requests of the step cannot go on, by their ids."""
 
     token_ids: Tensor
     constrained: ConstrainedRows | None
     logprobs: StepLogprobs | None = None
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 class _Unfinished(NamedTuple):
@@ -169,7 +171,7 @@ class ModelRunner:
         tokens = handle.token_ids
         if plan is not None:
             ids, sampling = packed.inputs.input_ids, packed.sampling
-            self._edits.apply(plan, ids, sampling, logits, tokens, masks)
+            handle.failures = self._edits.apply(plan, ids, sampling, logits, tokens, masks)
         self._packer.remember(tokens.cpu().numpy())
         handle.logprobs = self._logprobs(packed, logits, tokens, hidden)
 
@@ -229,9 +231,9 @@ class ModelRunner:
             self._sample_constrained()
         tokens = handle.token_ids.tolist()
         if handle.constrained is None:
-            return StepResult(tokens, handle.logprobs)
+            return StepResult(tokens, handle.logprobs, handle.failures)
         failures = self._matchers.settle(handle.constrained, tokens)
-        return StepResult(tokens, handle.logprobs, failures)
+        return StepResult(tokens, handle.logprobs, handle.failures | failures)
 
     def reset(self) -> None:
         """Nothing is ever queued here: a step is computed in its dispatch."""

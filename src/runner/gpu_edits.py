@@ -28,13 +28,13 @@ from ..kernels.sampling.edit_kernels import (
     store_tokens,
     take_parameters,
 )
-from ..kernels.sampling.edit_logits import processed
 from ..kernels.sampling.gumbel import sample_simple
 from ..kernels.sampling.results import Results
 from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.matchers import Masks
 from .device_buffers import StepBuffers
 from .edit_batch import EditBatch, EditPacker
+from .functions import process
 from .gpu_logprobs import processed_rows
 from .gpu_masked_rows import MaskedRowSampler
 from .gpu_masks import MaskMemory
@@ -137,13 +137,17 @@ class GpuEdits:
         logits: Tensor,
         history_rows: Sequence[int],
         masks: Masks | None = None,
-    ) -> None:
+    ) -> dict[str, str]:
         """Sample the edited rows of a step from its logits ``[S, V]``, which stay as they are.
 
         Args:
             masks: see :meth:`.edit_batch.EditPacker.pack`.
+
+        Returns:
+            Why requests cannot go on, by their ids.
         """
         batch = None
+        failures: dict[str, str] = {}
         edited = masks
         # Log-probabilities of what a row is sampled from are of a copy of it.
         if masks is not None and not self._has_logprobs:
@@ -155,9 +159,16 @@ class GpuEdits:
             if not self._has_logprobs:
                 self._masked_rows.sample(logits)
         if batch is not None:
-            self._sample(batch, _chunks(batch), logits)
+            self._sample(batch, _chunks(batch), logits, failures)
+        return failures
 
-    def _sample(self, batch: EditBatch, chunks: Sequence[_Chunk], logits: Tensor) -> None:
+    def _sample(
+        self,
+        batch: EditBatch,
+        chunks: Sequence[_Chunk],
+        logits: Tensor,
+        failures: dict[str, str],
+    ) -> None:
         edits, truncated = self._stage(batch, chunks)
         b = self._buffers
         of_step = (b.temperatures, b.seeds, b.sample_positions)
@@ -169,7 +180,7 @@ class GpuEdits:
             rows = space[: chunk.end - chunk.first]
             edit_rows(logits, edits, self.history, counts, rows, chunk.first, chunk.sizes)
             if chunk.has_processors:
-                self._process(batch, chunk, rows)
+                self._process(batch, chunk, rows, failures)
             own = [t[chunk.first : chunk.end] for t in (*self._parameters, self._tokens)]
             temperatures, seeds, positions, tokens = own
             if chunk.has_simple:
@@ -181,16 +192,18 @@ class GpuEdits:
                 self.logprobs.append((edits.fields[0, chunk.first : chunk.end], words))
         store_tokens(edits.fields, self._tokens, b.sampled, self._results)
 
-    def _process(self, batch: EditBatch, chunk: _Chunk, rows: Tensor) -> None:
+    def _process(
+        self, batch: EditBatch, chunk: _Chunk, rows: Tensor, failures: dict[str, str]
+    ) -> None:
         """Run the Python functions of these rows, one by one, on the host."""
         for i in range(chunk.first, chunk.end):
-            edits = batch.requests[i].edits
-            if edits is None or not edits.processors:
+            request = batch.requests[i]
+            if request.edits is None or not request.edits.processors:
                 continue
             _, history_row, num_prompt, num_tokens = batch.fields[:4, i].tolist()
             output = self.history[history_row, num_prompt:num_tokens].tolist()
             row = rows[i - chunk.first]
-            row.copy_(processed(row.cpu(), output, edits.processors))
+            row.copy_(process(request, row.cpu(), output, failures))
 
     def _stage(
         self, batch: EditBatch, chunks: Sequence[_Chunk]
@@ -230,7 +243,7 @@ class GpuEdits:
         truncated = np.zeros((TRUNCATED_FIELDS, 1), np.int32)
         if not self._has_logprobs:
             self._masked_rows.run_worst_case(logits)
-        self._sample(batch, [_Chunk(0, num_rows, sizes, truncated, True, False)], logits)
+        self._sample(batch, [_Chunk(0, num_rows, sizes, truncated, True, False)], logits, {})
 
 
 def _chunks(batch: EditBatch) -> list[_Chunk]:

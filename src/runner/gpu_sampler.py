@@ -8,7 +8,7 @@ constrained rows, log-probabilities. Only constrained rows wait, for masks that 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ class GpuStepHandle:
     Attributes:
         constrained: rows that are sampled when their masks are made; until then there is no
             ``event``, and no ``logprobs``.
+        failures: why requests of the step cannot go on, by their ids.
     """
 
     token_ids: Tensor
@@ -49,6 +50,7 @@ class GpuStepHandle:
     event: torch.cuda.Event | None = None
     logprobs: Tensor | None = None
     num_logprobs: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
 
     def is_computed(self, wait_s: float) -> bool:
         """Whether the step has been computed, after at most ``wait_s`` seconds."""
@@ -203,8 +205,9 @@ class GpuStepSampler:
         logprobs = None if found is None else read_logprobs(found, handle.num_logprobs)
         tokens = handle.token_ids.tolist()
         if handle.constrained is None:
-            return StepResult(tokens, logprobs)
-        return StepResult(tokens, logprobs, self.matchers.settle(handle.constrained, tokens))
+            return StepResult(tokens, logprobs, handle.failures)
+        failures = self.matchers.settle(handle.constrained, tokens)
+        return StepResult(tokens, logprobs, handle.failures | failures)
 
     def reset(self) -> None:
         """A step failed: those in flight are forgotten."""
@@ -235,7 +238,8 @@ class GpuStepSampler:
         logits, hidden = outputs
         # Other ranks have no plan, and nothing to edit.
         if plan is not None and (staged.is_edited or masks):
-            self.edits.sample(plan, logits[: staged.num_sampled], store_rows, masks)
+            sampled = logits[: staged.num_sampled]
+            handle.failures = self.edits.sample(plan, sampled, store_rows, masks)
         if staged.is_edited:
             self._take_rank_0_tokens(len(logits))
         if staged.num_logprobs or staged.num_prompt_logprobs:

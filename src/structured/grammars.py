@@ -35,6 +35,8 @@ _MAX_COMPILING = 2
 # What takes longer goes on to its end, on one of the two threads, but nobody waits for it.
 _MAX_COMPILE_S = 10.0
 _MAX_REASON = 500
+# Of a Lark grammar: tokens are chosen by their bytes, also where the text leaves no choice.
+_NOT_ENCODED = '%llguidance {"no_forcing": true}\n'
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Grammars:
         self._model = tokenizer, vocab_size, eos_token_ids
         self.num_words = -(-vocab_size // 32)
         self._ll_tokenizer: Any = None
+        self._named_tokenizer: Any = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MAX_COMPILING)
@@ -130,7 +133,13 @@ class Grammars:
         until = time.monotonic() + _MAX_COMPILE_S
         if not self._places.acquire(timeout=_MAX_COMPILE_S):
             raise EngineBusyError("constraints of other requests are being compiled")
-        made = _on_deep_stack(lambda: self._compile(constraint))
+        try:
+            made = _on_deep_stack(lambda: self._compile(constraint))
+        except BaseException as error:
+            self._places.release()
+            if isinstance(error, RuntimeError):  # no thread can start
+                raise EngineBusyError(f"no thread for compiling a constraint: {error}") from error
+            raise
         made.add_done_callback(lambda _: self._places.release())
         try:
             return made.result(max(0.1, until - time.monotonic()))
@@ -139,24 +148,38 @@ class Grammars:
             raise _refusal(field, constraint, "takes too long to compile") from None
 
     def _compile(self, constraint: Constraint) -> Any:
-        from llguidance import LLMatcher, LLParserLimits
-
         field = f"structured_outputs.{constraint.kind}"
         try:
             grammar = _grammar(constraint)
         except Exception as error:  # llguidance converts GBNF in Python
             raise _refusal(field, constraint, str(error)) from error
+        try:
+            return self._made(field, constraint, grammar, self._ll_tokenizer)
+        except InvalidInputError:
+            if constraint.kind != "grammar":
+                raise
+        # It may refer to special tokens by name. Text that spells one is not encoded then.
+        with self._lock:
+            if self._named_tokenizer is None:
+                self._named_tokenizer = make_ll_tokenizer(*self._model, has_names=True)
+        grammar = _NOT_ENCODED + grammar
+        return self._made(field, constraint, grammar, self._named_tokenizer)
+
+    @staticmethod
+    def _made(field: str, constraint: Constraint, grammar: str, ll_tokenizer: Any) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
         limits = LLParserLimits(
             max_lexer_states=_MAX_LEXER_STATES,
             initial_lexer_fuel=_LEXER_FUEL,
             verbose_errors=False,
         )
         is_error, messages = LLMatcher.validate_grammar_with_warnings(
-            grammar, self._ll_tokenizer, limits=limits
+            grammar, ll_tokenizer, limits=limits
         )
         if is_error or messages:
             raise _refusal(field, constraint, "; ".join(messages))
-        matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=limits)
         # Some limits, and texts without an end, show in the first mask only.
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():

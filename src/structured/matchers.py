@@ -270,6 +270,8 @@ class Matchers:
                 text.matcher.consume_tokens(ids)
         live = [text for text, _ in work if not _has_failed(text)]
         masks = [(text.matcher, text.mask) for text in live]
+        if not masks:  # llguidance raises
+            return
         fill_next_token_bitmask_par(self._executor, masks, bits)
         for text in live:
             _has_failed(text)

@@ -3,10 +3,15 @@
 llguidance recognises a byte-level vocabulary by its decoder. Where the decoder is a sequence that
 has a byte fallback as well (tokenizers made of GGUF files), it takes the letters that stand for
 bytes for themselves. So what it made of the tokenizer is compared with the tokenizer's own text.
+
+It encodes text that a constraint leaves no choice about, and a text that spells a special token
+would become that token: ``choice=["x</s>"]`` would end behind the x. So special tokens get names
+that no text spells.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from typing import Any
@@ -18,13 +23,16 @@ _NUM_COMPARED = 4096
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-def make_ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> Any:
+def make_ll_tokenizer(
+    tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int], *, has_names: bool = False
+) -> Any:
     """An ``llguidance.LLTokenizer`` of at least ``vocab_size`` tokens, of which those the tokenizer
     does not have are never allowed.
 
     Args:
         tokenizer: of the model, or None.
         eos_token_ids: what may follow a text that is complete.
+        has_names: whether special tokens keep their names, for grammars that refer to them.
 
     Raises:
         InvalidInputError: there is no tokenizer, or none that llguidance reads rightly, or nothing
@@ -45,6 +53,8 @@ def make_ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection
     num_tokens = max(vocab_size, token_ids[-1] + 1)
     reason = ""
     for text in _descriptions(backend):
+        if not has_names:
+            text = _without_names(text, eos_token_ids)
         try:
             made = LLTokenizer(text, n_vocab=num_tokens, eos_token=sorted(eos_token_ids))
         except Exception as error:  # of its own, in Rust
@@ -69,6 +79,28 @@ def _descriptions(backend: Any) -> Iterator[str]:
     yield own.to_str()
     own.decoder = decoders.ByteLevel()
     yield own.to_str()
+
+
+def _without_names(text: str, eos_token_ids: Collection[int]) -> str:
+    """A tokenizer's JSON with names of special tokens that no text spells: U+FDD0 and U+FDD1, which
+    enclose their ids, are no characters. What ends a text is special, whatever the tokenizer says.
+    """
+    described = json.loads(text)
+    model = described["model"]
+    names: dict[str, str] = {}
+    for token in described["added_tokens"]:
+        if token["special"] or token["id"] in eos_token_ids:
+            name = f"\ufdd0{token['id']}\ufdd1"
+            names[token["content"]], token["content"], token["special"] = name, name, True
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(name, name): token_id for name, token_id in vocab.items()}
+    else:  # Unigram's, by id
+        model["vocab"] = [[names.get(name, name), *rest] for name, *rest in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    described["post_processor"] = None  # It adds special tokens, by name.
+    return json.dumps(described)
 
 
 def _first_wrong_token(made: Any, backend: Any, token_ids: Sequence[int]) -> int | None:

@@ -105,6 +105,9 @@ def test_an_unknown_sampling_parameter_is_refused() -> None:
 def test_sampling_params_are_frozen_and_normalised() -> None:
     params = SamplingParams(stop="x", stop_token_ids=[3])
     assert params.stop_strings == ("x",)
+    several = SamplingParams(stop=["x", "y"])
+    assert several == SamplingParams(stop=("x", "y"))
+    assert hash(several) == hash(replace(several))
     assert params.stop_token_ids == (3,)
     with pytest.raises(AttributeError):
         params.temperature = 0.5  # type: ignore[misc]

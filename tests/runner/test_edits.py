@@ -12,6 +12,7 @@ from pagespec import SamplingParams
 from pagespec.compile.captured_model import CapturedModel, capture_model
 from pagespec.compile.load.load import load_model
 from pagespec.compile.probe.probe import probe_model
+from pagespec.engine.plan import StepResult
 from tests.runner.test_gpu_runner import PassedEvent
 from tests.support import both_runners
 from tests.support.both_runners import BLOCK_SIZE, RUNNERS
@@ -107,6 +108,36 @@ def test_python_functions_edit_rows_too(kind: str, overlap: bool) -> None:
     assert counted == [100, 101, 102, 103, 104]
     assert outputs[:5] == [counted[:i] for i in range(5)]
     assert first == last
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_function_that_raises_is_reported_for_its_request_alone(kind: str, overlap: bool) -> None:
+    def third(output: list[int], row: torch.Tensor) -> torch.Tensor:
+        if len(output) >= 2:
+            raise KeyError("third")
+        return row
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=5, ignore_eos=True, logits_processors=[third]
+    )
+    plain = Asked([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    requests = [plain.request("a"), Asked([9, 8], params).request("b"), plain.request("c")]
+    runner = make_runner(kind, 50, overlap, None)
+    reported: list[dict[str, str]] = []
+    collect = runner.collect
+
+    def reporting(handle: Any) -> StepResult:
+        result: StepResult = collect(handle)
+        reported.append(dict(result.failures))
+        return result
+
+    runner.collect = reporting
+    first, ended, last = serve(runner, requests, num_blocks=50, block_size=BLOCK_SIZE)
+    assert first == last
+    assert len(ended) == 2
+    assert reported[:3] == [{}, {}, {"b": "logits_processors: KeyError: 'third'"}]
+    assert reported[-1] == {}
 
 
 @pytest.mark.parametrize("kind", RUNNERS)

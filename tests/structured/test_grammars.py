@@ -17,6 +17,7 @@ from pagespec import EngineBusyError, InvalidInputError, StructuredOutputs
 from pagespec.structured import grammars as module
 from pagespec.structured.grammars import Grammars
 from tests.support.structured import END, NUM_TOKENS, check_output, random_outputs, tokenizer
+from tests.support.tokenizers import byte_fallback, byte_level, text_of
 
 GRAMMARS = Grammars(tokenizer(), 320, {END})
 
@@ -186,3 +187,45 @@ def test_matchers_do_not_share_their_place() -> None:
     assert one.consume_token(3 + ord("b"))
     assert one.is_accepting()
     assert not other.is_accepting()
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"choice": ["x</s>"]}, "x</s>"),
+        ({"choice": ["<unk>a<s>"]}, "<unk>a<s>"),
+        ({"regex": "a[<]s>b"}, "a<s>b"),
+        ({"json": {"const": "</s>"}}, '"</s>"'),
+        ({"grammar": 'start: "x</s>"'}, "x</s>"),
+        ({"grammar": 'start: "a" <s> "b</s>"'}, "ab</s>"),
+    ],
+)
+def test_text_that_spells_a_special_token_is_not_that_token(
+    make: Any, asked: dict[str, Any], text: str
+) -> None:
+    own = make()
+    matcher = Grammars(own, 320, {END}).matcher(StructuredOutputs(**asked))
+    output: list[int] = []
+    while not output or output[-1] != END:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        output.append(int(np.flatnonzero(bits)[-1]))
+        assert matcher.consume_token(output[-1])
+    assert text_of(own, output) == text
+    assert (1 in output) == ("<s> " in str(asked)), "only a grammar refers to a special token"
+
+
+def test_who_finds_no_thread_is_told_so_and_the_next_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammars = Grammars(tokenizer(), NUM_TOKENS, {END})
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(module._MAX_COMPILING + 1):
+            with pytest.raises(EngineBusyError, match="can't start new thread"):
+                grammars.check(StructuredOutputs(regex="a"))
+    grammars.check(StructuredOutputs(regex="a"))

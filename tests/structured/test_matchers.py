@@ -165,3 +165,19 @@ def test_after_a_reset_nothing_is_known() -> None:
     matchers.reset()
     rows = matchers.take(plan(requests, [0], [[7, 7]], admitted={0: ()}))
     assert allowed(matchers, rows) == {0: [X]}
+
+
+def test_a_step_whose_matchers_have_all_failed_makes_no_mask() -> None:
+    matchers = Matchers(GRAMMARS)
+    (own,) = requests = (info("own", "xy"),)
+    rows = matchers.take(plan(requests, [0], [[7, 7]], admitted={0: ()}))
+    assert allowed(matchers, rows) == {0: [X]}
+    # Its outputs come back after a preemption, and the matcher does not take them.
+    matchers.take(plan((), [], [], released=(own.request_id,)))
+    again = matchers.take(plan(requests, [0], [[7, 7, Z, Z]], admitted={0: ()}))
+    assert allowed(matchers, again) == {}
+    assert again is not None
+    assert list(matchers.settle(again, [0])) == ["own"]
+    free = (info("other", "y"),)
+    rows = matchers.take(plan(free, [0], [[7, 7]], admitted={0: ()}, released=("own",)))
+    assert allowed(matchers, rows) == {0: [Y]}

@@ -70,3 +70,17 @@ def test_tokenizers_that_are_not_read_rightly_are_refused() -> None:
         make_ll_tokenizer(object(), 266, {2})
     with pytest.raises(InvalidInputError, match="no end-of-sequence token"):
         make_ll_tokenizer(byte_level(), 266, ())
+
+
+def test_what_ends_a_text_is_special_whatever_the_tokenizer_says() -> None:
+    tokenizer = byte_level()
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in described["added_tokens"]:
+        token["special"] = False
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)))
+    made = make_ll_tokenizer(plain, 266, {2})
+    assert made.is_special_token(2)
+    assert 2 not in made.tokenize_str("x</s>")
+    assert made.tokenize_str("<s>") == [1]
+    named = make_ll_tokenizer(tokenizer, 266, {2}, has_names=True)
+    assert 2 in named.tokenize_str("x</s>")

@@ -81,7 +81,8 @@ def processed(
     """A row of logits after the functions of its request.
 
     Raises:
-        ValueError: one returned something else than such a row.
+        ValueError: one returned something else than such a row, or no token is left.
+        Exception: of a function.
     """
     for processor in processors:
         # The caller's own code: it may keep what it gets, and change it.
@@ -89,4 +90,6 @@ def processed(
         if not isinstance(result, Tensor) or result.shape != row.shape:
             raise ValueError(f"{processor!r} must return a row of {len(row)} logits")
         row = result.to(row)
+    if not (row > _NEG_INF).any():
+        raise ValueError("no token is left: all logits are -inf or NaN")
     return row
