@@ -33,6 +33,7 @@ PAUSE_MODES = ("keep", "abort", "wait")
 _POLL_S = 0.01
 # Prompts of more characters are tokenised on another thread, so that the loop goes on meanwhile.
 _SHORT_TEXT = 2_000
+_FEW = 8  # continuations
 
 
 class AsyncLLM:
@@ -126,7 +127,8 @@ class AsyncLLM:
             priority, cache_salt: as in a prompt's dict; None: what the prompt says.
 
         Raises:
-            InvalidInputError: the prompt or a parameter is refused.
+            InvalidInputError: the prompt or a parameter is refused, or more continuations than
+                ``max_num_requests`` are asked for at once.
             EngineBusyError: ``max_num_requests`` are live.
             EngineStoppedError: the engine is shutting down.
             EngineError: the engine has failed, and did so again when it checked itself.
@@ -147,9 +149,19 @@ class AsyncLLM:
         """Have several prompts answered, each with its parameters: all of them or, if one is
         refused, none. As :meth:`submit`."""
         self._require_running()
+        num_new = sum(getattr(params, "num_generated", 1) for _, params in items)
+        most = self.max_num_requests
+        if most is not None and num_new > most:
+            limit = f"must be at most max_num_requests = {most}, counted over all prompts"
+            raise InvalidInputError("n", num_new, limit)
         marks = {"priority": priority, "cache_salt": cache_salt}
-        if _is_quick(items):
-            made = self._make(items, request_ids, marks)
+        lock = self._reader.encoding_lock
+        # Held all the while: the loop must not wait for another thread's long text.
+        if num_new <= _FEW and _is_quick(items) and lock.acquire(blocking=False):
+            try:
+                made = self._make(items, request_ids, marks)
+            finally:
+                lock.release()
         else:
             made = await asyncio.to_thread(self._make, items, request_ids, marks)
         while self._resumed is not None:
@@ -180,6 +192,9 @@ class AsyncLLM:
         Args:
             mode: "keep": what is being answered keeps its blocks and goes on later; "abort": it
                 ends with reason "abort"; "wait": it is answered first.
+
+        Raises:
+            EngineStoppedError: it was resumed, or is shutting down, while it waited for them.
         """
         if mode not in PAUSE_MODES:
             raise InvalidInputError("mode", mode, f"must be one of {', '.join(PAUSE_MODES)}")
@@ -191,8 +206,14 @@ class AsyncLLM:
             self._thread.is_paused = True
 
         if mode == "wait" and not self._thread.is_paused:
-            self._resumed = self._resumed or Future()
-            await self.wait_for_requests_to_drain()
+            held = self._resumed = self._resumed or Future()
+            try:
+                await self.wait_for_requests_to_drain()
+            except BaseException:
+                self._let_go()
+                raise
+            if held.done():
+                raise EngineStoppedError("the pause was ended while it waited for requests")
         await self._call(pause)
 
     async def resume_generation(self) -> None:
@@ -323,10 +344,10 @@ class AsyncLLM:
 
 def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:
     """Whether making requests of them takes no longer than handing that to another thread."""
-    if len(items) > 8:
-        return False
     for prompt, params in items:
         if getattr(params, "structured_outputs", None) is not None:
+            return False
+        if getattr(params, "bad_words", None):
             return False
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) > _SHORT_TEXT:

@@ -14,7 +14,7 @@ from ..engine.request_factory import RequestFactory
 from ..engine.sampling_params import SamplingParams
 from ..errors import EngineBusyError, EngineError, InvalidInputError
 from .generation import Generation
-from .served import Observer, Served, end_of
+from .served import Observer, Served, end_of, tell
 
 logger = logging.getLogger("pagespec")
 
@@ -157,7 +157,7 @@ class RequestHost:
         if last is not None and self._engine.scheduler.num_steps != self._num_steps_told:
             self._num_steps_told = self._engine.scheduler.num_steps
             for observer in self._observers:
-                observer.on_step(last.plan.total_num_tokens)
+                tell(observer.on_step, last.plan.total_num_tokens)
         self._tell_loops()
 
     def on_failure(self, error: Exception) -> None:

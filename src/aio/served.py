@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..errors import EngineError, RequestError
 
+logger = logging.getLogger("pagespec")
 _NUM_PER_TURN = 16
 
 
@@ -40,6 +42,14 @@ class Observer(Protocol):
 
     def on_step(self, num_tokens: int) -> None:
         """A step of so many tokens was dispatched."""
+
+
+def tell(report: Callable[..., None], *facts: object) -> None:
+    """Call an observer's method. What it raises is logged: nobody's answer waits for observers."""
+    try:
+        report(*facts)
+    except Exception:
+        logger.exception("an observer of requests failed")
 
 
 @dataclass(eq=False, slots=True)
@@ -90,14 +100,15 @@ class Served:
                 has_news = True
                 before = self._seen_at.get(request)
                 self._num_seen[request], self._seen_at[request] = num_tokens, now
+                elapsed_s = None if before is None else now - before
                 for observer in observers:
-                    observer.on_tokens(self, num_new, None if before is None else now - before)
+                    tell(observer.on_tokens, self, num_new, elapsed_s)
             end = self.ends.get(request)
             if end is not None and request not in self._told_ends:
                 has_news = True
                 self._told_ends.add(request)
                 for observer in observers:
-                    observer.on_end(self, request, end)
+                    tell(observer.on_end, self, request, end)
         if has_news:
             self.news.set()
         return is_over
@@ -126,7 +137,7 @@ class LoopRequests:
         """Called on the loop."""
         self._served[served] = None
         for observer in self._observers:
-            observer.on_arrival(served)
+            tell(observer.on_arrival, served)
 
     def discard(self, served: Served) -> None:
         """Called on the loop: it was refused."""

@@ -18,7 +18,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.structured_outputs import StructuredOutputs
+from ..engine.structured_outputs import (
+    MAX_CONSTRAINT_BYTES,
+    MAX_SCHEMA_DEPTH,
+    NAMED_SCHEMAS,
+    PLAIN_VALUES,
+    StructuredOutputs,
+)
 from ..errors import InvalidInputError
 from .answer_text import Kind, Piece
 from .deltas import ContentDelta, Delta, ToolCallDelta, call_id
@@ -70,10 +76,24 @@ def forced_output(
     if name is not None:
         function = next(function for function in functions if function["name"] == name)
         return StructuredOutputs(json=_parameters(function))
-    definitions: dict[str, Any] = {}
-    calls = [_call_schema(function, definitions) for function in functions]
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return StructuredOutputs(json=schema | ({"$defs": definitions} if definitions else {}))
+    size = len(json.dumps(functions))
+    if size > MAX_CONSTRAINT_BYTES:
+        limit = f"must be at most {MAX_CONSTRAINT_BYTES} bytes of JSON for this tool_choice"
+        raise InvalidInputError("tools", f"{size} bytes", limit)
+    schemas, calls = {}, []
+    for i, function in enumerate(functions):
+        # References count from the root, so each schema has its own beginning there.
+        root = f"#/$defs/tool{i}"
+        schemas[f"tool{i}"] = _moved(_parameters(function), root)
+        calls.append(_call_schema(function["name"], root))
+    return StructuredOutputs(
+        json={
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": calls},
+            "$defs": schemas,
+        }
+    )
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,18 +102,35 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given) if given else {"type": "object", "additionalProperties": False}
 
 
-def _call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Of one item of the list. References count from the root, so definitions move there."""
-    parameters = _parameters(function)
-    for name, schema in parameters.pop("$defs", {}).items():
-        if definitions.setdefault(name, schema) != schema:
-            raise InvalidInputError("tools", name, "two tools have other $defs of this name")
+def _call_schema(name: str, parameters: str) -> dict[str, Any]:
+    """Of one item of the list, whose arguments meet the schema at a reference."""
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, "parameters": parameters},
+        "properties": {"name": {"const": name}, "parameters": {"$ref": parameters}},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any, root: str, depth: int = 0) -> Any:
+    """A schema whose references count from ``root`` instead of ``#``."""
+    if depth > MAX_SCHEMA_DEPTH:
+        limit = f"must be nested at most {MAX_SCHEMA_DEPTH} deep"
+        raise InvalidInputError("tools", "a schema", limit)
+    if isinstance(schema, list):
+        return [_moved(item, root, depth + 1) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            found[keyword] = {k: _moved(v, root, depth + 1) for k, v in value.items()}
+        elif keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found[keyword] = root + value[1:]
+        else:
+            is_plain = keyword in PLAIN_VALUES
+            found[keyword] = value if is_plain else _moved(value, root, depth + 1)
+    return found
 
 
 class ForcedAnswer:

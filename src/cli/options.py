@@ -145,7 +145,7 @@ class ReplicaOptions:
     replicas: int | None = option(
         None,
         "M",
-        "Answer --input with M engines on a Ray cluster; needs pagespec[ray]. The output is that "
+        "Answer --input with M engines on a Ray cluster; needs pagespec\\[ray]. The output is that "
         "of one process.",
         show_default="one process, without Ray",
     )

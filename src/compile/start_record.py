@@ -39,6 +39,7 @@ from .capture.process_key import (
     process_parts,
 )
 from .capture.traced import Traced
+from .load.default_sampling import ignored_settings, warn_of_ignored
 from .load.gguf_blocks import check_gguf
 from .load.source import ModelSource
 from .model.loaded import LoadedModel, TensorTree, longest_context
@@ -52,7 +53,7 @@ from .start_tensors import (
 
 logger = logging.getLogger("pagespec")
 
-_VERSION = 3
+_VERSION = 4
 _OWN_FOLDERS = ("capture", "fx", "load", "model", "probe")
 _MAX_RECORDS = 64
 # Where a program registers classes of its own for a type of model.
@@ -129,6 +130,8 @@ class StartRecord:
             quantization=noted["quantization"],
             default_sampling=noted["default_sampling"],
         )
+        # As loading does, which this start goes without.
+        warn_of_ignored(str(self._source), noted["ignored_settings"])
         weights = quantized_weights(self._source, tensors, self._quantization)
         loaded.quantized.update(weights)
         loaded.recurrent[:] = map(RecurrentSpec.from_json, noted["recurrent"])
@@ -166,6 +169,9 @@ class StartRecord:
                 "recurrent": [asdict(spec) for spec in loaded.recurrent],
                 "quantization": loaded.quantization,
                 "default_sampling": loaded.default_sampling,
+                "ignored_settings": ignored_settings(
+                    getattr(module, "generation_config", None), loaded.max_position_embeddings
+                ),
                 "tensors": tensors,
                 "code": [
                     [name, file := file_of_module(name), code_of_file(file), code_of_module(name)]
@@ -241,7 +247,9 @@ def _check_code(noted: Sequence[Sequence[Any]]) -> None:
 
 
 def _read_tokenizer(cls: Any, source: Path) -> Any:
-    return cls.from_pretrained(str(source), clean_up_tokenization_spaces=False)
+    return cls.from_pretrained(
+        str(source), clean_up_tokenization_spaces=False, trust_remote_code=False
+    )
 
 
 def _tokenizer_state(tokenizer: Any) -> tuple[object, ...]:

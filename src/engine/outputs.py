@@ -98,7 +98,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request: all its continuations have ended.
+    """The answers to a request; ``finished`` once all of them have ended, as ``LLM`` returns them.
 
     Attributes:
         prompt: None when token ids were given.

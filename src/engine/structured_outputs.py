@@ -15,8 +15,8 @@ MAX_SCHEMA_DEPTH = 64
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Their values are no schemas, or schemas by names that anybody may choose.
-_VALUES = frozenset(("const", "default", "enum", "examples"))
-_NAMED = frozenset(("$defs", "definitions", "properties"))
+PLAIN_VALUES = frozenset(("const", "default", "enum", "examples"))
+NAMED_SCHEMAS = frozenset(("$defs", "definitions", "properties"))
 # The compiler would take no notice of these, or not all that they ask for.
 _UNSUPPORTED = {
     "patternProperties": "is not supported",
@@ -86,9 +86,7 @@ class StructuredOutputs:
             )
         kind = given[0]
         text = getattr(self, f"_{kind}_text")()
-        if len(text.encode("utf-8", "surrogatepass")) > MAX_CONSTRAINT_BYTES:
-            limit = f"must be at most {MAX_CONSTRAINT_BYTES} bytes long"
-            _refuse(kind, f"{len(text)} characters", limit)
+        _require_short(kind, text)
         kind = "json" if kind == "json_object" else kind
         constraint = Constraint(kind, text, *self._whitespace(kind == "json"))
         object.__setattr__(self, "constraint", constraint)
@@ -112,12 +110,14 @@ class StructuredOutputs:
             schema = make()
         try:
             if isinstance(schema, str):
+                _require_short("json", schema)
                 schema = json.loads(schema)
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             _refuse("json", self.json, f"must be a JSON schema: {error}")
         if not isinstance(schema, (dict, bool)) and not isinstance(schema, Mapping):
             _refuse("json", self.json, "a JSON schema is an object")
+        _require_short("json", text)  # before all of it is walked
         for keyword in _keywords(json.loads(text), 0):
             if keyword in _UNSUPPORTED:
                 _refuse("json", keyword, _UNSUPPORTED[keyword])
@@ -151,6 +151,12 @@ def _require_text(name: str, value: object) -> str:
     return value
 
 
+def _require_short(name: str, text: str) -> None:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_CONSTRAINT_BYTES:
+        limit = f"must be at most {MAX_CONSTRAINT_BYTES} bytes long"
+        _refuse(name, f"{len(text)} characters", limit)
+
+
 def _keywords(schema: object, depth: int) -> Iterator[str]:
     """Every keyword in a schema and the schemas inside it."""
     if depth > MAX_SCHEMA_DEPTH:
@@ -161,9 +167,9 @@ def _keywords(schema: object, depth: int) -> Iterator[str]:
     elif isinstance(schema, dict):
         for keyword, value in schema.items():
             yield keyword
-            if keyword in _NAMED and isinstance(value, dict):
+            if keyword in NAMED_SCHEMAS and isinstance(value, dict):
                 value = list(value.values())
-            if keyword not in _VALUES:
+            if keyword not in PLAIN_VALUES:
                 yield from _keywords(value, depth + 1)
 
 

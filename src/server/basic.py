@@ -21,7 +21,9 @@ async def models(context: Context) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, context: Context) -> dict[str, Any]:
-    """The model, under one name."""
+    """The model, under one name; behind a slash alone, under all of them."""
+    if not name:
+        return await models(context)
     check_model(context, name)
     return _card(context, name)
 

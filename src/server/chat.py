@@ -14,11 +14,13 @@ from ..chat.messages import read_tools
 from ..chat.tool_choice import ToolChoice, forced_output
 from ..engine.inputs import PromptInput
 from ..engine.sampling_params import SamplingParams
+from ..errors import InvalidInputError
 from .call import Call, read_call, require_parts, whole
 from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
 from .logprobs import chat_logprobs, prompt_logprobs, token_texts
 from .protocol.chat import ChatRequest
+from .protocol.names import names_of
 from .sampling import chat_params
 from .sse import EventStream, Extra, abort_all, dumps
 from .usage import usage_of
@@ -31,12 +33,14 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
     """Answer a conversation."""
     call = read_call(body, request, context, "chatcmpl-")
     tools, choice = read_tools(body.tools), _tool_choice(body)
-    params = chat_params(body, forced_output(tools, choice))
+    with names_of(body):
+        params = chat_params(body, forced_output(tools, choice))
     if body.stream:
         require_parts(params)
     prompt = await asyncio.to_thread(_read_prompt, body, context, params)
     if body.stream:
-        generations = await call.submit([(prompt, params)])
+        with names_of(body):
+            generations = await call.submit([(prompt, params)])
         return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))
     return await _answer(call, body, params, choice, prompt)
 
@@ -44,7 +48,8 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
 async def _answer(
     call: Call, body: ChatRequest, params: SamplingParams, choice: ToolChoice, prompt: PromptInput
 ) -> Response:
-    generations = await call.submit([(prompt, params)])
+    with names_of(body):
+        generations = await call.submit([(prompt, params)])
     try:
         result = await generations[0].result()
     finally:
@@ -71,6 +76,8 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
     choice = body.tool_choice
     if choice is None:
         return "auto" if body.tools else "none"
+    if choice == "auto" and not body.tools:
+        raise InvalidInputError("tool_choice", choice, "needs tools")
     return choice if isinstance(choice, str) else choice.model_dump()
 
 

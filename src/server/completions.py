@@ -15,6 +15,7 @@ from .call import Call, read_call, require_parts, whole
 from .context import Context, ServerContext
 from .logprobs import CompletionLogprobs, Entries, prompt_logprobs, token_texts
 from .protocol.completions import CompletionRequest
+from .protocol.names import names_of
 from .sampling import completion_params, is_echo_alone
 from .sse import EventStream, abort_all, dumps
 from .usage import usage_of
@@ -26,12 +27,14 @@ router = APIRouter()
 async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue one prompt or several; choice ``i * n + j`` is answer j to prompt i."""
     call = read_call(body, request, context, "cmpl-")
-    params = completion_params(body)
+    with names_of(body):
+        params = completion_params(body)
     prompts = await _prompts_of(body, context)
     items = [(prompt, params) for prompt in prompts]
     if body.stream:
         require_parts(params)
-        generations = await call.submit(items)
+        with names_of(body):
+            generations = await call.submit(items)
         return EventStream(call, generations, _Choices(call, body, params, generations))
     return await _answer(call, body, params, items)
 
@@ -39,7 +42,8 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
 async def _answer(
     call: Call, body: CompletionRequest, params: SamplingParams, items: Sequence[Any]
 ) -> Response:
-    generations = await call.submit(items)
+    with names_of(body):
+        generations = await call.submit(items)
     try:
         results = [await generation.result() for generation in generations]
     finally:
@@ -137,7 +141,7 @@ class _Choices:
         generation = self._generations[place]
         prompt = generation.prompt
         if is_first and body.echo:
-            choice["text"] = self._prompt_text(prompt) + text
+            choice["text"] = self._prompt_text(place, prompt) + text
             if entries is not None:
                 known = generation.prompt_logprobs or []  # of an aborted prompt a part
                 token_ids = [*prompt.token_ids[: len(known)], *token_ids]
@@ -153,12 +157,15 @@ class _Choices:
                 choice["prompt_token_ids"] = prompt.token_ids
         return choice
 
-    def _prompt_text(self, prompt: PromptInput) -> str:
+    def _prompt_text(self, place: int, prompt: PromptInput) -> str:
         """As it was given; of token ids, or what is left of a text, the text of the tokens."""
         tokenizer = self._engine.tokenizer
+        # The engine does not know the text of what was encoded without special tokens.
+        asked = self._body.prompt
+        given = asked if isinstance(asked, str) else asked[place]
         is_whole = self._params.truncate_prompt_tokens is None
-        if prompt.text is not None and is_whole:
-            return prompt.text
+        if isinstance(given, str) and is_whole:
+            return given
         if tokenizer is None:
             return ""
         skips = self._params.skip_special_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -11,15 +12,21 @@ from .errors import ApiError
 from .limits import MAX_HEADER_BYTES
 
 HEADER_TIMEOUT_S = 20.0
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HttpConnection(HttpToolsProtocol):
     """A connection that is closed if a request's headers do not end: within a time, from when the
     connection was made or the request began, or a number of bytes. uvicorn would keep all of them.
+
+    An offer to speak another protocol is not taken (Java's client offers HTTP/2). httptools would
+    drop the body behind such headers, so it does not see the offer, unless its name comes in two
+    packets.
     """
 
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
+    _expects_headers = True
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -30,6 +37,9 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._expects_headers:
+            headers, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nX-Upgrade:", headers) + end + rest
         super().data_received(data)
         if self._timer is not None:
             self._num_bytes += len(data)
@@ -43,7 +53,12 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self._expects_headers = False
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._expects_headers = True
+        super().on_message_complete()
 
     def _expect_headers(self) -> None:
         self._num_bytes = 0
@@ -58,6 +73,12 @@ class HttpConnection(HttpToolsProtocol):
     def _give_up(self, status: int, message: str) -> None:
         self._stop_timer()
         if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The request before is being answered, and nothing may be written between.
+            self.cycle.keep_alive = False
+            if status == 431:
+                self.transport.close()
             return
         if status == 408 and not self._num_bytes:
             self.transport.close()  # opened in advance, as browsers do: an answer would be taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -18,6 +19,7 @@ from ..errors import (
     EngineStoppedError,
     InvalidInputError,
     PagespecError,
+    RequestError,
     shortened,
 )
 
@@ -91,7 +93,11 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _validation_error(error.errors())
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        reason = _reason_unread(error.__cause__) if error.status_code == 400 else None
+        return ApiError(error.status_code, reason or str(error.detail))
+    if isinstance(error, RequestError):
+        # By what it asked for itself: the same request would fail again.
+        return ApiError(400, str(error))
     if isinstance(error, (EngineError, PagespecError)):
         logger.error("a request failed: %s", error)
         return ApiError(500, "the engine failed while it computed this request; try again")
@@ -122,6 +128,20 @@ def _validation_error(faults: Sequence[Any]) -> ApiError:
     if len(faults) > _MAX_FAULTS:
         told.append(f"and {len(faults) - _MAX_FAULTS} more")
     return ApiError(400, "; ".join(told), param=_field(faults[0]["loc"]) if faults else None)
+
+
+def _reason_unread(cause: BaseException | None) -> str | None:
+    """Why a body was not read, of which FastAPI says no more than that; None if that is not
+    known."""
+    if isinstance(cause, UnicodeDecodeError):
+        text = f"{cause.encoding.upper()} text"
+        return f"the body is no {text}: {cause.reason}, at byte {cause.start}"
+    if isinstance(cause, RecursionError):
+        return "the body is no JSON that can be read: it is nested too deep"
+    if isinstance(cause, ValueError) and "integer string conversion" in str(cause):
+        limit = sys.get_int_max_str_digits()
+        return f"the body has an integer of too many digits: there may be at most {limit}"
+    return None
 
 
 def _told(fault: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from .context import Context
 from .logprobs import generate_logprobs, prompt_logprobs
 from .protocol.generate import GenerateRequest
 from .sampling import generate_params
-from .sse import EventStream, abort_all, dumps
+from .sse import EventStream, Extra, abort_all, dumps
 from .usage import usage_of
 
 router = APIRouter()
@@ -79,9 +79,15 @@ class _Choices:
             "model": call.model,
         }
         self._body, self._params, self._generation = body, params, generation
+        self._is_prompt_told = not body.return_token_ids
 
-    def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], None]]:
-        yield self.choice(delta), None
+    def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
+        """The first has the prompt, if it is asked for."""
+        extra: Extra = None
+        if not self._is_prompt_told:
+            self._is_prompt_told = True
+            extra = {"prompt_token_ids": self._generation.prompt.token_ids}
+        yield self.choice(delta), extra
 
     def choice(self, delta: AnswerDelta) -> dict[str, Any]:
         logprobs = None

@@ -89,7 +89,8 @@ class EngineMetrics:
             self.prompt_tokens.observe(request.num_prompt_tokens)
             self.continuations.observe(served.params.n)
             if served.params.max_tokens is not None:
-                self.max_tokens.observe(served.params.max_tokens)
+                limit = self.engine.llm.max_model_len  # more is the same, and may be any integer
+                self.max_tokens.observe(min(served.params.max_tokens, limit))
         if reason not in ("stop", "length"):
             return
         num_tokens = len(request.token_ids) - request.num_prompt_tokens

@@ -13,6 +13,8 @@ _OPEN = frozenset(
         *("/load", "/metrics", "/version", "/get_world_size"),
     )
 )
+# FastAPI sends who writes one slash more to the path without it.
+_OPEN_WITH_SLASH = frozenset(f"{path}/" for path in _OPEN if path != "/")
 # The files of the page.
 _OPEN_PREFIX = "/page/"
 
@@ -27,4 +29,4 @@ def route_path(scope: Scope) -> str:
 
 
 def is_open(path: str) -> bool:
-    return path in _OPEN or path.startswith(_OPEN_PREFIX)
+    return path in _OPEN or path in _OPEN_WITH_SLASH or path.startswith(_OPEN_PREFIX)

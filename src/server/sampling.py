@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from ..engine.edit_checks import MAX_LOGIT_BIAS
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
 from ..errors import InvalidInputError
 from .protocol.chat import ChatRequest
 from .protocol.completions import CompletionRequest
 from .protocol.fields import GeneratingBody, ResponseFormat
+from .protocol.names import guided
 
 _SAME_NAME = (
     "n",
@@ -39,6 +42,9 @@ _SAME_NAME = (
 _PARAMS = frozenset(known.name for known in fields(SamplingParams) if known.init)
 # Python functions do not come over the wire.
 _GENERATE_PARAMS = _PARAMS - {"logits_processors"}
+# As JSON writes a number: int() takes spaces, "1_0" and digits of other scripts as well, and two
+# keys would be one token.
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
 _STRUCTURES = frozenset(known.name for known in fields(StructuredOutputs) if known.init)
 
 
@@ -85,22 +91,23 @@ def chat_params(body: ChatRequest, structure: StructuredOutputs | None = None) -
             limit = "must be none, auto or not given beside a response_format"
             raise InvalidInputError("tool_choice", body.tool_choice, limit)
         chosen["structured_outputs"] = structure
-    # The reader of the answer makes its own text; the engine needs one only to find stop strings.
-    return SamplingParams(**chosen, detokenize=bool(body.stop))
+    # The reader of the answer makes its own text; the engine needs one only to find stop strings,
+    # and for the tokens of the prompt.
+    needs_text = bool(body.stop) or body.prompt_logprobs is not None
+    return SamplingParams(**chosen, detokenize=needs_text)
 
 
-def generate_params(given: Mapping[str, Any], *, with_text: bool) -> SamplingParams:
+def generate_params(given: Mapping[str, Any] | None, *, with_text: bool) -> SamplingParams:
     """From the ``sampling_params`` of ``/inference/v1/generate``: without ``max_tokens``, as many
-    as are left of the context.
+    as are left of the context. None stands for the default.
 
     Raises:
         InvalidInputError: a name is unknown, or a value outside its limits.
     """
-    chosen = dict(given)
-    for name in chosen:
+    for name, value in (given or {}).items():
         if name not in _GENERATE_PARAMS:
-            limit = "is not supported"
-            raise InvalidInputError(f"sampling_params.{name}", chosen[name], limit)
+            raise InvalidInputError(f"sampling_params.{name}", value, "is not supported")
+    chosen = {name: value for name, value in (given or {}).items() if value is not None}
     chosen.setdefault("max_tokens", None)
     if not with_text:
         chosen.setdefault("detokenize", bool(chosen.get("stop")))
@@ -127,11 +134,14 @@ def _refuse_prompt_logprobs(value: object) -> None:
 
 def _logit_bias(given: Mapping[Any, float]) -> dict[int, float]:
     """JSON's keys are text."""
-    try:
-        return {int(key): bias for key, bias in given.items()}
-    except ValueError as error:
-        limit = "its keys must be token ids"
-        raise InvalidInputError("logit_bias", dict(given), limit) from error
+    if len(given) > MAX_LOGIT_BIAS:
+        limit = f"must have at most {MAX_LOGIT_BIAS} token ids"
+        raise InvalidInputError("logit_bias", f"{len(given)} keys", limit)
+    for key in given:
+        if not _TOKEN_ID.fullmatch(key):
+            limit = 'its keys must be token ids, as "17"'
+            raise InvalidInputError("logit_bias", key, limit)
+    return {int(key): bias for key, bias in given.items()}
 
 
 def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
@@ -139,21 +149,21 @@ def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
     found: dict[str, StructuredOutputs] = {}
     if body.structured_outputs is not None:
         found["structured_outputs"] = _structured_outputs(body.structured_outputs)
-    guided = {
-        name: value
-        for name in ("json", "regex", "choice", "grammar")
-        if (value := getattr(body, f"guided_{name}")) is not None
-    }
-    if guided:
+    kinds = guided(body)
+    if len(kinds) > 1:
+        names = [f"guided_{kind}" for kind in kinds]
+        raise InvalidInputError(names[1], names, "only one of these may be given")
+    if kinds:
+        constraint = {kinds[0]: getattr(body, f"guided_{kinds[0]}")}
         whitespace = body.guided_whitespace_pattern
-        found["guided_" + next(iter(guided))] = StructuredOutputs(
-            **guided, whitespace_pattern=whitespace
-        )
+        found[f"guided_{kinds[0]}"] = StructuredOutputs(**constraint, whitespace_pattern=whitespace)
     elif body.guided_whitespace_pattern is not None:
         limit = "is for guided_json"
         raise InvalidInputError("guided_whitespace_pattern", body.guided_whitespace_pattern, limit)
-    if body.response_format is not None and body.response_format.type != "text":
-        found["response_format"] = _response_format(body.response_format)
+    if body.response_format is not None:
+        structure = _response_format(body.response_format)
+        if structure is not None:
+            found["response_format"] = structure
     if len(found) > 1:
         raise InvalidInputError(list(found)[1], list(found), "only one of these may be given")
     return next(iter(found.values()), None)
@@ -169,9 +179,13 @@ def _structured_outputs(given: Any) -> StructuredOutputs:
     return StructuredOutputs(**given)
 
 
-def _response_format(given: ResponseFormat) -> StructuredOutputs:
-    if given.type == "json_object":
-        return StructuredOutputs(json_object=True)
+def _response_format(given: ResponseFormat) -> StructuredOutputs | None:
+    if given.type != "json_schema":
+        if given.json_schema is not None:
+            limit = f"is for the type 'json_schema', not for '{given.type}'"
+            value = given.json_schema.model_dump(by_alias=True, exclude_unset=True)
+            raise InvalidInputError("response_format.json_schema", value, limit)
+        return StructuredOutputs(json_object=True) if given.type == "json_object" else None
     schema = None if given.json_schema is None else given.json_schema.schema_
     if schema is None:
         limit = "must be a JSON schema"

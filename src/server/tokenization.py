@@ -12,6 +12,7 @@ from .basic import check_model
 from .context import Context
 from .errors import ApiError
 from .protocol.fields import Body
+from .protocol.shapes import Integers, Object, Objects
 
 router = APIRouter()
 
@@ -27,22 +28,22 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    messages: Objects | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(
         None, description="Default: true for `prompt`, false for `messages`."
     )
-    return_token_strs: bool = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    tools: Objects | None = None
+    chat_template_kwargs: Object | None = None
 
 
 class DetokenizeRequest(Body):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Integers
 
 
 # Not coroutines: FastAPI calls them on threads, as a long text takes its time.
@@ -67,16 +68,19 @@ def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         add = body.add_special_tokens is not False
         return llm.reader.encode(body.prompt, "prompt", add_special_tokens=add)
+    continues = bool(body.continue_final_message)
     prompt = llm.chat_reader.read(
         body.messages,
         tools=body.tools,
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
         chat_template_kwargs=body.chat_template_kwargs,
+        # Only the text is taken from it. A whole prompt would have to fit the context, while a text
+        # of any length can be counted.
+        truncate=1,
     )
-    if body.add_special_tokens and prompt.text is not None:
-        return llm.reader.encode(prompt.text, "messages", add_special_tokens=True)
-    return prompt.token_ids
+    add = bool(body.add_special_tokens)
+    return llm.reader.encode(prompt.text or "", "messages", add_special_tokens=add)
 
 
 @router.post("/detokenize")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -160,6 +161,80 @@ def test_who_goes_away_is_aborted(way: str) -> None:
         await engine.resume_generation()
 
     run(test, runner=slow_runner())
+
+
+@pytest.mark.parametrize("ending", ["its caller goes away", "resume"])
+def test_a_pause_that_waits_may_end_early_and_nobody_is_held_back(ending: str) -> None:
+    async def test(engine: AsyncLLM) -> None:
+        first = await engine.submit(PROMPT, LONG)
+        pause = asyncio.create_task(engine.pause_generation("wait"))
+        await asyncio.sleep(0.02)
+        if ending == "resume":
+            await engine.resume_generation()
+            with pytest.raises(EngineStoppedError, match="pause was ended"):
+                await pause
+        else:
+            pause.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pause
+        assert not await engine.is_paused()
+        async with asyncio.timeout(20):
+            await (await engine.submit(PROMPT, LONG)).result()
+            await first.result()
+
+    run(test, runner=slow_runner(1))
+
+
+def test_more_continuations_than_can_ever_be_live_are_refused_before_they_are_made() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        engine._make = None  # type: ignore[assignment, method-assign]
+        items = [(PROMPT, SamplingParams(n=2, seed=1))] * 2
+        with pytest.raises(InvalidInputError, match=r"^n = 4: must be at most max_num_requests"):
+            await engine.submit_all(items)
+
+    run(test, max_num_requests=3)
+
+
+def test_the_loop_does_not_wait_for_who_encodes_a_long_text() -> None:
+    async def test(engine: AsyncLLM) -> None:
+        is_held, go_on = threading.Event(), threading.Event()
+
+        def encode() -> None:
+            with engine._reader.encoding_lock:
+                is_held.set()
+                go_on.wait(20)
+
+        thread = threading.Thread(target=encode)
+        thread.start()
+        is_held.wait(20)
+        try:
+            asked = asyncio.create_task(engine.submit(PROMPT, LONG))
+            began = time.monotonic()
+            await asyncio.sleep(0.05)
+            assert time.monotonic() - began < 5
+        finally:
+            go_on.set()
+            thread.join()
+        assert (await (await asked).result()).finished
+
+    run(test)
+
+
+def test_an_observer_that_raises_holds_nobody_back() -> None:
+    class Raising:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*_: object) -> None:
+                raise OverflowError(name)
+
+            return fail
+
+    async def test(engine: AsyncLLM) -> None:
+        engine.observers.append(Raising())
+        for _ in range(2):
+            async with asyncio.timeout(20):
+                assert (await (await engine.submit(PROMPT, LONG)).result()).finished
+
+    run(test)
 
 
 def test_modes_of_pause() -> None:

@@ -10,7 +10,10 @@ import pytest
 from pagespec import InvalidInputError, SamplingParams
 from pagespec.chat.response import read_response
 from pagespec.chat.tool_choice import forced_output
+from pagespec.structured.grammars import Grammars
 from tests.support.chat_models import WEATHER, chat_tokenizer, ids_of, make_reader, prompt_of
+from tests.support.structured import END, NUM_TOKENS
+from tests.support.structured import tokenizer as byte_tokenizer
 
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
@@ -46,15 +49,59 @@ def test_a_named_function_has_its_own_schema() -> None:
     assert empty == {"type": "object", "additionalProperties": False}
 
 
-def test_required_is_a_list_of_calls_with_shared_definitions_at_its_root() -> None:
-    tools = [with_definition("f", {"type": "string"}), with_definition("g", {"type": "string"})]
-    schema = schema_of(tools, "required")
-    assert (schema["type"], schema["minItems"]) == ("array", 1)
-    assert schema["$defs"] == {"A": {"type": "string"}}
-    names = [item["properties"]["name"]["const"] for item in schema["items"]["anyOf"]]
-    assert names == ["f", "g"]
-    assert "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]
-    assert "$defs" in tools[0]["function"]["parameters"], "what the caller gave is left alone"
+GRAMMARS = Grammars(byte_tokenizer(), NUM_TOKENS, {END})
+
+
+def allows(tools: list[dict[str, Any]], answer: Any) -> bool:
+    forced = forced_output(tools, "required")
+    assert forced is not None
+    text = json.dumps(answer, separators=(",", ":"))
+    ids = byte_tokenizer().backend_tokenizer.encode(text, add_special_tokens=False).ids
+    matcher = GRAMMARS.matcher(forced)
+    return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+
+def test_required_is_a_list_of_calls_each_with_its_own_definitions() -> None:
+    tools = [with_definition("f", {"type": "string"}), with_definition("g", {"type": "integer"})]
+    assert allows(tools, [{"name": "f", "parameters": {"a": "x"}}])
+    assert allows(tools, [{"name": name, "parameters": {"a": a}} for name, a in [("g", 1)] * 2])
+    assert not allows(tools, [{"name": "f", "parameters": {"a": 1}}])
+    assert not allows(tools, [{"name": "h", "parameters": {}}])
+    assert not allows(tools, [])
+    parameters = tools[0]["function"]["parameters"]
+    assert parameters["properties"]["a"] == {"$ref": "#/$defs/A"}, "the caller's is left alone"
+
+
+def test_references_of_a_tool_count_from_its_own_schema() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "child": {"$ref": "#"},
+            "$ref": {"$ref": "#/definitions/X"},
+            "const": {"const": {"$ref": "#"}},
+        },
+        "definitions": {"X": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert allows(tools, [{"name": "f", "parameters": {"child": {"child": {}, "$ref": 3}}}])
+    assert allows(tools, [{"name": "f", "parameters": {"const": {"$ref": "#"}}}])
+    assert not allows(tools, [{"name": "f", "parameters": {"$ref": "x"}}])
+    assert not allows(tools, [{"name": "f", "parameters": {"child": [{"name": "f"}]}}])
+
+
+@pytest.mark.parametrize("definitions", [None, 3, {}])
+def test_definitions_that_nothing_refers_to_say_nothing(definitions: Any) -> None:
+    parameters = {"type": "object", "additionalProperties": False, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert allows(tools, [{"name": "f", "parameters": {}}])
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
 @pytest.mark.parametrize(
@@ -65,10 +112,11 @@ def test_required_is_a_list_of_calls_with_shared_definitions_at_its_root() -> No
         (TOOLS, {"type": "function"}, "^tool_choice = .*must be 'auto'"),
         (TOOLS, {"function": {"name": "f"}}, "^tool_choice = 'f': is none of .*weather, now"),
         (TOOLS, 3, "^tool_choice = 3: must be"),
+        ([nested(400)], "required", "^tools = 'a schema': must be nested at most 64 deep"),
         (
-            [with_definition("f", {"type": "string"}), with_definition("g", {"type": "integer"})],
+            [with_definition("f", {"description": "x" * 300_000})],
             "required",
-            "^tools = 'A': two tools have other",
+            "^tools = '300... bytes': must be at most 262144 bytes",
         ),
     ],
 )

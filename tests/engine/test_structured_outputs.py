@@ -32,6 +32,14 @@ def test_names_in_a_schema_are_no_keywords() -> None:
     StructuredOutputs(json={"properties": names, "default": {"minProperties": 3}})
 
 
+def test_a_schema_that_is_too_large_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagespec.engine.structured_outputs._keywords", None)
+    large = {"properties": {f"name{i}": {} for i in range(20_000)}}
+    for schema in (large, json.dumps(large)):
+        with pytest.raises(InvalidInputError, match=f"at most {MAX_CONSTRAINT_BYTES} bytes"):
+            StructuredOutputs(json=schema)
+
+
 _NESTED: dict[str, Any] = {}
 for _ in range(100):
     _NESTED = {"items": _NESTED}

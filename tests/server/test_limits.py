@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from pagespec import AsyncLLM
 from pagespec.server.app import create_app
 from pagespec.server.config import ServerConfig
+from pagespec.server.run import listen
 from tests.support.content_llm import content_llm
 from tests.support.raw_http import connected, head, read_answer
 from tests.support.server import running, serving
@@ -33,6 +35,10 @@ def app() -> FastAPI:
     @app.post("/echo")
     async def echo(request: Request) -> int:
         return len(await request.body())
+
+    @app.post("/mirror")
+    async def mirror(request: Request) -> Response:
+        return Response(await request.body())
 
     @app.post("/slow")
     async def slow(stream: bool = False) -> object:
@@ -96,6 +102,46 @@ def test_a_body_that_is_announced_too_large_is_not_waited_for(url: str) -> None:
     with connected(url) as connection:
         connection.sendall(head("/echo", JSON, "Content-Length: 6000", "Expect: 100-continue"))
         assert read_answer(connection)[0] == 413
+
+
+@pytest.mark.parametrize("size", [2, 4000])
+def test_an_offer_of_another_protocol_is_not_taken_and_the_body_is_read(
+    url: str, size: int
+) -> None:
+    """As Java's client sends it, on each new connection."""
+    offer = ["Connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "HTTP2-Settings: AAMA"]
+    body = b" " * (size - 2) + b"{}"
+    with connected(url) as connection:
+        for headers in (offer, [], offer):
+            whole = head("/echo", JSON, f"Content-Length: {size}", *headers) + body
+            connection.sendall(whole[:100])
+            connection.sendall(whole[100:])
+            status, _, answer = read_answer(connection)
+            assert (status, answer) == (200, str(size).encode())
+        text = b"a\r\nUpgrade: h2c\r\n"
+        connection.sendall(head("/mirror", JSON, f"Content-Length: {len(text)}") + text)
+        assert read_answer(connection)[2] == text, "a body is left alone"
+
+
+def test_nothing_is_written_into_an_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The headers of the next request do not end while a stream is written."""
+    monkeypatch.setattr("pagespec.server.connection.HEADER_TIMEOUT_S", 0.5)
+    with connected(url) as connection:
+        connection.sendall(head("/slow?stream=true", JSON, "Content-Length: 0"))
+        time.sleep(0.2)
+        connection.sendall(b"POST /ec")
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+    answer = b"".join(parts)
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.endswith(b"0\r\n\r\n"), "it came to its end"
+
+
+def test_an_answer_does_not_wait_for_acknowledgements() -> None:
+    listener = listen(ServerConfig(host="127.0.0.1", port=0))
+    assert listener.proto == socket.IPPROTO_TCP, "or asyncio would not set TCP_NODELAY"
+    listener.close()
 
 
 def test_a_slow_body_is_given_up(url: str) -> None:

@@ -217,3 +217,23 @@ def test_a_time_between_tokens_is_counted_in_less_than_a_microsecond() -> None:
     print(f"{best / 2_000 * 1e6:.2f} us per observation")
     assert best / 2_000 < 1e-6
     assert sum(metrics.between_tokens_s.counts) == 40_000
+
+
+def test_any_number_of_tokens_may_be_asked_for() -> None:
+    """More than a float holds: what counts it must not fail, which once ended all answers."""
+
+    async def main() -> dict[str, float]:
+        engine = AsyncLLM(slow_llm(0.005))
+        async with client(create_app(engine)) as http:
+            try:
+                async with asyncio.timeout(60):
+                    for max_tokens in (10**400, 3):
+                        body = {"prompt": [0], "max_tokens": max_tokens, "ignore_eos": True}
+                        answer = await http.post("/v1/completions", json=body)
+                        assert answer.status_code == 200
+                return values(await scraped(http, ""))
+            finally:
+                await engine.shutdown()
+
+    found = asyncio.run(main())
+    assert found["vllm:request_params_max_tokens_count"] == 2

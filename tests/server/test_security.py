@@ -43,7 +43,7 @@ def ask(
 GUARDED = [
     *("/v1/models", "/v1/chat/completions", "/v2/anything", "/inference/v1/generate"),
     *("/tokenize", "/tokenizer_info", "/pause", "/reset_prefix_cache", "/live", "/nothing"),
-    *("//v1/models", "/v1", "/health/", "/healthy", "/page", "/openapi.json/"),
+    *("//v1/models", "/v1", "/v1/models/", "/healthy", "/page", "/health//"),
 ]
 
 
@@ -65,6 +65,9 @@ def test_each_key_opens(key: str, scheme: str) -> None:
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/load", "/openapi.json"])
 def test_some_paths_are_open(path: str) -> None:
     assert ask(app_of(api_keys=KEYS), "GET", path).status_code == 200
+    with_slash = ask(app_of(api_keys=KEYS), "GET", f"{path}/")
+    assert with_slash.status_code == 307
+    assert with_slash.headers["location"].endswith(path)
 
 
 @pytest.mark.parametrize("path", ["/x/v1/models", "/v1/models"])

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from pagespec import LLM, AsyncLLM
 from pagespec.server.app import create_app
 from pagespec.server.config import ServerConfig
+from pagespec.server.connection import HttpConnection
 
 _START_S = 20.0
 
@@ -41,7 +42,8 @@ def running(app: FastAPI, **settings: Any) -> Iterator[str]:
         settings: of ``uvicorn.Config``.
     """
     listener = socket.create_server(("127.0.0.1", 0))
-    settings = {"log_level": "warning", "timeout_graceful_shutdown": 5} | settings
+    connection: dict[str, Any] = {"http": HttpConnection, "ws": "none"}  # as run.serve has it
+    settings = {"log_level": "warning", "timeout_graceful_shutdown": 5} | connection | settings
     server = uvicorn.Server(uvicorn.Config(app, **settings))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

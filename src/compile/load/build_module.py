@@ -17,7 +17,7 @@ from transformers import (
 
 from ...errors import InvalidInputError, UnsupportedModelError
 from ..model.loaded import Shard
-from .refusal import as_input_error
+from .refusal import as_input_error, asks_to_run_code, code_not_run
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -55,7 +55,8 @@ def build_module(
 
     Raises:
         InvalidInputError: no or incomplete weights, or a file that is damaged.
-        UnsupportedModelError: transformers has no causal language model for the config.
+        UnsupportedModelError: transformers has no causal language model for the config, or only
+            the model's own code has one.
     """
     is_dummy = load_format == "dummy"
     limit = "must have a config.json" if is_dummy else "must have weights"
@@ -65,6 +66,8 @@ def build_module(
                 return _dummy(config, dtype, device)
             return _read(source, name, config, dtype, device, shard)
         except ValueError as error:
+            if asks_to_run_code(error):
+                raise code_not_run(name, "class") from error
             if "Unrecognized configuration class" in str(error):
                 kind = type(config).__name__
                 raise UnsupportedModelError(
@@ -78,7 +81,9 @@ def _dummy(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -
     # Made where they will be: a CPU takes minutes over the random numbers of a large model.
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(0)
-        module: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
+        module: PreTrainedModel = auto_class(config).from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
     return module
 
 
@@ -99,6 +104,7 @@ def _read(
         name,
         config=config,
         dtype=dtype,
+        trust_remote_code=False,  # left out, transformers asks on the terminal
         device_map={"": device} if is_direct and shard.num_ranks == 1 else None,
         **_distributed(shard, has_accelerate),
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
+
+logger = logging.getLogger("pagespec")
 
 _NAMES = {
     "temperature": "temperature",
@@ -11,6 +15,33 @@ _NAMES = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
+}
+
+# What else changes the tokens that `generate` returns, and its value that does not.
+_IGNORED: dict[str, object] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "max_time": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "token_healing": False,
+    "top_h": None,
+    "typical_p": 1,
+    "watermarking_config": None,
 }
 
 
@@ -26,3 +57,33 @@ def default_sampling(config: Any) -> dict[str, Any]:
     given = {} if config is None else config.to_diff_dict()
     found = {name: given.get(theirs) for theirs, name in _NAMES.items()}
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+def ignored_settings(config: Any, longest: int) -> list[str]:
+    """Names of what would change the tokens of ``generate`` and is not kept, sorted.
+
+    Args:
+        config: a ``GenerationConfig`` or None.
+        longest: context of the model, in tokens.
+    """
+    given = {} if config is None else config.to_diff_dict()
+    found = [
+        name
+        for name, neutral in _IGNORED.items()
+        if given.get(name, neutral) not in (None, [], {}, neutral)
+    ]
+    # Of prompt and output together; generate heeds it where max_new_tokens is not given.
+    most = given.get("max_length")
+    if isinstance(most, int) and most < longest and given.get("max_new_tokens") is None:
+        found.append("max_length")
+    return sorted(found)
+
+
+def warn_of_ignored(model: str | None, names: Sequence[str]) -> None:
+    """Logs a warning that names what :func:`ignored_settings` has found, if anything."""
+    if names:
+        logger.warning(
+            "generation config of %s: ignored, though generate would heed it: %s",
+            model or "the model",
+            ", ".join(names),
+        )

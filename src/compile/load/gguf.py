@@ -15,6 +15,7 @@ import xxhash
 
 from ...disk_cache import cache_root, work_folder
 from ...errors import InvalidInputError, UnsupportedModelError
+from .gguf_check import check_read_whole
 from .refusal import as_input_error, cause
 
 _MAGIC = b"GGUF"
@@ -22,7 +23,7 @@ _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # trans
 _HASH_CHUNK_BYTES = 1 << 22
 _MANIFEST = "manifest.json"  # of a conversion
 # Part of the cache key: raise it when the conversion below changes.
-_CONVERSION_VERSION = 1
+_CONVERSION_VERSION = 2
 
 
 def _content_hash(path: Path) -> str:
@@ -42,7 +43,8 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
 
     Raises:
         InvalidInputError: the ``gguf`` package is missing, or the file is not readable as GGUF.
-        UnsupportedModelError: transformers cannot convert what the file holds.
+        UnsupportedModelError: transformers cannot convert what the file holds, or would leave out
+            tensors or settings of it.
     """
     path = path.resolve()
     key = (
@@ -104,26 +106,29 @@ def _convert(path: Path, folder: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise InvalidInputError("model", str(path), "must be a GGUF file")
+    # The folder may have a tokenizer's code beside the file.
+    options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     with as_input_error(str(path), "must be a GGUF file that can be read"):
         try:
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            config = AutoConfig.from_pretrained(path.parent, **options)
             module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except ValueError as error:
             # A file that was cut off is a ValueError, too: tensors reach beyond its end.
             if any(words in str(error) for words in _UNSUPPORTED):
                 raise UnsupportedModelError(f"{path.name}: {cause(error)}") from error
             raise
-        _read_weights(path, module)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        _read_weights(path, config, module)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     module.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _read_weights(path: Path, module: Any) -> None:
+def _read_weights(path: Path, config: Any, module: Any) -> None:
     # from_pretrained(gguf_file=...) insists on accelerate; its parts do not.
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
+        check_read_whole(path, config, module)
         tensors = load_gguf_checkpoint(
             str(path), return_tensors=True, model_to_load=module, torch_dtype=torch.float32
         )["tensors"]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from ...errors import InvalidInputError, UnsupportedModelError
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module, read_weights
-from .default_sampling import default_sampling
+from .default_sampling import default_sampling, ignored_settings, warn_of_ignored
 from .gguf_blocks import check_gguf, kept_blocks
 from .quantized_load import (
     check_capability,
@@ -25,7 +25,7 @@ from .quantized_load import (
     quantize_module,
     stays_quantised,
 )
-from .refusal import as_input_error, cause
+from .refusal import as_input_error, asks_to_run_code, cause, code_not_run
 from .source import ModelSource, find_source
 from .tensor_parallel import check_heads, shard_model
 
@@ -69,7 +69,8 @@ def load_model(
     Raises:
         InvalidInputError: nothing there, no config, no or incomplete weights, a file that is
             damaged, unknown dtype.
-        UnsupportedModelError: an architecture transformers has no causal language model for.
+        UnsupportedModelError: an architecture transformers has no causal language model for, a
+            model that needs code of its own, an adapter.
     """
     device = torch.device(device)
     torch_dtype = _resolved_dtype(dtype)
@@ -180,8 +181,11 @@ def _config_of(
     name, source = model if isinstance(model, ModelSource) else find_source(model, cache_dir)
     with as_input_error(name, "must have a readable config.json"):
         try:
-            return name, source, AutoConfig.from_pretrained(source)
+            # Left out, transformers asks on the terminal whether to run the model's code.
+            return name, source, AutoConfig.from_pretrained(source, trust_remote_code=False)
         except (ValueError, KeyError) as error:
+            if asks_to_run_code(error):
+                raise code_not_run(name, "config") from error
             is_of_type = "model type" in str(error) or "model_type" in str(error)
             if is_of_type and not _has_config_of_other_form(source):
                 raise UnsupportedModelError(f"{name}: {cause(error)}") from error
@@ -222,8 +226,12 @@ def _tokenizer(source: str, name: str) -> Any | None:
     with as_input_error(name, "must have a tokenizer that can be read, or none"):
         try:
             # Without clean-up decoding is lossless, and text can be cut and joined anywhere.
-            return AutoTokenizer.from_pretrained(source, clean_up_tokenization_spaces=False)
-        except (OSError, ValueError):
+            return AutoTokenizer.from_pretrained(
+                source, clean_up_tokenization_spaces=False, trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            if asks_to_run_code(error):
+                raise code_not_run(name, "tokenizer") from error
             if is_local:
                 raise
             return None  # how the hub says that there is none
@@ -251,6 +259,7 @@ def _described(
             None,
             f"must be given: the config of {type(module).__name__} names none",
         )
+    warn_of_ignored(config.name_or_path, ignored_settings(generation_config, limit))
     return LoadedModel(
         module,
         config,

@@ -121,7 +121,9 @@ def load_quantized(
         scheme = scheme_of(name, found)
         del plain.quantization_config
     with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=dtype)
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(
+            plain, dtype=dtype, trust_remote_code=False
+        )
     linears = _linears(skeleton)
     is_made = found is None
     if is_made:

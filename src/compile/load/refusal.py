@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ...errors import InvalidInputError, PagespecError, shortened
+from ...errors import InvalidInputError, PagespecError, UnsupportedModelError, shortened
 
 # Not the files' fault: a device without memory, or in trouble.
 _PASSED_ON = (PagespecError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -33,6 +33,19 @@ def as_input_error(model: str, limit: str) -> Iterator[None]:
         if _NO_MEMORY_ON_CPU in str(error):
             raise
         raise InvalidInputError("model", model, f"{limit} ({cause(error)})") from error
+
+
+def asks_to_run_code(error: Exception) -> bool:
+    """Whether transformers would go on with ``trust_remote_code``."""
+    return "trust_remote_code" in str(error)
+
+
+def code_not_run(model: str, what: str) -> UnsupportedModelError:
+    """The refusal of a model whose files name code of their own for its ``what``."""
+    return UnsupportedModelError(
+        f"{model}: its {what} needs Python code that comes with the model (auto_map). Such code "
+        "is not run: trust_remote_code is not supported"
+    )
 
 
 def cause(error: Exception) -> str:

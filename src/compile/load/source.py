@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import InvalidInputError
+from ...errors import InvalidInputError, UnsupportedModelError
 from ...validation import path_of
 from .gguf import converted_folder
+
+_ADAPTER = "adapter_config.json"  # of PEFT
 
 
 class ModelSource(NamedTuple):
@@ -25,7 +27,7 @@ def find_source(
 
     Raises:
         InvalidInputError: there is no such file or folder, or it is not one of a model.
-        UnsupportedModelError: a GGUF file that transformers cannot convert.
+        UnsupportedModelError: a GGUF file that transformers cannot convert, or an adapter.
     """
     name = path_of(model)
     if name is None:
@@ -41,6 +43,12 @@ def _resolved(name: str, cache_dir: str | os.PathLike[str] | None) -> str:
             raise InvalidInputError("model", name, "must be an existing .gguf file")
         return str(converted_folder(Path(name), cache_dir))
     if os.path.isdir(name):
+        # Without peft transformers would load the weights beside it and leave the adapter out.
+        if os.path.isfile(os.path.join(name, _ADAPTER)):
+            raise UnsupportedModelError(
+                f"{name}: has an {_ADAPTER}, and LoRA and other adapters are not supported; "
+                "merge the adapter into the weights"
+            )
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise InvalidInputError("model", name, "must be a folder with a config.json")
         return name

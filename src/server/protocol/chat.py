@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, WrapValidator
 
 from .fields import Body, GeneratingBody
+from .shapes import Handler, Object, Objects, wrong
 
 
 class NamedFunction(Body):
@@ -17,6 +18,21 @@ class NamedFunction(Body):
 class NamedToolChoice(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+def _tool_choice(value: Any, _handler: Handler) -> Any:
+    if isinstance(value, dict):
+        return NamedToolChoice.model_validate(value)
+    if value in ("none", "auto", "required"):
+        return value
+    raise wrong(
+        "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
+    )
+
+
+ToolChoiceField = Annotated[
+    Literal["none", "auto", "required"] | NamedToolChoice, WrapValidator(_tool_choice)
+]
 
 
 class ChatRequest(GeneratingBody):
@@ -37,15 +53,15 @@ class ChatRequest(GeneratingBody):
         "functions": None,
     }
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     max_completion_tokens: int | None = Field(None, description="None: what the context leaves.")
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tools: Objects | None = None
+    tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="Handed to the chat template.")
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from .fields import GeneratingBody
+from .shapes import Prompt
 
 
 class CompletionRequest(GeneratingBody):
@@ -17,7 +18,7 @@ class CompletionRequest(GeneratingBody):
         "prompt_embeds": None,
     }
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Prompt
     max_tokens: int | None = Field(16, description="null: what is left of the context.")
     echo: bool | None = Field(None, description="The prompt precedes the answer.")
     logprobs: int | None = None

@@ -7,11 +7,46 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .shapes import Biases, Integers, Object, TextOrObject, TextOrTexts, Texts
+
+MAX_REQUEST_ID = 256
+# Each is reported, at a price; an error names as many.
+_MAX_UNKNOWN = 3
+
 
 class Body(BaseModel):
     """A JSON object whose fields are all known, with no value taken for one of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    # Fields known from other servers, with the values that ask for nothing; null is always one.
+    neutral: ClassVar[Mapping[str, Any]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_few_unknown_fields(cls, body: Any) -> Any:
+        """Without neutral fields, and without the unknown ones behind the first few: these are
+        enough for it to be refused."""
+        if not isinstance(body, dict):
+            return body
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept: dict[Any, Any] = {}
+        num_unknown = 0
+        for key, value in body.items():
+            if key in known:
+                kept[key] = value
+            elif num_unknown < _MAX_UNKNOWN and not cls._asks_for_nothing(key, value):
+                kept[key] = value
+                num_unknown += 1
+        return kept
+
+    @classmethod
+    def _asks_for_nothing(cls, key: str, value: Any) -> bool:
+        if key not in cls.neutral:
+            return False
+        # 0 and False are equal to Python.
+        neutral = cls.neutral[key]
+        return value is None or (value == neutral and isinstance(value, bool) == (neutral is False))
 
 
 class StreamOptions(Body):
@@ -22,7 +57,7 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Object | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="Schemas are always kept, also without it.")
 
 
@@ -35,7 +70,7 @@ class Identification(Body):
     """Fields that clients send along and that change nothing here."""
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Object | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
@@ -48,15 +83,19 @@ class EngineFields(Body):
     model: str | None = Field(None, description="None: the model that is served.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    priority: int = Field(0, description="0 is the most urgent. Needs the policy 'priority'.")
+    priority: int | None = Field(
+        0, description="0 is the most urgent. Needs the policy 'priority'."
+    )
     cache_salt: str | None = Field(None, description="Only requests with it share cached prefixes.")
-    request_id: str | None = Field(None, description="Part of the answer's id.")
+    # Each chunk of a stream repeats it.
+    request_id: str | None = Field(
+        None, max_length=MAX_REQUEST_ID, description="Part of the answer's id."
+    )
 
 
 class GeneratingBody(Identification, EngineFields):
     """What ``/v1/completions`` and ``/v1/chat/completions`` share. None stands for the default."""
 
-    # Fields known from other servers, with the values that ask for nothing; null is always one.
     neutral: ClassVar[Mapping[str, Any]] = {
         "length_penalty": 1.0,
         "use_beam_search": False,
@@ -79,11 +118,11 @@ class GeneratingBody(Identification, EngineFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: Integers | None = None
+    bad_words: Texts | None = None
+    stop: TextOrTexts | None = None
+    stop_token_ids: Integers | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -91,26 +130,11 @@ class GeneratingBody(Identification, EngineFields):
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
+    structured_outputs: Object | None = None
+    guided_json: TextOrObject | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral_fields(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {key: value for key, value in body.items() if not cls._asks_for_nothing(key, value)}
-
-    @classmethod
-    def _asks_for_nothing(cls, key: str, value: Any) -> bool:
-        if key not in cls.neutral:
-            return False
-        # 0 and False are equal to Python.
-        neutral = cls.neutral[key]
-        return value is None or (value == neutral and isinstance(value, bool) == (neutral is False))

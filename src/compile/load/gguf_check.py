@@ -1,0 +1,169 @@
+"""Finds what transformers would leave out of a GGUF file, so that such a file is refused.
+
+Its reader skips tensors whose names it does not know, and keys that its table has not, without a
+word; what it then makes is another model.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import UnsupportedModelError
+
+_NO_SCALING = ("none", "linear")  # linear acts by its factor
+_ABOUT_TRAINING = ("original_context_length", "finetuned")
+_MAX_NAMED = 5
+_MAX_ITEMS = 1000
+
+
+def check_read_whole(path: Path, config: Any, module: Any) -> None:
+    """Refuses a GGUF file with tensors or settings that act and that transformers does not read.
+
+    Args:
+        config: as transformers has read it from there. module: built from it.
+
+    Raises:
+        UnsupportedModelError: names them.
+        NotImplementedError: transformers does not know the tensors of the architecture.
+    """
+    # Tensors are mapped into memory, so those that are not looked at are not read.
+    reader = _reader(path)
+    dropped = [*_dropped_tensors(reader, config, module), *_dropped_keys(reader, config)]
+    if dropped:
+        more = ", ..." if len(dropped) > _MAX_NAMED else ""
+        raise UnsupportedModelError(
+            f"{path.name}: transformers does not read {', '.join(dropped[:_MAX_NAMED])}{more}, "
+            "without which it is another model"
+        )
+
+
+def _dropped_tensors(reader: Any, config: Any, module: Any) -> list[str]:
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    [architecture] = _values(reader, "general.architecture")
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    left = reader.tensors
+    # A map is made for each module inside, of which each takes as long as that of the whole.
+    for part in (_Outer(module), module):
+        known = get_gguf_hf_weights_map(part, processor)
+        # Experts that are held together have no ".weight" in transformers.
+        left = [
+            tensor
+            for tensor in left
+            if tensor.name not in known and tensor.name.removesuffix(".weight") not in known
+        ]
+        if not left:
+            break
+    return [tensor.name for tensor in left if not _does_nothing(tensor)]
+
+
+class _Outer:
+    """A module of which only the base model is looked into."""
+
+    def __init__(self, module: Any, depth: int = 1) -> None:
+        self.config, self.state_dict = module.config, module.state_dict
+        self._module, self._depth = module, depth
+
+    def named_children(self) -> Iterator[tuple[str, Any]]:
+        name = getattr(self._module, "base_model_prefix", "")
+        base = getattr(self._module, name, None) if name else None
+        if self._depth and base is not None:
+            yield name, _Outer(base, self._depth - 1)
+
+
+def _reader(path: Path) -> Any:
+    """Reads a file, but for long lists (the vocabulary), of which gguf makes an object per item."""
+    from gguf import GGUFReader, GGUFValueType
+
+    class Reader(GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            order, data = ">" if self.byte_order == "S" else "<", self.data.data
+            item_type, num_items = struct.unpack_from(f"{order}IQ", data, orig_offs)
+            scalar = self.gguf_scalar_to_np.get(GGUFValueType(item_type))
+            is_text = item_type == GGUFValueType.STRING
+            if num_items <= _MAX_ITEMS or not (is_text or scalar):
+                return super()._get_field_parts(orig_offs, raw_type)
+            size = struct.calcsize("<IQ")
+            if scalar:
+                size += num_items * np.dtype(scalar).itemsize
+            else:
+                for _ in range(num_items):
+                    (length,) = struct.unpack_from(f"{order}Q", data, orig_offs + size)
+                    size += 8 + length
+            return size, [], [], [GGUFValueType.ARRAY, GGUFValueType(item_type)]
+
+    return Reader(path)
+
+
+def _does_nothing(tensor: Any) -> bool:
+    """Whether it is a bias of zeros, or divides rotary frequencies by one."""
+    is_bias = tensor.name.endswith(".bias")
+    if not is_bias and not tensor.name.startswith("rope_"):
+        return False
+    from gguf.quants import dequantize
+
+    values = dequantize(tensor.data, tensor.tensor_type)
+    return bool(np.all(values == (0 if is_bias else 1)))
+
+
+def _dropped_keys(reader: Any, config: Any) -> list[str]:
+    [architecture] = _values(reader, "general.architecture")
+    text_config = config.get_text_config(decoder=True)
+    found: list[str] = []
+    if _has_default_rope(text_config):
+        found += _scaling_keys(reader, architecture)
+    key = f"{architecture}.attention.sliding_window"
+    window = max(_values(reader, key), default=0)
+    longest = getattr(text_config, "max_position_embeddings", None)
+    is_acting = window > 0 and (longest is None or window < longest)
+    if is_acting and getattr(text_config, "sliding_window", None) != window:
+        found.append(key)
+    return found
+
+
+def _scaling_keys(reader: Any, architecture: str) -> list[str]:
+    prefix = f"{architecture}.rope.scaling."
+    if _values(reader, f"{prefix}type") == ["none"]:
+        return []
+    found = []
+    for key in reader.fields:
+        name = key.removeprefix(prefix)
+        # Files had this key before they had those.
+        if key == f"{architecture}.rope.scale_linear":
+            name = "factor"
+        elif not key.startswith(prefix) or name in _ABOUT_TRAINING:
+            continue
+        [value] = _values(reader, key)
+        if name == "type":
+            is_acting = value not in _NO_SCALING
+        else:
+            # llama.cpp takes a factor of 0 for one that is not given.
+            is_acting = value != 1 and (name != "factor" or value != 0)
+        if is_acting:
+            found.append(key)
+    return found
+
+
+def _has_default_rope(config: Any) -> bool:
+    """Whether no layer's rotary frequencies are scaled."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Of each type of layers, or of all.
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    return all(part.get("rope_type", "default") == "default" for part in parts)
+
+
+def _values(reader: Any, key: str) -> list[Any]:
+    from transformers.modeling_gguf_pytorch_utils import read_field
+
+    return list(read_field(reader, key))

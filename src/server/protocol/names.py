@@ -1,0 +1,60 @@
+"""What a request calls the sampling parameters that its own fields became."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ...errors import InvalidInputError
+from .chat import ChatRequest
+from .fields import GeneratingBody
+
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+@contextmanager
+def names_of(body: GeneratingBody) -> Iterator[None]:
+    """Have errors about sampling parameters name the fields of a body that they were made of."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise _renamed(error, _names(body)) from None
+
+
+def guided(body: GeneratingBody) -> list[str]:
+    """The constraints that a body has as ``guided_*``, without that."""
+    return [name for name in _GUIDED if getattr(body, f"guided_{name}") is not None]
+
+
+def _names(body: GeneratingBody) -> dict[str, str]:
+    """By the names of the engine. That of a constraint stands for those of its parts as well."""
+    names: dict[str, str] = {}
+    if isinstance(body, ChatRequest):
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if body.top_logprobs is not None:
+            names["logprobs"] = "top_logprobs"
+    if body.structured_outputs is not None:
+        return names
+    if found := guided(body):
+        names["structured_outputs"] = f"guided_{found[0]}"
+        names["structured_outputs.whitespace_pattern"] = "guided_whitespace_pattern"
+    elif body.response_format is not None and body.response_format.type == "json_schema":
+        names["structured_outputs"] = "response_format.json_schema.schema"
+    elif body.response_format is not None and body.response_format.type == "json_object":
+        names["structured_outputs"] = "response_format"
+    elif isinstance(body, ChatRequest) and body.tools:
+        # A choice that forces a call.
+        names["structured_outputs"] = "tools"
+    return names
+
+
+def _renamed(error: InvalidInputError, names: Mapping[str, str]) -> InvalidInputError:
+    head = error.field.partition(".")[0]
+    name = names.get(error.field, names.get(head))
+    if name is not None:
+        return InvalidInputError(name, error.value, error.limit)
+    # "must be at most max_tokens = 3"
+    limit = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), error.limit)
+    return InvalidInputError(error.field, error.value, limit)

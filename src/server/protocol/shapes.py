@@ -1,0 +1,89 @@
+"""The forms of fields that may be long, or of several types.
+
+Pydantic checks every item of a list, against each member of a union, and reports all that are
+wrong: one wrong number behind a million token ids kept the event loop for seconds. Here a list is
+given up at its first wrong item, and of a union only the member is tried that a value looks like,
+so that an error speaks of what the client sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from ...engine.edit_checks import MAX_LOGIT_BIAS
+
+Handler = Callable[[Any], Any]
+
+Integers = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+_STRICT = ConfigDict(strict=True)
+_INTEGERS: TypeAdapter[Any] = TypeAdapter(Integers, config=_STRICT)
+_TEXTS: TypeAdapter[Any] = TypeAdapter(Texts, config=_STRICT)
+_LISTS: TypeAdapter[Any] = TypeAdapter(
+    Annotated[list[Integers], Field(fail_fast=True)], config=_STRICT
+)
+
+
+def wrong(limit: str) -> PydanticCustomError:
+    """The error of a value that is of none of a field's forms."""
+    # What pydantic takes is a template: a brace in the text itself would be a part of it.
+    return PydanticCustomError("wrong_form", "{limit}", {"limit": limit})
+
+
+def _object(value: Any, handler: Handler) -> Any:
+    # JSON's keys are text; to check each would report each that has a lone surrogate.
+    return value if isinstance(value, dict) else handler(value)
+
+
+Object = Annotated[dict[str, Any], WrapValidator(_object)]
+Objects = Annotated[list[Object], Field(fail_fast=True)]
+
+
+def _biases(value: Any, handler: Handler) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise wrong(f"must have at most {MAX_LOGIT_BIAS} token ids; it has {len(value)}")
+    return handler(value)
+
+
+Biases = Annotated[dict[str, float], WrapValidator(_biases)]
+
+
+def _prompt(value: Any, _handler: Handler) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong("must be text, a list of token ids, or a list of texts or of such lists")
+    first = value[0] if value else None
+    if isinstance(first, str):
+        return _TEXTS.validate_python(value)
+    if isinstance(first, list):
+        return _LISTS.validate_python(value)
+    return _INTEGERS.validate_python(value)
+
+
+Prompt = Annotated[str | list[int] | list[str] | list[list[int]], WrapValidator(_prompt)]
+
+
+def _text_or_texts(value: Any, _handler: Handler) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong("must be text or a list of texts")
+    return _TEXTS.validate_python(value)
+
+
+TextOrTexts = Annotated[str | list[str], WrapValidator(_text_or_texts)]
+
+
+def _text_or_object(value: Any, _handler: Handler) -> Any:
+    if isinstance(value, (str, dict)):
+        return value
+    raise wrong("must be a JSON schema, as an object or as text")
+
+
+TextOrObject = Annotated[str | dict[str, Any], WrapValidator(_text_or_object)]
