@@ -44,7 +44,7 @@ def test_attention_of_a_few_queries_is_that_of_all(num_threads: int, num_q_heads
 def test_a_product_of_a_few_rows_is_that_of_all(num_threads: int, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight, rows = torch.randn(shape), torch.randn(130, shape[1])
-    product = invariant_linear.MatmulRecipe("mkl", 4)
+    product = invariant_linear.choose_recipe(*shape, torch.float32)
     whole = invariant_linear.linear(rows, weight, None, product)
     for count in range(1, 130):
         part = invariant_linear.linear(rows[:count], weight, None, product)
