@@ -33,7 +33,7 @@ PAUSE_MODES = ("keep", "abort", "wait")
 _POLL_S = 0.01
 # Prompts of more characters are tokenised on another thread, so that the loop goes on meanwhile.
 _SHORT_TEXT = 2_000
-_FEW = 8  # continuations
+_MAX_QUICK = 8  # continuations
 
 
 class AsyncLLM:
@@ -157,7 +157,7 @@ class AsyncLLM:
         marks = {"priority": priority, "cache_salt": cache_salt}
         lock = self._reader.encoding_lock
         # Held all the while: the loop must not wait for another thread's long text.
-        if num_new <= _FEW and _is_quick(items) and lock.acquire(blocking=False):
+        if num_new <= _MAX_QUICK and _is_quick(items) and lock.acquire(blocking=False):
             try:
                 made = self._make(items, request_ids, marks)
             finally:

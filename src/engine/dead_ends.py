@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 from .plan import InFlightStep
 
@@ -24,9 +25,8 @@ def dead_ends(step: InFlightStep, token_ids: Sequence[int]) -> dict[str, str]:
     if _OF_NONE not in token_ids:
         return {}
     found: dict[str, str] = {}
-    sampled = (i for i, is_sampled in enumerate(step.plan.sampled) if is_sampled)
-    for row, token_id in zip(sampled, token_ids, strict=True):
-        request = step.requests[row]
+    sampled = compress(step.requests, step.plan.sampled)
+    for request, token_id in zip(sampled, token_ids, strict=True):
         edits = request.info.edits
         if token_id != _OF_NONE or edits is None:
             continue

@@ -14,7 +14,7 @@ from ..kernels.sampling.edit_logits import Penalties, edited
 from ..kernels.sampling.sampler import SamplingInputs, sample
 from ..structured.matchers import Masks
 from .edit_batch import EditBatch, EditPacker
-from .functions import process
+from .logits_processors import has_processors, process
 
 
 class CpuEdits:
@@ -101,8 +101,8 @@ class CpuEdits:
         request, place = batch.requests[i], int(batch.fields[0, i])
         history = self._histories.get(request.request_id, [])
         row = edited_row(batch, i, logits[place], history)
-        output = history[int(batch.fields[2, i]) :]
-        row = process(request, row, output, failures)
+        if has_processors(request):
+            row = process(request, row, history[int(batch.fields[2, i]) :], failures)
         if self._rows is not None:
             self._rows[place] = row
         own = None

@@ -34,10 +34,10 @@ from ..kernels.sampling.top_k_top_p import TRUNCATED_FIELDS, sample_truncated
 from ..structured.matchers import Masks
 from .device_buffers import StepBuffers
 from .edit_batch import EditBatch, EditPacker
-from .functions import process
 from .gpu_logprobs import processed_rows
 from .gpu_masked_rows import MaskedRowSampler
 from .gpu_masks import MaskMemory
+from .logits_processors import has_processors, process
 from .pinned_ring import IntArray, to_device
 from .row_params import truncated_fields
 from .step_shapes import StepShape
@@ -198,7 +198,7 @@ class GpuEdits:
         """Run the Python functions of these rows, one by one, on the host."""
         for i in range(chunk.first, chunk.end):
             request = batch.requests[i]
-            if request.edits is None or not request.edits.processors:
+            if not has_processors(request):
                 continue
             _, history_row, num_prompt, num_tokens = batch.fields[:4, i].tolist()
             output = self.history[history_row, num_prompt:num_tokens].tolist()

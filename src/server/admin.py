@@ -6,7 +6,9 @@ from enum import StrEnum
 
 from fastapi import APIRouter, Response
 
+from ..errors import EngineStoppedError
 from .context import Context
+from .errors import ApiError
 
 router = APIRouter()
 
@@ -28,7 +30,12 @@ async def pause(
     ``mode``: "abort" ends what runs with finish reason "abort", "wait" answers it first, "keep"
     goes on with it later. ``clear_cache`` empties the prefix cache, unless requests are kept.
     """
-    await context.engine.pause_generation(mode.value)
+    try:
+        await context.engine.pause_generation(mode.value)
+    except EngineStoppedError as error:
+        if context.engine.is_stopping:
+            raise
+        raise ApiError(409, str(error)) from None
     if clear_cache and mode is not PauseMode.KEEP:
         await context.engine.reset_prefix_cache()
     return {"status": "paused"}

@@ -16,6 +16,7 @@ from ..errors import InvalidInputError
 from .basic import check_model
 from .context import ServerContext, request_id_of, salt_of
 from .protocol.fields import EngineFields
+from .protocol.names import client_names
 
 # As the engine calls them, of one prompt.
 _MARKS = ("prompt.priority", "prompt.cache_salt")
@@ -34,6 +35,7 @@ class Call:
     """
 
     context: ServerContext
+    body: EngineFields
     id: str
     created: int
     model: str
@@ -45,18 +47,20 @@ class Call:
     async def submit(
         self, items: Sequence[tuple[Any, SamplingParams]], field: str = "prompt"
     ) -> list[Generation]:
-        """
+        """Have prompts answered; errors name the fields that the client sent.
+
         Args:
             field: what the request calls its prompts.
         """
-        try:
-            return await self.context.engine.submit_all(
-                items, priority=self.priority, cache_salt=self.cache_salt
-            )
-        except InvalidInputError as error:
-            name = error.field.removeprefix("prompt.") if error.field in _MARKS else error.field
-            name = field if name == "prompt" else name
-            raise InvalidInputError(name, error.value, error.limit) from None
+        with client_names(self.body):
+            try:
+                return await self.context.engine.submit_all(
+                    items, priority=self.priority, cache_salt=self.cache_salt
+                )
+            except InvalidInputError as error:
+                name = error.field.removeprefix("prompt.") if error.field in _MARKS else error.field
+                name = field if name == "prompt" else name
+                raise InvalidInputError(name, error.value, error.limit) from None
 
 
 def read_call(
@@ -81,6 +85,7 @@ def read_call(
     request_id = body.request_id or request_id_of(request)
     return Call(
         context,
+        body,
         f"{prefix}{request_id}",
         int(time.time()),
         model,

@@ -20,7 +20,7 @@ from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
 from .logprobs import chat_logprobs, prompt_logprobs, token_texts
 from .protocol.chat import ChatRequest
-from .protocol.names import names_of
+from .protocol.names import client_names
 from .sampling import chat_params
 from .sse import EventStream, Extra, abort_all, dumps
 from .usage import usage_of
@@ -33,14 +33,13 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
     """Answer a conversation."""
     call = read_call(body, request, context, "chatcmpl-")
     tools, choice = read_tools(body.tools), _tool_choice(body)
-    with names_of(body):
+    with client_names(body):
         params = chat_params(body, forced_output(tools, choice))
     if body.stream:
         require_parts(params)
     prompt = await asyncio.to_thread(_read_prompt, body, context, params)
     if body.stream:
-        with names_of(body):
-            generations = await call.submit([(prompt, params)])
+        generations = await call.submit([(prompt, params)])
         return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))
     return await _answer(call, body, params, choice, prompt)
 
@@ -48,8 +47,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
 async def _answer(
     call: Call, body: ChatRequest, params: SamplingParams, choice: ToolChoice, prompt: PromptInput
 ) -> Response:
-    with names_of(body):
-        generations = await call.submit([(prompt, params)])
+    generations = await call.submit([(prompt, params)])
     try:
         result = await generations[0].result()
     finally:

@@ -15,7 +15,7 @@ from .call import Call, read_call, require_parts, whole
 from .context import Context, ServerContext
 from .logprobs import CompletionLogprobs, Entries, prompt_logprobs, token_texts
 from .protocol.completions import CompletionRequest
-from .protocol.names import names_of
+from .protocol.names import client_names
 from .sampling import completion_params, is_echo_alone
 from .sse import EventStream, abort_all, dumps
 from .usage import usage_of
@@ -27,14 +27,13 @@ router = APIRouter()
 async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue one prompt or several; choice ``i * n + j`` is answer j to prompt i."""
     call = read_call(body, request, context, "cmpl-")
-    with names_of(body):
+    with client_names(body):
         params = completion_params(body)
     prompts = await _prompts_of(body, context)
     items = [(prompt, params) for prompt in prompts]
     if body.stream:
         require_parts(params)
-        with names_of(body):
-            generations = await call.submit(items)
+        generations = await call.submit(items)
         return EventStream(call, generations, _Choices(call, body, params, generations))
     return await _answer(call, body, params, items)
 
@@ -42,8 +41,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
 async def _answer(
     call: Call, body: CompletionRequest, params: SamplingParams, items: Sequence[Any]
 ) -> Response:
-    with names_of(body):
-        generations = await call.submit(items)
+    generations = await call.submit(items)
     try:
         results = [await generation.result() for generation in generations]
     finally:

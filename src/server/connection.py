@@ -26,7 +26,7 @@ class HttpConnection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
-    _expects_headers = True
+    _is_at_headers = True
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -37,7 +37,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._expects_headers:
+        if self._is_at_headers:
             headers, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"\r\nX-Upgrade:", headers) + end + rest
         super().data_received(data)
@@ -53,11 +53,11 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        self._expects_headers = False
+        self._is_at_headers = False
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._expects_headers = True
+        self._is_at_headers = True
         super().on_message_complete()
 
     def _expect_headers(self) -> None:

@@ -79,13 +79,13 @@ class _Choices:
             "model": call.model,
         }
         self._body, self._params, self._generation = body, params, generation
-        self._is_prompt_told = not body.return_token_ids
+        self._owes_prompt = bool(body.return_token_ids)
 
     def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:
         """The first has the prompt, if it is asked for."""
         extra: Extra = None
-        if not self._is_prompt_told:
-            self._is_prompt_told = True
+        if self._owes_prompt:
+            self._owes_prompt = False
             extra = {"prompt_token_ids": self._generation.prompt.token_ids}
         yield self.choice(delta), extra
 

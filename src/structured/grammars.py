@@ -154,19 +154,19 @@ class Grammars:
         except Exception as error:  # llguidance converts GBNF in Python
             raise _refusal(field, constraint, str(error)) from error
         try:
-            return self._made(field, constraint, grammar, self._ll_tokenizer)
+            return self._new_matcher(field, constraint, grammar, self._ll_tokenizer)
         except InvalidInputError:
             if constraint.kind != "grammar":
                 raise
         # It may refer to special tokens by name. Text that spells one is not encoded then.
-        with self._lock:
-            if self._named_tokenizer is None:
-                self._named_tokenizer = make_ll_tokenizer(*self._model, has_names=True)
+        # Without the lock, which steps of the engine take: it takes a second, and two may do it.
+        if self._named_tokenizer is None:
+            self._named_tokenizer = make_ll_tokenizer(*self._model, has_names=True)
         grammar = _NOT_ENCODED + grammar
-        return self._made(field, constraint, grammar, self._named_tokenizer)
+        return self._new_matcher(field, constraint, grammar, self._named_tokenizer)
 
     @staticmethod
-    def _made(field: str, constraint: Constraint, grammar: str, ll_tokenizer: Any) -> Any:
+    def _new_matcher(field: str, constraint: Constraint, grammar: str, ll_tokenizer: Any) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from pagespec import AsyncLLM
 from tests.support.content_llm import content_llm
 from tests.support.server import serving
+from tests.support.slow_llm import slow_llm
 
 BODY = {"prompt": [0, 0, 0, 0, 0], "max_tokens": 3, "ignore_eos": True, "seed": 1}
 
@@ -35,6 +38,26 @@ def test_pause_and_resume(http: httpx.Client, mode: str) -> None:
     assert http.post("/resume").json() == {"status": "resumed"}
     assert http.get("/is_paused").json() == {"is_paused": False}
     assert http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_pause_that_was_ended_while_it_waited_says_so() -> None:
+    long = BODY | {"max_tokens": 100}
+    with (
+        serving(slow_llm(0.02), enable_admin=True) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        answer = threads.submit(http.post, "/v1/completions", json=long)
+        while not http.get("/load").json()["server_load"]:
+            time.sleep(0.01)
+        pause = threads.submit(http.post, "/pause?mode=wait")
+        time.sleep(0.3)
+        assert http.post("/resume").json() == {"status": "resumed"}
+        refused = pause.result()
+        assert refused.status_code == 409
+        assert "pause was ended" in refused.json()["error"]["message"]
+        assert http.get("/is_paused").json() == {"is_paused": False}
+        assert answer.result().status_code == 200
 
 
 def test_another_mode_is_refused(http: httpx.Client) -> None:

@@ -139,9 +139,25 @@ def test_nothing_is_written_into_an_answer(url: str, monkeypatch: pytest.MonkeyP
 
 
 def test_an_answer_does_not_wait_for_acknowledgements() -> None:
+    """Of a connection that asyncio takes from the server's own socket."""
     listener = listen(ServerConfig(host="127.0.0.1", port=0))
-    assert listener.proto == socket.IPPROTO_TCP, "or asyncio would not set TCP_NODELAY"
-    listener.close()
+
+    async def main() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            found.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(take, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            async with asyncio.timeout(20):
+                is_set = await found
+            writer.close()
+        return is_set
+
+    assert asyncio.run(main())
 
 
 def test_a_slow_body_is_given_up(url: str) -> None:

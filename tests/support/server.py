@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pagespec import LLM, AsyncLLM
 from pagespec.server.app import create_app
 from pagespec.server.config import ServerConfig
 from pagespec.server.connection import HttpConnection
+from pagespec.server.run import listen
 
 _START_S = 20.0
 
@@ -41,7 +41,7 @@ def running(app: FastAPI, **settings: Any) -> Iterator[str]:
     Args:
         settings: of ``uvicorn.Config``.
     """
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen(ServerConfig(host="127.0.0.1", port=0))
     connection: dict[str, Any] = {"http": HttpConnection, "ws": "none"}  # as run.serve has it
     settings = {"log_level": "warning", "timeout_graceful_shutdown": 5} | connection | settings
     server = uvicorn.Server(uvicorn.Config(app, **settings))

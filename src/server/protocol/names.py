@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 from ...errors import InvalidInputError
 from .chat import ChatRequest
-from .fields import GeneratingBody
+from .fields import EngineFields, GeneratingBody
 
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
 @contextmanager
-def names_of(body: GeneratingBody) -> Iterator[None]:
+def client_names(body: EngineFields) -> Iterator[None]:
     """Have errors about sampling parameters name the fields of a body that they were made of."""
     try:
         yield
@@ -27,9 +27,11 @@ def guided(body: GeneratingBody) -> list[str]:
     return [name for name in _GUIDED if getattr(body, f"guided_{name}") is not None]
 
 
-def _names(body: GeneratingBody) -> dict[str, str]:
+def _names(body: EngineFields) -> dict[str, str]:
     """By the names of the engine. That of a constraint stands for those of its parts as well."""
     names: dict[str, str] = {}
+    if not isinstance(body, GeneratingBody):
+        return names
     if isinstance(body, ChatRequest):
         if body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -15,10 +14,14 @@ logger = logging.getLogger("pagespec")
 _MAX_REASON = 300
 
 
+def has_processors(request: RequestInfo) -> bool:
+    return request.edits is not None and bool(request.edits.processors)
+
+
 def process(
-    request: RequestInfo, row: Tensor, output_token_ids: Sequence[int], failures: dict[str, str]
+    request: RequestInfo, row: Tensor, output_token_ids: list[int], failures: dict[str, str]
 ) -> Tensor:
-    """A row of logits after the functions of its request, if it has any.
+    """A row of logits after the functions of its request.
 
     Args:
         row: float32 ``[V]`` on the CPU.
@@ -26,10 +29,8 @@ def process(
             request's id, and the row is returned as it was.
     """
     functions = request.edits.processors if request.edits is not None else ()
-    if not functions:
-        return row
     try:
-        return processed(row, list(output_token_ids), functions)
+        return processed(row, output_token_ids, functions)
     except Exception as error:
         if request.request_id not in failures:
             logger.warning("logits_processors of %s failed", request.request_id, exc_info=True)
