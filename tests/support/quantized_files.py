@@ -94,7 +94,9 @@ class Int4:
     too: what kernels round to bfloat16 is then as it is here.
     """
 
-    def __init__(self, weight: Tensor, group: int, *, symmetric: bool) -> None:
+    def __init__(
+        self, weight: Tensor, group: int, *, symmetric: bool, extreme: bool = False
+    ) -> None:
         whole = weight.double().numpy().reshape(len(weight), -1, group)
         low, high = np.minimum(whole.min(2), -1e-6), np.maximum(whole.max(2), 1e-6)
         self.zeros = np.full(low.shape, 8)
@@ -103,6 +105,12 @@ class Int4:
             ideal = 15 * low / (low - high)
             self.zeros = allowed[np.abs(ideal[..., None] - allowed).argmin(-1)]
         scales = np.maximum(high / (15 - self.zeros), -low / self.zeros)
+        if extreme:
+            # Three in eight are 0, and one in four is 15.
+            random = np.random.default_rng(weight.numel())
+            self.zeros = np.where(random.random(low.shape) < 0.5, self.zeros, 0)
+            self.zeros = np.where(random.random(low.shape) < 0.25, 15, self.zeros)
+            scales = (high - low) / 15
         self.scales = torch.from_numpy(scales).bfloat16().float().numpy()
         values = np.rint(whole / self.scales[..., None]) + self.zeros[..., None]
         values = np.clip(values, 0, 15).astype(np.int64)
@@ -147,6 +155,7 @@ def gptq(
     symmetric: bool = True,
     second_format: bool = False,
     is_sorted: bool = False,
+    extreme: bool = False,
 ) -> Encoded:
     num_outputs, num_inputs = weight.shape
     groups = torch.arange(num_inputs, dtype=torch.int32) // group
@@ -154,12 +163,14 @@ def gptq(
         made: Int4 = (sorted_one := SortedInt4(weight, group, num_inputs, symmetric=symmetric))
         groups = sorted_one.groups
     else:
-        made = Int4(weight, group, symmetric=symmetric)
+        made = Int4(weight, group, symmetric=symmetric, extreme=extreme)
     rows = made.values.T.reshape(num_inputs // 8, 8, num_outputs).transpose(0, 2, 1)
-    stored = made.zeros.T - (0 if second_format else 1)
+    stored = _words(made.zeros.T.reshape(made.zeros.shape[1], -1, 8)).numpy().view(np.uint32)
+    # The first format subtracts from whole words: a zero point of 0 borrows from the next one.
+    stored = stored - np.uint32(0 if second_format else 0x11111111)
     parts = {
         "qweight": _words(rows),
-        "qzeros": _words(stored.reshape(len(stored), -1, 8)),
+        "qzeros": torch.from_numpy(stored.view(np.int32)),
         "scales": torch.from_numpy(np.ascontiguousarray(made.scales.T)).bfloat16(),
         "g_idx": groups,
     }
@@ -233,6 +244,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
     "gptq asymmetric": (
         {**GPTQ_CONFIG, "sym": False, "checkpoint_format": "gptq_v2"},
         lambda weight: gptq(weight, symmetric=False, second_format=True),
+    ),
+    "gptq extreme zeros": (
+        {**GPTQ_CONFIG, "sym": False, "checkpoint_format": "gptq"},
+        lambda weight: gptq(weight, symmetric=False, extreme=True),
     ),
     "packed int4": (
         compressed("pack-quantized", {**_INT4, "symmetric": True}, None),

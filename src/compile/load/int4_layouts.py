@@ -9,10 +9,13 @@ layout              values                 zero points             weight
 AWQ                 ``[K, N / 8]``,        ``[G, N / 8]``, alike   ``(q - z) * scale``
                     outputs 0 2 4 6 1 3
                     5 7
-GPTQ                ``[K / 8, N]``         ``[G, N / 8]``          ``(q - (z + 1)) * scale``; in
-                                                                   its second format z
+GPTQ                ``[K / 8, N]``         ``[G, N / 8]``, in the  ``(q - z) * scale``
+                                           first format shifted
 compressed-tensors  ``[N, K / 8]``         ``[N / 8, G]`` or none  ``(q - z) * scale``; z is 8
 ==================  =====================  ======================  ============================
+
+GPTQ's first format subtracts 0x11111111 from each int32 of zero points, modulo 2**32. A zero point
+of 0 borrows from its neighbour, so the subtraction is undone before a word is unpacked.
 
 N outputs, K inputs, G groups of inputs. Groups become groups of 32 inputs, which changes no value:
 ``(q - 8) * scale + (8 - z) * scale`` is exact in float32 for scales of float16 and bfloat16.
@@ -31,6 +34,7 @@ from ...kernels.quantized.cpu_quantized import GROUP, Int4Weight, PermutedInt4We
 _PER_WORD = 8
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where an int32 has outputs 0, 1, 2, ...
 _MIDDLE = 8
+_ONES = 0x11111111  # 1 in each field of an int32
 
 
 def awq_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Int4Weight:
@@ -45,13 +49,16 @@ def gptq_weight(
     scales: Tensor,
     groups: Tensor | None = None,
     *,
-    zero_offset: int,
+    is_shifted: bool,
 ) -> Int4Weight | PermutedInt4Weight:
-    """``scales`` ``[G, N]``; ``zero_offset`` is 1 in the first format, 0 in the second; ``groups``
-    as of :func:`order_of`."""
+    """``scales`` ``[G, N]``; ``is_shifted`` in the first format; ``groups`` as of
+    :func:`order_of`."""
     values = _unpacked(qweight).transpose(1, 2).flatten(0, 1)
+    if is_shifted:
+        # A carry out of the highest field is dropped.
+        qzeros = ((qzeros.long() + _ONES + 2**31) % 2**32 - 2**31).int()
     zeros = _unpacked(qzeros).flatten(-2)
-    return _sorted(values.t(), zeros.t() + zero_offset, scales.t(), groups)
+    return _sorted(values.t(), zeros.t(), scales.t(), groups)
 
 
 def packed_weight(

@@ -190,13 +190,13 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     _expect(config, "", bits=(4,), checkpoint_format=(None, "gptq", "gptq_v2"), dynamic=(None, {}))
-    zero_offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    is_shifted = config.get("checkpoint_format") != "gptq_v2"
 
     def read(parts: Parts, shape: tuple[int, int]) -> QuantizedWeight:
         _check_words("qweight", parts["qweight"], (shape[1] // 8, shape[0]))
         operands = _zeros_and_scales(parts, shape)
         groups = _groups("g_idx", parts, shape[1])
-        return gptq_weight(*operands, groups, zero_offset=zero_offset)
+        return gptq_weight(*operands, groups, is_shifted=is_shifted)
 
     name = f"GPTQ int4 in groups of {config.get('group_size')}"
     parts = ("qweight", "qzeros", "scales", "g_idx?")
