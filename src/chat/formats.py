@@ -29,6 +29,8 @@ class AnswerFormat:
         implicit: the field of ``plain`` that text is in which is in no other.
         strips_content, strips_reasoning: whether white space at the ends is no part of it.
         call_field: all texts and patterns of the field of tool calls.
+        reasoning_tags: the literal texts that open and close the reasoning, as
+            ``("<think>", "</think>")``; None if there is no reasoning, or a pattern delimits it.
     """
 
     whole: Any
@@ -37,6 +39,7 @@ class AnswerFormat:
     strips_content: bool
     strips_reasoning: bool
     call_field: str
+    reasoning_tags: tuple[str, str] | None
 
     def writes_calls_with(self, token: str) -> bool:
         """Whether tool calls are written with this token, as a delimiter or in their text."""
@@ -80,6 +83,7 @@ def make_format(template: dict[str, Any]) -> AnswerFormat:
         _strips(fields.get("content", {})),
         _strips(fields.get(reasoning, {})),
         "\n".join(_texts(fields.get("tool_calls", {}))),
+        _tags(fields.get(reasoning, {})),
     )
 
 
@@ -90,6 +94,13 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)
+
+
+def _tags(field: dict[str, Any]) -> tuple[str, str] | None:
+    """The first literal that opens a field, and the first that closes it."""
+    first = [next(_texts(field.get(key)), None) for key in ("open", "close")]
+    opening, closing = first
+    return None if opening is None or closing is None else (opening, closing)
 
 
 def _strips(field: dict[str, Any]) -> bool:

@@ -114,6 +114,28 @@ def test_a_format_of_other_fields_and_lists_of_calls() -> None:
     assert read("[say]a", LISTED)["content"] == "a"
 
 
+@pytest.mark.parametrize(
+    ("style", "tags"),
+    [
+        ("qwen3", ("<think>", "</think>")),
+        ("qwen3_5", ("<think>", "</think>")),
+        ("gemma4", ("<|channel>thought\n", "<channel|>")),
+    ],
+)
+def test_the_texts_that_delimit_reasoning(style: str, tags: tuple[str, str]) -> None:
+    form = make_reader(style, chat_tokenizer(style)).answer_format
+    assert form is not None
+    assert form.reasoning_tags == tags
+
+
+def test_a_pattern_that_opens_reasoning_is_no_text() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.response_template = LISTED
+    form = make_reader(None, tokenizer).answer_format
+    assert form is not None
+    assert form.reasoning_tags is None
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_it_reads_as_transformers_does(style: str) -> None:
     """But for content before and after a call, of which transformers keeps one."""
