@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -13,20 +13,33 @@ from ..validation import is_list
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def read_messages(messages: Any, field: str = "messages") -> list[dict[str, Any]]:
+Content = str | list[dict[str, Any]]
+
+
+def joined_parts(_role: str, content: Content) -> str:
+    """Content as text: parts are joined by line breaks."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def read_messages(
+    messages: Any, field: str = "messages", fitting: Callable[[str, Content], Any] = joined_parts
+) -> list[dict[str, Any]]:
     """A conversation for ``apply_chat_template``.
 
-    Content may be text or a list of parts ``{"type": "text", "text": ...}``, joined by line breaks;
-    it may be missing where there are tool calls. Role "developer" becomes "system". Arguments of
-    tool calls may be the text of a JSON object, or the object. What else a message has is left as
-    it is, for the template.
+    Content may be text or a list of parts ``{"type": "text", "text": ...}``; ``fitting`` makes of a
+    role and its content the form that the template reads. It may be missing where there are tool
+    calls. Role "developer" becomes "system". Arguments of tool calls may be the text of a JSON
+    object, or the object. What else a message has is left as it is, for the template.
 
     Raises:
         InvalidInputError: names the message, the part of it, and what it must be.
     """
     if not is_list(messages) or not messages:
         raise InvalidInputError(field, messages, "must be a non-empty list of messages")
-    return [_message(message, f"{field}[{i}]") for i, message in enumerate(messages)]
+    made = [_message(message, f"{field}[{i}]") for i, message in enumerate(messages)]
+    for message in made:
+        message["content"] = fitting(message["role"], message["content"])
+    return made
 
 
 def _message(message: Any, field: str) -> dict[str, Any]:
@@ -56,14 +69,14 @@ def _message(message: Any, field: str) -> dict[str, Any]:
     return made
 
 
-def _content(content: Any, role: str, field: str) -> str:
+def _content(content: Any, role: str, field: str) -> Content:
     if content is None and role == "assistant":
         return ""
     if isinstance(content, str):
         return content
     if not is_list(content):
         raise InvalidInputError(field, content, "must be text, or a list of parts of text")
-    texts = []
+    parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
@@ -72,8 +85,8 @@ def _content(content: Any, role: str, field: str) -> str:
         text = part.get("text")
         if not isinstance(text, str):
             raise InvalidInputError(f"{field}[{i}].text", text, "must be text")
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append(dict(part))
+    return parts
 
 
 def _tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from ..engine.inputs import PromptInput, PromptReader
@@ -15,6 +15,7 @@ from .formats import AnswerFormat, make_format, template_of
 from .messages import read_messages, read_tools
 from .regions import TemplateAnswer
 from .response import Answer, PlainAnswer, ResponseReader
+from .template import ChatTemplate, Message
 from .tool_choice import ForcedAnswer, ToolChoice, forced_name
 
 # Arguments of ``apply_chat_template`` that are no variables of the template.
@@ -36,6 +37,8 @@ _NO_VARIABLES = frozenset(
         "tokenizer_kwargs",
     )
 )
+# Most templates that are kept: requests may bring their own.
+_MAX_TEMPLATES = 64
 
 
 class ChatReader:
@@ -60,6 +63,7 @@ class ChatReader:
         self._tokenizer = tokenizer
         self._model_type = model_type
         self._eos_token_ids = eos_token_ids
+        self._templates: dict[str, ChatTemplate] = {}
 
     def read(
         self,
@@ -91,16 +95,18 @@ class ChatReader:
         has_own = bool(getattr(self._tokenizer, "chat_template", None))
         if self._tokenizer is None or not (chat_template or has_own):
             raise InvalidInputError(field, messages, "this model has no chat template")
-        conversation = read_messages(messages, field)
         if chat_template is not None and not isinstance(chat_template, str):
             raise InvalidInputError("chat_template", chat_template, "must be text")
         if continue_final_message and add_generation_prompt:
             limit = "must be False if add_generation_prompt is True"
             raise InvalidInputError("continue_final_message", continue_final_message, limit)
+        schemas = read_tools(tools)
+        template = self._template(chat_template, schemas, field)
+        conversation = read_messages(messages, field, template.fitting)
         arguments = {
             **_variables(chat_template_kwargs),
-            "tools": read_tools(tools),
-            "chat_template": chat_template,
+            "tools": schemas,
+            "chat_template": template.source,
             "add_generation_prompt": bool(add_generation_prompt),
             "continue_final_message": bool(continue_final_message),
         }
@@ -170,6 +176,38 @@ class ChatReader:
         except (ImportError, ValueError, LookupError, TypeError, AttributeError) as error:
             warnings.warn(f"the tokenizer's response template is ignored: {error}", stacklevel=2)
             return None
+
+    def _template(
+        self, chat_template: str | None, tools: Sequence[Any] | None, field: str
+    ) -> ChatTemplate:
+        """The template of a conversation; each source is probed once."""
+        try:
+            source = self._tokenizer.get_chat_template(chat_template, tools)
+        except ValueError as error:
+            raise InvalidInputError(field, chat_template, f"chat template: {error}") from error
+        template = self._templates.get(source)
+        if template is None:
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
+            template = self._templates[source] = ChatTemplate(source, partial(self._render, source))
+        return template
+
+    def _render(
+        self,
+        source: str,
+        messages: list[Message],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        with self._prompts.encoding_lock:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                tools=tools,
+                chat_template=source,
+                add_generation_prompt=add_generation_prompt,
+            )
+        return text
 
     @cached_property
     def _special_tokens(self) -> dict[int, str]:

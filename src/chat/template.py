@@ -1,0 +1,129 @@
+"""What one chat template does, found by rendering small conversations through it.
+
+A template is a program: it may read content as text or as a list of parts, and may ignore tools.
+Its source tells little of this; its output tells all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+Message = Mapping[str, Any]
+# Texts that no template writes by itself; letters and digits only, which every filter leaves alone.
+_FIRST, _SECOND, _ARGUMENT = "Zq1wordone", "Zq2wordtwo", "Zq3argument"
+PROBE_TOOL = "zq_probe_tool"
+# Nine letters and digits, the only ids that templates of Mistral accept.
+PROBE_ID = "zqcall001"
+# What a template writes that prints a list of parts as a Python or JSON value.
+_PRINTED = ("'type': 'text'", '"type": "text"')
+
+
+def probe_tools() -> list[dict[str, Any]]:
+    """One tool, with a text and a number for arguments."""
+    properties = {
+        "word": {"type": "string", "description": "A word."},
+        "count": {"type": "integer", "description": "A number."},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["word"]}
+    function = {"name": PROBE_TOOL, "description": "A tool.", "parameters": parameters}
+    return [{"type": "function", "function": function}]
+
+
+def probe_call(call_id: str = PROBE_ID) -> dict[str, Any]:
+    """A call of the tool of :func:`probe_tools`."""
+    function = {"name": PROBE_TOOL, "arguments": {"word": _ARGUMENT, "count": 3}}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+class ChatTemplate:
+    """
+    Args:
+        source: the Jinja text.
+        render: renders messages, tools (or None) and whether a generation prompt is added, with
+            this template; raises whatever the template raises.
+    """
+
+    def __init__(
+        self, source: str, render: Callable[[list[Message], Sequence[Any] | None, bool], str]
+    ) -> None:
+        self.source = source
+        self._render = render
+        self._fitting: dict[str, tuple[str, ...]] = {}
+
+    def rendered(
+        self,
+        messages: list[Message],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str | None:
+        """The text; None if the template refuses the conversation."""
+        try:
+            return self._render(messages, tools, add_generation_prompt)
+        except Exception:  # a template raises whatever Jinja or its own code raises
+            return None
+
+    # Content ------------------------------------------------------------------------------------
+
+    def fitting(self, role: str, content: str | list[dict[str, Any]]) -> Any:
+        """The content in the form that the template reads for that role, so that no word is lost:
+        text, a list of parts, or a list of one part for templates that read the first only. Parts
+        that are joined are joined by line breaks. The given form is kept if it is read.
+        """
+        if role not in self._fitting:
+            self._fitting[role] = self._readable_forms(role)
+        readable = self._fitting[role]
+        if isinstance(content, str):
+            form, text = ("text" if "text" in readable or not content else "part"), content
+        else:
+            form = next((name for name in ("parts", "text", "part") if name in readable), "text")
+            text = "\n".join(part["text"] for part in content)
+            if form == "parts":
+                return content
+        if form == "part" and "part" in readable:
+            return [{"type": "text", "text": text}]
+        return text
+
+    def _readable_forms(self, role: str) -> tuple[str, ...]:
+        words = {
+            "text": f"{_FIRST}{_SECOND}",
+            "parts": [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}],
+            "part": [{"type": "text", "text": f"{_FIRST}{_SECOND}"}],
+        }
+        return tuple(name for name, content in words.items() if self._reads(role, content))
+
+    def _reads(self, role: str, content: Any) -> bool:
+        user = {"role": "user", "content": self._user_content(role)}
+        message = {"role": role, "content": content}
+        conversation: list[Message] = {
+            "system": [message, user],
+            "user": [message],
+            "assistant": [user, message, user],
+            "tool": [
+                user,
+                {"role": "assistant", "content": "", "tool_calls": [probe_call()]},
+                {**message, "tool_call_id": PROBE_ID, "name": PROBE_TOOL},
+            ],
+        }.get(role, [user, message])
+        text = self.rendered(conversation) or ""
+        is_printed = any(printed in text for printed in _PRINTED)
+        return _FIRST in text and _SECOND in text and not is_printed
+
+    def _user_content(self, role: str) -> Any:
+        """Content of a user's message beside the one that is tried."""
+        return "" if role == "user" else self.fitting("user", "Hello.")
+
+    # Tools --------------------------------------------------------------------------------------
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the model sees the tools. True if that cannot be found out: the template then
+        refuses the conversation with tools and without."""
+        user: list[Message] = [{"role": "user", "content": self.fitting("user", "Hello.")}]
+        system: Message = {"role": "system", "content": self.fitting("system", "Be kind.")}
+        for conversation in (user, [system, *user]):
+            text = self.rendered(conversation, probe_tools(), add_generation_prompt=True)
+            if text is not None:
+                return PROBE_TOOL in text
+        return self.rendered(user) is None
