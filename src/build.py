@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .compile.captured_model import CapturedModel, capture_model
+from .compile.load.default_sampling import (
+    default_sampling,
+    ignored_settings,
+    read_generation_config,
+    report_sampling,
+)
 from .compile.load.source import ModelSource, find_source
 from .compile.model.loaded import WHOLE, LoadedModel, Shard
 from .compile.start_record import StartRecord, may_restore
 from .disk_cache import cache_root
-from .engine.config import EngineConfig, check_device
+from .engine.config import GENERATION_CONFIGS, EngineConfig, check_device
 from .engine.stats import Clock, EngineStats
 from .errors import InvalidInputError
 from .kernels.attention.backend import select_backend
@@ -34,7 +40,7 @@ from .structured.grammars import Grammars
 # What comes with Dynamo or with transformers' modeling code is imported where it is needed: a start
 # that restores a model needs neither.
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
     from .compile.capture.graph_cache import GraphCache
     from .kernels.attention.spec import AttentionSpec
@@ -100,6 +106,9 @@ def build(
         # library keeps the settings it had then: what other processes found need not hold.
         if torch.cuda.is_initialized():
             matmul_plan_dir = None
+    generation_config = None
+    if config.generation_config not in GENERATION_CONFIGS:
+        generation_config = read_generation_config(config.generation_config)
     stats = EngineStats()
     clock = Clock(stats.startup_s)
     with clock("load"):
@@ -211,7 +220,7 @@ def build(
         can_score=captured.head is not None,
         grammars=runner.grammars if shard.num_ranks == 1 else None,
         model_type=loaded.model_type,
-        default_sampling=loaded.default_sampling,
+        default_sampling=_default_sampling(loaded, config, generation_config, shard),
     )
 
 
@@ -254,6 +263,26 @@ def _load(
         max_model_len=config.max_model_len,
         shard=shard,
     )
+
+
+def _default_sampling(
+    loaded: LoadedModel, config: EngineConfig, given: GenerationConfig | None, shard: Shard
+) -> dict[str, Any]:
+    """What requests get by the chosen generation config, which rank 0 reports.
+
+    Args:
+        given: the config of a folder; None: the model's own, or none.
+    """
+    if config.generation_config == "vllm":
+        return {}
+    found, ignored = loaded.default_sampling, loaded.ignored_settings
+    if given is not None:
+        found = default_sampling(given)
+        ignored = ignored_settings(given, loaded.max_position_embeddings)
+    if shard.rank == 0:
+        is_own = given is None
+        report_sampling("the model" if is_own else config.generation_config, found, ignored)
+    return found
 
 
 def _probe(loaded: LoadedModel) -> list[AttentionSpec]:

@@ -117,6 +117,9 @@ class LLM:
             compute capability 8.9.
         mla_latent_cache: of models with multi-head latent attention, cache the latent vector of a
             token in place of the keys and values of every head (docs/attention.md).
+        generation_config: where the default sampling parameters come from: "auto", the model's
+            generation config; "vllm", none, so they are those of ``SamplingParams``; or a folder
+            with a generation_config.json. The model's end tokens are its own in any case.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
@@ -158,6 +161,7 @@ class LLM:
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         mla_latent_cache: bool = True,
+        generation_config: str | os.PathLike[str] = "auto",
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
@@ -195,6 +199,7 @@ class LLM:
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             mla_latent_cache=mla_latent_cache,
+            generation_config=generation_config,  # type: ignore[arg-type]
         )
         build = import_engine(config.device, config.tensor_parallel_size)
         built = build(model, config, on_logits)
@@ -206,7 +211,7 @@ class LLM:
         self.device = str(built.device)
         self._device = built.device
         self._runner = built.runner
-        self._default_sampling = built.default_sampling
+        self.default_sampling = dict(built.default_sampling)
         self.reader = PromptReader(built.tokenizer, built.vocab_size, built.max_model_len)
         self.chat_reader = ChatReader(
             self.reader,
@@ -274,13 +279,18 @@ class LLM:
         )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """New ones with what the model's generation config asks for: temperature, top-p, top-k,
-        min-p, repetition penalty and the number of new tokens.
+        """New ones with what the generation config asks for: temperature, top-p, top-k, min-p,
+        repetition penalty and the number of new tokens.
 
         Raises:
             InvalidInputError: a value there is refused.
         """
-        return SamplingParams(**self._default_sampling)
+        try:
+            return SamplingParams(**self.default_sampling)
+        except InvalidInputError as error:
+            limit = f"{error.limit}; generation_config = 'vllm' leaves the config out"
+            name = f"generation_config.{error.field}"
+            raise InvalidInputError(name, error.value, limit) from None
 
     def score(self, prompts: Any, *, use_tqdm: bool = True) -> list[ScoreOutput]:
         """The log-probability of each token of each prompt but the first, given those before it:

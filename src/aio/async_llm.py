@@ -123,6 +123,7 @@ class AsyncLLM:
 
         Args:
             prompt: as one item of ``LLM.generate``, or a ``PromptInput``.
+            sampling_params: None: those of ``LLM.get_default_sampling_params``.
             request_id: a name for :meth:`abort`; no other live request may have it. None: a number.
             priority, cache_salt: as in a prompt's dict; None: what the prompt says.
 
@@ -134,8 +135,11 @@ class AsyncLLM:
             EngineError: the engine has failed, and did so again when it checked itself.
         """
         ids = None if request_id is None else [request_id]
-        item = (prompt, sampling_params or SamplingParams())
-        (generation,) = await self.submit_all([item], ids, priority=priority, cache_salt=cache_salt)
+        params = sampling_params
+        if params is None:
+            params = self.llm.get_default_sampling_params()
+        items = [(prompt, params)]
+        (generation,) = await self.submit_all(items, ids, priority=priority, cache_salt=cache_salt)
         return generation
 
     async def submit_all(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInputError, PagespecError
 from .jsonl import Fingerprint, Line, Question, Row, parse_question, row_start
 from .logprob_columns import answer_columns, prompt_columns
+from .make_llm import sampling_defaults
 from .prompts import conversation_prompt, user_message
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class _Answering:
     """
 
     def __init__(self, llm: LLM, fingerprint: Fingerprint) -> None:
-        self._llm = llm
+        self._llm, self._defaults = llm, sampling_defaults(llm)
         self._fingerprint = fingerprint
         self._pending: deque[_Job] = deque()
 
@@ -97,7 +98,8 @@ class _Answering:
                 question = parse_question(line)
                 job.identity = question.identity
                 prompt = self._prompt(question)
-                params = self._fingerprint.sampling.params(line.index, question.overrides)
+                sampling = self._fingerprint.sampling
+                params = sampling.params(line.index, question.overrides, self._defaults)
             except InvalidInputError as error:
                 job.error = str(error)
             else:

@@ -59,7 +59,7 @@ class Conversation:
 
     def __init__(self, llm: LLM, sampling: SamplingOptions, system: str | None) -> None:
         self._llm = llm
-        self._sampling = sampling
+        self._sampling, self._defaults = sampling, make_llm.sampling_defaults(llm)
         self._opening: list[Message] = (
             [{"role": "system", "content": system}] if system is not None else []
         )
@@ -79,7 +79,7 @@ class Conversation:
         """
         require_unicode("message", text)
         messages = [*self.messages, {"role": "user", "content": text}]
-        params = self._sampling.params(self._turn)
+        params = self._sampling.params(self._turn, defaults=self._defaults)
         pieces: list[str] = []
         stream = self._llm.stream(conversation_prompt(self._llm, messages), params)
         with contextlib.closing(stream), ctrl_c_sets() as stop:  # type: ignore[type-var]

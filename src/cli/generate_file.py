@@ -55,7 +55,9 @@ def answer_file(
     if output.exists() and output.samefile(source):
         raise InvalidInputError("--output", str(output), "must not be the input file")
     sampling.params(0)  # refuse bad flags before anything is touched
-    fingerprint = Fingerprint(make_llm.model_label(engine), chat, sampling)
+    fingerprint = Fingerprint(
+        make_llm.model_label(engine), chat, sampling, engine.generation_config
+    )
     with _locked(output) as file:
         if overwrite:
             found = Progress(0, 0, 0, sum(1 for _ in read_lines(source)))

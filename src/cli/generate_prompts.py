@@ -25,8 +25,10 @@ def answer_prompts(
     """
     for text in prompts:
         require_unicode("--prompt", text)
-    params = [sampling.params(i) for i in range(len(prompts))]  # refuse before a slow load
+    sampling.params(0)  # refuse before a slow load
     llm = make_llm.start_llm(engine)
+    defaults = make_llm.sampling_defaults(llm)
+    params = [sampling.params(i, defaults=defaults) for i in range(len(prompts))]
     in_template = has_chat_template(llm) if chat is None else chat
     requests = [
         (conversation_prompt(llm, user_message(text)) if in_template else text, params[i])

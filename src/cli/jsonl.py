@@ -56,9 +56,11 @@ class Fingerprint:
     model: str
     chat: bool
     sampling: SamplingOptions
+    generation_config: str = "auto"
 
     def key(self, line: Line) -> str:
-        settings = json.dumps([self.model, self.chat, asdict(self.sampling)], sort_keys=True)
+        parts = [self.model, self.chat, asdict(self.sampling), self.generation_config]
+        settings = json.dumps(parts, sort_keys=True)
         digest = hashlib.sha256(settings.encode("utf-8", "surrogateescape"))
         digest.update(b"\n" + line.raw)
         return digest.hexdigest()[:16]

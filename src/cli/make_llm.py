@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,16 @@ def make_llm(model: str, **arguments: Any) -> LLM:
         # In a log the progress bars of loading would bury the one line that counts.
         logging.disable_progress_bar()
     return LLM(model, **arguments)
+
+
+def sampling_defaults(llm: LLM) -> Mapping[str, Any]:
+    """What the generation config asks for, by names of ``SamplingParams``.
+
+    Raises:
+        InvalidInputError: a value there is refused.
+    """
+    llm.get_default_sampling_params()
+    return llm.default_sampling
 
 
 def find_embedded_model() -> Path | None:

@@ -12,6 +12,7 @@ from ..errors import InvalidInputError
 from .command import option
 
 _SEED_SPAN = 1 << 64
+_MAX_TOKENS = 256  # SamplingParams has 16, which ends most answers early
 
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams) if field.init)
 
@@ -121,6 +122,13 @@ class EngineOptions:
         "Of models with multi-head latent attention, cache a token's latent vector in place of "
         "every head's key and value.",
     )
+    generation_config: str = option(
+        "auto",
+        "NAME",
+        "Where the defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens "
+        "come from. auto: the model's generation config. vllm: none. Or a folder with a "
+        "generation_config.json; to serve, its max_new_tokens is a limit, too.",
+    )
     tensor_parallel_size: int = option(
         1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."
     )
@@ -182,19 +190,35 @@ class SamplingOptions:
     n: int = option(
         1, "N", "Answers to each prompt, which is computed once; 1 at temperature 0.", "--n"
     )
-    temperature: float = option(
-        1.0,
+    temperature: float | None = option(
+        None,
         "X",
-        "0 is greedy: always the likeliest token. The default is that of SamplingParams, and of "
-        "vLLM.",
+        "0 is greedy: always the likeliest token.",
+        show_default="the model's, see --generation-config, else 1",
     )
-    top_p: float = option(
-        1.0, "X", "Keep the likeliest tokens that together reach this probability."
+    top_p: float | None = option(
+        None,
+        "X",
+        "Keep the likeliest tokens that together reach this probability.",
+        show_default="the model's, else 1",
     )
-    top_k: int = option(0, "N", "Keep this many of the likeliest tokens; 0 keeps all.")
-    min_p: float = option(0.0, "X", "Drop tokens less likely than this times the likeliest.")
-    repetition_penalty: float = option(
-        1.0, "X", "Divide the logits of tokens seen in prompt or answer by this; 1 does nothing."
+    top_k: int | None = option(
+        None,
+        "N",
+        "Keep this many of the likeliest tokens; 0 keeps all.",
+        show_default="the model's, else 0",
+    )
+    min_p: float | None = option(
+        None,
+        "X",
+        "Drop tokens less likely than this times the likeliest.",
+        show_default="the model's, else 0",
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "X",
+        "Divide the logits of tokens seen in prompt or answer by this; 1 does nothing.",
+        show_default="the model's, else 1",
     )
     presence_penalty: float = option(
         0.0, "X", "Subtract this from the logits of tokens in the answer. From -2 to 2."
@@ -206,8 +230,11 @@ class SamplingOptions:
         None, "TEXT", "Text that is not generated; may be repeated.", "--bad-word"
     )
     min_tokens: int = option(0, "N", "Tokens before which nothing ends the answer.")
-    max_tokens: int = option(
-        256, "N", "Most tokens to generate. (SamplingParams has 16, which ends most answers early.)"
+    max_tokens: int | None = option(
+        None,
+        "N",
+        "Most tokens to generate.",
+        show_default=f"the model's max_new_tokens, else {_MAX_TOKENS}",
     )
     stop: list[str] | None = option(  # noqa: RUF009
         None, "TEXT", "Text that ends the answer and is cut from it; may be repeated."
@@ -228,8 +255,16 @@ class SamplingOptions:
         "command gives the same answers, also when it was interrupted and resumed.",
     )
 
-    def params(self, index: int, overrides: Mapping[str, Any] | None = None) -> SamplingParams:
+    def params(
+        self,
+        index: int,
+        overrides: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> SamplingParams:
         """Sampling parameters of request number ``index``.
+
+        Args:
+            defaults: of the model, for what neither an option nor ``overrides`` set.
 
         The seed is given explicitly, also where ``overrides`` have a null, and not left to the
         engine, whose own choice may depend on how many requests came before in this process: a
@@ -238,7 +273,9 @@ class SamplingOptions:
         Raises:
             InvalidInputError: a value is outside its limits.
         """
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        values: dict[str, Any] = {"max_tokens": _MAX_TOKENS, **(defaults or {})}
+        values |= {name: value for name, value in given.items() if value is not None}
         values.update(overrides or {})
         if (overrides or {}).get("seed") is None:
             values["seed"] = self._seed_of(index * self.n)

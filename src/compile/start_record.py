@@ -39,7 +39,6 @@ from .capture.process_key import (
     process_parts,
 )
 from .capture.traced import Traced
-from .load.default_sampling import ignored_settings, warn_of_ignored
 from .load.gguf_blocks import check_gguf
 from .load.source import ModelSource
 from .model.loaded import LoadedModel, TensorTree, longest_context
@@ -129,9 +128,8 @@ class StartRecord:
             model_type=noted["model_type"],
             quantization=noted["quantization"],
             default_sampling=noted["default_sampling"],
+            ignored_settings=noted["ignored_settings"],
         )
-        # As loading does, which this start goes without.
-        warn_of_ignored(str(self._source), noted["ignored_settings"])
         weights = quantized_weights(self._source, tensors, self._quantization)
         loaded.quantized.update(weights)
         loaded.recurrent[:] = map(RecurrentSpec.from_json, noted["recurrent"])
@@ -169,9 +167,7 @@ class StartRecord:
                 "recurrent": [asdict(spec) for spec in loaded.recurrent],
                 "quantization": loaded.quantization,
                 "default_sampling": loaded.default_sampling,
-                "ignored_settings": ignored_settings(
-                    getattr(module, "generation_config", None), loaded.max_position_embeddings
-                ),
+                "ignored_settings": loaded.ignored_settings,
                 "tensors": tensors,
                 "code": [
                     [name, file := file_of_module(name), code_of_file(file), code_of_module(name)]

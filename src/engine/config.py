@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("gguf", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8")
+GENERATION_CONFIGS = ("auto", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
 MAX_RANKS = 64  # GPUs of one host, with room
@@ -101,6 +103,7 @@ class EngineConfig:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     mla_latent_cache: bool = True
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -139,6 +142,7 @@ class EngineConfig:
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check_bool("mla_latent_cache", self.mla_latent_cache)
         self._check_states()
+        self._check_generation_config()
         _check_bool("transparent", self.transparent)
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise InvalidInputError("overlap", self.overlap, "must be True, False or None")
@@ -165,6 +169,15 @@ class EngineConfig:
             if self.num_state_slots <= self.max_num_seqs:
                 limit = f"must be more than max_num_seqs = {self.max_num_seqs}"
                 raise InvalidInputError("num_state_slots", self.num_state_slots, limit)
+
+    def _check_generation_config(self) -> None:
+        given = path_of(self.generation_config)
+        if given in GENERATION_CONFIGS:
+            return
+        if not given or not os.path.isfile(os.path.join(given, "generation_config.json")):
+            limit = "must be auto, vllm or a folder with a generation_config.json"
+            raise InvalidInputError("generation_config", self.generation_config, limit)
+        object.__setattr__(self, "generation_config", given)
 
     def _check_quantization(self) -> None:
         _check_choice("quantization", self.quantization, QUANTIZATIONS)

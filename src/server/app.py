@@ -21,6 +21,7 @@ from .openapi import describe_truly
 from .page_files import page_router
 from .prometheus import metrics_router
 from .requests import Requests
+from .sampling import SamplingDefaults
 from .security import ApiKeys
 
 # Each has a ``router``.
@@ -33,8 +34,11 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     A request passes, from the outside: its frame (``requests``), browsers' rules, keys, limits, and
     what FastAPI checks. So of a request without a key no body is read, and a web page that may use
     this server can read why it is refused.
+
+    Raises:
+        InvalidInputError: the engine's generation config has a value that is refused.
     """
-    context = ServerContext(engine, config or ServerConfig())
+    context = ServerContext(engine, config or ServerConfig(), SamplingDefaults.of(engine.llm))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

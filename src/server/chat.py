@@ -34,7 +34,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
     call = read_call(body, request, context, "chatcmpl-")
     tools, choice = read_tools(body.tools), _tool_choice(body)
     with client_names(body):
-        params = chat_params(body, forced_output(tools, choice))
+        params = chat_params(body, context.defaults, forced_output(tools, choice))
     if body.stream:
         require_parts(params)
     prompt = await asyncio.to_thread(_read_prompt, body, context, params)

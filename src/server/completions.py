@@ -28,7 +28,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     """Continue one prompt or several; choice ``i * n + j`` is answer j to prompt i."""
     call = read_call(body, request, context, "cmpl-")
     with client_names(body):
-        params = completion_params(body)
+        params = completion_params(body, context.defaults)
     prompts = await _prompts_of(body, context)
     items = [(prompt, params) for prompt in prompts]
     if body.stream:

@@ -12,6 +12,7 @@ from starlette.requests import HTTPConnection
 
 from ..aio.async_llm import AsyncLLM
 from .config import ServerConfig
+from .sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -24,6 +25,7 @@ class ServerContext:
     """The engine and the settings of one app.
 
     Attributes:
+        defaults: of the fields that requests leave out.
         started: seconds since 1970.
         num_requests: being answered now, requests for health and the like left out.
         is_draining: the process is about to end: what runs is answered, nothing new is taken.
@@ -31,6 +33,7 @@ class ServerContext:
 
     engine: AsyncLLM
     config: ServerConfig
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     started: float = field(default_factory=time.time)
     num_requests: int = 0
     is_draining: bool = False

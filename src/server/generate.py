@@ -26,7 +26,8 @@ router = APIRouter()
 async def generate(body: GenerateRequest, request: Request, context: Context) -> Response:
     """Continue token ids."""
     call = read_call(body, request, context)
-    params = generate_params(body.sampling_params, with_text=body.output_mode == "text")
+    with_text = body.output_mode == "text"
+    params = generate_params(body.sampling_params, context.defaults, with_text=with_text)
     item = {"prompt_token_ids": body.token_ids}, params
     if body.stream:
         require_parts(params)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..engine.config import GENERATION_CONFIGS
 from ..engine.edit_checks import MAX_LOGIT_BIAS
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
 from ..errors import InvalidInputError
+from ..llm import LLM
 from .protocol.chat import ChatRequest
 from .protocol.completions import CompletionRequest
 from .protocol.fields import GeneratingBody, ResponseFormat
@@ -48,15 +50,50 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
 _STRUCTURES = frozenset(known.name for known in fields(StructuredOutputs) if known.init)
 
 
-def completion_params(body: CompletionRequest) -> SamplingParams:
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What requests get for the fields that they leave out.
+
+    Attributes:
+        values: of the generation config, by names of ``SamplingParams``, without ``max_tokens``.
+        max_tokens: where a request sets none; None: what is left of the context.
+        most_tokens: to which every request's ``max_tokens`` is cut; None: no limit.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    most_tokens: int | None = None
+
+    @classmethod
+    def of(cls, llm: LLM) -> SamplingDefaults:
+        """As in vLLM, ``max_new_tokens`` is a limit, too, in a config that the operator chose.
+
+        Raises:
+            InvalidInputError: the generation config has a value that is refused.
+        """
+        llm.get_default_sampling_params()
+        values = dict(llm.default_sampling)
+        max_tokens = values.pop("max_tokens", None)
+        is_chosen = llm.config.generation_config not in GENERATION_CONFIGS
+        return cls(values, max_tokens, max_tokens if is_chosen else None)
+
+    def max_tokens_for(self, given: int | None) -> int | None:
+        """``max_tokens`` of a request that has ``given``."""
+        chosen = self.max_tokens if given is None else given
+        # What is outside its limits is refused as it was sent.
+        is_cut = self.most_tokens is not None and chosen is not None and chosen > self.most_tokens
+        return self.most_tokens if is_cut else chosen
+
+
+def completion_params(body: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
     """With ``echo`` and ``logprobs`` those of the prompt are computed too. ``max_tokens`` = 0 is
     for ``echo``: one token is computed, which the answer leaves out.
 
     Raises:
         InvalidInputError: a field is outside its limits.
     """
-    chosen = _shared(body)
-    chosen["max_tokens"] = 1 if is_echo_alone(body) else body.max_tokens
+    chosen = _shared(body, defaults)
+    chosen["max_tokens"] = 1 if is_echo_alone(body) else defaults.max_tokens_for(body.max_tokens)
     chosen["logprobs"] = body.logprobs
     if body.echo and body.logprobs is not None:
         chosen["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
@@ -70,7 +107,9 @@ def is_echo_alone(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0
 
 
-def chat_params(body: ChatRequest, structure: StructuredOutputs | None = None) -> SamplingParams:
+def chat_params(
+    body: ChatRequest, defaults: SamplingDefaults, structure: StructuredOutputs | None = None
+) -> SamplingParams:
     """
     Args:
         structure: that the choice of a tool asks for.
@@ -82,9 +121,9 @@ def chat_params(body: ChatRequest, structure: StructuredOutputs | None = None) -
         _refuse_prompt_logprobs(body.prompt_logprobs)
     if body.top_logprobs and not body.logprobs:
         raise InvalidInputError("top_logprobs", body.top_logprobs, "needs logprobs = true")
-    chosen = _shared(body)
+    chosen = _shared(body, defaults)
     both = body.max_completion_tokens, body.max_tokens
-    chosen["max_tokens"] = both[1] if both[0] is None else both[0]
+    chosen["max_tokens"] = defaults.max_tokens_for(both[1] if both[0] is None else both[0])
     chosen["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     if structure is not None:
         if "structured_outputs" in chosen:
@@ -97,9 +136,12 @@ def chat_params(body: ChatRequest, structure: StructuredOutputs | None = None) -
     return SamplingParams(**chosen, detokenize=needs_text)
 
 
-def generate_params(given: Mapping[str, Any] | None, *, with_text: bool) -> SamplingParams:
-    """From the ``sampling_params`` of ``/inference/v1/generate``: without ``max_tokens``, as many
-    as are left of the context. None stands for the default.
+def generate_params(
+    given: Mapping[str, Any] | None, defaults: SamplingDefaults, *, with_text: bool
+) -> SamplingParams:
+    """From the ``sampling_params`` of ``/inference/v1/generate``. None stands for the default, and
+    of ``max_tokens`` for what is left of the context. Of the generation config only
+    ``max_new_tokens`` counts, and only without ``max_tokens``.
 
     Raises:
         InvalidInputError: a name is unknown, or a value outside its limits.
@@ -108,6 +150,8 @@ def generate_params(given: Mapping[str, Any] | None, *, with_text: bool) -> Samp
         if name not in _GENERATE_PARAMS:
             raise InvalidInputError(f"sampling_params.{name}", value, "is not supported")
     chosen = {name: value for name, value in (given or {}).items() if value is not None}
+    if "max_tokens" not in (given or {}):
+        chosen["max_tokens"] = defaults.max_tokens
     chosen.setdefault("max_tokens", None)
     if not with_text:
         chosen.setdefault("detokenize", bool(chosen.get("stop")))
@@ -118,8 +162,9 @@ def generate_params(given: Mapping[str, Any] | None, *, with_text: bool) -> Samp
     return SamplingParams(**chosen)
 
 
-def _shared(body: GeneratingBody) -> dict[str, Any]:
-    chosen = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+def _shared(body: GeneratingBody, defaults: SamplingDefaults) -> dict[str, Any]:
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    chosen = {**defaults.values, **given}
     if body.logit_bias is not None:
         chosen["logit_bias"] = _logit_bias(body.logit_bias)
     structure = _structure_of(body)

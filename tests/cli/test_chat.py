@@ -14,6 +14,7 @@ from pagespec.cli import chat, make_llm
 from pagespec.cli.chat import ctrl_c_sets
 from pagespec.cli.main import app
 from pagespec.engine.inputs import PromptInput
+from pagespec.engine.sampling_params import SamplingParams
 from pagespec.errors import InvalidInputError
 from tests.support.cli_fakes import chat_reader
 
@@ -37,6 +38,11 @@ class FakeLLM:
         self.asked: list[str] = []
         self.closed = 0
         self.interrupt = False
+        self.default_sampling: dict[str, Any] = {}
+        self.params: list[SamplingParams] = []
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.default_sampling)
 
     def read_messages(self, messages: Any) -> PromptInput:
         return chat_reader(self.tokenizer).read(messages)
@@ -46,6 +52,7 @@ class FakeLLM:
         if "too long" in text:
             raise InvalidInputError("prompt", "9000 tokens", "must be at most 8191 tokens")
         self.asked.append(text)
+        self.params.append(params)
         try:
             if self.interrupt:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -77,6 +84,13 @@ def test_chat_remembers_resets_and_leaves(llm: FakeLLM) -> None:
         "system:be kind|user:new",
     ]
     assert "unknown command /what" in result.stderr
+
+
+def test_chat_takes_what_the_model_asks_for(llm: FakeLLM) -> None:
+    llm.default_sampling = {"temperature": 0.3, "top_p": 0.9}
+    assert call("chat", "-m", "x", "--top-p", "0.5", typed="hi\n").exit_code == 0
+    [params] = llm.params
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.3, 0.5, 256)
 
 
 def test_chat_ends_with_its_input(llm: FakeLLM) -> None:

@@ -32,6 +32,19 @@ def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(desk: Desk) -> 
         assert [p.seed for _, p in desk.llm.seen] == seeds[len(seeds) - len(desk.llm.seen) :]
 
 
+def test_lines_override_what_the_model_asks_for(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeLLM, "default_sampling", {"temperature": 0.3, "top_k": 5})
+    desk.lines({"prompt": "a"}, {"prompt": "b", "temperature": 0.9})
+    desk.run_file("--top-k", "3")
+    found = [(params.temperature, params.top_k) for _, params in desk.llm.seen]
+    assert found == [(0.3, 3), (0.9, 3)]
+    other = desk.run_file("--top-k", "3", "--generation-config", "vllm")
+    assert other.exit_code == 2
+    assert "answers another line, model or sampling flags" in other.stderr
+
+
 def test_ctrl_c_keeps_the_rows_so_far(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.lines(*({"prompt": f"p{i}"} for i in range(6)))
     monkeypatch.setattr(FakeLLM, "stop_after", 2)

@@ -58,6 +58,30 @@ def test_options_reach_the_engine_and_the_request(desk: Desk) -> None:
     assert params[0].temperature == 0.5
 
 
+def test_flags_override_what_the_model_asks_for(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"temperature": 0.3, "top_k": 5, "max_tokens": 7, "repetition_penalty": 1.5}
+    monkeypatch.setattr(FakeLLM, "default_sampling", asked)
+    desk.run("-p", "a", "--top-k", "0", "--max-tokens", "9")
+    desk.run("-p", "a")
+    overridden, plain = (params for _, params in desk.llm.seen)
+    names = "temperature", "top_k", "max_tokens", "repetition_penalty", "top_p"
+    assert [getattr(overridden, name) for name in names] == [0.3, 0, 9, 1.5, 1.0]
+    assert [getattr(plain, name) for name in names] == [0.3, 5, 7, 1.5, 1.0]
+
+
+def test_what_the_model_asks_for_may_be_refused(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.run("-p", "a", "--generation-config", "vllm")
+    assert desk.started[0][1]["generation_config"] == "vllm"
+    monkeypatch.setattr(FakeLLM, "default_sampling", {"min_p": 7.0})
+    result = desk.run("-p", "a")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "min_p" in result.stderr
+
+
 def test_flags_of_edited_logits_reach_the_request(desk: Desk) -> None:
     flags = ["--repetition-penalty", "1.2", "--presence-penalty", "-1", "--frequency-penalty", "2"]
     flags += ["--bad-word", "x", "--bad-word", "y", "--min-tokens", "3"]

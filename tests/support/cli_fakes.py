@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,6 +16,7 @@ from pagespec.cli import make_llm
 from pagespec.cli.main import app
 from pagespec.engine.inputs import PromptReader
 from pagespec.engine.outputs import CompletionOutput, RequestOutput
+from pagespec.engine.sampling_params import SamplingParams
 from pagespec.errors import InvalidInputError
 
 
@@ -40,11 +41,15 @@ class FakeLLM:
 
     window = 3
     stop_after: int | None = None  # requests until a Ctrl-C
+    default_sampling: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
         self.read_messages = chat_reader(tokenizer).read
         self.seen: list[tuple[Any, Any]] = []
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.default_sampling)
 
     def generate_iter(
         self, requests: Iterable[tuple[Any, Any]], *, window: int | None = None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
+
+from ...errors import InvalidInputError
 
 logger = logging.getLogger("pagespec")
 
@@ -56,7 +59,7 @@ def default_sampling(config: Any) -> dict[str, Any]:
     """
     given = {} if config is None else config.to_diff_dict()
     found = {name: given.get(theirs) for theirs, name in _NAMES.items()}
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def ignored_settings(config: Any, longest: int) -> list[str]:
@@ -79,11 +82,38 @@ def ignored_settings(config: Any, longest: int) -> list[str]:
     return sorted(found)
 
 
-def warn_of_ignored(model: str | None, names: Sequence[str]) -> None:
-    """Logs a warning that names what :func:`ignored_settings` has found, if anything."""
-    if names:
+def read_generation_config(folder: str) -> Any:
+    """The ``GenerationConfig`` of a folder.
+
+    Raises:
+        InvalidInputError: its file cannot be read.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(os.path.abspath(folder), local_files_only=True)
+    except Exception as error:  # of JSON of another form, transformers raises various ones
+        limit = f"must be a folder with a readable generation_config.json ({error})"
+        raise InvalidInputError("generation_config", folder, limit) from error
+
+
+def report_sampling(source: str, found: dict[str, Any], ignored: Sequence[str]) -> None:
+    """Log what requests get from a generation config, and what is ignored of it.
+
+    Args:
+        source: what has the config: "the model", or a folder.
+        found: of :func:`default_sampling`.
+        ignored: of :func:`ignored_settings`.
+    """
+    if found:
+        logger.info(
+            "default sampling parameters, by the generation config of %s: %s",
+            source,
+            ", ".join(f"{name}={value}" for name, value in found.items()),
+        )
+    if ignored:
         logger.warning(
             "generation config of %s: ignored, though generate would heed it: %s",
-            model or "the model",
-            ", ".join(names),
+            source,
+            ", ".join(ignored),
         )

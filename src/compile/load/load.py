@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from ...errors import InvalidInputError, UnsupportedModelError
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module, read_weights
-from .default_sampling import default_sampling, ignored_settings, warn_of_ignored
+from .default_sampling import default_sampling, ignored_settings
 from .gguf_blocks import check_gguf, kept_blocks
 from .quantized_load import (
     check_capability,
@@ -259,7 +259,6 @@ def _described(
             None,
             f"must be given: the config of {type(module).__name__} names none",
         )
-    warn_of_ignored(config.name_or_path, ignored_settings(generation_config, limit))
     return LoadedModel(
         module,
         config,
@@ -269,4 +268,5 @@ def _described(
         limit,
         model_type=config.model_type,
         default_sampling=default_sampling(generation_config),
+        ignored_settings=ignored_settings(generation_config, limit),
     )

@@ -51,6 +51,7 @@ class LoadedModel:
         quantized: weights to keep quantised, by parameter name; or None for float16. Empty once the
             model was captured.
         default_sampling: what the generation config asks for, by names of ``SamplingParams``.
+        ignored_settings: names of what else in it would change the tokens of ``generate``.
         quantization: of a checkpoint's layers, whose parameters are stand-ins (:mod:`.stand_in`):
             how they are held, in words.
         is_quantized_at_load: they were made so here, as the caller asked; the checkpoint is not.
@@ -71,6 +72,7 @@ class LoadedModel:
     quantized: dict[str, QuantizedWeight | None] = field(default_factory=dict)
     quantization: str | None = None
     default_sampling: dict[str, Any] = field(default_factory=dict)
+    ignored_settings: list[str] = field(default_factory=list)
     is_quantized_at_load: bool = False
 
     @property

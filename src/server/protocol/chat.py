@@ -54,7 +54,9 @@ class ChatRequest(GeneratingBody):
     }
 
     messages: Objects
-    max_completion_tokens: int | None = Field(None, description="None: what the context leaves.")
+    max_completion_tokens: int | None = Field(
+        None, description="None: the model's, else what the context leaves."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Objects | None = None

@@ -19,7 +19,9 @@ class CompletionRequest(GeneratingBody):
     }
 
     prompt: Prompt
-    max_tokens: int | None = Field(16, description="null: what is left of the context.")
+    max_tokens: int | None = Field(
+        16, description="null: the model's, else what the context leaves."
+    )
     echo: bool | None = Field(None, description="The prompt precedes the answer.")
     logprobs: int | None = None
     add_special_tokens: bool | None = Field(None, description="To a prompt of text; default true.")

@@ -13,7 +13,7 @@ from .shapes import Integers, Object
 class GenerateRequest(EngineFields):
     token_ids: Integers = Field(min_length=1)
     sampling_params: Object | None = Field(
-        None, description="As of SamplingParams; max_tokens defaults to null."
+        None, description="As of SamplingParams; max_tokens: the model's, else null."
     )
     output_mode: Literal["tokens", "text"] | None = Field(
         "tokens", description="'text' gives both."
