@@ -7,6 +7,8 @@ import itertools
 import logging
 import os
 import threading
+import warnings
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +22,7 @@ from ..validation import is_int
 from .engine_thread import EngineThread
 from .generation import Generation, cumulative
 from .host import RequestHost
-from .served import LoopRequests, Observer, Served
+from .served import Loops, Observers, Served
 from .snapshot import EngineSnapshot, block_map, take_snapshot
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ class AsyncLLM:
     engine then checks itself with a request of one token, before the next: :meth:`check_health`
     says how that went.
 
+    Call :meth:`shutdown` in the end. One that is garbage collected before warns (ResourceWarning),
+    ends its thread, and ends what is live with EngineError.
+
     Args:
         model: as of ``LLM``, or an ``LLM``, which is then this object's.
         max_num_requests: most requests that wait or run; more are refused with EngineBusyError.
@@ -54,7 +59,7 @@ class AsyncLLM:
         InvalidInputError, UnsupportedModelError: as of ``LLM``.
 
     Attributes:
-        llm: its calls may be used as well.
+        llm: its calls may be used as well. They step the engine for all, also while this is paused.
         observers: are told of requests; to be filled before the first.
     """
 
@@ -72,18 +77,24 @@ class AsyncLLM:
             raise InvalidInputError(next(iter(arguments)), arguments, "the LLM is there already")
         self.llm = model if isinstance(model, LLM) else LLM(model, **arguments)
         self.max_num_requests = max_num_requests
-        self.observers: list[Observer] = []
+        self.observers = Observers()
         self._reader, self._factory = self.llm.reader, self.llm.factory
         self._engine = self.llm.engine
         self._numbers = itertools.count()
-        self._loops: dict[asyncio.AbstractEventLoop, LoopRequests] = {}
-        self._loops_lock = threading.Lock()
         self._is_stopping = False
         self._resumed: Future[None] | None = None  # while new requests are held back
+        # Nothing that the thread refers to may refer to this object, which it would keep.
+        observers, wake = weakref.ref(self.observers), threading.Event()
+        self._loops = Loops(observers)
         self._host = host = RequestHost(
-            self._engine, self._factory, max_num_requests, self.observers, self._tell_loops
+            self._engine, self._factory, max_num_requests, observers, self._loops, wake
         )
-        self._thread = EngineThread(self._engine, host.after_step, host.on_failure)
+        self._thread = EngineThread(
+            self._engine, wake, host.after_step, host.on_failure, host.end_all
+        )
+        self._abort = _aborter(self._thread, host)
+        self._finalizer = weakref.finalize(self, _end_dropped, self._thread)
+        self._finalizer.atexit = False
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -171,7 +182,7 @@ class AsyncLLM:
         while self._resumed is not None:
             await asyncio.shield(asyncio.wrap_future(self._resumed))
         self._require_running()
-        here = self._requests_of(asyncio.get_running_loop())
+        here = self._loops.requests_of(asyncio.get_running_loop())
         generations = [Generation(s, self._factory, self.llm.tokenizer, self._abort) for s in made]
         handles = [self._host.handle(g, s) for g, s in zip(generations, made, strict=True)]
         for served in made:
@@ -263,12 +274,15 @@ class AsyncLLM:
         await self.wait_for_requests_to_drain(drain_s)
         if self._thread.is_alive:
             await self._call(self._host.abort_all)
-            await asyncio.to_thread(self._thread.close)
+            await asyncio.to_thread(self._thread.close, "the engine was shut down")
+        self._finalizer.detach()
 
     async def check_health(self) -> None:
         """Raises:
         EngineError: the engine has failed, and no request was computed since; or its thread ended.
         """
+        if self._host.is_in_doubt and self._thread.is_alive:
+            await self._call(lambda: None)  # done after the check
         failure = self.failure
         if failure is not None:
             raise EngineError(failure)
@@ -302,18 +316,6 @@ class AsyncLLM:
         if self._is_stopping:
             raise EngineStoppedError("the engine is shutting down")
 
-    def _requests_of(self, loop: asyncio.AbstractEventLoop) -> LoopRequests:
-        with self._loops_lock:
-            if loop not in self._loops:
-                open_ones = {k: v for k, v in self._loops.items() if not v.is_closed}
-                self._loops = {**open_ones, loop: LoopRequests(loop, self.observers)}
-            return self._loops[loop]
-
-    def _tell_loops(self) -> None:
-        """Called on the engine's thread."""
-        for requests in list(self._loops.values()):
-            requests.post()
-
     async def _call(self, operation: Callable[[], _T]) -> _T:
         return await asyncio.wrap_future(self._thread.call(operation))
 
@@ -341,9 +343,24 @@ class AsyncLLM:
             return self._reader.truncated(prompt, truncate)
         return self._reader.read(prompt, field, truncate)
 
-    def _abort(self, served: Served) -> None:
+
+def _aborter(thread: EngineThread, host: RequestHost) -> Callable[[Served], None]:
+    """What aborts from any thread, and does not refer to the ``AsyncLLM``."""
+
+    def abort(served: Served) -> None:
         # Nobody waits for it: the thread may have ended meanwhile.
-        self._thread.call(lambda: self._host.abort(served))
+        thread.call(lambda: host.abort(served))
+
+    return abort
+
+
+def _end_dropped(thread: EngineThread) -> None:
+    thread.close("its AsyncLLM was dropped without shutdown()", waits=False)
+    warnings.warn(
+        "an AsyncLLM was dropped without shutdown(); its engine's thread is ended",
+        ResourceWarning,
+        stacklevel=2,
+    )
 
 
 def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:

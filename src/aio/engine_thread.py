@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ..engine.core import Engine
-from ..engine.request import Request
 from ..errors import EngineError
+
+logger = logging.getLogger("pagespec")
 
 _T = TypeVar("_T")
 
@@ -22,10 +24,14 @@ class EngineThread:
     an event loop it would stop everybody. So operations are handed over, and done here between
     steps, in their order.
 
+    No exception ends the thread, not even one that is no ``Exception``: callbacks run on it, and a
+    KeyboardInterrupt or SystemExit that they raise is meant for no thread.
+
     Args:
-        after_step: called on this thread after each step, and after operations, with the requests
-            that the step finished.
+        wake: set when there may be something to do.
+        after_step: called on this thread after each step, and after operations.
         on_failure: called on this thread when a step failed, which ended all live requests.
+        on_exit: called on this thread when it ends, with the reason that ``close`` was given.
 
     Attributes:
         is_paused: no step is taken; operations are done as ever.
@@ -34,14 +40,16 @@ class EngineThread:
     def __init__(
         self,
         engine: Engine,
-        after_step: Callable[[list[Request]], None],
+        wake: threading.Event,
+        after_step: Callable[[], None],
         on_failure: Callable[[EngineError], None],
+        on_exit: Callable[[str], None],
     ) -> None:
-        self._engine = engine
-        self._after_step, self._on_failure = after_step, on_failure
+        self._engine, self._wake = engine, wake
+        self._after_step, self._on_failure, self._on_exit = after_step, on_failure, on_exit
         self._operations: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._wake = threading.Event()
         self._is_closing = False
+        self._reason = "the engine's thread has ended"
         self.is_paused = False
         self._thread = threading.Thread(target=self._run, name="pagespec-engine", daemon=True)
         self._thread.start()
@@ -51,7 +59,8 @@ class EngineThread:
         return self._thread.is_alive()
 
     def call(self, operation: Callable[[], _T]) -> Future[_T]:
-        """Have ``operation`` done between steps.
+        """Have ``operation`` done between steps. What it raises is the future's error; what is no
+        Exception becomes an EngineError.
 
         Raises:
             EngineError: the thread has ended.
@@ -63,11 +72,17 @@ class EngineThread:
             self._refuse_operations()
         return future
 
-    def close(self) -> None:
-        """End the thread after the step it is in, and wait for that. What is in flight is left."""
+    def close(self, reason: str | None = None, *, waits: bool = True) -> None:
+        """End the thread after the step it is in, and wait for that.
+
+        Args:
+            reason: the error of requests that are still live.
+            waits: False returns at once, as a finalizer must.
+        """
+        self._reason = reason or self._reason
         self._is_closing = True
         self._wake.set()
-        if threading.current_thread() is not self._thread:
+        if waits and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
@@ -75,39 +90,60 @@ class EngineThread:
             while not self._is_closing:
                 # Before the operations are looked at: one that comes now sets it again.
                 self._wake.clear()
-                has_changed = self._do_operations()
-                if self.is_paused or not self._engine.has_work:
-                    if has_changed:
-                        self._after_step([])
+                self._do_operations()
+                if self._can_step():
+                    self._step()
+                _logging_errors(self._after_step)
+                if not self._can_step() and not self._is_closing:
                     self._wake.wait()
-                    continue
-                finished: list[Request] = []
-                try:
-                    finished = self._engine.step()
-                except EngineError as error:
-                    self._on_failure(error)
-                self._after_step(finished)
         finally:
             self._is_closing = True
+            _logging_errors(self._on_exit, self._reason)
             self._refuse_operations()
 
-    def _do_operations(self) -> bool:
-        has_changed = False
+    def _can_step(self) -> bool:
+        return not self.is_paused and self._engine.has_work
+
+    def _step(self) -> None:
+        try:
+            self._engine.step()
+        except BaseException as error:
+            _logging_errors(self._on_failure, as_engine_error(error))
+
+    def _do_operations(self) -> None:
         while self._operations:
             future, operation = self._operations.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
-            has_changed = True
             try:
                 result = operation()
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(as_engine_error(error))
             else:
                 future.set_result(result)
-        return has_changed
 
     def _refuse_operations(self) -> None:
         while self._operations:
             future, _ = self._operations.popleft()
             if future.set_running_or_notify_cancel():
-                future.set_exception(EngineError("the engine's thread has ended"))
+                future.set_exception(EngineError(self._reason))
+
+
+def as_engine_error(error: BaseException) -> EngineError:
+    """``error`` if it is one, else one that says the same. A caller on an event loop must not be
+    given a KeyboardInterrupt, which would end the loop."""
+    if isinstance(error, EngineError):
+        return error
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    made = EngineError(f"a step was stopped by {said}")
+    made.__cause__ = error
+    return made
+
+
+def _logging_errors(call: Callable[..., None], *arguments: object) -> None:
+    try:
+        call(*arguments)
+    except BaseException:
+        logger.exception("the engine's thread goes on after an error")

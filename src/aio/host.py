@@ -1,20 +1,24 @@
-"""What is served, on the engine's thread: admission, ends, failures, and who went away."""
+"""What is served: admission, ends, failures, and who went away."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..engine.core import Engine
 from ..engine.inputs import PromptInput
+from ..engine.outputs import RequestMetrics
+from ..engine.record import End
 from ..engine.request import Request
 from ..engine.request_factory import RequestFactory
 from ..engine.sampling_params import SamplingParams
-from ..errors import EngineBusyError, EngineError, InvalidInputError
+from ..errors import EngineBusyError, EngineError, InvalidInputError, RequestError
+from .engine_thread import as_engine_error
 from .generation import Generation
-from .served import Observer, Served, end_of, tell
+from .served import Loops, Observers, Served, tell
 
 logger = logging.getLogger("pagespec")
 
@@ -33,15 +37,20 @@ class Handle(weakref.ref[Generation]):
 
 
 class RequestHost:
-    """Holds the live requests of an ``AsyncLLM``. Its methods are called on the engine's thread,
-    but for :meth:`handle`; its attributes may be read anywhere.
+    """Holds the live requests of an ``AsyncLLM``, and is their owner in the engine.
+
+    Its methods are called on the engine's thread, but for :meth:`handle`, and for those of an owner
+    (``on_ends``, ``on_step``), which the thread that steps the engine calls, one at a time. Its
+    attributes may be read anywhere.
 
     Args:
         max_num_requests: most that are live; None: any number.
-        tell_loops: called when there may be news for callers.
+        loops: are woken when there is news for callers.
+        wake: wakes the engine's thread.
 
     Attributes:
         failure: why the engine cannot compute; None if it can.
+        is_in_doubt: a step failed, and it has not checked itself since.
     """
 
     def __init__(
@@ -49,16 +58,19 @@ class RequestHost:
         engine: Engine,
         factory: RequestFactory,
         max_num_requests: int | None,
-        observers: Sequence[Observer],
-        tell_loops: Callable[[], None],
+        observers: Callable[[], Observers | None],
+        loops: Loops,
+        wake: threading.Event,
     ) -> None:
         self._engine, self._factory = engine, factory
         self._max_num_requests, self._observers = max_num_requests, observers
-        self._tell_loops = tell_loops
+        self._loops, self._wake = loops, wake
         self.failure: str | None = None
+        self.is_in_doubt = False
+        self._has_failed_step = False  # since it last began to check itself
+        self._last_error: EngineError | None = None  # of what is aborted as the thread ends
         self._live: dict[Request, Served] = {}
         self._by_id: dict[str, Served] = {}
-        self._num_steps_told = 0
         # Filled by C code alone, from wherever the last reference goes.
         self._abandoned: deque[Handle] = deque()
 
@@ -92,18 +104,18 @@ class RequestHost:
         for name in names:
             if name in self._by_id or names.count(name) > 1:
                 raise InvalidInputError("request_id", name, "is in use")
-        done: list[Served] = []
         try:
             for served, handle in zip(made, handles, strict=True):
                 leader, *siblings = served.requests
-                self._engine.add(leader, None, siblings)
-                done.append(served)
                 served.handle = handle
+                # First: from the moment it is added, another thread may end it.
                 self._by_id[served.request_id] = served
                 self._live |= dict.fromkeys(served.requests, served)
+                self._engine.add(leader, None, siblings, self)
         except BaseException:
-            for served in done:
+            for served in made:
                 self.abort(served)
+                self._discard(served)
             raise
 
     def abort_id(self, request_id: str) -> None:
@@ -117,71 +129,94 @@ class RequestHost:
         for request in served.requests:
             if request in self._live:
                 self._engine.abort(request.request_id)
-                self._end(request)
+
+    def _discard(self, served: Served) -> None:
+        """Of the live ones, if it is there: the engine has none of its requests."""
+        for request in served.requests:
+            self._live.pop(request, None)
+        if self._by_id.get(served.request_id) is served:
+            del self._by_id[served.request_id]
 
     def abort_all(self) -> None:
         for served in list(self._by_id.values()):
             self.abort(served)
 
-    def settle(self, operation: Callable[[], list[Request]]) -> None:
-        """Do what settles steps, which may end requests or fail as a step does."""
+    def end_all(self, reason: str) -> None:
+        """The engine's thread ends: so does what is live, with an EngineError."""
+        self._last_error = EngineError(reason)
         try:
-            finished = operation()
-        except EngineError as error:
-            self.on_failure(error)
+            self.abort_all()
+        finally:  # of an engine that cannot even abort
+            left = list(self._live)
+            self.on_ends(dict.fromkeys(left, End(RequestMetrics(), self._last_error)))
+
+    def settle(self, operation: Callable[[], object]) -> None:
+        """Do what settles steps, which may fail as a step does."""
+        try:
+            operation()
+        except BaseException as error:
+            self.on_failure(as_engine_error(error))
             raise
-        for request in finished:
-            self._end(request)
 
-    def _end(self, request: Request) -> None:
-        served = self._live.pop(request, None)
-        if served is None:
-            return
-        engine = self._engine
+    # Called by the thread that steps ----------------------------------------------------------
 
-        def failure() -> tuple[str, bool]:
-            return engine.failure(request), engine.failed_alone(request)
+    def on_ends(self, ends: Mapping[Request, End]) -> None:
+        """See ``Owner``."""
+        for request, end in ends.items():
+            served = self._live.get(request)
+            if served is None:  # an end that is delivered again
+                continue
+            error = end.error
+            if error is not None and not isinstance(error, RequestError):
+                self.is_in_doubt = self._has_failed_step = True
+            if request.finish_reason == "abort" and self._last_error is not None:
+                end = End(end.metrics, self._last_error)
+            served.ends.setdefault(request, end)
+            if served.has_ended and self._by_id.get(served.request_id) is served:
+                del self._by_id[served.request_id]
+            self._live.pop(request, None)  # last: until then an end is delivered again
+        self._loops.post(is_sure=True)
+        if self._has_failed_step:
+            self._wake.set()
 
-        served.ends[request] = end_of(request, engine.metrics(request), failure)
-        engine.forget(request)
-        if served.has_ended:
-            self._by_id.pop(served.request_id, None)
+    def on_step(self, num_tokens: int) -> None:
+        """See ``Owner``."""
+        for observer in self._observers() or ():
+            tell(observer.on_step, num_tokens)
+        self._loops.post()
 
-    def after_step(self, finished: list[Request]) -> None:
-        """Called after each step, and after operations, with the requests that it finished."""
-        for request in finished:
-            self._end(request)
+    # Called by the engine's thread ------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Called after each step, and after operations."""
         while self._abandoned:
             self.abort(self._abandoned.popleft().served)
-        last = self._engine.scheduler.last_step
-        if last is not None and self._engine.scheduler.num_steps != self._num_steps_told:
-            self._num_steps_told = self._engine.scheduler.num_steps
-            for observer in self._observers:
-                tell(observer.on_step, last.plan.total_num_tokens)
-        self._tell_loops()
+        if self._has_failed_step:
+            self._check_itself()
 
-    def on_failure(self, error: Exception) -> None:
+    def on_failure(self, error: EngineError) -> None:
         """A step failed, which ended all live requests."""
         logger.error("a step failed: %s", error)
-        for request in [r for r in self._live if r.finish_reason is not None]:
-            self._end(request)
-        self._check_itself()
+        self.is_in_doubt = self._has_failed_step = True
 
     def _check_itself(self) -> None:
         """Whether it can compute: a failed step may have been the fault of what it computed, or of
         a device that computes nothing any more."""
+        self._has_failed_step = False
         params = SamplingParams(max_tokens=1, temperature=0.0)
         (request,) = self._factory.make(PromptInput(None, [0]), params)
         try:
             self._engine.add(request)
             while request.finish_reason is None:
                 self._engine.step()
-            if request.finish_reason == "error":
-                raise EngineError(self._engine.failure(request))
-        except Exception as error:
-            self.failure = f"the engine has failed: {error}"
+            failure = self._engine.error(request)
+            if failure is not None:
+                raise failure
+        except BaseException as error:
+            self.failure = f"the engine has failed: {as_engine_error(error)}"
             logger.error("%s", self.failure)
         else:
             self.failure = None
         finally:
+            self.is_in_doubt = False
             self._engine.forget(request)

@@ -6,31 +6,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..engine.inputs import PromptInput
-from ..engine.outputs import RequestMetrics
+from ..engine.record import End
 from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
-from ..errors import EngineError, RequestError
+from ..errors import EngineError
 
 logger = logging.getLogger("pagespec")
 _NUM_PER_TURN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a request ended; ``error`` of reason "error"."""
-
-    metrics: RequestMetrics
-    error: EngineError | None = None
-
-
 class Observer(Protocol):
-    """Is told what happens to requests, on their event loop; ``on_step`` on the engine's thread."""
+    """Is told what happens to requests, on their event loop; ``on_step`` on the thread that
+    stepped, while it has the engine's lock."""
 
     def on_arrival(self, served: Served) -> None: ...
 
@@ -41,7 +35,14 @@ class Observer(Protocol):
     def on_end(self, served: Served, request: Request, end: End) -> None: ...
 
     def on_step(self, num_tokens: int) -> None:
-        """A step of so many tokens was dispatched."""
+        """A step of so many tokens was settled."""
+
+
+class Observers(list[Observer]):
+    """The observers of an ``AsyncLLM``. What the engine's thread refers to holds them weakly: they
+    may hold the ``AsyncLLM``, which is to be garbage collected while the thread runs."""
+
+    __slots__ = ("__weakref__",)
 
 
 def tell(report: Callable[..., None], *facts: object) -> None:
@@ -56,7 +57,8 @@ def tell(report: Callable[..., None], *facts: object) -> None:
 class Served:
     """The continuations of one prompt, the leader first.
 
-    The engine's thread grows ``ends``, and each request's tokens; everything else is the loop's.
+    Threads that step the engine grow ``ends``, and each request's tokens; everything else is the
+    loop's.
     ``arrived_at`` is of ``time.perf_counter``.
     """
 
@@ -85,10 +87,10 @@ class Served:
         """Of the first continuation that failed."""
         if not self.ends:  # as nearly always
             return None
-        ends = list(self.ends.values())  # the engine's thread may add one meanwhile
+        ends = list(self.ends.values())  # another thread may add one meanwhile
         return next((end.error for end in ends if end.error is not None), None)
 
-    def look(self, observers: list[Observer]) -> bool:
+    def look(self, observers: Sequence[Observer]) -> bool:
         """See what is new, tell the observers, and wake who waits for news. Returns whether all
         have ended, and so nothing more will be new."""
         is_over, has_news = self.has_ended, False  # the ends are read before the tokens
@@ -122,7 +124,9 @@ class LoopRequests:
     it would wait for all streams ten times.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, observers: list[Observer]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, observers: Callable[[], Observers | None]
+    ) -> None:
         self.loop = loop
         self._observers = observers
         self._served: dict[Served, None] = {}
@@ -136,16 +140,20 @@ class LoopRequests:
     def add(self, served: Served) -> None:
         """Called on the loop."""
         self._served[served] = None
-        for observer in self._observers:
+        for observer in self._observers() or ():
             tell(observer.on_arrival, served)
 
     def discard(self, served: Served) -> None:
         """Called on the loop: it was refused."""
         self._served.pop(served, None)
 
-    def post(self) -> None:
-        """Called on the engine's thread: have the loop look. If it is late, once for many steps."""
-        if not self._is_posted:
+    def post(self, *, is_sure: bool = False) -> None:
+        """Called on any thread: have the loop look. If it is late, once for many steps.
+
+        Args:
+            is_sure: whatever was posted before, which an interrupt may have cut short.
+        """
+        if is_sure or not self._is_posted:
             self._is_posted = True
             with contextlib.suppress(RuntimeError):  # it was closed
                 self.loop.call_soon_threadsafe(self._begin)
@@ -162,7 +170,7 @@ class LoopRequests:
             self._to_see = list(self._served)
         for _ in range(min(_NUM_PER_TURN, len(self._to_see))):
             served = self._to_see.pop()  # the youngest first: they wait for their first tokens
-            if served in self._served and served.look(self._observers):
+            if served in self._served and served.look(self._observers() or ()):
                 del self._served[served]
         if self._to_see or self._is_posted:
             self.loop.call_soon(self._look)
@@ -170,14 +178,23 @@ class LoopRequests:
             self._is_looking = False
 
 
-def end_of(
-    request: Request, metrics: RequestMetrics, failure: Callable[[], tuple[str, bool]]
-) -> End:
-    """Args:
-    failure: why a request of reason "error" failed, and whether it did so alone.
-    """
-    if request.finish_reason != "error":
-        return End(metrics)
-    message, is_alone = failure()
-    kind = RequestError if is_alone else EngineError
-    return End(metrics, kind(f"request {request.request_id} was ended: {message}"))
+class Loops:
+    """The event loops of an ``AsyncLLM``'s callers."""
+
+    def __init__(self, observers: Callable[[], Observers | None]) -> None:
+        self._observers = observers
+        self._loops: dict[asyncio.AbstractEventLoop, LoopRequests] = {}
+        self._lock = threading.Lock()
+
+    def requests_of(self, loop: asyncio.AbstractEventLoop) -> LoopRequests:
+        """What is served for the callers on ``loop``."""
+        with self._lock:
+            if loop not in self._loops:
+                open_ones = {k: v for k, v in self._loops.items() if not v.is_closed}
+                self._loops = {**open_ones, loop: LoopRequests(loop, self._observers)}
+            return self._loops[loop]
+
+    def post(self, *, is_sure: bool = False) -> None:
+        """See ``LoopRequests.post``."""
+        for requests in list(self._loops.values()):
+            requests.post(is_sure=is_sure)

@@ -16,7 +16,7 @@ from .invariants import InvariantError, RunnerView, check_plan, check_state
 from .lock import EngineLock
 from .logprob_output import keep_logprobs
 from .outputs import RequestMetrics
-from .record import Records
+from .record import Owner, Records, error_of
 from .request import Request
 from .runner import Runner
 from .scheduler import Scheduler
@@ -67,7 +67,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether a step would do something; also true during another thread's operation, and
+        after one that was interrupted, from which the next operation recovers."""
+        return self.scheduler.has_work or self._is_changing
 
     # Operations -------------------------------------------------------------------------------
 
@@ -76,6 +78,7 @@ class Engine:
         request: Request,
         caller: object | None = None,
         siblings: Sequence[Request] = (),
+        owner: Owner | None = None,
     ) -> None:
         """Admit a request, and its siblings with it. Raises InvalidInputError if it can never be
         served; see Scheduler.add.
@@ -83,8 +86,10 @@ class Engine:
         Args:
             caller: an object that lives as long as somebody waits for the request, which is
                 aborted and forgotten once it is gone; None: for ever.
+            owner: is given the ends of the requests, whichever thread's operation ends them; the
+                engine then forgets them.
         """
-        self._lock.run(self._guard, self._add, request, caller, siblings)
+        self._lock.run(self._guard, self._add, request, caller, siblings, owner)
 
     def abort(self, request_id: str) -> None:
         """End a request now; a no-op if it has ended already."""
@@ -144,15 +149,10 @@ class Engine:
         """Metrics of a finished request that was not forgotten yet."""
         return self._lock.run(self._guard, self._records.metrics, request)
 
-    def failure(self, request: Request) -> str:
-        """Why a request that was not forgotten yet ended with reason "error"."""
-        record = self._records.find(request)
-        return (record and record.failure) or "an operation of the engine was interrupted"
-
-    def failed_alone(self, request: Request) -> bool:
-        """Whether it could not go on itself, and the others did."""
-        record = self._records.find(request)
-        return record is not None and record.failed_alone
+    def error(self, request: Request) -> EngineError | None:
+        """Why a request that was not forgotten yet ended with reason "error": a RequestError if the
+        others went on. None of any other end."""
+        return error_of(request, self._records.find(request))
 
     # Whole or not at all ----------------------------------------------------------------------
 
@@ -199,6 +199,7 @@ class Engine:
         """From any state whatever to one with no request and a whole pool. May be begun again."""
         self._records.note_all_failed(self.scheduler.requests.values(), failure)
         self.scheduler.reset("error")
+        self._records.deliver_all()  # first: a runner may take long to be reset, or fail
         self._handles.clear()
         self.runner.reset()
         if self._view is not None:
@@ -212,11 +213,17 @@ class Engine:
 
     # What the operations do -------------------------------------------------------------------
 
-    def _add(self, request: Request, caller: object | None, siblings: Sequence[Request]) -> None:
+    def _add(
+        self,
+        request: Request,
+        caller: object | None,
+        siblings: Sequence[Request],
+        owner: Owner | None,
+    ) -> None:
         arrivals = (request, *siblings)
         leases = self._records.leases(arrivals, caller)
         self.scheduler.add(request, siblings)
-        self._records.add(arrivals, leases)
+        self._records.add(arrivals, leases, owner)
         if self._trace is not None:
             self._trace.add(request, siblings)
 
@@ -226,6 +233,7 @@ class Engine:
             self._records.note_aborted(request)
             if self._trace is not None:
                 self._trace.abort(request_id, "abort")
+            self._records.deliver([request])
 
     def _pause(self, request_id: str) -> None:
         self.scheduler.pause(request_id)
@@ -313,6 +321,11 @@ class Engine:
             check_state(self.scheduler)
         finished += [request for request in failed if request is not None]
         self._records.note_settled(finished)
+        owners = list(self._records.owned)
+        if finished:
+            self._records.deliver(finished)
+        for owner in owners:
+            owner.on_step(plan.total_num_tokens)
         return finished
 
     def _fail(self, request_id: str, failure: str) -> Request | None:

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from ..errors import (
     EngineBusyError,
-    EngineError,
     InvalidInputError,
     PagespecError,
     RequestError,
@@ -202,10 +201,9 @@ class GenerationLoop:
 
     def _output(self, requests: Sequence[Request], prompt: PromptInput) -> RequestOutput:
         for request in requests:
-            if request.finish_reason == "error":
-                failure = self._engine.failure(request)
-                kind = RequestError if self._engine.failed_alone(request) else EngineError
-                raise kind(f"request {request.request_id} was ended: {failure}")
+            error = self._engine.error(request)
+            if error is not None:
+                raise error
         metrics = [self._engine.metrics(request) for request in requests]
         return self._factory.output(requests, prompt, metrics)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from ..errors import EngineError, RequestError
 from .outputs import RequestMetrics
 from .request import Request
 
@@ -20,12 +22,37 @@ class Lease(weakref.ref[object]):
     request: Request
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a request ended; ``error`` of reason "error"."""
+
+    metrics: RequestMetrics
+    error: EngineError | None = None
+
+
+class Owner(Protocol):
+    """Waits for requests without stepping the engine; see ``Engine.add``.
+
+    Its methods are called by the thread whose operation ended or advanced the requests, before that
+    operation returns and while it holds the engine's lock. They return at once, raise nothing, and
+    use no operation of the engine.
+    """
+
+    def on_ends(self, ends: Mapping[Request, End]) -> None:
+        """These requests have ended, in whatever way. Called once for each request, or again with
+        the same end if an interrupt came meanwhile."""
+
+    def on_step(self, num_tokens: int) -> None:
+        """A step of ``num_tokens`` positions was settled, perhaps one of other requests."""
+
+
 @dataclass(slots=True)
 class Record:
     """Times are of ``time.perf_counter``."""
 
     arrival: float
     lease: Lease | None = None
+    owner: Owner | None = None
     first_scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
@@ -49,6 +76,20 @@ class Record:
                 metrics.tokens_per_second = num_later_tokens / elapsed if elapsed > 0 else None
         return metrics
 
+    def end(self, request: Request) -> End:
+        """Of the request whose record this is, which has ended."""
+        return End(self.metrics(request), error_of(request, self))
+
+
+def error_of(request: Request, record: Record | None) -> EngineError | None:
+    """Why a request ended with reason "error"; None if it did not. ``record``: if it is still
+    there."""
+    if request.finish_reason != "error":
+        return None
+    failure = (record and record.failure) or "an operation of the engine was interrupted"
+    kind = RequestError if record is not None and record.failed_alone else EngineError
+    return kind(f"request {request.request_id} was ended: {failure}")
+
 
 class Records:
     """The records of all requests that are not forgotten yet. Nothing here decides anything.
@@ -58,10 +99,12 @@ class Records:
     Attributes:
         gone: leases whose callers are gone, and whose requests are still to be dropped. Filled by
             C code alone, from any thread, at any moment.
+        owned: the live requests of each owner.
     """
 
     def __init__(self) -> None:
         self.gone: deque[Lease] = deque()
+        self.owned: dict[Owner, set[Request]] = {}
         self._records: dict[Request, Record] = {}
         self._awaiting_first_token: set[Request] = set()
 
@@ -87,17 +130,46 @@ class Records:
             leases.append(lease)
         return leases
 
-    def add(self, requests: Sequence[Request], leases: Sequence[Lease | None]) -> None:
+    def add(
+        self,
+        requests: Sequence[Request],
+        leases: Sequence[Lease | None],
+        owner: Owner | None = None,
+    ) -> None:
         """Requests that have just arrived."""
+        if owner is not None:  # first: a record with an owner is then forgotten in a recovery
+            self.owned.setdefault(owner, set()).update(requests)
         now = time.perf_counter()
         for request, lease in zip(requests, leases, strict=True):
             # In one piece: a record whose lease were still to come could stay for ever.
-            self._records[request] = Record(now, lease)
+            self._records[request] = Record(now, lease, owner)
 
     def forget(self, request: Request) -> None:
         """A no-op if it is forgotten already."""
         self._records.pop(request, None)
         self._awaiting_first_token.discard(request)
+
+    def deliver(self, ended: Iterable[Request]) -> None:
+        """Give the ends of those that have an owner to it, and forget them."""
+        by_owner: dict[Owner, dict[Request, End]] = {}
+        for request in ended:
+            record = self._records.get(request)
+            if record is not None and record.owner is not None:
+                by_owner.setdefault(record.owner, {})[request] = record.end(request)
+        for owner, ends in by_owner.items():
+            owner.on_ends(ends)
+            # Only now, and in this order: an interrupt before has them delivered again.
+            for request in ends:
+                self.forget(request)
+            waiting = self.owned[owner]
+            waiting.difference_update(ends)
+            if not waiting:
+                del self.owned[owner]
+
+    def deliver_all(self) -> None:
+        """The same for every request with an owner: all of them have ended."""
+        self.deliver([request for waiting in self.owned.values() for request in waiting])
+        self.owned.clear()
 
     def note_scheduled(self, requests: Iterable[Request]) -> None:
         """They are in a step, some for the first time."""

@@ -23,7 +23,7 @@ class Seen:
 
 
 def make(num_served: int) -> tuple[LoopRequests, list[Seen], list[tuple[int, int]], list[int]]:
-    requests = LoopRequests(asyncio.get_running_loop(), [])
+    requests = LoopRequests(asyncio.get_running_loop(), lambda: None)
     looks: list[tuple[int, int]] = []
     turn = [0]
     served = [Seen(i, looks, turn) for i in range(num_served)]

@@ -166,7 +166,7 @@ def test_a_row_that_nothing_may_follow_ends_alone(overlap: bool) -> None:
     doomed.info = replace(doomed.info, edits=only_z)
     engine = serve([*requests[:2], doomed, *requests[2:]], overlap=overlap)
     assert doomed.finish_reason == "error"
-    assert "structured_outputs" in engine.failure(doomed)
+    assert "structured_outputs" in str(engine.error(doomed))
     assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in alone]
 
 

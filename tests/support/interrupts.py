@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ import pagespec.engine
 import pagespec.llm
 from pagespec import EngineError, InvalidInputError, RequestOutput, SamplingParams
 from pagespec.engine.invariants import check_state
+from pagespec.engine.record import End
 from pagespec.engine.request import Request
 from spec import replay
 from tests.support.content_llm import answer_alone, content_llm, text_alone
@@ -107,6 +108,18 @@ def _lines_that_lock(name: str) -> frozenset[int]:
     return frozenset(i for i, line in enumerate(lines, 1) if line.strip().startswith("with self._"))
 
 
+class Ends:
+    """The owner of requests that no call waits for: what it was given of their ends."""
+
+    def __init__(self) -> None:
+        self.ends: dict[Request, End] = {}
+
+    def on_ends(self, ends: Mapping[Request, End]) -> None:
+        self.ends.update(ends)
+
+    def on_step(self, num_tokens: int) -> None: ...
+
+
 class Run:
     """One random program of calls on a fresh ``LLM``, which is the same each time it is run."""
 
@@ -138,6 +151,7 @@ class Run:
 
         scheduler.add = recorded_add  # type: ignore[method-assign]
         self._old_prompts: list[list[int]] = []
+        self._owner, self._owned = Ends(), list[Request]()
 
     def question(self) -> tuple[list[int], SamplingParams]:
         rng = self.rng
@@ -158,7 +172,9 @@ class Run:
         rng, llm = self.rng, self.llm
         if rng.random() < 0.25:
             llm.engine.runner.fail_at_step = rng.randint(0, 4)
+        self.may_fail(self.own)
         self.may_fail(self.generate)
+        self.may_fail(self.own)
         questions = [self.question() for _ in range(rng.randint(1, 4))]
         results = llm.generate_iter(questions, window=rng.randint(1, 4))
         prompt, params = self.question()
@@ -202,6 +218,13 @@ class Run:
         self.llm.reset_prefix_cache()
         self.llm.engine.runner.change_weights()  # type: ignore[attr-defined]
 
+    def own(self) -> None:
+        """Requests whose ends are delivered: another thread's, say."""
+        prompt, params = self.question()
+        leader, *siblings = self.llm.factory.make(self.llm.reader.read(prompt), params)
+        self.llm.engine.add(leader, None, siblings, self._owner)
+        self._owned += [leader, *siblings]
+
     def generate(self) -> None:
         questions = [self.question() for _ in range(self.rng.randint(1, 4))]
         prompts, params = zip(*questions, strict=True)
@@ -234,6 +257,12 @@ class Run:
         self.llm.engine.runner.fail_at_step = None
         if not engine._is_changing:
             check_state(engine.scheduler)
+        while engine.has_work:
+            self.may_fail(engine.step)
+        for request in self._owned:
+            end = self._owner.ends[request]
+            assert (end.error is None) == (request.finish_reason != "error"), request
+            assert request.finish_reason is not None
         for call in self.rng.sample([self.generate, self.stream, self.iterate], 3):
             call()
         check_state(engine.scheduler)
