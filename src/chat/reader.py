@@ -12,7 +12,7 @@ from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .answer_text import AnswerText, special_tokens
 from .formats import AnswerFormat, make_format, template_of
-from .messages import read_messages, read_tools
+from .messages import names_of, read_messages, read_tools
 from .regions import TemplateAnswer
 from .response import Answer, PlainAnswer, ResponseReader
 from .template import ChatTemplate, Message
@@ -37,6 +37,7 @@ _NO_VARIABLES = frozenset(
         "tokenizer_kwargs",
     )
 )
+_NO_TOOLS = "this model's chat template shows no tools to the model"
 # Most templates that are kept: requests may bring their own.
 _MAX_TEMPLATES = 64
 
@@ -81,7 +82,8 @@ class ChatReader:
 
         Args:
             messages: see :func:`.messages.read_messages`.
-            tools: see :func:`.messages.read_tools`; shown to the model by its template.
+            tools: see :func:`.messages.read_tools`; shown to the model by its template, refused if
+                it shows none.
             chat_template: Jinja text in place of the model's, or the name of one of the model's.
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: leave the last message open, for the model to continue.
@@ -102,6 +104,9 @@ class ChatReader:
             raise InvalidInputError("continue_final_message", continue_final_message, limit)
         schemas = read_tools(tools)
         template = self._template(chat_template, schemas, field)
+        names = names_of(schemas)
+        if schemas and not template.shows_tools:
+            raise InvalidInputError("tools", names, _NO_TOOLS)
         conversation = read_messages(messages, field, template.fitting)
         arguments = {
             **_variables(chat_template_kwargs),
@@ -117,6 +122,10 @@ class ChatReader:
                 )
         except Exception as error:  # a template refuses with whatever Jinja raises
             raise InvalidInputError(field, messages, f"chat template: {error}") from error
+        # A template may show tools in the system's message only, which may be missing. Names that
+        # are no identifiers may be escaped there.
+        if names and all(name.isidentifier() and name not in text for name in names):
+            raise InvalidInputError("tools", names, _NO_TOOLS)
         return self._prompts.read_rendered(text, field, truncate)
 
     def reader(

@@ -118,12 +118,12 @@ class ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the model sees the tools. True if that cannot be found out: the template then
-        refuses the conversation with tools and without."""
+        """Whether the model sees the tools of some conversation. True if that cannot be found out:
+        the template then refuses conversations without tools, too."""
         user: list[Message] = [{"role": "user", "content": self.fitting("user", "Hello.")}]
         system: Message = {"role": "system", "content": self.fitting("system", "Be kind.")}
         for conversation in (user, [system, *user]):
             text = self.rendered(conversation, probe_tools(), add_generation_prompt=True)
-            if text is not None:
-                return PROBE_TOOL in text
-        return self.rendered(user) is None
+            if text is not None and PROBE_TOOL in text:
+                return True
+        return self.rendered(user, add_generation_prompt=True) is None

@@ -141,6 +141,58 @@ def test_the_template_sees_tools_and_variables() -> None:
     assert open_end.text.endswith("assistant\nb")
 
 
+IGNORES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+# Tools by another name, tools in the system's message only, tools of the whole conversation.
+SHOWN = [
+    "{% if tools %}{{ tools | tojson }}{% endif %}" + IGNORES,
+    "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}" + IGNORES,
+    "{% for m in messages %}{% if m.role == 'system' %}{{ tools | tojson }}{% endif %}{% endfor %}"
+    + IGNORES,
+    "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+    "{{ tools }}" + IGNORES,
+]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        IGNORES,
+        "{% if tools is defined %}{% endif %}" + IGNORES,
+        "{# tools #}" + IGNORES,
+        "{% if builtin_tools %}{{ tools | tojson }}{% endif %}" + IGNORES,
+    ],
+)
+def test_tools_that_the_template_does_not_show_are_refused(template: str) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"^tools = \['weather'\]: .*template shows no tools"
+    ):
+        CHAT.read([USER], tools=[WEATHER], chat_template=template)
+    for none in (None, []):
+        assert CHAT.read([USER], tools=none, chat_template=template).text == "user: a\nassistant:"
+
+
+@pytest.mark.parametrize("template", SHOWN)
+def test_tools_that_the_template_shows_reach_the_model(template: str) -> None:
+    messages = [{"role": "system", "content": "b"}, USER]
+    text = CHAT.read(messages, tools=[WEATHER], chat_template=template).text
+    assert text is not None
+    assert "weather" in text
+
+
+def test_tools_that_this_conversation_does_not_show_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"^tools = .*shows no tools"):
+        CHAT.read([USER], tools=[WEATHER], chat_template=SHOWN[2])
+
+
+def test_named_templates_are_told_apart_by_tools() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.chat_template = {"default": IGNORES, "tool_use": SHOWN[0]}
+    chat = make_reader("qwen3", tokenizer)
+    assert "weather" in (chat.read([USER], tools=[WEATHER]).text or "")
+    with pytest.raises(InvalidInputError, match=r"^tools = "):
+        chat.read([USER], tools=[WEATHER], chat_template="default")
+
+
 def test_an_answer_goes_back_into_the_conversation() -> None:
     messages = [USER, assistant(call('{"city": "Köln"}')) | {"reasoning_content": "hm"}]
     text = CHAT.read([*messages, {"role": "tool", "content": "9", "tool_call_id": "call_1"}]).text
