@@ -166,3 +166,40 @@ def test_the_embedded_model_gives_valid_json() -> None:
     value = json.loads(text_of(output))
     assert isinstance(value["n"], int)
     assert value["s"] in ("Paris", "Rome")
+
+
+class PanicError(BaseException):
+    """As a panic in Rust is: no Exception."""
+
+
+@pytest.mark.parametrize("function", ["consume_token_par", "fill_next_token_bitmask_par"])
+def test_a_matcher_that_panics_ends_its_own_request(
+    llm: LLM, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llguidance.numpy
+
+    whole = getattr(llguidance.numpy, function)
+    num_calls = 0
+
+    def panic(executor: Any, matchers: list[Any], *bits: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls >= 3 and any(len(pair) and pair[0] in doomed for pair in matchers):
+            raise PanicError("called `Option::unwrap()` on a `None` value")
+        doomed.append(matchers[0][0])
+        del doomed[1:]
+        whole(executor, matchers, *bits)
+
+    doomed: list[Any] = []
+    plain = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
+    expected = llm.generate("b", plain, use_tqdm=False)[0].outputs[0].token_ids
+    monkeypatch.setattr(llguidance.numpy, function, panic)
+    asked = [("a", params(regex="[ab]{30}")), ("b", plain)]
+    constrained, neighbour = llm.generate_iter(asked, window=2)
+    assert isinstance(constrained, RequestError)
+    assert "unwrap" in str(constrained)
+    assert isinstance(neighbour, RequestOutput)
+    assert neighbour.outputs[0].token_ids == expected
+    monkeypatch.undo()
+    (after,) = llm.generate("a", params(regex="[ab]{30}"), use_tqdm=False)
+    assert re.fullmatch("[ab]{30}", text_of(after))

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from ..engine.batches import LastTwoBatches
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
+from ..engine.structured_outputs import StructuredOutputs
 from ..errors import shortened
 from .grammars import Grammars
 
@@ -125,8 +125,7 @@ class Matchers:
     def reset(self) -> None:
         """A step failed: no request is known any more."""
         if self._last_job is not None:
-            with suppress(Exception):
-                self._last_job.result()
+            wait([self._last_job])  # of its error nobody asks any more
         self._last_job = None
         self._texts: dict[str, _Text] = {}
         self._free = list(range(len(self._bits) - 1, -1, -1))
@@ -136,8 +135,6 @@ class Matchers:
     def take(self, plan: StepPlan) -> ConstrainedRows | None:
         """Take in a plan that is dispatched; its constrained rows that sample, or None.
 
-        Raises:
-            InvalidInputError: a constraint that the door let in does not compile; that is a bug.
         """
         if self._texts or self._leaving:
             self._release(plan)
@@ -176,8 +173,8 @@ class Matchers:
             outputs = request.sampling_params.structured_outputs
             if outputs is not None:
                 if row in plan.tables:
-                    matcher = self._grammars.matcher(outputs)
-                    text = self._texts[request.request_id] = _Text(matcher, self._take_mask())
+                    text = self._new_text(outputs)
+                    self._texts[request.request_id] = text
                     text.push(request, 0, plan.prefixes[row])
                 text = self._texts[request.request_id]
                 if start + num_tokens > text.num_known:
@@ -189,6 +186,12 @@ class Matchers:
             begin += num_tokens
             place += is_sampled
         return found
+
+    def _new_text(self, outputs: StructuredOutputs) -> _Text:
+        try:
+            return _Text(self._grammars.matcher(outputs), self._take_mask())
+        except Exception as error:  # the door let it in: a bug, which ends this request alone
+            return _Text(None, self._take_mask(), failure=_shown(error))
 
     def _take_mask(self) -> int:
         if not self._free:
@@ -256,29 +259,49 @@ class Matchers:
 
     def _make(self, work: list[tuple[_Text, list[int]]], bits: IntArray) -> None:
         """Give the matchers their tokens, and write the masks. llguidance does both without the
-        lock of the interpreter, in one call each for all of them."""
+        lock of the interpreter, in one call each for all of them.
+
+        What it raises, which is no Exception if its Rust code panics, ends the requests concerned:
+        of tokens all that were in the call, as it cannot be told which matchers took theirs."""
         from llguidance import LLExecutor
         from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
 
         if self._executor is None:
             self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
         one = [(text.matcher, ids[0]) for text, ids in work if len(ids) == 1]
-        if one:
-            consume_token_par(self._executor, one)
+        failure = _failure_of(consume_token_par, self._executor, one) if one else ""
         for text, ids in work:
             if len(ids) > 1:
-                text.matcher.consume_tokens(ids)
+                text.failure = _failure_of(text.matcher.consume_tokens, ids)
+            elif ids:
+                text.failure = failure
         live = [text for text, _ in work if not _has_failed(text)]
         masks = [(text.matcher, text.mask) for text in live]
         if not masks:  # llguidance raises
             return
-        fill_next_token_bitmask_par(self._executor, masks, bits)
+        if _failure_of(fill_next_token_bitmask_par, self._executor, masks, bits):
+            for text, mask in zip(live, masks, strict=True):
+                text.failure = _failure_of(
+                    fill_next_token_bitmask_par, self._executor, [mask], bits
+                )
         for text in live:
             _has_failed(text)
 
 
 def _has_failed(text: _Text) -> bool:
-    if text.matcher.is_error():
-        reason = " ".join(text.matcher.get_error().split()) or "no mask could be made"
-        text.failure = shortened(reason, _MAX_REASON)
+    if not text.failure and text.matcher.is_error():
+        text.failure = _shown(text.matcher.get_error())
     return bool(text.failure)
+
+
+def _failure_of(call: Callable[..., object], *arguments: object) -> str:
+    """What a call raised; "" for nothing. Not on a thread that gets signals."""
+    try:
+        call(*arguments)
+    except BaseException as error:
+        return _shown(error)
+    return ""
+
+
+def _shown(reason: object) -> str:
+    return shortened(" ".join(str(reason).split()) or "no mask could be made", _MAX_REASON)
