@@ -227,7 +227,7 @@ class LLM:
             seed=config.seed,
             can_score=built.can_score,
             encode=self.reader.encode,
-            check_structure=built.grammars.check if built.grammars is not None else None,
+            structures=built.grammars,
         )
         scheduler = Scheduler(
             BlockManager(

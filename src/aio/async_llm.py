@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..engine.inputs import PromptInput, truncation_of
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
-from ..errors import EngineError, EngineStoppedError, InvalidInputError
+from ..engine.structured_outputs import StructuredOutputs
+from ..errors import EngineBusyError, EngineError, EngineStoppedError, InvalidInputError
 from ..llm import LLM
-from ..validation import is_int
+from ..validation import is_int, is_list
 from .engine_thread import EngineThread
 from .generation import Generation, cumulative
 from .host import RequestHost
+from .lanes import LARGE_CONSTRAINTS, SHORT, SMALL_CONSTRAINTS, lane_of
 from .served import Loops, Observers, Served
 from .snapshot import EngineSnapshot, block_map, take_snapshot
 
@@ -35,6 +37,9 @@ PAUSE_MODES = ("keep", "abort", "wait")
 _POLL_S = 0.01
 # Prompts of more characters are tokenised on another thread, so that the loop goes on meanwhile.
 _SHORT_TEXT = 2_000
+_NUM_IDS_PER_CHAR = 8  # checked in the time in which a character is tokenised
+_SMALL_CONSTRAINT = 4_096  # characters
+_MAX_CONSTRAINT_WAIT_S = 10.0
 _MAX_QUICK = 8  # continuations
 
 
@@ -171,14 +176,17 @@ class AsyncLLM:
             raise InvalidInputError("n", num_new, limit)
         marks = {"priority": priority, "cache_salt": cache_salt}
         lock = self._reader.encoding_lock
+        num_chars = sum(_num_chars(prompt) for prompt, _ in items)
+        is_quick = num_new <= _MAX_QUICK and num_chars <= _SHORT_TEXT and _is_quick(items)
         # Held all the while: the loop must not wait for another thread's long text.
-        if num_new <= _MAX_QUICK and _is_quick(items) and lock.acquire(blocking=False):
+        if is_quick and lock.acquire(blocking=False):
             try:
                 made = self._make(items, request_ids, marks)
             finally:
                 lock.release()
         else:
-            made = await asyncio.to_thread(self._make, items, request_ids, marks)
+            made = await lane_of(num_chars).run(self._make, items, request_ids, marks)
+        await self._check_structures(items)
         while self._resumed is not None:
             await asyncio.shield(asyncio.wrap_future(self._resumed))
         self._require_running()
@@ -330,12 +338,32 @@ class AsyncLLM:
         for index, (prompt, params) in enumerate(items):
             read = self._read(prompt, "prompt" if len(items) == 1 else f"prompts[{index}]", params)
             read = self._reader.marked(read, **{k: v for k, v in marks.items() if v is not None})
-            requests = self._factory.make(read, params)
+            requests = self._factory.make(read, params, checks_structure=False)
             name = str(next(self._numbers)) if request_ids is None else request_ids[index]
             if not isinstance(name, str) or not name:
                 raise InvalidInputError("request_id", name, "must be text, not empty")
             made.append(Served(name, read, params, requests))
         return made
+
+    async def _check_structures(self, items: Sequence[tuple[Any, SamplingParams]]) -> None:
+        """Compile the constraints of requests that were made."""
+        structures = self._factory.structures
+        different: dict[Any, StructuredOutputs] = {}
+        for _, params in items:
+            if params.structured_outputs is not None:
+                different.setdefault(
+                    params.structured_outputs.constraint, params.structured_outputs
+                )
+        for constraint, outputs in different.items():
+            assert structures is not None  # else they would not have been made
+            is_large = len(constraint.text) > _SMALL_CONSTRAINT
+            lane = LARGE_CONSTRAINTS if is_large else SMALL_CONSTRAINTS
+            if structures.is_known(outputs):
+                lane = SHORT
+            try:
+                await lane.run(structures.check, outputs, max_wait_s=_MAX_CONSTRAINT_WAIT_S)
+            except TimeoutError:
+                raise EngineBusyError("constraints of other requests are being compiled") from None
 
     def _read(self, prompt: Any, field: str, params: Any) -> PromptInput:
         truncate = truncation_of(params)
@@ -364,13 +392,14 @@ def _end_dropped(thread: EngineThread) -> None:
 
 
 def _is_quick(items: Sequence[tuple[Any, SamplingParams]]) -> bool:
-    """Whether making requests of them takes no longer than handing that to another thread."""
-    for prompt, params in items:
-        if getattr(params, "structured_outputs", None) is not None:
-            return False
-        if getattr(params, "bad_words", None):
-            return False
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) > _SHORT_TEXT:
-            return False
-    return True
+    """Whether parameters are made requests of in no more time than another thread takes over."""
+    return not any(getattr(params, "bad_words", None) for _, params in items)
+
+
+def _num_chars(prompt: Any) -> int:
+    """Of a text that is to be tokenised, or as many as take the time to check token ids."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    if isinstance(prompt, str):
+        return len(prompt)
+    return len(prompt) // _NUM_IDS_PER_CHAR if is_list(prompt) else 0

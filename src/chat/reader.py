@@ -116,7 +116,7 @@ class ChatReader:
             "continue_final_message": bool(continue_final_message),
         }
         try:
-            with self._prompts.encoding_lock:
+            with self._prompts.guarded():
                 text = self._tokenizer.apply_chat_template(
                     conversation, tokenize=False, **arguments
                 )

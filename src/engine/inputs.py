@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..errors import InvalidInputError
 from ..validation import is_int, is_list
 from .policy import MAX_PRIORITY
 from .sampling_params import SamplingParams
+from .text_bounds import TextBound, is_plain, text_bound
 
+# A text of more characters per token of the context is counted piece by piece first.
+_MAX_CHARS_PER_TOKEN = 8
+_PIECE_CHARS_PER_TOKEN, _MIN_PIECE_CHARS = 4, 1 << 16
+# Where a piece may end if tokens may swallow the white space beside them: little is there.
+_CUT = re.compile(r"\S\s{0,8}(?=\S)")
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
 
 
@@ -107,15 +116,18 @@ class PromptReader:
         max_model_len: prompts must leave room for one generated token.
 
     Attributes:
-        encoding_lock: held while the tokenizer encodes or renders a chat template.
+        encoding_lock: held while a tokenizer that threads may not share encodes a text or renders
+            a chat template.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        # A fast tokenizer cannot be set up for one call ("Already borrowed") while it encodes for
-        # another. Decoding sets nothing up. No step of the engine waits for this lock.
+        # Threads may share a fast tokenizer as long as no call changes its settings: it cannot be
+        # set up for one ("Already borrowed") while it encodes for another. Decoding sets nothing
+        # up. No step of the engine waits for this lock.
+        self._is_shared = is_plain(tokenizer)
         self.encoding_lock = threading.RLock()
 
     def read(self, prompt: Any, field: str = "prompt", truncate: int | None = None) -> PromptInput:
@@ -149,7 +161,7 @@ class PromptReader:
                     limit = "must be a list of token ids; text goes into 'prompt'"
                     raise InvalidInputError(f"{field}.prompt_token_ids", prompt, limit)
         if isinstance(prompt, str):
-            token_ids = self._tokenize(prompt, field)
+            token_ids = self._tokenize(prompt, field, truncate)
             text = prompt
         elif is_list(prompt):
             token_ids, text = list(prompt), None
@@ -202,11 +214,86 @@ class PromptReader:
         if self._tokenizer is None:
             raise InvalidInputError(field, text, "this model has no tokenizer")
         require_unicode(field, text)
-        with self.encoding_lock:
-            token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)[
-                "input_ids"
-            ]
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_prompt(
+        self, text: str, field: str = "prompt", truncate: int | None = None
+    ) -> list[int]:
+        """The tokens of a prompt's text, none added. A text that cannot fit the context is refused
+        before it is tokenised, unless it is truncated.
+
+        Raises:
+            InvalidInputError: the model has no tokenizer, or the text is too long.
+        """
+        if self._tokenizer is None:
+            raise InvalidInputError(field, text, "this model has no tokenizer")
+        require_unicode(field, text)
+        if truncate is None:
+            self._require_room(text, field)
+        return self._encode(text, add_special_tokens=False)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Hold the lock for a tokenizer that threads may not share."""
+        if self._is_shared:
+            yield
+        else:
+            with self.encoding_lock:
+                yield
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        # Masks and types are not used; of a long text they are millions of numbers.
+        options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
+        with self.guarded():
+            if self._is_shared and not self._is_set_up:
+                with self.encoding_lock:
+                    self._tokenizer("", **options)  # sets it up, for this call and all others
+            token_ids: list[int] = self._tokenizer(text, **options)["input_ids"]
         return token_ids
+
+    @property
+    def _is_set_up(self) -> bool:
+        """Whether a call without truncation and padding changes no setting."""
+        backend = self._tokenizer.backend_tokenizer
+        splits = getattr(self._tokenizer, "split_special_tokens", False)
+        return (
+            backend.truncation is None
+            and backend.padding is None
+            and backend.encode_special_tokens == splits
+        )
+
+    @cached_property
+    def _bound(self) -> TextBound | None:
+        return text_bound(self._tokenizer)
+
+    def _require_room(self, text: str, field: str) -> None:
+        """Refuse a text that cannot fit the context, without tokenising all of it.
+
+        First by its bytes. A text with long tokens passes; then its pieces are counted until they
+        have twice the tokens of the context, which no cut between pieces accounts for.
+        """
+        most = self._max_model_len
+        if len(text) <= most:
+            return
+        if self._bound is not None:
+            num_tokens = self._bound.min_num_tokens(text)
+            if num_tokens > most:
+                raise self._too_long(field, num_tokens, is_least=True)
+        if len(text) <= max(_MIN_PIECE_CHARS, _MAX_CHARS_PER_TOKEN * most):
+            return
+        num_tokens, num_chars = 0, max(_MIN_PIECE_CHARS, _PIECE_CHARS_PER_TOKEN * most)
+        for piece in _pieces(text, num_chars, self._bound is None or not self._bound.has_spaces):
+            num_tokens += len(self._encode(piece, add_special_tokens=False))
+            if num_tokens > 2 * most:
+                raise self._too_long(field, num_tokens // 2, is_least=True)
+
+    def _too_long(self, field: str, num_tokens: int, is_least: bool = False) -> InvalidInputError:
+        return InvalidInputError(
+            field,
+            f"{'at least ' if is_least else ''}{num_tokens} tokens",
+            f"must be at most {self._max_model_len - 1} tokens, one less than "
+            f"max_model_len = {self._max_model_len}",
+        )
 
     def decode(self, token_ids: list[int], field: str) -> str:
         """The text of tokens, special ones among them.
@@ -223,31 +310,24 @@ class PromptReader:
     def read_rendered(self, text: str, field: str, truncate: int | None = None) -> PromptInput:
         """A text that has its special tokens already, as chat templates make it. Raises as
         :meth:`read`."""
-        require_unicode(field, text)
-        with self.encoding_lock:
-            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        token_ids = self.encode_prompt(text, field, truncate)
         return PromptInput(text, self._check(self._truncated(token_ids, truncate), field))
 
-    def _tokenize(self, text: str, field: str) -> list[int]:
+    def _tokenize(self, text: str, field: str, truncate: int | None) -> list[int]:
         if self._tokenizer is None:
             raise InvalidInputError(field, text, "this model has no tokenizer: give token ids")
         if not text:
             raise InvalidInputError(field, text, "must not be empty")
         require_unicode(field, text)
-        with self.encoding_lock:
-            token_ids: list[int] = self._tokenizer(text)["input_ids"]
-        return token_ids
+        if truncate is None:
+            self._require_room(text, field)
+        return self._encode(text)
 
     def _check(self, token_ids: list[Any], field: str) -> list[int]:
         if not token_ids:
             raise InvalidInputError(field, token_ids, "must not be empty")
         if len(token_ids) >= self._max_model_len:
-            raise InvalidInputError(
-                field,
-                f"{len(token_ids)} tokens",
-                f"must be at most {self._max_model_len - 1} tokens, one less than "
-                f"max_model_len = {self._max_model_len}",
-            )
+            raise self._too_long(field, len(token_ids))
         self._check_ids(token_ids, field)
         return token_ids
 
@@ -264,3 +344,19 @@ class PromptReader:
                     f"token ids must be integers from 0 to {self._vocab_size - 1}, "
                     f"the vocabulary has {self._vocab_size}",
                 )
+
+
+def _pieces(text: str, num_chars: int, spares_spaces: bool) -> Iterator[str]:
+    """A text in pieces of so many characters, or somewhat more.
+
+    Args:
+        spares_spaces: cut only where little white space is.
+    """
+    begin = 0
+    while begin < len(text):
+        end = begin + num_chars
+        if spares_spaces:
+            cut = _CUT.search(text, end)
+            end = len(text) if cut is None else cut.end()
+        yield text[begin:end]
+        begin = end

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -25,6 +25,22 @@ from .structured_outputs import StructuredOutputs
 _SEED_SPAN = 1 << 64
 
 
+class Structures(Protocol):
+    """The constraints that a runner keeps."""
+
+    def check(self, outputs: StructuredOutputs) -> None:
+        """Compile a constraint, unless that was done.
+
+        Raises:
+            InvalidInputError, EngineBusyError: it cannot be kept, or not compiled now.
+        """
+        ...
+
+    def is_known(self, outputs: StructuredOutputs) -> bool:
+        """Whether a constraint was compiled and is kept."""
+        ...
+
+
 class RequestFactory:
     """Makes requests for one model and numbers them.
 
@@ -36,8 +52,7 @@ class RequestFactory:
         seed: engine seed, from which requests without a seed get theirs.
         can_score: whether the runner gives log-probabilities of prompts.
         encode: gives a text's tokens, none added, for ``bad_words``.
-        check_structure: refuses a constraint that the runner cannot keep; None with several ranks,
-            which keep none.
+        structures: of the runner; None with several ranks, which keep no constraint.
     """
 
     def __init__(
@@ -50,11 +65,11 @@ class RequestFactory:
         seed: int,
         can_score: bool = True,
         encode: Callable[[str], Sequence[int]] | None = None,
-        check_structure: Callable[[StructuredOutputs], None] | None = None,
+        structures: Structures | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
-        self._check_structure = check_structure
+        self.structures = structures
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_model_len = max_model_len
@@ -62,8 +77,14 @@ class RequestFactory:
         self._can_score = can_score
         self._numbers = itertools.count()  # threads share it
 
-    def make(self, prompt: PromptInput, params: SamplingParams) -> list[Request]:
+    def make(
+        self, prompt: PromptInput, params: SamplingParams, *, checks_structure: bool = True
+    ) -> list[Request]:
         """The continuations of a prompt, the leader first; mostly one.
+
+        Args:
+            checks_structure: compile the constraint, which may take seconds; else the caller does
+                so by :attr:`structures`.
 
         Raises:
             InvalidInputError: ``params`` do not suit the model.
@@ -73,7 +94,7 @@ class RequestFactory:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
-        self._check_structured_outputs(params.structured_outputs)
+        self._check_structured_outputs(params.structured_outputs, checks_structure)
         if params.num_generated > params.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # by which they are ranked
         if params.prompt_logprobs is not None and not self._can_score:
@@ -143,13 +164,16 @@ class RequestFactory:
                 limit = "must be True: this tokenizer has spaces there"
                 raise InvalidInputError("spaces_between_special_tokens", False, limit)
 
-    def _check_structured_outputs(self, outputs: StructuredOutputs | None) -> None:
+    def _check_structured_outputs(
+        self, outputs: StructuredOutputs | None, is_compiled: bool
+    ) -> None:
         if outputs is None:
             return
-        if self._check_structure is None:
+        if self.structures is None:
             limit = "is not supported with tensor_parallel_size > 1"
             raise InvalidInputError("structured_outputs", outputs, limit)
-        self._check_structure(outputs)
+        if is_compiled:
+            self.structures.check(outputs)
 
     def _edits(self, params: SamplingParams) -> LogitEdits | None:
         bad_words: list[tuple[int, ...]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -39,6 +40,9 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         InvalidInputError: the engine's generation config has a value that is refused.
     """
     context = ServerContext(engine, config or ServerConfig(), SamplingDefaults.of(engine.llm))
+    # One text is never encoded in parallel. Threads that tokenizers share would be held by long
+    # texts, and short ones wait.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

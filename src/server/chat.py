@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ..aio.generation import AnswerDelta, Generation
+from ..aio.lanes import SHORT, lane_of
 from ..chat.deltas import ContentDelta, Delta, ReasoningDelta
 from ..chat.messages import read_tools
 from ..chat.tool_choice import ToolChoice, forced_output
@@ -23,6 +23,7 @@ from .protocol.chat import ChatRequest
 from .protocol.names import client_names
 from .sampling import chat_params
 from .sse import EventStream, Extra, abort_all, dumps
+from .texts import require_bounded
 from .usage import usage_of
 
 router = APIRouter()
@@ -37,7 +38,9 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
         params = chat_params(body, context.defaults, forced_output(tools, choice))
     if body.stream:
         require_parts(params)
-    prompt = await asyncio.to_thread(_read_prompt, body, context, params)
+    num_bytes = len(await request.body())
+    require_bounded("messages", num_bytes, params.truncate_prompt_tokens, context)
+    prompt = await lane_of(num_bytes).run(_read_prompt, body, context, params)
     if body.stream:
         generations = await call.submit([(prompt, params)])
         return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))
@@ -67,7 +70,7 @@ async def _answer(
             found["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
         return dumps(found).encode()
 
-    return Response(await asyncio.to_thread(content), media_type="application/json")
+    return Response(await SHORT.run(content), media_type="application/json")
 
 
 def _tool_choice(body: ChatRequest) -> ToolChoice:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ..aio.generation import AnswerDelta, Generation
-from ..engine.inputs import PromptInput, require_unicode
+from ..aio.lanes import SHORT, Lane, lane_of
+from ..engine.inputs import PromptInput
 from ..engine.sampling_params import SamplingParams
 from .call import Call, read_call, require_parts, whole
 from .context import Context, ServerContext
@@ -18,6 +18,7 @@ from .protocol.completions import CompletionRequest
 from .protocol.names import client_names
 from .sampling import completion_params, is_echo_alone
 from .sse import EventStream, abort_all, dumps
+from .texts import require_bounded
 from .usage import usage_of
 
 router = APIRouter()
@@ -29,7 +30,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     call = read_call(body, request, context, "cmpl-")
     with client_names(body):
         params = completion_params(body, context.defaults)
-    prompts = await _prompts_of(body, context)
+    prompts = await _prompts_of(body, context, params.truncate_prompt_tokens)
     items = [(prompt, params) for prompt in prompts]
     if body.stream:
         require_parts(params)
@@ -60,23 +61,31 @@ async def _answer(
 
     # Of a long prompt there are many numbers to write.
     is_long = params.prompt_logprobs is not None
-    written = await asyncio.to_thread(content) if is_long else content()
+    written = await SHORT.run(content) if is_long else content()
     return Response(written, media_type="application/json")
 
 
-async def _prompts_of(body: CompletionRequest, context: ServerContext) -> list[Any]:
+async def _prompts_of(
+    body: CompletionRequest, context: ServerContext, truncate: int | None
+) -> list[Any]:
     given = body.prompt
     is_one = isinstance(given, str) or not given or isinstance(given[0], int)
     prompts: list[Any] = [given] if is_one else list(given)
+    sizes = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
+    require_bounded("prompt", sum(sizes), truncate, context)
     if body.add_special_tokens is not False or context.engine.llm.tokenizer is None:
         return prompts
-    return [p if not isinstance(p, str) else await _encoded(p, context) for p in prompts]
+    lane = lane_of(sum(sizes))
+    return [
+        p if not isinstance(p, str) else await _encoded(p, context, truncate, lane) for p in prompts
+    ]
 
 
-async def _encoded(text: str, context: ServerContext) -> list[int]:
+async def _encoded(
+    text: str, context: ServerContext, truncate: int | None, lane: Lane
+) -> list[int]:
     """Its tokens, none added."""
-    require_unicode("prompt", text)
-    return list(await asyncio.to_thread(context.engine.llm.reader.encode, text))
+    return await lane.run(context.engine.llm.reader.encode_prompt, text, "prompt", truncate)
 
 
 class _Choices:

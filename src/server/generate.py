@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ..aio.generation import AnswerDelta, Generation
+from ..aio.lanes import SHORT
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .call import Call, read_call, require_parts, whole
@@ -64,7 +64,7 @@ async def _answer(
 
     # Of a long prompt there are many numbers to write.
     is_long = params.prompt_logprobs is not None
-    written = await asyncio.to_thread(content) if is_long else content()
+    written = await SHORT.run(content) if is_long else content()
     return Response(written, media_type="application/json")
 
 

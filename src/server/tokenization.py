@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from ..aio.lanes import lane_of
+from ..errors import InvalidInputError
 from ..llm import LLM
 from .basic import check_model
 from .context import Context
 from .errors import ApiError
 from .protocol.fields import Body
 from .protocol.shapes import Integers, Object, Objects
+from .sse import dumps
+from .texts import require_bounded
 
 router = APIRouter()
+
+# A tokenizer decodes all of them at once, and no other Python code runs meanwhile.
+MAX_NUM_TOKENS = 1 << 18
+_BYTES_PER_TOKEN = 4
 
 # Of a tokenizer's settings those that say how it reads: others may be paths of this machine.
 _SHOWN = (
@@ -46,25 +54,29 @@ class DetokenizeRequest(Body):
     tokens: Integers
 
 
-# Not coroutines: FastAPI calls them on threads, as a long text takes its time.
 @router.post("/tokenize")
-def tokenize(body: TokenizeRequest, context: Context) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, request: Request, context: Context) -> Response:
     """The tokens of a text, or of a conversation as the model's template writes it."""
     check_model(context, body.model)
-    llm = context.engine.llm
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    field, num_bytes = "messages", len(await request.body())
+    if body.prompt is not None:
+        field, num_bytes = "prompt", len(body.prompt.encode("utf-8", "surrogatepass"))
+    require_bounded(field, num_bytes, 1, context)
+    written = await lane_of(num_bytes).run(_tokenized, context.engine.llm, body)
+    return Response(written, media_type="application/json")
+
+
+def _tokenized(llm: LLM, body: TokenizeRequest) -> bytes:
     tokens = _tokens(llm, body)
     tokenizer: Any = llm.tokenizer
-    return {
-        "count": len(tokens),
-        "max_model_len": llm.max_model_len,
-        "tokens": tokens,
-        "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
-    }
+    found = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens}
+    strs = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return dumps({**found, "token_strs": strs}).encode()
 
 
 def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
         add = body.add_special_tokens is not False
         return llm.reader.encode(body.prompt, "prompt", add_special_tokens=add)
@@ -75,8 +87,8 @@ def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         chat_template_kwargs=body.chat_template_kwargs,
-        # Only the text is taken from it. A whole prompt would have to fit the context, while a text
-        # of any length can be counted.
+        # Only the text is taken from it. A whole prompt would have to fit the context, while a
+        # longer text can be counted.
         truncate=1,
     )
     add = bool(body.add_special_tokens)
@@ -84,10 +96,16 @@ def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
 
 
 @router.post("/detokenize")
-def detokenize(body: DetokenizeRequest, context: Context) -> dict[str, str]:
+async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
     """The text of tokens."""
     check_model(context, body.model)
-    return {"prompt": context.engine.llm.reader.decode(body.tokens, "tokens")}
+    llm, num_tokens = context.engine.llm, len(body.tokens)
+    most = max(MAX_NUM_TOKENS, llm.max_model_len)
+    if num_tokens > most:
+        raise InvalidInputError("tokens", f"{num_tokens} tokens", f"must be at most {most}")
+    lane = lane_of(num_tokens * _BYTES_PER_TOKEN)
+    text = await lane.run(llm.reader.decode, body.tokens, "tokens")
+    return Response(dumps({"prompt": text}).encode(), media_type="application/json")
 
 
 @router.get("/tokenizer_info")

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..engine.structured_outputs import Constraint, StructuredOutputs
 from ..errors import EngineBusyError, InvalidInputError, shortened
+from ..thread_priority import give_way
 from .tokens import make_ll_tokenizer
 
 MAX_KEPT_GRAMMARS = 256
@@ -31,8 +32,8 @@ _LEXER_FUEL = 400_000
 # llguidance calls itself for each reference and rule: 3,000 in a row ended the process on a stack
 # of 8 MiB. The longest that the largest constraint has room for take some 90 MiB.
 _STACK_BYTES = 256 << 20
-_MAX_COMPILING = 2
-# What takes longer goes on to its end, on one of the two threads, but nobody waits for it.
+_MAX_COMPILING = 4
+# What takes longer goes on to its end, on one of the threads, but nothing waits for it.
 _MAX_COMPILE_S = 10.0
 _MAX_REASON = 500
 # Of a Lark grammar: tokens are chosen by their bytes, also where the text leaves no choice.
@@ -85,11 +86,17 @@ class Grammars:
         is_wanted = len(made.matchers) < _NUM_LEXERS and made.compile_s < _MAX_COMPILE_AGAIN_S
         if is_wanted and not is_new and self._places.acquire(blocking=False):
             try:
-                one_more = _on_deep_stack(lambda: self._compile(constraint)).result()
+                again = _on_deep_stack(lambda: self._compile(constraint), gives_way=True)
+                one_more = again.result()
             finally:
                 self._places.release()
             with self._lock:
                 made.matchers.append(one_more)
+
+    def is_known(self, outputs: StructuredOutputs) -> bool:
+        """Whether a constraint is kept: :meth:`check` of it takes milliseconds."""
+        with self._lock:
+            return outputs.constraint in self._kept
 
     def matcher(self, outputs: StructuredOutputs) -> Any:
         """A new ``llguidance.LLMatcher``, at the beginning of the text."""
@@ -134,7 +141,7 @@ class Grammars:
         if not self._places.acquire(timeout=_MAX_COMPILE_S):
             raise EngineBusyError("constraints of other requests are being compiled")
         try:
-            made = _on_deep_stack(lambda: self._compile(constraint))
+            made = _on_deep_stack(lambda: self._compile(constraint), gives_way=True)
         except BaseException as error:
             self._places.release()
             if isinstance(error, RuntimeError):  # no thread can start
@@ -192,11 +199,17 @@ class Grammars:
 _starting = threading.Lock()
 
 
-def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
-    """Run ``work`` on a thread with ``_STACK_BYTES``, of which only what is used takes memory."""
+def _on_deep_stack(work: Callable[[], Any], *, gives_way: bool = False) -> Future[Any]:
+    """Run ``work`` on a thread with ``_STACK_BYTES``, of which only what is used takes memory.
+
+    Args:
+        gives_way: to the engine's thread and the event loop, where processors are short.
+    """
     done: Future[Any] = Future()
 
     def run() -> None:
+        if gives_way:
+            give_way()
         try:
             done.set_result(work())
         except BaseException as error:

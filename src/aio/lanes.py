@@ -1,0 +1,126 @@
+"""Threads for work that an event loop must not wait for, in lanes: long work never fills the
+threads that short work needs.
+
+asyncio's own executor has one queue for all. A dozen grammars that take ten seconds each, or a
+dozen texts of megabytes, would hold up every chat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ..thread_priority import give_way
+
+_T = TypeVar("_T")
+_IDLE_S = 30.0
+_NUM_CPUS = os.cpu_count() or 1
+
+
+class Lane:
+    """At most ``num_threads`` threads, and a queue in order of arrival.
+
+    Args:
+        is_patient: whether its threads give way to others where processors are short.
+
+    Threads start when they are needed and end when idle. They are daemons: a process ends without
+    waiting for a text or a grammar that nothing waits for any more.
+    """
+
+    def __init__(self, name: str, num_threads: int, *, is_patient: bool = False) -> None:
+        self._name, self._num_threads, self._is_patient = name, num_threads, is_patient
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._num_live = self._num_idle = 0
+
+    async def run(
+        self, function: Callable[..., _T], *arguments: Any, max_wait_s: float | None = None
+    ) -> _T:
+        """Call ``function`` on a thread of this lane. If the caller is cancelled before a thread
+        took it, it is not called at all.
+
+        Args:
+            max_wait_s: longest that it may wait for a thread.
+
+        Raises:
+            TimeoutError: it waited that long, and is not called.
+            RuntimeError: no thread can start.
+        """
+        future: Future[_T] = Future()
+        self._add(future, lambda: function(*arguments))
+        if max_wait_s is None:
+            return await asyncio.wrap_future(future)
+        is_late = False
+
+        def give_up() -> None:
+            nonlocal is_late
+            is_late = future.cancel()
+
+        timer = asyncio.get_running_loop().call_later(max_wait_s, give_up)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if is_late:
+                raise TimeoutError(f"no thread was free for {max_wait_s:g} s") from None
+            raise
+        finally:
+            timer.cancel()
+
+    def _add(self, future: Future[Any], call: Callable[[], Any]) -> None:
+        with self._changed:
+            self._waiting.append((future, call))
+            if self._num_idle >= len(self._waiting) or self._num_live >= self._num_threads:
+                self._changed.notify()
+                return
+            self._num_live += 1
+        try:
+            threading.Thread(target=self._work, name=f"pagespec-{self._name}", daemon=True).start()
+        except RuntimeError:
+            with self._changed:
+                self._num_live -= 1
+                has_none = not self._num_live
+            if has_none and future.cancel():
+                raise
+
+    def _work(self) -> None:
+        if self._is_patient:
+            give_way()
+        while (taken := self._take()) is not None:
+            future, call = taken
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del taken, future, call  # they may hold megabytes while the thread is idle
+
+    def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._changed:
+            while not self._waiting:
+                self._num_idle += 1
+                is_in_time = self._changed.wait(_IDLE_S)
+                self._num_idle -= 1
+                if not is_in_time and not self._waiting:
+                    self._num_live -= 1
+                    return None
+            return self._waiting.popleft()
+
+
+# Milliseconds each: a chat template, a text of some pages, an answer to be written.
+SHORT = Lane("short", min(8, _NUM_CPUS + 2))
+# Texts and bodies of megabytes, one after the other.
+LONG = Lane("long", max(1, _NUM_CPUS // 4), is_patient=True)
+# Constraints that are compiled: small ones do not wait for large ones.
+SMALL_CONSTRAINTS, LARGE_CONSTRAINTS = Lane("constraints", 2), Lane("large-constraints", 2)
+
+LONG_BYTES = 1 << 16
+
+
+def lane_of(num_bytes: int) -> Lane:
+    """The lane for a text or a body of that length."""
+    return LONG if num_bytes > LONG_BYTES else SHORT

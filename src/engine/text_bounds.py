@@ -1,0 +1,125 @@
+"""The least number of tokens of a text, by its bytes: known before the text is tokenised.
+
+A token stands for at most so many bytes of text. The bound must hold for every text, so it is given
+only for tokenizers whose parts are all known: a part that may drop text of any length, or replace
+it by one unknown token, has no bound.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Most bytes of text per byte of its normal form. A canonical composition has at most 3 bytes per
+# byte; a compatibility character of 4 bytes may be one letter, and letters are composed.
+_SHRINKS = {"NFC": 4.0, "NFD": 4.0, "NFKC": 8.0, "NFKD": 8.0, "Lowercase": 3.0, "ByteLevel": 1.0}
+# Parts that keep every byte, and parts that drop nothing but white space.
+_KEEPS = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"))
+_DROPS_SPACES = frozenset(("Whitespace", "WhitespaceSplit", "BertPreTokenizer"))
+_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+# Of transformers' own classes, which hand a text over as it is.
+_PLAIN_MODULE = "transformers.tokenization_utils"
+
+
+@dataclass(frozen=True, slots=True)
+class TextBound:
+    """How many bytes of text one token stands for at most.
+
+    Attributes:
+        max_bytes_per_token: of UTF-8, before the text is normalised.
+        has_spaces: whether white space counts; else tokens may swallow any length of it.
+    """
+
+    max_bytes_per_token: float
+    has_spaces: bool
+
+    def min_num_tokens(self, text: str) -> int:
+        """A text has at least that many tokens."""
+        text = text if self.has_spaces else "".join(text.split())
+        return math.ceil(len(text.encode("utf-8", "replace")) / self.max_bytes_per_token)
+
+
+def is_plain(tokenizer: Any) -> bool:
+    """Whether a tokenizer is transformers' wrapper of a tokenizer in Rust, unchanged: texts are
+    given to the latter as they are, and its settings are the only state."""
+    methods = (getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus"))
+    return hasattr(tokenizer, "backend_tokenizer") and all(
+        getattr(method, "__module__", "").startswith(_PLAIN_MODULE) for method in methods
+    )
+
+
+def text_bound(tokenizer: Any) -> TextBound | None:
+    """The bound of a transformers tokenizer; None if none is known."""
+    if not is_plain(tokenizer):
+        return None
+    backend = tokenizer.backend_tokenizer
+    shrink = _shrink(_described(backend.normalizer))
+    drops_spaces = _drops_spaces(_described(backend.pre_tokenizer))
+    if shrink is None or drops_spaces is None:
+        return None
+    vocab: Mapping[str, int] = backend.get_vocab(with_added_tokens=False)
+    is_byte_level = _is_byte_level(backend, vocab)
+    if not is_byte_level and not _falls_back_to_bytes(backend.model, vocab):
+        return None
+    added = list(backend.get_added_tokens_decoder().values())
+    # A letter of a byte-level token stands for a byte; its own UTF-8 has up to two.
+    sizes = [len(token) if is_byte_level else len(token.encode()) for token in vocab]
+    sizes += [len(token.content.encode()) for token in added]
+    swallows = any(token.lstrip or token.rstrip for token in added)
+    return TextBound(shrink * max(sizes, default=1), not (swallows or drops_spaces))
+
+
+def _described(part: Any) -> dict[str, Any]:
+    return {} if part is None else json.loads(part.__getstate__())
+
+
+def _shrink(part: dict[str, Any]) -> float | None:
+    """Most bytes that a normaliser makes one byte of; None: any number."""
+    kind = part.get("type")
+    if kind in (None, "Prepend"):
+        return 1.0
+    if kind == "Sequence":
+        shrinks = [_shrink(one) for one in part["normalizers"]]
+        return None if None in shrinks else math.prod(shrink or 0.0 for shrink in shrinks)
+    if kind == "Replace":
+        pattern, content = part["pattern"].get("String"), part["content"]
+        if not pattern or not content:
+            return None
+        return max(1.0, len(pattern.encode()) / len(content.encode()))
+    return _SHRINKS.get(kind)
+
+
+def _drops_spaces(part: dict[str, Any]) -> bool | None:
+    """Whether a pre-tokenizer drops white space; None if it may drop other text."""
+    kind = part.get("type")
+    if kind is None:
+        return False
+    if kind == "Sequence":
+        drops = [_drops_spaces(one) for one in part["pretokenizers"]]
+        return None if None in drops else any(drops)
+    if kind in _DROPS_SPACES:
+        return True
+    return False if kind in _KEEPS and part.get("behavior") != "Removed" else None
+
+
+def _is_byte_level(backend: Any, vocab: Mapping[str, int]) -> bool:
+    """Whether texts become letters for their bytes, each of which is a token."""
+    parts = [_described(backend.normalizer), _described(backend.pre_tokenizer)]
+    parts += [one for part in parts for one in part.get("pretokenizers", ())]
+    parts += [one for part in parts for one in part.get("normalizers", ())]
+    is_mapped = any(part.get("type") == "ByteLevel" for part in parts)
+    return is_mapped and type(backend.model).__name__ == "BPE" and _letters() <= vocab.keys()
+
+
+def _falls_back_to_bytes(model: Any, vocab: Mapping[str, int]) -> bool:
+    is_bpe = type(model).__name__ == "BPE"
+    return is_bpe and bool(model.byte_fallback) and vocab.keys() >= _BYTE_TOKENS
+
+
+def _letters() -> set[str]:
+    """GPT-2's letter for each byte: itself where it can be printed, else one from 256 on."""
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    return {chr(byte) for byte in printed} | {chr(256 + i) for i in range(256 - len(printed))}

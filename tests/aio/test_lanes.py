@@ -1,0 +1,78 @@
+"""Lanes of threads: bounded, in order, and nothing is done that nothing waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from pagespec.aio import lanes
+from pagespec.aio.lanes import Lane
+
+
+def test_calls_run_in_order_on_so_many_threads() -> None:
+    lane, running, most, order = Lane("test", 2), [0], [0], []
+    lock = threading.Lock()
+
+    def work(number: int) -> int:
+        with lock:
+            order.append(number)
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.01)
+        with lock:
+            running[0] -= 1
+        return number * 2
+
+    async def main() -> list[int]:
+        return await asyncio.gather(*(lane.run(work, number) for number in range(20)))
+
+    assert asyncio.run(main()) == [2 * number for number in range(20)]
+    assert most[0] == 2
+    assert all(abs(number - place) <= 1 for place, number in enumerate(order))
+
+
+def test_what_is_cancelled_before_it_began_is_not_done() -> None:
+    lane, go_on, done = Lane("test", 1), threading.Event(), []
+
+    async def main() -> None:
+        first = asyncio.create_task(lane.run(go_on.wait, 20))
+        others = [asyncio.create_task(lane.run(done.append, number)) for number in range(5)]
+        await asyncio.sleep(0.05)
+        for task in others[:4]:
+            task.cancel()
+        await asyncio.sleep(0.05)
+        go_on.set()
+        assert await first
+        await others[4]
+
+    asyncio.run(main())
+    assert done == [4]
+
+
+def test_what_is_raised_comes_to_the_caller() -> None:
+    lane = Lane("test", 1)
+
+    def fail() -> None:
+        raise ValueError("so")
+
+    with pytest.raises(ValueError, match="so"):
+        asyncio.run(lane.run(fail))
+    assert asyncio.run(lane.run(int, "7")) == 7, "the thread goes on"
+
+
+def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_IDLE_S", 0.05)
+    lane = Lane("test-that-ends", 3)
+
+    async def main() -> None:
+        await asyncio.gather(*(lane.run(time.sleep, 0.01) for _ in range(6)))
+
+    for _ in range(2):
+        asyncio.run(main())
+        until = time.monotonic() + 10
+        while any(t.name == "pagespec-test-that-ends" for t in threading.enumerate()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
