@@ -22,6 +22,33 @@ class InvalidInputError(PagespecError, ValueError):
         self.limit = limit
         super().__init__(f"{field} = {_shown(value)}: {limit}")
 
+    def renamed(self, field: str, limit: str | None = None) -> InvalidInputError:
+        """The same error, of a field by another name."""
+        return InvalidInputError(field, self.value, self.limit if limit is None else limit)
+
+
+class ContextLengthError(InvalidInputError):
+    """A prompt has more tokens than the context has room for.
+
+    Attributes:
+        num_tokens: of the prompt; with ``is_least`` it has that many or more.
+        max_model_len: tokens of prompt and output together.
+    """
+
+    def __init__(
+        self, field: str, num_tokens: int, max_model_len: int, is_least: bool = False
+    ) -> None:
+        self.num_tokens, self.max_model_len, self.is_least = num_tokens, max_model_len, is_least
+        value = f"{'at least ' if is_least else ''}{num_tokens} tokens"
+        limit = (
+            f"must be at most {max_model_len - 1} tokens, one less than "
+            f"max_model_len = {max_model_len}"
+        )
+        super().__init__(field, value, limit)
+
+    def renamed(self, field: str, limit: str | None = None) -> InvalidInputError:  # noqa: ARG002
+        return ContextLengthError(field, self.num_tokens, self.max_model_len, self.is_least)
+
 
 def shortened(text: str, length: int) -> str:
     """At most so many characters of a text, the last three dots if some are left out."""

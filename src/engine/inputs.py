@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..errors import InvalidInputError
+from ..errors import ContextLengthError, InvalidInputError
 from ..validation import is_int, is_list
 from .policy import MAX_PRIORITY
 from .sampling_params import SamplingParams
@@ -278,22 +278,14 @@ class PromptReader:
         if self._bound is not None:
             num_tokens = self._bound.min_num_tokens(text)
             if num_tokens > most:
-                raise self._too_long(field, num_tokens, is_least=True)
+                raise ContextLengthError(field, num_tokens, self._max_model_len, is_least=True)
         if len(text) <= max(_MIN_PIECE_CHARS, _MAX_CHARS_PER_TOKEN * most):
             return
         num_tokens, num_chars = 0, max(_MIN_PIECE_CHARS, _PIECE_CHARS_PER_TOKEN * most)
         for piece in _pieces(text, num_chars, self._bound is None or not self._bound.has_spaces):
             num_tokens += len(self._encode(piece, add_special_tokens=False))
             if num_tokens > 2 * most:
-                raise self._too_long(field, num_tokens // 2, is_least=True)
-
-    def _too_long(self, field: str, num_tokens: int, is_least: bool = False) -> InvalidInputError:
-        return InvalidInputError(
-            field,
-            f"{'at least ' if is_least else ''}{num_tokens} tokens",
-            f"must be at most {self._max_model_len - 1} tokens, one less than "
-            f"max_model_len = {self._max_model_len}",
-        )
+                raise ContextLengthError(field, num_tokens // 2, self._max_model_len, is_least=True)
 
     def decode(self, token_ids: list[int], field: str) -> str:
         """The text of tokens, special ones among them.
@@ -327,7 +319,7 @@ class PromptReader:
         if not token_ids:
             raise InvalidInputError(field, token_ids, "must not be empty")
         if len(token_ids) >= self._max_model_len:
-            raise self._too_long(field, len(token_ids))
+            raise ContextLengthError(field, len(token_ids), self._max_model_len)
         self._check_ids(token_ids, field)
         return token_ids
 

@@ -15,6 +15,7 @@ from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .basic import check_model
 from .context import ServerContext, request_id_of, salt_of
+from .errors import context_errors
 from .protocol.fields import EngineFields
 from .protocol.names import client_names
 
@@ -52,15 +53,15 @@ class Call:
         Args:
             field: what the request calls its prompts.
         """
-        with client_names(self.body):
+        num_output = max((params.max_tokens or 1 for _, params in items), default=1)
+        with context_errors(num_output), client_names(self.body):
             try:
                 return await self.context.engine.submit_all(
                     items, priority=self.priority, cache_salt=self.cache_salt
                 )
             except InvalidInputError as error:
                 name = error.field.removeprefix("prompt.") if error.field in _MARKS else error.field
-                name = field if name == "prompt" else name
-                raise InvalidInputError(name, error.value, error.limit) from None
+                raise error.renamed(field if name == "prompt" else name) from None
 
 
 def read_call(
@@ -76,7 +77,7 @@ def read_call(
     """
     model = check_model(context, body.model)
     options = body.stream_options
-    if options is not None and not body.stream:
+    if options is not None and not body.stream and options.asks_for_anything:
         limit = "is for stream = true"
         raise InvalidInputError("stream_options", options.model_dump(exclude_none=True), limit)
     if body.priority and context.engine.llm.config.policy != "priority":

@@ -18,11 +18,13 @@ from ..errors import InvalidInputError
 from .call import Call, read_call, require_parts, whole
 from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
+from .errors import context_errors
 from .logprobs import chat_logprobs, prompt_logprobs, token_texts
 from .protocol.chat import ChatRequest
 from .protocol.names import client_names
 from .sampling import chat_params
 from .sse import EventStream, Extra, abort_all, dumps
+from .template_fields import check_effort, check_roles
 from .texts import require_bounded
 from .usage import usage_of
 
@@ -33,6 +35,9 @@ router = APIRouter()
 async def chat_completions(body: ChatRequest, request: Request, context: Context) -> Response:
     """Answer a conversation."""
     call = read_call(body, request, context, "chatcmpl-")
+    tokenizer = context.engine.llm.tokenizer
+    check_roles(body.messages, tokenizer)
+    check_effort(body.reasoning_effort, tokenizer)
     tools, choice = read_tools(body.tools), _tool_choice(body)
     with client_names(body):
         params = chat_params(body, context.defaults, forced_output(tools, choice))
@@ -40,7 +45,8 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
         require_parts(params)
     num_bytes = len(await request.body())
     require_bounded("messages", num_bytes, params.truncate_prompt_tokens, context)
-    prompt = await lane_of(num_bytes).run(_read_prompt, body, context, params)
+    with context_errors(params.max_tokens or 1):
+        prompt = await lane_of(num_bytes).run(_read_prompt, body, context, params)
     if body.stream:
         generations = await call.submit([(prompt, params)])
         return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))

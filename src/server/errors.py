@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from ..errors import (
+    ContextLengthError,
     EngineBusyError,
     EngineError,
     EngineStoppedError,
@@ -84,6 +86,8 @@ def api_error(error: BaseException) -> ApiError:
     """What a client is told of an error. What only the operator may know is logged instead."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ContextLengthError):
+        return _context_error(error, 1)
     if isinstance(error, InvalidInputError):
         return ApiError(400, str(error), param=error.field)
     if isinstance(error, EngineBusyError):
@@ -103,6 +107,30 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(500, "the engine failed while it computed this request; try again")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed")
+
+
+@contextmanager
+def context_errors(num_output: int) -> Iterator[None]:
+    """Have prompts that are too long refused in vLLM's words, which clients know.
+
+    Args:
+        num_output: tokens of output that the request asks for; 1 where it asks for none.
+    """
+    try:
+        yield
+    except ContextLengthError as error:
+        raise _context_error(error, num_output) from None
+
+
+def _context_error(error: ContextLengthError, num_output: int) -> ApiError:
+    about = "at least " if error.is_least else ""
+    message = (
+        f"This model's maximum context length is {error.max_model_len} tokens. However, you "
+        f"requested {num_output} output tokens and your prompt contains {about}{error.num_tokens} "
+        f"input tokens, for a total of {about}{error.num_tokens + num_output} tokens. Please "
+        "reduce the length of the input prompt or the number of requested output tokens."
+    )
+    return ApiError(400, message, param=error.field, code="context_length_exceeded")
 
 
 def stopping() -> ApiError:

@@ -16,7 +16,7 @@ from ..llm import LLM
 from .protocol.chat import ChatRequest
 from .protocol.completions import CompletionRequest
 from .protocol.fields import GeneratingBody, ResponseFormat
-from .protocol.names import guided
+from .protocol.names import BodyError, guided
 
 _SAME_NAME = (
     "n",
@@ -120,7 +120,7 @@ def chat_params(
     if body.stream and body.prompt_logprobs is not None:
         _refuse_prompt_logprobs(body.prompt_logprobs)
     if body.top_logprobs and not body.logprobs:
-        raise InvalidInputError("top_logprobs", body.top_logprobs, "needs logprobs = true")
+        raise BodyError("top_logprobs", body.top_logprobs, "needs logprobs = true")
     chosen = _shared(body, defaults)
     both = body.max_completion_tokens, body.max_tokens
     chosen["max_tokens"] = defaults.max_tokens_for(both[1] if both[0] is None else both[0])
@@ -128,7 +128,7 @@ def chat_params(
     if structure is not None:
         if "structured_outputs" in chosen:
             limit = "must be none, auto or not given beside a response_format"
-            raise InvalidInputError("tool_choice", body.tool_choice, limit)
+            raise BodyError("tool_choice", body.tool_choice, limit)
         chosen["structured_outputs"] = structure
     # The reader of the answer makes its own text; the engine needs one only to find stop strings,
     # and for the tokens of the prompt.
@@ -174,53 +174,53 @@ def _shared(body: GeneratingBody, defaults: SamplingDefaults) -> dict[str, Any]:
 
 
 def _refuse_prompt_logprobs(value: object) -> None:
-    raise InvalidInputError("prompt_logprobs", value, "is not for stream = true")
+    raise BodyError("prompt_logprobs", value, "is not for stream = true")
 
 
 def _logit_bias(given: Mapping[Any, float]) -> dict[int, float]:
     """JSON's keys are text."""
     if len(given) > MAX_LOGIT_BIAS:
         limit = f"must have at most {MAX_LOGIT_BIAS} token ids"
-        raise InvalidInputError("logit_bias", f"{len(given)} keys", limit)
+        raise BodyError("logit_bias", f"{len(given)} keys", limit)
     for key in given:
         if not _TOKEN_ID.fullmatch(key):
             limit = 'its keys must be token ids, as "17"'
-            raise InvalidInputError("logit_bias", key, limit)
+            raise BodyError("logit_bias", key, limit)
     return {int(key): bias for key, bias in given.items()}
 
 
 def _structure_of(body: GeneratingBody) -> StructuredOutputs | None:
     """The one constraint that a body asks for, by whichever of its fields."""
     found: dict[str, StructuredOutputs] = {}
-    if body.structured_outputs is not None:
+    if body.structured_outputs:
         found["structured_outputs"] = _structured_outputs(body.structured_outputs)
     kinds = guided(body)
     if len(kinds) > 1:
         names = [f"guided_{kind}" for kind in kinds]
-        raise InvalidInputError(names[1], names, "only one of these may be given")
+        raise BodyError(names[1], names, "only one of these may be given")
     if kinds:
         constraint = {kinds[0]: getattr(body, f"guided_{kinds[0]}")}
         whitespace = body.guided_whitespace_pattern
         found[f"guided_{kinds[0]}"] = StructuredOutputs(**constraint, whitespace_pattern=whitespace)
     elif body.guided_whitespace_pattern is not None:
         limit = "is for guided_json"
-        raise InvalidInputError("guided_whitespace_pattern", body.guided_whitespace_pattern, limit)
+        raise BodyError("guided_whitespace_pattern", body.guided_whitespace_pattern, limit)
     if body.response_format is not None:
         structure = _response_format(body.response_format)
         if structure is not None:
             found["response_format"] = structure
     if len(found) > 1:
-        raise InvalidInputError(list(found)[1], list(found), "only one of these may be given")
+        raise BodyError(list(found)[1], list(found), "only one of these may be given")
     return next(iter(found.values()), None)
 
 
 def _structured_outputs(given: Any) -> StructuredOutputs:
     if not isinstance(given, Mapping):
-        raise InvalidInputError("structured_outputs", given, "must be an object")
+        raise BodyError("structured_outputs", given, "must be an object")
     unknown = sorted(set(given) - _STRUCTURES)
     if unknown:
         name = f"structured_outputs.{unknown[0]}"
-        raise InvalidInputError(name, given[unknown[0]], "is not supported")
+        raise BodyError(name, given[unknown[0]], "is not supported")
     return StructuredOutputs(**given)
 
 
@@ -229,10 +229,10 @@ def _response_format(given: ResponseFormat) -> StructuredOutputs | None:
         if given.json_schema is not None:
             limit = f"is for the type 'json_schema', not for '{given.type}'"
             value = given.json_schema.model_dump(by_alias=True, exclude_unset=True)
-            raise InvalidInputError("response_format.json_schema", value, limit)
+            raise BodyError("response_format.json_schema", value, limit)
         return StructuredOutputs(json_object=True) if given.type == "json_object" else None
     schema = None if given.json_schema is None else given.json_schema.schema_
     if schema is None:
         limit = "must be a JSON schema"
-        raise InvalidInputError("response_format.json_schema.schema", schema, limit)
+        raise BodyError("response_format.json_schema.schema", schema, limit)
     return StructuredOutputs(json=schema)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -13,9 +13,10 @@ from ..llm import LLM
 from .basic import check_model
 from .context import Context
 from .errors import ApiError
-from .protocol.fields import Body
+from .protocol.fields import Body, Neutral
 from .protocol.shapes import Integers, Object, Objects
 from .sse import dumps
+from .template_fields import check_roles
 from .texts import require_bounded
 
 router = APIRouter()
@@ -33,6 +34,12 @@ _SHOWN = (
 
 class TokenizeRequest(Body):
     """Either a text or a conversation."""
+
+    neutral: ClassVar[Neutral] = {
+        "chat_template": (),
+        "mm_processor_kwargs": ({},),
+        "media_io_kwargs": ({},),
+    }
 
     model: str | None = None
     prompt: str | None = None
@@ -80,6 +87,7 @@ def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         add = body.add_special_tokens is not False
         return llm.reader.encode(body.prompt, "prompt", add_special_tokens=add)
+    check_roles(body.messages or (), llm.tokenizer)
     continues = bool(body.continue_final_message)
     prompt = llm.chat_reader.read(
         body.messages,

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..engine.structured_outputs import Constraint, StructuredOutputs
-from ..errors import EngineBusyError, InvalidInputError, shortened
+from ..errors import EngineBusyError, InvalidInputError
 from ..thread_priority import give_way
+from .reasons import readable
 from .tokens import make_ll_tokenizer
 
 MAX_KEPT_GRAMMARS = 256
@@ -35,7 +36,6 @@ _STACK_BYTES = 256 << 20
 _MAX_COMPILING = 4
 # What takes longer goes on to its end, on one of the threads, but nothing waits for it.
 _MAX_COMPILE_S = 10.0
-_MAX_REASON = 500
 # Of a Lark grammar: tokens are chosen by their bytes, also where the text leaves no choice.
 _NOT_ENCODED = '%llguidance {"no_forcing": true}\n'
 
@@ -185,7 +185,8 @@ class Grammars:
             grammar, ll_tokenizer, limits=limits
         )
         if is_error or messages:
-            raise _refusal(field, constraint, "; ".join(messages))
+            num_lines = int(grammar.startswith(_NOT_ENCODED))
+            raise _refusal(field, constraint, "; ".join(messages), num_lines)
         matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=limits)
         # Some limits, and texts without an end, show in the first mask only.
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -243,7 +244,9 @@ def _grammar(constraint: Constraint) -> str:
     return grammar_from("regex" if kind == "regex" else "grammar", text)
 
 
-def _refusal(field: str, constraint: Constraint, reason: str) -> InvalidInputError:
-    return InvalidInputError(
-        field, constraint.text, shortened(" ".join(reason.split()), _MAX_REASON)
-    )
+def _refusal(
+    field: str, constraint: Constraint, reason: str, num_lines_before: int = 0
+) -> InvalidInputError:
+    has_place = constraint.kind == "grammar"
+    limit = readable(reason, num_lines_before, has_place=has_place)
+    return InvalidInputError(field, constraint.text, limit)

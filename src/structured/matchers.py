@@ -22,11 +22,10 @@ from ..engine.batches import LastTwoBatches
 from ..engine.plan import StepPlan
 from ..engine.request import RequestInfo
 from ..engine.structured_outputs import StructuredOutputs
-from ..errors import shortened
 from .grammars import Grammars
+from .reasons import readable
 
 IntArray = NDArray[np.int32]
-_MAX_REASON = 300
 # A mask takes some 30 us. To wake a thread for each of many cores took longer than all of 64.
 _MAX_THREADS = 8
 _FEW_MASKS = 64
@@ -133,9 +132,7 @@ class Matchers:
         self._repeatable.clear()
 
     def take(self, plan: StepPlan) -> ConstrainedRows | None:
-        """Take in a plan that is dispatched; its constrained rows that sample, or None.
-
-        """
+        """Take in a plan that is dispatched; its constrained rows that sample, or None."""
         if self._texts or self._leaving:
             self._release(plan)
         constrains = self._constrains.get(plan.requests)
@@ -304,4 +301,4 @@ def _failure_of(call: Callable[..., object], *arguments: object) -> str:
 
 
 def _shown(reason: object) -> str:
-    return shortened(" ".join(str(reason).split()) or "no mask could be made", _MAX_REASON)
+    return readable(str(reason)) or "no mask could be made"

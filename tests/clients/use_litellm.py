@@ -62,6 +62,13 @@ def main(url: str, url_of_calls: str | None = None, seed: int | None = None) -> 
     except litellm.BadRequestError as error:
         refusal = str(error)
     assert "temperature" in refusal
+    too_long = [{"role": "user", "content": "hello " * 20_000}]
+    overflow = ""
+    try:
+        litellm.completion(**to, messages=too_long)
+    except litellm.ContextWindowExceededError as error:
+        overflow = str(error)
+    assert "maximum context length" in overflow
     if url_of_calls is not None:
         asked = {**settings_for(url_of_calls), "seed": seed, "tools": [TOOL], "messages": HELLO}
         (call,) = litellm.completion(**asked).choices[0].message.tool_calls

@@ -119,7 +119,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"max_tokens": None, "cache_salt": "s", "request_id": "mine", "priority": 0}),
     (COMPLETIONS, {"logit_bias": {"5": -100}, "stop": "x", "bad_words": ["zz"]}),
     (CHAT, {"max_completion_tokens": 3, "max_tokens": None, "parallel_tool_calls": True}),
-    (CHAT, {"tools": None, "tool_choice": None, "echo": False, "reasoning_effort": "low"}),
+    (CHAT, {"tools": None, "tool_choice": None, "echo": False, "reasoning_effort": "medium"}),
     (CHAT, {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}),
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
     (CHAT, {"add_generation_prompt": False, "continue_final_message": True,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WrapValidator
 
-from .fields import Body, GeneratingBody
+from .fields import Body, GeneratingBody, Neutral
 from .shapes import Handler, Object, Objects, wrong
 
 
@@ -36,21 +35,25 @@ ToolChoiceField = Annotated[
 
 
 class ChatRequest(GeneratingBody):
-    neutral: ClassVar[Mapping[str, Any]] = {
+    neutral: ClassVar[Neutral] = {
         **GeneratingBody.neutral,
-        "add_special_tokens": False,
+        "add_special_tokens": (False,),
         # A template is a program: it could keep the server busy for ever.
-        "chat_template": None,
-        "echo": False,
-        "documents": None,
-        "modalities": None,
-        "mm_processor_kwargs": None,
-        "audio": None,
-        "prediction": None,
-        "verbosity": None,
-        "web_search_options": None,
-        "function_call": None,
-        "functions": None,
+        "chat_template": (),
+        "echo": (False,),
+        "documents": ([],),
+        "modalities": (["text"], []),
+        "mm_processor_kwargs": ({},),
+        "media_io_kwargs": ({},),
+        "audio": (),
+        "prediction": (),
+        "verbosity": ("medium",),  # OpenAI's default
+        "web_search_options": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "thinking": (),
+        "context_management": ([],),
+        "include_server_side_tool_invocations": (False,),
     }
 
     messages: Objects
@@ -62,7 +65,7 @@ class ChatRequest(GeneratingBody):
     tools: Objects | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = Field(None, description="Handed to the chat template.")
+    reasoning_effort: str | None = Field(None, description="For the chat template.")
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

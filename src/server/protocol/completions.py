@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
-from .fields import GeneratingBody
+from .fields import GeneratingBody, Neutral
 from .shapes import Prompt
 
 
 class CompletionRequest(GeneratingBody):
-    neutral: ClassVar[Mapping[str, Any]] = {
+    neutral: ClassVar[Neutral] = {
         **GeneratingBody.neutral,
-        "suffix": None,
-        "prompt_embeds": None,
+        "suffix": ("",),
+        "prompt_embeds": ([],),
     }
 
     prompt: Prompt

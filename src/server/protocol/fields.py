@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,13 +14,16 @@ MAX_REQUEST_ID = 256
 _MAX_UNKNOWN = 3
 
 
+# Fields that are known and not supported, with the values that ask for nothing. Null is always one.
+Neutral = Mapping[str, Sequence[Any]]
+
+
 class Body(BaseModel):
     """A JSON object whose fields are all known, with no value taken for one of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # Fields known from other servers, with the values that ask for nothing; null is always one.
-    neutral: ClassVar[Mapping[str, Any]] = {}
+    neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -45,13 +48,21 @@ class Body(BaseModel):
         if key not in cls.neutral:
             return False
         # 0 and False are equal to Python.
-        neutral = cls.neutral[key]
-        return value is None or (value == neutral and isinstance(value, bool) == (neutral is False))
+        return value is None or any(
+            value == one and isinstance(value, bool) == isinstance(one, bool)
+            for one in cls.neutral[key]
+        )
 
 
 class StreamOptions(Body):
+    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
+
     include_usage: bool | None = Field(None, description="A last chunk has the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage.")
+
+    @property
+    def asks_for_anything(self) -> bool:
+        return bool(self.include_usage or self.continuous_usage_stats)
 
 
 class JsonSchema(Body):
@@ -69,6 +80,13 @@ class ResponseFormat(Body):
 class Identification(Body):
     """Fields that clients send along and that change nothing here."""
 
+    neutral: ClassVar[Neutral] = {
+        "moderation": (),
+        # Cached prefixes are in memory, as long as there is room.
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "prompt_cache_options": ({}, {"mode": "implicit"}),
+    }
+
     user: str | None = None
     metadata: Object | None = None
     store: Literal[False] | None = None
@@ -79,6 +97,8 @@ class Identification(Body):
 
 class EngineFields(Body):
     """How the engine treats a request."""
+
+    neutral: ClassVar[Neutral] = {"kv_transfer_params": ({},), "ec_transfer_params": ({},)}
 
     model: str | None = Field(None, description="None: the model that is served.")
     stream: bool | None = False
@@ -96,14 +116,15 @@ class EngineFields(Body):
 class GeneratingBody(Identification, EngineFields):
     """What ``/v1/completions`` and ``/v1/chat/completions`` share. None stands for the default."""
 
-    neutral: ClassVar[Mapping[str, Any]] = {
-        "length_penalty": 1.0,
-        "use_beam_search": False,
-        "early_stopping": False,
-        "logits_processors": None,
-        "guided_decoding_backend": None,
-        "kv_transfer_params": None,
-        "vllm_xargs": None,
+    neutral: ClassVar[Neutral] = {
+        **Identification.neutral,
+        **EngineFields.neutral,
+        "length_penalty": (1.0,),
+        "use_beam_search": (False,),
+        "early_stopping": (False,),
+        "logits_processors": ([],),
+        "guided_decoding_backend": (),
+        "vllm_xargs": ({},),
     }
 
     n: int | None = None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from .fields import EngineFields
+from .fields import EngineFields, Neutral
 from .shapes import Integers, Object
 
 
 class GenerateRequest(EngineFields):
+    neutral: ClassVar[Neutral] = {**EngineFields.neutral, "features": ()}
+
     token_ids: Integers = Field(min_length=1)
     sampling_params: Object | None = Field(
         None, description="As of SamplingParams; max_tokens: the model's, else null."

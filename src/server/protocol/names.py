@@ -13,11 +13,17 @@ from .fields import EngineFields, GeneratingBody
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
+class BodyError(InvalidInputError):
+    """An error about a body, in the client's words already."""
+
+
 @contextmanager
 def client_names(body: EngineFields) -> Iterator[None]:
     """Have errors about sampling parameters name the fields of a body that they were made of."""
     try:
         yield
+    except BodyError:
+        raise
     except InvalidInputError as error:
         raise _renamed(error, _names(body)) from None
 
@@ -37,7 +43,7 @@ def _names(body: EngineFields) -> dict[str, str]:
             names["max_tokens"] = "max_completion_tokens"
         if body.top_logprobs is not None:
             names["logprobs"] = "top_logprobs"
-    if body.structured_outputs is not None:
+    if body.structured_outputs:
         return names
     if found := guided(body):
         names["structured_outputs"] = f"guided_{found[0]}"
@@ -56,7 +62,7 @@ def _renamed(error: InvalidInputError, names: Mapping[str, str]) -> InvalidInput
     head = error.field.partition(".")[0]
     name = names.get(error.field, names.get(head))
     if name is not None:
-        return InvalidInputError(name, error.value, error.limit)
+        return error.renamed(name)
     # "must be at most max_tokens = 3"
     limit = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), error.limit)
-    return InvalidInputError(error.field, error.value, limit)
+    return error.renamed(error.field, limit)
