@@ -22,7 +22,7 @@ from pagespec.server.config import ServerConfig
 from pagespec.server.context import ServerContext
 from pagespec.server.protocol.chat import ChatRequest
 from pagespec.server.protocol.completions import CompletionRequest
-from pagespec.server.sampling import chat_params, completion_params
+from pagespec.server.sampling import SamplingDefaults, chat_params, completion_params
 from pagespec.server.sse import EventStream
 from tests.support.chat_models import WEATHER, save_chat_model
 from tests.support.chunks import alike, joined_answer, read_events
@@ -97,7 +97,7 @@ def completion(engine: AsyncLLM, **fields: Any) -> Answered:
     body = CompletionRequest(
         prompt="hé ab", seed=3, stream=True, stream_options={"include_usage": True}, **fields
     )
-    params = completion_params(body)
+    params = completion_params(body, SamplingDefaults())
     call = read_call(body, REQUEST, ServerContext(engine, ServerConfig()))
     generation, result = ask(engine, body.prompt, params)
     return Answered(
@@ -117,7 +117,7 @@ def conversation(engine: AsyncLLM, **fields: Any) -> Answered:
         return_token_ids=True,
         **fields,
     )
-    params = chat_params(body)
+    params = chat_params(body, SamplingDefaults())
     call = read_call(body, REQUEST, ServerContext(engine, ServerConfig()))
     prompt = engine.llm.chat_reader.read(body.messages, tools=body.tools)
     generation, result = ask(engine, prompt, params)
