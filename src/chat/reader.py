@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..engine.inputs import PromptInput, PromptReader
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .answer_text import AnswerText, special_tokens
+from .end_of_turn import TurnEnds
 from .formats import AnswerFormat, make_format, template_of
 from .messages import names_of, read_messages, read_tools
 from .regions import TemplateAnswer
@@ -65,6 +67,7 @@ class ChatReader:
         self._model_type = model_type
         self._eos_token_ids = eos_token_ids
         self._templates: dict[str, ChatTemplate] = {}
+        self._turn_ends = TurnEnds(tokenizer)
 
     def read(
         self,
@@ -120,13 +123,15 @@ class ChatReader:
                 text = self._tokenizer.apply_chat_template(
                     conversation, tokenize=False, **arguments
                 )
+                ends = self._turn_ends.of(chat_template)
         except Exception as error:  # a template refuses with whatever Jinja raises
             raise InvalidInputError(field, messages, f"chat template: {error}") from error
         # A template may show tools in the system's message only, which may be missing. Names that
         # are no identifiers may be escaped there.
         if names and all(name.isidentifier() and name not in text for name in names):
             raise InvalidInputError("tools", names, _NO_TOOLS)
-        return self._prompts.read_rendered(text, field, truncate)
+        prompt = self._prompts.read_rendered(text, field, truncate)
+        return replace(prompt, end_token_ids=ends)
 
     def reader(
         self,
@@ -154,7 +159,7 @@ class ChatReader:
         """
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
-            stop_token_ids |= self._eos_token_ids
+            stop_token_ids |= self._eos_token_ids | prompt.end_token_ids
         text = AnswerText(
             self._tokenizer, prompt.token_ids, params, stop_token_ids, self._special_tokens
         )

@@ -39,6 +39,7 @@ from .capture.process_key import (
     process_parts,
 )
 from .capture.traced import Traced
+from .load.end_tokens import warn_of_dropped
 from .load.gguf_blocks import check_gguf
 from .load.source import ModelSource
 from .model.loaded import LoadedModel, TensorTree, longest_context
@@ -129,7 +130,10 @@ class StartRecord:
             quantization=noted["quantization"],
             default_sampling=noted["default_sampling"],
             ignored_settings=noted["ignored_settings"],
+            dropped_eos_token_ids=noted["dropped_eos_token_ids"],
         )
+        # As loading does, which this start goes without.
+        warn_of_dropped(str(self._source), loaded.dropped_eos_token_ids, loaded.vocab_size)
         weights = quantized_weights(self._source, tensors, self._quantization)
         loaded.quantized.update(weights)
         loaded.recurrent[:] = map(RecurrentSpec.from_json, noted["recurrent"])
@@ -160,6 +164,7 @@ class StartRecord:
                 "architecture": loaded.architecture,
                 "model_type": loaded.model_type,
                 "eos_token_ids": sorted(loaded.eos_token_ids),
+                "dropped_eos_token_ids": loaded.dropped_eos_token_ids,
                 "vocab_size": loaded.vocab_size,
                 "max_position_embeddings": loaded.max_position_embeddings,
                 "tokenizer": self._describe_tokenizer(loaded.tokenizer),

@@ -317,6 +317,9 @@ class Engine:
         self._handles.popleft()
         if self._trace is not None:
             self._trace.result(plan, result.token_ids, finished, asked, begin)
+        if self.scheduler.failures:
+            failed += [self._fail(*failure) for failure in self.scheduler.failures.items()]
+            self.scheduler.failures = {}
         if self._view is not None:
             check_state(self.scheduler)
         finished += [request for request in failed if request is not None]

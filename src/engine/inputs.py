@@ -27,12 +27,14 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
 @dataclass(frozen=True, slots=True)
 class PromptInput:
     """A checked prompt. ``text`` is None when token ids were given. ``priority`` is 0 (the most
-    urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only."""
+    urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``end_token_ids`` end
+    its answers beside the model's own, unless these are ignored."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: bytes = b""
     priority: int = 0
+    end_token_ids: frozenset[int] = frozenset()
 
 
 def require_unicode(field: str, text: str) -> None:

@@ -74,7 +74,7 @@ class Request:
         max_num_tokens: prompt plus output length at which the request ends with "length".
         stop_token_ids: ids that end it with "stop" (the model's end tokens unless ignored).
         on_token: called with each settled output id, in order; True ends it with "stop" (stop
-            strings). Must not raise.
+            strings). If it raises, the engine ends the request with reason "error".
         info: what never changes of it; plans refer to this.
         leader: of a sibling, the request that computes the prompt for it; see :meth:`sibling`.
         reads_cache: False computes every position itself, at each admission (S38); it publishes

@@ -71,7 +71,7 @@ class RequestFactory:
         self._encode = encode
         self.structures = structures
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._max_model_len = max_model_len
         self._seed = seed
         self._can_score = can_score
@@ -107,7 +107,7 @@ class RequestFactory:
             max_num_tokens = min(max_num_tokens, len(prompt.token_ids) + params.max_tokens)
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
-            stop_token_ids |= self._eos_token_ids
+            stop_token_ids |= self._ends_of(prompt)
         number = next(self._numbers)
         leader = Request(
             str(number),
@@ -119,7 +119,7 @@ class RequestFactory:
             seed=self._seed_of(params, 0, number),
             priority=prompt.priority,
             cache_salt=prompt.cache_salt,
-            edits=self._edits(params),
+            edits=self._edits(params, self._ends_of(prompt)),
         )
         requests = [leader]
         for index in range(1, params.num_generated):
@@ -127,6 +127,11 @@ class RequestFactory:
             seed = self._seed_of(params, index, number)
             requests.append(leader.sibling(str(number), seed, self._watcher(prompt, params)))
         return requests
+
+    def _ends_of(self, prompt: PromptInput) -> frozenset[int]:
+        if not prompt.end_token_ids:
+            return self._eos_token_ids
+        return self._eos_token_ids | {i for i in prompt.end_token_ids if i < self._vocab_size}
 
     def _watcher(self, prompt: PromptInput, params: SamplingParams) -> StopStringWatcher | None:
         if not params.stop_strings:
@@ -175,7 +180,8 @@ class RequestFactory:
         if is_compiled:
             self.structures.check(outputs)
 
-    def _edits(self, params: SamplingParams) -> LogitEdits | None:
+    def _edits(self, params: SamplingParams, ends: frozenset[int]) -> LogitEdits | None:
+        """``ends``: of the prompt's answers, unless ignored."""
         bad_words: list[tuple[int, ...]] = []
         if params.bad_words:
             if self._encode is None:
@@ -185,7 +191,7 @@ class RequestFactory:
             bad_words = bad_word_ids(self._encode, params.bad_words)
             self._check_token_ids("bad_words", itertools.chain(*bad_words))
         # min_tokens keeps the model's end tokens away also where they would not end the request.
-        stop_token_ids = self._eos_token_ids | set(params.stop_token_ids or ())
+        stop_token_ids = ends | set(params.stop_token_ids or ())
         return LogitEdits.of(params, stop_token_ids, bad_words)
 
     def output(
@@ -228,7 +234,7 @@ class RequestFactory:
         else:
             text = ""
         if stop_token_id is not None:
-            is_end = stop_token_id in self._eos_token_ids and not params.ignore_eos
+            is_end = stop_token_id in self._ends_of(prompt) and not params.ignore_eos
             stop_reason = None if is_end else stop_token_id
         return CompletionOutput(
             index,

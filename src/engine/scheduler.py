@@ -70,6 +70,7 @@ class Scheduler:
         self.queues = Queues(blocks, self.policy)
         self.in_flight: deque[InFlightStep] = deque()
         self.last_steps: deque[InFlightStep] = deque(maxlen=2)  # the newest dispatched comes last
+        self.failures: dict[str, str] = {}  # why on_token raised, by id; for who commits to clear
         self.num_steps = 0
         self.make_planner: Callable[..., Planner] = Planner
 
@@ -218,13 +219,16 @@ class Scheduler:
         if draining and request in draining:
             self.queues.end_drain(request)
 
-    @staticmethod
-    def _stop_reason(request: Request, token: int) -> str | None:
+    def _stop_reason(self, request: Request, token: int) -> str | None:
         """Stop token before stop string before length (S25)."""
         if token in request.stop_token_ids:
             return "stop"
-        if request.on_token is not None and request.on_token(token):
-            return "stop"
+        if request.on_token is not None:
+            try:
+                if request.on_token(token):
+                    return "stop"
+            except Exception as error:
+                self.failures[request.request_id] = f"its text could not be read: {error}"
         return "length" if len(request.token_ids) >= request.max_num_tokens else None
 
     # Reset of the prefix cache ----------------------------------------------------------------
@@ -262,6 +266,7 @@ class Scheduler:
         self.in_flight = deque()
         self.last_steps = deque(maxlen=2)  # the runner forgets with us
         self.requests = {}
+        self.failures = {}
 
     # ------------------------------------------------------------------------------------------
 

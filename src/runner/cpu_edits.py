@@ -64,8 +64,12 @@ class CpuEdits:
             return failures
         batch = packer.pack(plan, logits.shape[1], range(len(plan)), masks)
         if batch is not None:
-            for i in range(len(batch)):
-                self._sample(batch, i, sampling, logits, tokens, failures)
+            failures.update(packer.failures)
+            for i, request in enumerate(batch.requests):
+                try:
+                    self._sample(batch, i, sampling, logits, tokens, failures)
+                except Exception as error:  # its request ends, and no other
+                    failures[request.request_id] = f"its logits cannot be edited: {error}"
         return failures
 
     def replaced(self, logits: Tensor) -> Tensor:

@@ -98,12 +98,17 @@ def mask_of_ids(token_ids: Sequence[int], vocab_size: int) -> IntArray:
 
 
 class EditPacker:
-    """Finds the edited rows of plans. Where nobody asks, that takes one comparison."""
+    """Finds the edited rows of plans. Where nobody asks, that takes one comparison.
+
+    Attributes:
+        failures: why requests of the batch that was packed last cannot be edited, by their ids.
+    """
 
     def __init__(self) -> None:
         self.any_edited = False
         self.any_history = False
         self._lists: dict[RequestInfo, _RowLists] = {}
+        self.failures: dict[str, str] = {}
         self._kept: tuple[tuple[tuple[_Edited, ...], EditBatch, list[IntArray | None]], ...] = ()
         self._asks = LastTwoBatches[tuple[bool, bool]]()
 
@@ -166,11 +171,18 @@ class EditPacker:
             return zip(masks.numbers, masks.places, strict=True)
         return zip(np.flatnonzero(plan.sampled).tolist(), count(), strict=False)
 
+    def _lists_of(self, request: RequestInfo, vocab_size: int) -> _RowLists:
+        try:
+            return _RowLists.of(request.edits or _NOTHING, vocab_size)
+        except Exception as error:  # its request ends, and no other
+            self.failures[request.request_id] = f"its logits cannot be edited: {error}"
+            return _RowLists.of(_NOTHING, vocab_size)
+
     def _pack_lists(self, who: Sequence[_Edited], vocab_size: int) -> EditBatch:
         """Everything but the first four fields."""
-        known = self._lists
+        known, self.failures = self._lists, {}
         self._lists = {
-            request: known.get(request) or _RowLists.of(request.edits or _NOTHING, vocab_size)
+            request: known.get(request) or self._lists_of(request, vocab_size)
             for request, _, _ in who
         }
         fields = np.zeros((NUM_FIELDS, len(who)), np.int32)

@@ -159,6 +159,7 @@ class GpuEdits:
             if not self._has_logprobs:
                 self._masked_rows.sample(logits)
         if batch is not None:
+            failures.update(self._packer.failures)
             self._sample(batch, _chunks(batch), logits, failures)
         return failures
 

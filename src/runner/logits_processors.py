@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from threading import current_thread, main_thread
 
 from torch import Tensor
 
@@ -31,7 +32,10 @@ def process(
     functions = request.edits.processors if request.edits is not None else ()
     try:
         return processed(row, output_token_ids, functions)
-    except Exception as error:
+    except BaseException as error:
+        # The main thread gets signals: there, a KeyboardInterrupt ends the step, as anywhere.
+        if not isinstance(error, Exception) and current_thread() is main_thread():
+            raise
         if request.request_id not in failures:
             logger.warning("logits_processors of %s failed", request.request_id, exc_info=True)
         reason = shortened(f"{type(error).__name__}: {error}", _MAX_REASON)

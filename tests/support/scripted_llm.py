@@ -50,12 +50,14 @@ def scripted_llm(
     *,
     num_blocks: int = 600,
     make_runner: Callable[[list[list[int]]], ScriptRunner] = ScriptRunner,
+    eos_token_ids: frozenset[int] | None = None,
     **settings: Any,
 ) -> LLM:
     """
     Args:
         style: of ``chat_models``.
         answers: an end token is added to each; a request with seed i is given the i-th.
+        eos_token_ids: of the model; None: the end token that is added.
         settings: of ``LLM``.
     """
     tokenizer = chat_tokenizer(style)
@@ -66,7 +68,7 @@ def scripted_llm(
         return BuiltEngine(
             runner=make_runner(scripts),  # type: ignore[arg-type]
             tokenizer=tokenizer,
-            eos_token_ids=frozenset({end}),
+            eos_token_ids=frozenset({end}) if eos_token_ids is None else eos_token_ids,
             vocab_size=len(tokenizer),
             max_model_len=num_blocks * BLOCK_SIZE,
             num_blocks=num_blocks,

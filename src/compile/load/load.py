@@ -16,6 +16,7 @@ from ...errors import InvalidInputError, UnsupportedModelError
 from ..model.loaded import WHOLE, LoadedModel, Shard, longest_context
 from .build_module import build_module, read_weights
 from .default_sampling import default_sampling, ignored_settings
+from .end_tokens import end_tokens, warn_of_dropped
 from .gguf_blocks import check_gguf, kept_blocks
 from .quantized_load import (
     check_capability,
@@ -107,7 +108,8 @@ def load_model(
     module = build_module(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
     module = module.to(device).eval()  # type: ignore[arg-type]
-    described = _described(module, _tokenizer(source, name), max_model_len)
+    is_gguf = name.endswith(".gguf")
+    described = _described(module, _tokenizer(source, name), max_model_len, is_gguf=is_gguf)
     described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
     if quantization == "gguf":
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
@@ -133,7 +135,7 @@ def _gguf(
     blocks = kept_blocks(Path(name), Path(source), module)
     _cast(module, dtype)
     module = module.to(device).eval()  # type: ignore[arg-type]
-    described = _described(module, _tokenizer(source, name), max_model_len)
+    described = _described(module, _tokenizer(source, name), max_model_len, is_gguf=True)
     for parameter, held in blocks.items():
         if held is not None:
             described.quantized[parameter] = type(held)(*(part.to(device) for part in held))
@@ -238,20 +240,22 @@ def _tokenizer(source: str, name: str) -> Any | None:
 
 
 def _described(
-    module: PreTrainedModel, tokenizer: Any | None, max_model_len: int | None
+    module: PreTrainedModel,
+    tokenizer: Any | None,
+    max_model_len: int | None,
+    *,
+    is_gguf: bool = False,
 ) -> LoadedModel:
     config = module.config
     text_config = config.get_text_config(decoder=True)
     generation_config = getattr(module, "generation_config", None)
-    eos = getattr(generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(text_config, "eos_token_id", None)
-    ids = [] if eos is None else eos if isinstance(eos, (list, tuple)) else [eos]
-    if not all(type(token_id) is int for token_id in ids):
-        raise InvalidInputError("eos_token_id", eos, "must be a token id, or a list of them")
     head = module.get_output_embeddings()
     if head is None or not hasattr(text_config, "vocab_size"):
         raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")
+    vocab_size = int(text_config.vocab_size)
+    # A GGUF file names its end tokens itself: they are in the config that is made of it.
+    own = None if is_gguf else tokenizer
+    ends, dropped = end_tokens(generation_config, text_config, own, vocab_size)
     limit = longest_context(config) or max_model_len
     if limit is None:
         raise InvalidInputError(
@@ -259,14 +263,16 @@ def _described(
             None,
             f"must be given: the config of {type(module).__name__} names none",
         )
+    warn_of_dropped(config.name_or_path, dropped, vocab_size)
     return LoadedModel(
         module,
         config,
         tokenizer,
-        frozenset(ids),
-        int(text_config.vocab_size),
+        ends,
+        vocab_size,
         limit,
         model_type=config.model_type,
         default_sampling=default_sampling(generation_config),
         ignored_settings=ignored_settings(generation_config, limit),
+        dropped_eos_token_ids=dropped,
     )

@@ -40,7 +40,8 @@ class LoadedModel:
 
     Attributes:
         tokenizer: None if the model came without one.
-        eos_token_ids: the tokens that end generation, from the generation config, else the config.
+        eos_token_ids: the tokens that end generation; each is below ``vocab_size``.
+        dropped_eos_token_ids: those that the files name and that are not in the vocabulary.
         vocab_size: rows of the LM head, which may exceed the tokenizer's vocabulary.
         max_position_embeddings: the longest context, in tokens: what the model was made for by its
             config, or what the caller gives in its place.
@@ -74,6 +75,7 @@ class LoadedModel:
     default_sampling: dict[str, Any] = field(default_factory=dict)
     ignored_settings: list[str] = field(default_factory=list)
     is_quantized_at_load: bool = False
+    dropped_eos_token_ids: list[int] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
