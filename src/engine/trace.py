@@ -43,6 +43,7 @@ import json
 import os
 import stat
 import time
+import weakref
 from collections.abc import Collection, Sequence
 from functools import partial
 from operator import sub
@@ -89,6 +90,7 @@ class TraceWriter:
     def __init__(self, path: str | os.PathLike[str], scheduler: Scheduler) -> None:
         # Unbuffered: the trace of a run that dies is whole up to its last event.
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
         self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         self._num_bytes = 0
         self._scheduler = scheduler
