@@ -9,6 +9,7 @@ import typer
 
 from ..engine.inputs import require_unicode
 from ..engine.outputs import RequestMetrics
+from ..errors import InvalidInputError
 from . import make_llm
 from .command import note
 from .options import EngineOptions, SamplingOptions
@@ -25,7 +26,11 @@ def answer_prompts(
     """
     for text in prompts:
         require_unicode("--prompt", text)
-    sampling.params(0)  # refuse before a slow load
+    first = sampling.params(0)  # refuse before a slow load
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(first, name) is not None:
+            limit = "needs --input: it is a column of its rows"
+            raise InvalidInputError(f"--{name.replace('_', '-')}", getattr(first, name), limit)
     llm = make_llm.start_llm(engine)
     defaults = make_llm.sampling_defaults(llm)
     params = [sampling.params(i, defaults=defaults) for i in range(len(prompts))]

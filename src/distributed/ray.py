@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from ..engine.outputs import RequestOutput
+from ..engine.outputs import CompletionOutput, Logprob, RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from ..llm import LLM
@@ -41,6 +41,16 @@ class Generator:
     then those are null. Where neither row nor constructor has a seed it is random: replicas that
     count from the same number would give equal rows equal answers.
 
+    The constructor's ``sampling_params`` fix the columns, which must be the same in every batch:
+
+    * ``n`` above 1: every column of an answer (all but ``num_input_tokens`` and ``error``) is a list
+      with an entry per continuation, ``generated_text`` a list of texts; also for a row with n = 1.
+    * ``logprobs``: ``cumulative_logprob`` and ``logprobs`` are added; ``prompt_logprobs``: the same
+      of the prompt. An entry is a list per token of ``{"token_id", "logprob", "rank",
+      "decoded_token"}``, its own first; null for the first token of a prompt.
+
+    A row that asks for one of these where the constructor does not is refused.
+
     Args:
         model: as of :class:`.llm.LLM`, and so are ``llm_arguments``.
         sampling_params: defaults of every row: parameters, or a dict of them.
@@ -60,6 +70,7 @@ class Generator:
             self._params = sampling_params
         else:
             self._params = _overridden(SamplingParams(), sampling_params or {})
+        self._has_lists = self._params.n > 1
         self._llm = LLM(model, **llm_arguments)
 
     def __call__(self, batch: Any) -> Any:
@@ -67,14 +78,14 @@ class Generator:
         keeps integers beside nulls), else a dict of columns."""
         if isinstance(batch, Mapping):
             new = self._generate(_rows_of_columns(batch))
-            return {**batch, **{name: [row[name] for row in new] for name in _types()}}
+            return {**batch, **{name: [row[name] for row in new] for name in self._types()}}
         if not hasattr(batch, "to_pylist"):
             limit = 'must be a dict of columns or an Arrow table: batch_format="pyarrow"'
             raise InvalidInputError("batch", type(batch).__name__, limit)
         new = self._generate(batch.to_pylist())
         import pyarrow
 
-        for name, type_ in _types().items():
+        for name, type_ in self._types().items():
             column = pyarrow.array([row[name] for row in new], type_)
             position = batch.column_names.index(name) if name in batch.column_names else None
             if position is None:
@@ -98,8 +109,8 @@ class Generator:
                     yield request
 
         results = list(self._llm.generate_iter(requests()))
-        new = {i: _new_columns(result) for i, result in zip(asked, results, strict=True)}
-        return [new.get(i) or _error_columns(errors[i]) for i in range(len(rows))]
+        new = {i: self._new_columns(result) for i, result in zip(asked, results, strict=True)}
+        return [new.get(i) or self._error_columns(errors[i]) for i in range(len(rows))]
 
     def _request(self, row: _Row) -> tuple[Any, SamplingParams]:
         given = [name for name in _PROMPT_COLUMNS if row.get(name) is not None]
@@ -108,11 +119,59 @@ class Generator:
             raise InvalidInputError("row", {name: row[name] for name in given}, limit)
         (name,) = given
         params = _overridden(self._params, row.get("sampling_params") or {})
+        self._check_columns(params)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64))
         if name == "messages":
             return self._llm.read_messages(row[name]), params
         return {name: row[name]}, params
+
+    def _check_columns(self, params: SamplingParams) -> None:
+        """Raises InvalidInputError if a row asks for what the columns have no place for."""
+        if params.n > 1 and not self._has_lists:
+            limit = "must be 1 unless n of the constructor's sampling_params is above 1"
+            raise InvalidInputError("n", params.n, limit)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None and getattr(self._params, name) is None:
+                limit = f"must be null unless the constructor's sampling_params have {name}"
+                raise InvalidInputError(name, getattr(params, name), limit)
+
+    def _new_columns(self, result: RequestOutput | Exception) -> _Row:
+        if isinstance(result, Exception):
+            return self._error_columns(str(result))
+        answers = [_answer_columns(answer) for answer in result.outputs]
+        columns: _Row = answers[0]
+        if self._has_lists:
+            columns = {name: [answer[name] for answer in answers] for name in columns}
+        columns["num_input_tokens"] = len(result.prompt_token_ids)
+        if result.prompt_logprobs is not None:
+            columns["prompt_logprobs"] = _places(result.prompt_logprobs)
+        columns["error"] = None
+        return {name: columns.get(name) for name in self._types()}
+
+    def _error_columns(self, error: str) -> _Row:
+        return {**dict.fromkeys(self._types()), "error": error}
+
+    def _types(self) -> dict[str, Any]:
+        """The new columns and their Arrow types: given, for a batch may have only nulls."""
+        import pyarrow
+
+        text, number, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
+        entry = {"token_id": number, "logprob": real, "rank": number, "decoded_token": text}
+        places = pyarrow.list_(pyarrow.list_(pyarrow.struct(entry)))
+        types = {
+            "generated_text": text,
+            "generated_tokens": pyarrow.list_(number),
+            "finish_reason": text,
+            "num_generated_tokens": number,
+        }
+        if self._params.logprobs is not None:
+            types |= {"cumulative_logprob": real, "logprobs": places}
+        if self._has_lists:
+            types = {name: pyarrow.list_(type_) for name, type_ in types.items()}
+        if self._params.prompt_logprobs is not None:
+            types["prompt_logprobs"] = places
+        return types | {"num_input_tokens": number, "error": text}
 
 
 def _overridden(params: SamplingParams, given: Any) -> SamplingParams:
@@ -126,37 +185,32 @@ def _overridden(params: SamplingParams, given: Any) -> SamplingParams:
     return replace(params, **found)
 
 
-def _new_columns(result: RequestOutput | Exception) -> _Row:
-    if isinstance(result, Exception):
-        return _error_columns(str(result))
-    answer = result.outputs[0]
+def _answer_columns(answer: CompletionOutput) -> _Row:
     return {
         "generated_text": answer.text,
         "generated_tokens": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
-        "num_input_tokens": len(result.prompt_token_ids),
         "num_generated_tokens": len(answer.token_ids),
-        "error": None,
+        "cumulative_logprob": answer.cumulative_logprob,
+        "logprobs": None if answer.logprobs is None else _places(answer.logprobs),
     }
 
 
-def _error_columns(error: str) -> _Row:
-    return {**dict.fromkeys(_types()), "error": error}
-
-
-def _types() -> dict[str, Any]:
-    """The new columns and their Arrow types: given, for a batch may have only nulls."""
-    import pyarrow
-
-    text, number = pyarrow.string(), pyarrow.int64()
-    return {
-        "generated_text": text,
-        "generated_tokens": pyarrow.list_(number),
-        "finish_reason": text,
-        "num_input_tokens": number,
-        "num_generated_tokens": number,
-        "error": text,
-    }
+def _places(places: Sequence[Mapping[int, Logprob] | None]) -> list[Any]:
+    """A list for each token: of itself, then of the likeliest others."""
+    return [
+        entries
+        and [
+            {
+                "token_id": token_id,
+                "logprob": entry.logprob,
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token_id, entry in entries.items()
+        ]
+        for entries in places
+    ]
 
 
 def _rows_of_columns(columns: Mapping[str, Any]) -> list[_Row]:

@@ -163,6 +163,11 @@ class GenerationLoop:
         requests = self._factory.make(prompt, params)
         if not params.detokenize:
             raise InvalidInputError("detokenize", False, "must be True: a stream is text")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None:
+                raise InvalidInputError(
+                    name, getattr(params, name), "must be None: a stream is text"
+                )
         if params.num_generated > params.n:
             limit = "must be None or n: which are the best is known at their end"
             raise InvalidInputError("best_of", params.best_of, limit)

@@ -126,6 +126,81 @@ def test_another_batch_format_is_refused(generator: Generator) -> None:
         generator([{"prompt": "a"}])
 
 
+ASKED: dict[str, Any] = {"max_tokens": 4, "n": 3, "seed": 5, "temperature": 1.5}
+
+
+def answers_of(model: str, **asked: Any) -> list[Any]:
+    (output,) = LLM(model, **SETTINGS).generate("word1 word2", SamplingParams(**asked))
+    return [output, *output.outputs]
+
+
+def test_all_continuations_are_returned_as_lists(model: str) -> None:
+    several = Generator(model, sampling_params=ASKED, **SETTINGS)
+    rows = [
+        {"prompt": "word1 word2", "sampling_params": None},
+        {"prompt": "word1 word2", "sampling_params": {"n": 1, "max_tokens": None}},
+        {"prompt": "", "sampling_params": {"n": None, "max_tokens": None}},
+        {"prompt": "word1 word2", "sampling_params": {"n": 2, "max_tokens": 2}},
+    ]
+    table = several(pa.Table.from_pylist(rows))
+    _, *answers = answers_of(model, **ASKED)
+    assert len({tuple(answer.token_ids) for answer in answers}) > 1
+    all_of, one, refused, two = table.to_pylist()
+    assert all_of["generated_text"] == [answer.text for answer in answers]
+    assert all_of["generated_tokens"] == [answer.token_ids for answer in answers]
+    assert all_of["finish_reason"] == [answer.finish_reason for answer in answers]
+    assert all_of["num_generated_tokens"] == [len(answer.token_ids) for answer in answers]
+    assert (all_of["num_input_tokens"], all_of["error"]) == (2, None)
+    assert one["generated_tokens"] == [answers[0].token_ids]
+    assert refused["generated_text"] is None
+    assert "empty" in refused["error"]
+    assert two["generated_tokens"] == [answer.token_ids[:2] for answer in answers[:2]]
+    assert table.schema.field("generated_text").type == pa.list_(pa.string())
+    assert several(table.slice(2, 1)).schema.types == several(table.slice(0, 1)).schema.types
+    columns = several({"prompt": ["word1 word2"]})
+    assert columns["generated_tokens"] == [[answer.token_ids for answer in answers]]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_log_probabilities_that_are_asked_for_are_returned(model: str, n: int) -> None:
+    asked = {**ASKED, "n": n, "logprobs": 2, "prompt_logprobs": 1}
+    scored = Generator(model, sampling_params=asked, **SETTINGS)
+    table = scored(pa.Table.from_pylist([{"prompt": "word1 word2"}, {"prompt": ""}]))
+    row, refused = table.to_pylist()
+    output, *answers = answers_of(model, **asked)
+
+    def plain(places: Any) -> list[Any]:
+        return [
+            p and [(i, e.logprob, e.rank, e.decoded_token) for i, e in p.items()] for p in places
+        ]
+
+    def read(places: Any) -> list[Any]:
+        names = ("token_id", "logprob", "rank", "decoded_token")
+        return [p and [tuple(e[name] for name in names) for e in p] for p in places]
+
+    own = [row["logprobs"]] if n == 1 else row["logprobs"]
+    totals = [row["cumulative_logprob"]] if n == 1 else row["cumulative_logprob"]
+    assert [read(places) for places in own] == [plain(answer.logprobs) for answer in answers]
+    assert totals == [answer.cumulative_logprob for answer in answers]
+    assert read(row["prompt_logprobs"]) == plain(output.prompt_logprobs)
+    assert row["prompt_logprobs"][0] is None
+    assert (refused["logprobs"], refused["prompt_logprobs"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"n": 2, "temperature": 1.0}, {"logprobs": 1}, {"prompt_logprobs": 0}]
+)
+def test_a_row_that_asks_for_what_has_no_column_is_refused(
+    generator: Generator, asked: dict[str, Any]
+) -> None:
+    rows = [{"prompt": "word1", "sampling_params": asked}]
+    (row,) = generator(pa.Table.from_pylist(rows)).to_pylist()
+    assert row["generated_text"] is None
+    name = next(iter(asked))
+    assert row["error"].startswith(f"{name} = {asked[name]}: must be ")
+    assert "constructor" in row["error"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("batch_format", ["pyarrow", "default"])
 def test_map_batches_on_two_actors(
