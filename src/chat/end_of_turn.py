@@ -1,4 +1,4 @@
-"""The token with which a chat template ends a turn of the assistant."""
+"""The tokens that end an answer of a conversation, beside the end tokens of the model's configs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TurnEnds:
         self._lock = threading.Lock()
 
     def of(self, chat_template: str | None) -> frozenset[int]:
-        """The special token that follows the assistant's content in a conversation of one turn,
-        such as ``<|im_end|>``; empty if none does.
+        """The tokenizer's ``eos_token``, and the special token that follows the assistant's content
+        in a conversation of one turn, such as ``<|im_end|>``; empty if there is neither.
 
         Args:
             chat_template: as of ``apply_chat_template``; None: the tokenizer's own.
@@ -33,12 +33,16 @@ class TurnEnds:
             if kept is not None:
                 self._kept.move_to_end(chat_template)
                 return kept
-        found = self._find(chat_template)
+        found = self._find(chat_template) | self._own_end()
         with self._lock:
             self._kept[chat_template] = found
             while len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         return found
+
+    def _own_end(self) -> frozenset[int]:
+        own = getattr(self._tokenizer, "eos_token_id", None)
+        return frozenset({own}) if type(own) is int else frozenset()
 
     def _find(self, chat_template: str | None) -> frozenset[int]:
         for content in (_CONTENT, [{"type": "text", "text": _CONTENT}]):

@@ -74,7 +74,8 @@ def tokenizer_with(template: str) -> Any:
 def test_families(family: str) -> None:
     template, end = FAMILIES[family]
     tokenizer = tokenizer_with(template)
-    expected = set() if end is None else {tokenizer.convert_tokens_to_ids(end)}
+    own = {tokenizer.eos_token_id}
+    expected = own if end is None else own | {tokenizer.convert_tokens_to_ids(end)}
     assert TurnEnds(tokenizer).of(None) == expected
     assert TurnEnds(tokenizer_with(CHATML)).of(template) == expected  # a request's own
 

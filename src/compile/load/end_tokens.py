@@ -12,13 +12,12 @@ logger = logging.getLogger("pagespec")
 
 
 def end_tokens(
-    generation_config: Any, text_config: Any, tokenizer: Any, vocab_size: int
+    generation_config: Any, text_config: Any, vocab_size: int
 ) -> tuple[frozenset[int], list[int]]:
-    """Those of the generation config or, if none of its ids is in the vocabulary, of the config;
-    and the tokenizer's ``eos_token``, as in vLLM.
+    """Those of the generation config or, if none of its ids is in the vocabulary, of the config.
 
     Args:
-        generation_config, tokenizer: may be None.
+        generation_config: may be None.
         vocab_size: rows of the LM head.
 
     Returns:
@@ -35,11 +34,6 @@ def end_tokens(
         dropped |= named - found
         if found:
             break
-    own = getattr(tokenizer, "eos_token_id", None)
-    if type(own) is int and 0 <= own < vocab_size:
-        found.add(own)
-    elif type(own) is int:
-        dropped.add(own)
     return frozenset(found), sorted(dropped)
 
 

@@ -108,8 +108,7 @@ def load_model(
     module = build_module(source, name, config, torch_dtype, load_format, device, shard)
     vocab_sizes = shard_model(module, shard) if shard.num_ranks > 1 else None
     module = module.to(device).eval()  # type: ignore[arg-type]
-    is_gguf = name.endswith(".gguf")
-    described = _described(module, _tokenizer(source, name), max_model_len, is_gguf=is_gguf)
+    described = _described(module, _tokenizer(source, name), max_model_len)
     described = replace(described, shard=shard, vocab_sizes=vocab_sizes)
     if quantization == "gguf":
         described.quantized.update(kept_blocks(Path(name), Path(source), module))
@@ -135,7 +134,7 @@ def _gguf(
     blocks = kept_blocks(Path(name), Path(source), module)
     _cast(module, dtype)
     module = module.to(device).eval()  # type: ignore[arg-type]
-    described = _described(module, _tokenizer(source, name), max_model_len, is_gguf=True)
+    described = _described(module, _tokenizer(source, name), max_model_len)
     for parameter, held in blocks.items():
         if held is not None:
             described.quantized[parameter] = type(held)(*(part.to(device) for part in held))
@@ -240,11 +239,7 @@ def _tokenizer(source: str, name: str) -> Any | None:
 
 
 def _described(
-    module: PreTrainedModel,
-    tokenizer: Any | None,
-    max_model_len: int | None,
-    *,
-    is_gguf: bool = False,
+    module: PreTrainedModel, tokenizer: Any | None, max_model_len: int | None
 ) -> LoadedModel:
     config = module.config
     text_config = config.get_text_config(decoder=True)
@@ -253,9 +248,7 @@ def _described(
     if head is None or not hasattr(text_config, "vocab_size"):
         raise UnsupportedModelError(f"{type(module).__name__} has no language-model head")
     vocab_size = int(text_config.vocab_size)
-    # A GGUF file names its end tokens itself: they are in the config that is made of it.
-    own = None if is_gguf else tokenizer
-    ends, dropped = end_tokens(generation_config, text_config, own, vocab_size)
+    ends, dropped = end_tokens(generation_config, text_config, vocab_size)
     limit = longest_context(config) or max_model_len
     if limit is None:
         raise InvalidInputError(

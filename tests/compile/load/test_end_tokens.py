@@ -85,17 +85,21 @@ def test_min_tokens_and_constraints_work_beside_an_id_that_is_none(llm: LLM) -> 
     assert outputs[2].outputs[0].text == "ab"
 
 
-def test_the_tokenizers_own_end_ends_a_request(tmp_path: Path) -> None:
-    """Where the configs name another one, as in vLLM."""
+def test_the_tokenizers_own_end_ends_conversations_alone(tmp_path: Path) -> None:
+    """Where the configs name another one. A completion is as long as that of ``generate``."""
     save_byte_model(tmp_path)
     file = tmp_path / "generation_config.json"
     said = json.loads(file.read_text())
     file.write_text(json.dumps(said | {"eos_token_id": 5}))
     llm = LLM(tmp_path, device="cpu", max_model_len=64, num_blocks=32)
     assert llm.tokenizer.eos_token_id == END
+    llm.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    conversation = [{"role": "user", "content": "a"}]
     forced = {"max_tokens": 8, "allowed_token_ids": [END], "seed": 1}
-    (output,) = llm.generate("a", SamplingParams(**forced), use_tqdm=False)
+    (output,) = llm.chat(conversation, SamplingParams(**forced), use_tqdm=False)
     (answer,) = output.outputs
     assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == ([END], "stop", None)
-    (output,) = llm.generate("a", SamplingParams(**forced, ignore_eos=True), use_tqdm=False)
+    (output,) = llm.chat(conversation, SamplingParams(**forced, ignore_eos=True), use_tqdm=False)
+    assert output.outputs[0].token_ids == [END] * 8
+    (output,) = llm.generate("a", SamplingParams(**forced), use_tqdm=False)
     assert output.outputs[0].token_ids == [END] * 8
