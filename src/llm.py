@@ -27,8 +27,9 @@ from .engine.sampling_params import SamplingParams
 from .engine.scheduler import Scheduler
 from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
+from .model_name import check_model_name
 from .startup import create_cuda_context_async, gc_paused
-from .validation import is_int, is_list
+from .validation import is_int, is_list, path_of
 
 if TYPE_CHECKING:
     import os
@@ -38,13 +39,22 @@ if TYPE_CHECKING:
     from .build import BuiltEngine
 
 
-def import_engine(device: str = "auto", num_ranks: int = 1) -> Callable[..., BuiltEngine]:
+def import_engine(
+    device: str = "auto", num_ranks: int = 1, model: object = None
+) -> Callable[..., BuiltEngine]:
     """:func:`pagespec.build.build`. It comes with torch and transformers, which takes
     seconds, so it is imported late, and everything before works without them.
 
     Args:
         device: of the engine to be built; if it may be a GPU, that is opened meanwhile.
+        model: to be loaded; the path or name of one that is not there is refused before.
+
+    Raises:
+        InvalidInputError, UnsupportedModelError: there is no such model.
     """
+    name = path_of(model)
+    if name is not None:
+        check_model_name(name)
     create_cuda_context_async(device)
     with gc_paused():
         if num_ranks > 1:
@@ -201,7 +211,7 @@ class LLM:
             mla_latent_cache=mla_latent_cache,
             generation_config=generation_config,  # type: ignore[arg-type]
         )
-        build = import_engine(config.device, config.tensor_parallel_size)
+        build = import_engine(config.device, config.tensor_parallel_size, model)
         built = build(model, config, on_logits)
         config = self.config = built.config
         self._startup = built.stats

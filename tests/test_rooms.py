@@ -28,6 +28,7 @@ PACKAGE = (
     ("structured",),
     ("compile",),
     ("kernels",),
+    ("model_name",),
     ("errors", "startup", "disk_cache", "validation", "thread_priority"),
 )
 # A module that is a room of its own, above the rest of its folder.

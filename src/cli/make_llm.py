@@ -23,7 +23,9 @@ NO_MODEL = (
 def make_llm(model: str, **arguments: Any) -> LLM:
     """The one place that builds an engine (tests replace it)."""
     from ..llm import LLM
+    from ..model_name import check_model_name
 
+    check_model_name(model)  # before transformers is imported
     if not sys.stderr.isatty():
         with gc_paused():
             from transformers.utils import logging

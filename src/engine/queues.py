@@ -28,8 +28,8 @@ class Queues:
         num_preemptions: how often a running request lost its blocks to an elder one or to a reset
             of the prefix cache.
         num_queried_tokens: tokens, at their admissions, of requests that read the prefix cache.
-        num_hit_tokens: as many of these were found: in the cache, or with a sibling.
-            The three only grow.
+            Siblings are left out: their prompt is looked up once, for their leader.
+        num_hit_tokens: as many of these were found. The three only grow.
     """
 
     def __init__(self, blocks: BlockManager, policy: Policy) -> None:
@@ -78,7 +78,8 @@ class Queues:
         request.num_admissions += 1
         if request.num_admissions == 1:
             request.num_cached_tokens = num_tokens
-        if self.blocks.enable_prefix_caching and request.reads_cache:
+        is_looked_up = self.blocks.enable_prefix_caching and request.reads_cache
+        if is_looked_up and request.leader is None:
             self.num_queried_tokens += len(request.token_ids)
             self.num_hit_tokens += num_tokens
         self.set_next_event(request)

@@ -48,7 +48,7 @@ def _card(context: ServerContext, name: str) -> dict[str, Any]:
         "object": "model",
         "created": int(context.started),
         "owned_by": "pagespec",
-        "root": context.config.model,
+        "root": context.config.root,
         "parent": None,
         "max_model_len": context.engine.llm.max_model_len,
     }

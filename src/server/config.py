@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -94,6 +95,13 @@ class ServerConfig:
     def names(self) -> tuple[str, ...]:
         """What requests may call the model."""
         return self.served_model_names or (self.model,)
+
+    @property
+    def root(self) -> str:
+        """What the model is, for clients: its name on the hub, or the last part of its path."""
+        name = self.model.replace("\\", "/").rstrip("/")
+        is_path = name[:1] in ("/", ".", "~") or name.count("/") > 1 or os.path.exists(self.model)
+        return name.rpartition("/")[2] if is_path else name
 
     def shown(self) -> dict[str, Any]:
         """All settings, keys left out: for logs."""

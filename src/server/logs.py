@@ -1,4 +1,5 @@
-"""Lines of the log: for people, or one JSON object each."""
+"""Lines of the log: for people, or one JSON object each; with the id of the request, if one is
+being answered."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import json
 import logging
 import logging.config
 import time
+from contextvars import ContextVar
+
+current_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 # What a record may carry besides: see ``requests``.
 _FIELDS = ("request_id", "client", "method", "path", "status", "seconds")
@@ -28,15 +32,35 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class RequestIds(logging.Filter):
+    """Gives each record the id of the request that it is about; ``request`` is it as text."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        request_id = getattr(record, "request_id", None) or current_request_id.get()
+        if request_id is not None:
+            record.request_id = request_id
+        record.request = "" if request_id is None else f"[{request_id}] "
+        return True
+
+
 def set_up_logs(as_json: bool) -> None:
     """Log to stderr, all that is said in this process: also warnings, and what libraries say."""
-    formatter = {"()": JsonFormatter} if as_json else {"format": "%(asctime)s %(message)s"}
+    formatter = (
+        {"()": JsonFormatter} if as_json else {"format": "%(asctime)s %(request)s%(message)s"}
+    )
     logging.config.dictConfig(
         {
             "version": 1,
             "disable_existing_loggers": False,
             "formatters": {"line": formatter},
-            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+            "filters": {"ids": {"()": RequestIds}},
+            "handlers": {
+                "stderr": {
+                    "class": "logging.StreamHandler",
+                    "formatter": "line",
+                    "filters": ["ids"],
+                }
+            },
             "root": {"level": "WARNING", "handlers": ["stderr"]},
             "loggers": {"pagespec": {"level": "INFO"}},
         }

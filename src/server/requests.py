@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -10,6 +11,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import api_error
+from .logs import current_request_id
 
 access_logger = logging.getLogger("pagespec.access")
 
@@ -20,7 +22,8 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 class Requests:
     """The outermost middleware.
 
-    A request's id is that of its header X-Request-Id, or a new one; the answer has it as well. An
+    A request's id is that of its header X-Request-Id, or a new one; the answer has it as well, and
+    so has every line that is logged meanwhile. HEAD is answered as GET is, without the body. An
     exception that nobody handled becomes an answer of status 500 and a line of the log.
     """
 
@@ -44,8 +47,13 @@ class Requests:
                 message = {**message, "headers": headers}
             await send(message)
 
+        call = (scope, receive, tell)
+        if scope["method"] == "HEAD":
+            head = _Head(receive, tell)
+            call = ({**scope, "method": "GET"}, head.receive, head.send)
+        token = current_request_id.set(request_id)
         try:
-            await self._app(scope, receive, tell)
+            await self._app(*call)
         except Exception as error:
             refusal = api_error(error)
             if not status:
@@ -69,6 +77,31 @@ class Requests:
                         "seconds": round(seconds, 6),
                     },
                 )
+            current_request_id.reset(token)
+
+
+class _Head:
+    """A connection on which the headers of an answer are all of it. Its client then is gone, so
+    that a stream ends, too."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._is_read = False
+        self._has_begun = asyncio.Event()
+
+    async def receive(self) -> Message:
+        if not self._is_read:
+            message = await self._receive()
+            self._is_read = not message.get("more_body", False)
+            return message
+        await self._has_begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._send(message)
+            await self._send({"type": "http.response.body", "body": b""})
+            self._has_begun.set()
 
 
 def _request_id(scope: Scope) -> str:

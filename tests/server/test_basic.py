@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -54,3 +56,59 @@ def test_numbers(http: httpx.Client) -> None:
     assert http.get("/load").json() == {"server_load": 0}
     assert http.get("/version").json() == {"version": __version__}
     assert http.get("/get_world_size").json() == {"world_size": 1}
+
+
+GETS = ["/", "/page/app.js", "/health", "/ping", "/readiness", "/liveness", "/v1/models"] + [
+    *("/v1/models/one", "/metrics", "/load", "/version", "/live", "/openapi.json"),
+]
+
+
+@pytest.mark.parametrize("path", [*GETS, "/nothing", "/v1/models/three", "/page/nothing"])
+def test_head_is_get_without_the_body(http: httpx.Client, path: str) -> None:
+    whole = http.get(path)
+    head = http.head(path)
+    assert (head.status_code, head.content) == (whole.status_code, b"")
+    for name in "content-type", "content-length", "content-security-policy":
+        is_fixed = name != "content-length" or path not in ("/metrics", "/live")
+        if is_fixed:
+            assert head.headers.get(name) == whole.headers.get(name), name
+    # The connection goes on with the next answer.
+    assert http.get("/version").json() == {"version": __version__}
+
+
+def test_head_of_what_is_no_get_is_refused(http: httpx.Client) -> None:
+    for path in "/v1/completions", "/tokenize":
+        assert http.head(path).status_code == 405
+
+
+def test_head_of_an_endless_stream_ends(http: httpx.Client) -> None:
+    answer = http.head("/live/stream", timeout=10)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+
+
+def test_head_needs_a_key_where_get_does() -> None:
+    with serving(content_llm(), api_keys=["k"]) as url:
+        assert httpx.head(url + "/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer k"}
+        assert httpx.head(url + "/v1/models", headers=headers).status_code == 200
+        assert httpx.head(url + "/health").status_code == 200
+
+
+def test_a_model_card_shows_no_path_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "Tiny-1B").mkdir()
+    file = tmp_path / "tiny.gguf"
+    file.touch()
+    for model, root in (
+        (str(tmp_path / "Tiny-1B"), "Tiny-1B"),
+        (f"{tmp_path}/Tiny-1B/", "Tiny-1B"),
+        (str(file), "tiny.gguf"),
+        ("./no/such/file.gguf", "file.gguf"),
+        ("~/models/a", "a"),
+        ("org/name", "org/name"),
+        ("gpt2", "gpt2"),
+    ):
+        with serving(content_llm(), model=model, served_model_names=["one"]) as url:
+            text = httpx.get(url + "/v1/models").text
+            assert json.loads(text)["data"][0]["root"] == root
+            assert str(tmp_path) not in text

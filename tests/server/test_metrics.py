@@ -20,7 +20,8 @@ from pagespec import AsyncLLM, SamplingParams
 from pagespec.server.app import create_app
 from pagespec.server.histogram import Histogram, log_scale, one_two_five, quantile
 from pagespec.server.metrics import EngineMetrics
-from tests.support.server import client
+from tests.support.content_llm import content_llm
+from tests.support.server import client, serving
 from tests.support.slow_llm import slow_llm
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -237,3 +238,20 @@ def test_any_number_of_tokens_may_be_asked_for() -> None:
 
     found = asyncio.run(main())
     assert found["vllm:request_params_max_tokens_count"] == 2
+
+
+def test_siblings_look_their_prompt_up_once() -> None:
+    """It is computed once for all of them: no token of theirs was found in the cache."""
+    body = {"prompt": [0, 256] * 6 + [0], "max_tokens": 3, "ignore_eos": True, "seed": 1}
+    with serving(content_llm(num_blocks=80)) as url:
+
+        def counted(**fields: Any) -> list[float]:
+            answer = httpx.post(url + "/v1/completions", json={**body, **fields})
+            assert answer.status_code == 200, answer.text
+            found = values(httpx.get(url + "/metrics").text)
+            names = "queries", "hits"
+            return [found[f"vllm:prefix_cache_{name}_total"] for name in names]
+
+        assert counted(n=4) == [13, 0]
+        assert counted(n=3) == [26, 12]  # the leader's: two tokens a block
+        assert counted() == [39, 24]

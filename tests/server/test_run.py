@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from pagespec.cli.main import app
+from pagespec.server.logs import RequestIds
+from tests.support.content_llm import content_llm
 from tests.support.serve_content import STEP_S, Process, server_process
+from tests.support.server import serving
 
 NUM_TOKENS = 60
 BODY = {"prompt": [0, 0], "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 1}
@@ -155,3 +161,44 @@ def test_a_unix_socket_and_json_lines(tmp_path: Path) -> None:
     (access,) = [line for line in lines if line.get("request_id") == "mine"]
     assert (access["method"], access["path"], access["status"]) == ("GET", "/v1/models", 200)
     assert "secret" not in log.read_text()
+
+
+def test_each_line_of_the_log_has_the_id_of_its_request(tmp_path: Path) -> None:
+    for options in [], ["--log-json"]:
+        with server_process(tmp_path / "log", *options) as server:
+            ids = []
+            for path, given in ("/health", "mine"), ("/v1/models", "two"), ("/nothing", None):
+                headers = {} if given is None else {"X-Request-Id": given}
+                answer = httpx.get(server.url + path, headers=headers)
+                ids.append(answer.headers["x-request-id"])
+            assert ids[:2] == ["mine", "two"]
+            until = time.monotonic() + 10
+            while "/nothing" not in server.log.read_text() and time.monotonic() < until:
+                time.sleep(0.02)
+        for request_id in ids:
+            lines = [line for line in server.log.read_text().splitlines() if request_id in line]
+            assert len(lines) == 1
+            if options:
+                assert json.loads(lines[0])["request_id"] == request_id
+        assert not [line for line in server.log.read_text().splitlines() if "[None]" in line]
+
+
+def test_what_goes_wrong_is_logged_with_the_id_of_its_request() -> None:
+    llm = content_llm()
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(request)s%(message)s"))
+    handler.addFilter(RequestIds())
+    logger = logging.getLogger("pagespec")
+    logger.addHandler(handler)
+    try:
+        with serving(llm) as url, mock.patch.object(llm.reader, "read", side_effect=OSError("x")):
+            for path in "/v1/completions", "/inference/v1/generate":
+                body = {"prompt": [0]} if path == "/v1/completions" else {"token_ids": [0]}
+                answer = httpx.post(url + path, json=body, headers={"X-Request-Id": path[1:4]})
+                assert answer.status_code == 500
+    finally:
+        logger.removeHandler(handler)
+    said = stream.getvalue()
+    for request_id in "v1/", "inf":
+        assert f"[{request_id}] a request failed" in said

@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import InvalidInputError, UnsupportedModelError
+from ...errors import InvalidInputError
+from ...model_name import check_model_path
 from ...validation import path_of
 from .gguf import converted_folder
-
-_ADAPTER = "adapter_config.json"  # of PEFT
 
 
 class ModelSource(NamedTuple):
@@ -37,23 +36,6 @@ def find_source(
 
 def _resolved(name: str, cache_dir: str | os.PathLike[str] | None) -> str:
     """A folder or a hub id that transformers reads."""
-    # os.path answers False where Path raises, over a name that is too long.
-    if name.endswith(".gguf"):
-        if not os.path.isfile(name):
-            raise InvalidInputError("model", name, "must be an existing .gguf file")
-        return str(converted_folder(Path(name), cache_dir))
-    if os.path.isdir(name):
-        # Without peft transformers would load the weights beside it and leave the adapter out.
-        if os.path.isfile(os.path.join(name, _ADAPTER)):
-            raise UnsupportedModelError(
-                f"{name}: has an {_ADAPTER}, and LoRA and other adapters are not supported; "
-                "merge the adapter into the weights"
-            )
-        if not os.path.isfile(os.path.join(name, "config.json")):
-            raise InvalidInputError("model", name, "must be a folder with a config.json")
+    if not check_model_path(name) or not name.endswith(".gguf"):
         return name
-    if os.path.exists(name):
-        raise InvalidInputError("model", name, "must be a folder, a .gguf file or a hub id")
-    if name.count("/") > 1 or name.startswith((".", "~", "/")) or not name:
-        raise InvalidInputError("model", name, "must be an existing folder or .gguf file")
-    return name
+    return str(converted_folder(Path(name), cache_dir))

@@ -1,0 +1,67 @@
+"""What names a model: a folder, a GGUF file, or a name on the hub; checked without torch."""
+
+from __future__ import annotations
+
+import os
+
+from .errors import InvalidInputError, UnsupportedModelError
+
+_ADAPTER = "adapter_config.json"  # of PEFT
+_HUB_S = 10.0
+
+
+def check_model_path(name: str) -> bool:
+    """Whether there is such a folder or GGUF file; else the name could be one on the hub.
+
+    Raises:
+        InvalidInputError: there is no such file or folder, or it is not one of a model.
+        UnsupportedModelError: it is an adapter.
+    """
+    # os.path answers False where Path raises, over a name that is too long.
+    if name.endswith(".gguf"):
+        if not os.path.isfile(name):
+            raise InvalidInputError("model", name, "must be an existing .gguf file")
+        return True
+    if os.path.isdir(name):
+        # Without peft transformers would load the weights beside it and leave the adapter out.
+        if os.path.isfile(os.path.join(name, _ADAPTER)):
+            raise UnsupportedModelError(
+                f"{name}: has an {_ADAPTER}, and LoRA and other adapters are not supported; "
+                "merge the adapter into the weights"
+            )
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            raise InvalidInputError("model", name, "must be a folder with a config.json")
+        return True
+    if os.path.exists(name):
+        raise InvalidInputError("model", name, "must be a folder, a .gguf file or a hub id")
+    if name.count("/") > 1 or name.startswith((".", "~", "/")) or not name:
+        raise InvalidInputError("model", name, "must be an existing folder or .gguf file")
+    return False
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a name that is no path and not on the hub, in its cache or online.
+
+    Raises:
+        InvalidInputError, UnsupportedModelError: as of :func:`check_model_path`, or the hub refuses
+            the name or cannot be reached.
+    """
+    if check_model_path(name):
+        return
+    from httpx import HTTPError, TimeoutException
+    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        # Asked once: the library itself repeats a request for half a minute.
+        url = hf_hub_url(name, "config.json")
+        hf_raise_for_status(get_session().head(url, headers=build_hf_headers(), timeout=_HUB_S))
+    except TimeoutException:
+        return  # loading tries again, with more patience
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        limit = f"is no folder and no .gguf file here, and was not found on the hub ({reason})"
+        raise InvalidInputError("model", name, limit) from error
