@@ -23,6 +23,9 @@ from pagespec.errors import InvalidInputError
 class FakeTokenizer:
     chat_template = "fake"
 
+    def get_chat_template(self, chat_template: str | None = None, _tools: Any = None) -> str:
+        return chat_template or self.chat_template
+
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         if any(m["role"] not in {"system", "user", "assistant"} for m in messages):
             raise RuntimeError("no such role")
