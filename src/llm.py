@@ -226,7 +226,6 @@ class LLM:
         self.chat_reader = ChatReader(
             self.reader,
             built.tokenizer,
-            model_type=built.model_type,
             eos_token_ids=frozenset(built.eos_token_ids),
         )
         self.factory = RequestFactory(

@@ -31,7 +31,7 @@ class ToolCallDelta:
 
     Attributes:
         index: its place among the calls of the answer, from 0.
-        id: "call_" and 24 hexadecimal digits.
+        id: as the model wrote it, or made by :func:`call_id`.
         arguments: the text of a JSON object.
     """
 
@@ -44,10 +44,17 @@ class ToolCallDelta:
 Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
-def call_id(request_id: str, answer: int, index: int) -> str:
-    """The id of a tool call: the same whenever the same request is read again, streamed or not."""
+def call_id(request_id: str, answer: int, index: int, length: int | None = None) -> str:
+    """The id of a tool call: the same whenever the same request is read again, streamed or not.
+    It is "call_" and 24 hexadecimal digits, or as many digits as ``length``."""
     key = f"{request_id}/{answer}/{index}".encode("utf-8", "surrogatepass")
-    return "call_" + xxhash.xxh3_128_hexdigest(key)[:_ID_DIGITS]
+    digits = xxhash.xxh3_128_hexdigest(key)
+    return f"call_{digits[:_ID_DIGITS]}" if length is None else digits[:length]
+
+
+def is_short_id(given: str | None, length: int) -> bool:
+    """Whether an id is that many ASCII letters and digits, and nothing else."""
+    return given is not None and len(given) == length and given.isascii() and given.isalnum()
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:

@@ -1,180 +1,315 @@
-"""How a model writes reasoning and tool calls: the response template of its tokenizer, or the one
-that transformers has for models of its type."""
+"""How models write reasoning and tool calls, as data: one row per format, read by :mod:`.regions`.
+
+Names of tool formats are those of vLLM's parsers where the formats are the same.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_SINK = "pagespec: between the fields"
-_END = "pagespec: end of the message"
-_DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
+from ..errors import InvalidInputError
+from .call_syntax import GemmaCalls, JsonCalls, NamedJson, PythonCalls, Syntax, TaggedCalls
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """
+    Attributes:
+        open, close: what delimits reasoning.
+        contents: pairs of what delimits content, where that has delimiters of its own.
+        skipped: text that is neither reasoning nor content.
+        is_open: an answer begins with reasoning, also without its opening delimiter.
+        anywhere: reasoning may follow content; if not, ``open`` is text there.
+        before_content: what ends reasoning and begins content, where ``close`` does not.
+    """
+
+    open: str
+    close: str
+    contents: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
+    is_open: bool = False
+    anywhere: bool = False
+    before_content: str = ""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """
+    Attributes:
+        open, close: what delimits calls; without ``close`` they end where nothing more is a call.
+        syntaxes: tried in this order.
+        at_start: calls begin the content, and are read only if tools were given: ``open`` is what
+            other content may begin with.
+    """
+
+    open: str
+    close: str
+    syntaxes: tuple[Syntax, ...]
+    at_start: bool = False
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """
+    Attributes:
+        markers: what begins calls.
+        skipped: text around calls that is no content.
+        tokens: further texts that calls are written with.
+        in_reasoning: a call may end reasoning that is not closed.
+        id_length: letters and digits of a call's id, where the template accepts no other ids.
+    """
+
+    markers: tuple[Marker, ...]
+    skipped: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    in_reasoning: bool = False
+    id_length: int | None = None
+
+    @cached_property
+    def texts(self) -> frozenset[str]:
+        """What stands in the text of calls beside names and arguments."""
+        ends = (text for marker in self.markers for text in (marker.open, marker.close))
+        return frozenset((*ends, *self.skipped, *self.tokens))
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """A response template, made ready for :mod:`.regions`.
+    """How one model writes its answers.
 
     Attributes:
-        whole: the template, with no field that must be there: to read one tool call.
-        plain: the same delimiters, but every field is bare text, and no delimiter passes without
-            an event. So reading never fails, and positions in the text can be told.
-        implicit: the field of ``plain`` that text is in which is in no other.
-        strips_content, strips_reasoning: whether white space at the ends is no part of it.
-        call_field: all texts and patterns of the field of tool calls.
-        reasoning_tags: the literal texts that open and close the reasoning, as
-            ``("<think>", "</think>")``; None if there is no reasoning, or a pattern delimits it.
+        anchors: texts of which the last in a prompt is right before the answer.
     """
 
-    whole: Any
-    plain: Any
-    implicit: str
-    strips_content: bool
-    strips_reasoning: bool
-    call_field: str
-    reasoning_tags: tuple[str, str] | None
+    reasoning: ReasoningFormat | None = None
+    calls: CallFormat | None = None
+    anchors: tuple[str, ...] = ()
 
-    def writes_calls_with(self, token: str) -> bool:
-        """Whether tool calls are written with this token, as a delimiter or in their text."""
-        return token in self.call_field or re.escape(token) in self.call_field
+    @property
+    def reads_calls(self) -> bool:
+        return self.calls is not None
 
-    @staticmethod
-    def role(field: str) -> str | None:
-        """ "content", "reasoning" or "tools": what becomes of a field; None if nothing does."""
-        if field in _REASONING_FIELDS:
-            return "reasoning"
-        return {"content": "content", "tool_calls": "tools"}.get(field)
+    @property
+    def reasoning_tags(self) -> tuple[str, str] | None:
+        """The texts that open and end reasoning, as ``("<think>", "</think>")``."""
+        form = self.reasoning
+        return None if form is None else (form.open, form.before_content or form.close)
 
     def prefix_of(self, prompt: str) -> str:
         """The part of a prompt that belongs to the answer already, such as an opened ``<think>``;
-        none if the prompt has no beginning of an answer that the template knows."""
-        if self.whole.start_anchor_re.search(prompt) is None:
-            return ""
-        text: str = self.whole.truncate_past_last_anchor(prompt)
-        return text
+        none if the prompt has no beginning of an answer that is known."""
+        ends = [place + len(a) for a in self.anchors if (place := prompt.rfind(a)) >= 0]
+        return prompt[max(ends) :] if ends else ""
+
+    def delimiters(self) -> Iterator[str]:
+        """All texts that may delimit something."""
+        if self.reasoning is not None:
+            yield from (self.reasoning.open, self.reasoning.close, *self.reasoning.skipped)
+            for pair in self.reasoning.contents:
+                yield from pair
+        if self.calls is not None:
+            yield from self.calls.texts
 
 
-def make_format(template: dict[str, Any]) -> AnswerFormat:
-    """
-    Raises:
-        ValueError: it is no response template of transformers.
-    """
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+_THINK = ReasoningFormat("<think>", "</think>")
+# The channels of OpenAI's harmony; a call's recipient stands before its channel or behind it.
+_HARMONY = ReasoningFormat(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    contents=(
+        ("<|channel|>final<|message|>", "<|end|>"),
+        ("<|channel|>commentary<|message|>", "<|end|>"),
+    ),
+    skipped=("<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
+    anywhere=True,
+    before_content="<|channel|>final<|message|>",
+)
 
-    load_response_template(template)
-    fields = template["fields"]
-    whole = {
-        name: {key: value for key, value in field.items() if key != "optional"}
-        for name, field in fields.items()
-    }
-    reasoning = next((name for name in _REASONING_FIELDS if name in fields), "")
-    loaded = load_response_template({**template, "fields": _plain_fields(fields)})
-    return AnswerFormat(
-        load_response_template({**template, "fields": whole}),
-        loaded,
-        str(loaded.implicit),
-        _strips(fields.get("content", {})),
-        _strips(fields.get(reasoning, {})),
-        "\n".join(_texts(fields.get("tool_calls", {}))),
-        _tags(fields.get(reasoning, {})),
+# The first whose delimiters a chat template has is taken.
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "harmony": _HARMONY,
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", anywhere=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", anywhere=True),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "cohere": ReasoningFormat(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        skipped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    "think": _THINK,
+    "deepseek_r1": replace(_THINK, is_open=True),
+}
+
+_JSON = JsonCalls()
+_BARE_JSON = JsonCalls(prefix="{")
+
+
+def _tags(begin: str, opened: str) -> TaggedCalls:
+    """Functions that invoke tags open, with the name as an attribute."""
+    return TaggedCalls(
+        name=rf'\s*<{opened}invoke name="(?P<name>[^"\n]+)">',
+        key=rf'\s*<{opened}parameter name="(?P<key>[^"\n]+)"'
+        rf'(?: string="(?P<text>true|false)")?>',
+        value_close=f"</{begin}parameter>",
+        close=f"</{begin}invoke>",
+        repeats=True,
     )
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in lists and dicts."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
+def _function_tags(pad: str) -> TaggedCalls:
+    return TaggedCalls(
+        name=r"\s*<function=(?P<name>[^>\n]+)>",
+        key=r"\s*<parameter=(?P<key>[^>\n]+)>",
+        value_close="</parameter>",
+        close="</function>",
+        pad=pad,
+    )
 
 
-def _tags(field: dict[str, Any]) -> tuple[str, str] | None:
-    """The first literal that opens a field, and the first that closes it."""
-    first = [next(_texts(field.get(key)), None) for key in ("open", "close")]
-    opening, closing = first
-    return None if opening is None or closing is None else (opening, closing)
+_DSML = _tags("｜DSML｜", "｜DSML｜")
+
+# Detection tries them in this order: of formats with equal delimiters the stricter comes first.
+CALL_FORMATS: dict[str, CallFormat] = {
+    "hermes": CallFormat((Marker("<tool_call>", "</tool_call>", (_JSON,)),)),
+    "qwen3_coder": CallFormat((Marker("<tool_call>", "</tool_call>", (_function_tags("\n"),)),)),
+    "glm45": CallFormat(
+        (
+            Marker(
+                "<tool_call>",
+                "</tool_call>",
+                (
+                    TaggedCalls(
+                        name=r"\s*(?P<name>[\w.:/-]+)(?=\s*<arg_key>|\s*</tool_call>)",
+                        key=r"\s*<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>",
+                        value_close="</arg_value>",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    "deepseek": CallFormat(
+        (
+            Marker(
+                "<｜tool▁call▁begin｜>",
+                "<｜tool▁call▁end｜>",
+                (
+                    NamedJson(r"function<｜tool▁sep｜>(?P<name>[^\n<]+)\n```json\n", "```"),
+                    NamedJson(r"(?P<name>[^\n<]+)<｜tool▁sep｜>"),
+                ),
+            ),
+        ),
+        skipped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        tokens=("<｜tool▁sep｜>",),
+        in_reasoning=True,
+    ),
+    "deepseek_v32": CallFormat(
+        (
+            Marker("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", (_DSML,)),
+            Marker("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", (_DSML,)),
+        ),
+        tokens=("｜DSML｜",),
+    ),
+    "mistral": CallFormat(
+        (
+            Marker(
+                "[TOOL_CALLS]",
+                "",
+                (
+                    _JSON,
+                    NamedJson(
+                        r"\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\]|(?=\{))"
+                    ),
+                ),
+            ),
+        ),
+        tokens=("[CALL_ID]", "[ARGS]"),
+        id_length=9,
+    ),
+    "harmony": CallFormat(
+        tuple(
+            Marker(
+                f"{begin} to=functions.",
+                "<|call|>",
+                (
+                    NamedJson(
+                        r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
+                        r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+                    ),
+                ),
+            )
+            for begin in ("<|channel|>commentary", "<|channel|>analysis", "")
+        ),
+        tokens=("<|channel|>", "<|constrain|>", "<|message|>"),
+    ),
+    "kimi_k2": CallFormat(
+        (
+            Marker(
+                "<|tool_call_begin|>",
+                "<|tool_call_end|>",
+                (
+                    NamedJson(
+                        r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*"
+                        r"<\|tool_call_argument_begin\|>"
+                    ),
+                ),
+            ),
+        ),
+        skipped=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        tokens=("<|tool_call_argument_begin|>",),
+        in_reasoning=True,
+    ),
+    "minimax_m2": CallFormat(
+        (Marker("<minimax:tool_call>", "</minimax:tool_call>", (_tags("", ""),)),)
+    ),
+    "minimax": CallFormat((Marker("<tool_calls>", "</tool_calls>", (_JSON,)),)),
+    "gemma4": CallFormat(
+        (Marker("<|tool_call>", "<tool_call|>", (GemmaCalls('<|"|>'),)),),
+        tokens=('<|"|>',),
+        in_reasoning=True,
+    ),
+    "seed_oss": CallFormat(
+        (Marker("<seed:tool_call>", "</seed:tool_call>", (_function_tags(""),)),)
+    ),
+    "cohere": CallFormat(
+        (
+            Marker(
+                "<|START_ACTION|>",
+                "<|END_ACTION|>",
+                (JsonCalls(names=("tool_name",), arguments=("parameters",)),),
+            ),
+        ),
+    ),
+    "nemotron": CallFormat((Marker("<TOOLCALL>", "</TOOLCALL>", (_JSON,)),)),
+    "functionary": CallFormat(
+        (Marker("<function=", "</function>", (NamedJson(r"(?P<name>[^>\n]+)>"),)),)
+    ),
+    "phi4_mini_json": CallFormat((Marker("<|tool_call|>", "<|/tool_call|>", (_JSON,)),)),
+    "granite": CallFormat((Marker("<|tool_call|>", "", (_JSON,)),)),
+    "lfm2": CallFormat((Marker("<|tool_call_start|>", "<|tool_call_end|>", (PythonCalls(),)),)),
+    "llama3_json": CallFormat(
+        (Marker("<|python_tag|>", "", (_JSON,)), Marker("{", "", (_BARE_JSON,), at_start=True))
+    ),
+    "pythonic": CallFormat(
+        (
+            Marker("<|python_start|>", "<|python_end|>", (PythonCalls(),)),
+            Marker("[", "", (PythonCalls(prefix="["),), at_start=True),
+        ),
+    ),
+}
 
 
-def _strips(field: dict[str, Any]) -> bool:
-    return bool(field.get("content_args", {}).get("strip", True))
-
-
-def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    text = {
-        "content": "text",
-        "content_args": {"strip": False},
-        "repeats": True,
-        "transform": "{content}",  # without one, a delimiter may not have named groups
-    }
-    made: dict[str, Any] = {}
-    has_implicit = False
-    for name, field in fields.items():
-        delimiters = {key: field[key] for key in _DELIMITERS if key in field}
-        if "open" not in field and "open_pattern" not in field:
-            has_implicit = True
-            made |= _end_field(delimiters, text)
-            delimiters = {}
-        made[name] = text | delimiters
-    if not has_implicit:
-        made[_SINK] = text
-    return made
-
-
-def _end_field(close: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """The end of the implicit field as an empty field of its own: where that field is empty, its
-    end would pass without an event."""
-    if "close" in close:
-        return {_END: text | {"open": close["close"], "close_pattern": ""}}
-    pattern = close.get("close_pattern")
-    if pattern is None:
-        return {}
-    import regex  # the library of which the templates' patterns are
-
-    if regex.search(pattern, "") is not None:
-        return {}  # the end of the text, which ends the field anyway
-    return {_END: text | {"open_pattern": pattern, "close_pattern": ""}}
-
-
-def template_of(tokenizer: Any, model_type: str | None) -> dict[str, Any] | None:
-    """The response template of a model, or None."""
-    own = getattr(tokenizer, "response_template", None)
-    if own is not None:
-        return dict(own)
-    if model_type is None:
-        return None
-    names = {model_type, model_type.removesuffix("_text")}  # of a text model in a larger one
-    found = (t for types, t in fallback_templates().items() if names & set(types))
-    return next(found, None)
-
-
-@cache
-def fallback_templates() -> dict[tuple[str, ...], dict[str, Any]]:
-    """transformers' templates by model types, for tokenizers that come without one.
-
-    They stand in a private table of its server. That file is read by itself: its package needs
-    FastAPI, and half a second. A version that has no such table has no fallbacks.
+def check_formats(tool_call_format: object, reasoning_format: object) -> None:
     """
-    import transformers
-
-    path = Path(transformers.__file__).parent / "cli" / "serving" / "utils.py"
-    name = "_pagespec_transformers_serving_utils"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        return {}
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-        return dict(module._RESPONSE_TEMPLATE_FALLBACKS)
-    except Exception:  # a private file of another version may need anything
-        return {}
-    finally:
-        del sys.modules[name]
+    Raises:
+        InvalidInputError: there is no format of that name.
+    """
+    for field, name, known in (
+        ("tool_call_format", tool_call_format, CALL_FORMATS),
+        ("reasoning_format", reasoning_format, REASONING_FORMATS),
+    ):
+        names = (AUTO, NONE, *known)
+        if not isinstance(name, str) or name not in names:
+            raise InvalidInputError(field, name, f"must be one of {', '.join(names)}")

@@ -12,11 +12,13 @@ from ..engine.inputs import PromptInput, PromptReader
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .answer_text import AnswerText, special_tokens
+from .detect import detect
 from .end_of_turn import TurnEnds
-from .formats import AnswerFormat, make_format, template_of
+from .formats import AUTO, AnswerFormat
 from .messages import names_of, read_messages, read_tools
-from .regions import TemplateAnswer
+from .regions import FormatAnswer
 from .response import Answer, PlainAnswer, ResponseReader
+from .response_template import TemplateAnswer, TemplateFormat, make_format
 from .template import ChatTemplate, Message
 from .tool_choice import ForcedAnswer, ToolChoice, forced_name
 
@@ -40,6 +42,10 @@ _NO_VARIABLES = frozenset(
     )
 )
 _NO_TOOLS = "this model's chat template shows no tools to the model"
+_NO_FORMAT = (
+    "the format of this model's tool calls is not known; tool_call_format names one, and "
+    "tool_choice can force a call"
+)
 # Most templates that are kept: requests may bring their own.
 _MAX_TEMPLATES = 64
 
@@ -50,8 +56,9 @@ class ChatReader:
     Args:
         prompts: of the same tokenizer.
         tokenizer: a transformers tokenizer, or None: then every conversation is refused.
-        model_type: of the model's config, for the response template that transformers has for it.
         eos_token_ids: end an answer unless its parameters ignore them.
+        tool_call_format, reasoning_format: names of :mod:`.formats` in place of what the chat
+            template shows.
     """
 
     def __init__(
@@ -59,21 +66,24 @@ class ChatReader:
         prompts: PromptReader,
         tokenizer: Any,
         *,
-        model_type: str | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        tool_call_format: str = AUTO,
+        reasoning_format: str = AUTO,
     ) -> None:
         self._prompts = prompts
         self._tokenizer = tokenizer
-        self._model_type = model_type
         self._eos_token_ids = eos_token_ids
+        self._tool_call_format, self._reasoning_format = tool_call_format, reasoning_format
         self._templates: dict[str, ChatTemplate] = {}
         self._turn_ends = TurnEnds(tokenizer)
+        self._formats: dict[str, AnswerFormat | None] = {}
 
     def read(
         self,
         messages: Any,
         *,
         tools: Any = None,
+        tool_choice: ToolChoice = "auto",
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -85,8 +95,9 @@ class ChatReader:
 
         Args:
             messages: see :func:`.messages.read_messages`.
-            tools: see :func:`.messages.read_tools`; shown to the model by its template, refused if
-                it shows none.
+            tools: see :func:`.messages.read_tools`; shown to the model by its template. They are
+                refused if it shows none, or if the format of calls is not known.
+            tool_choice: see :mod:`.tool_choice`. A forced call has a format of its own.
             chat_template: Jinja text in place of the model's, or the name of one of the model's.
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: leave the last message open, for the model to continue.
@@ -110,6 +121,10 @@ class ChatReader:
         names = names_of(schemas)
         if schemas and not template.shows_tools:
             raise InvalidInputError("tools", names, _NO_TOOLS)
+        form = self._format_of(template)
+        reads_calls = form is not None and form.reads_calls
+        if schemas and tool_choice == "auto" and not reads_calls and self._tool_call_format == AUTO:
+            raise InvalidInputError("tools", names, _NO_FORMAT)
         conversation = read_messages(messages, field, template.fitting)
         arguments = {
             **_variables(chat_template_kwargs),
@@ -140,6 +155,7 @@ class ChatReader:
         *,
         tools: Any = None,
         tool_choice: ToolChoice = "auto",
+        chat_template: str | None = None,
         request_id: str = "",
         index: int = 0,
     ) -> ResponseReader:
@@ -151,6 +167,7 @@ class ChatReader:
             tools: as of :meth:`read`: their schemas give arguments their types.
             tool_choice: see :mod:`.tool_choice`. Where it forces a call, the parameters must have
                 the ``structured_outputs`` that ``forced_output`` gives.
+            chat_template: as of :meth:`read`.
             request_id, index: of the request and the answer, from which the ids of its tool calls
                 are made.
 
@@ -165,14 +182,17 @@ class ChatReader:
         )
         schemas = read_tools(tools)
         name = forced_name(schemas, tool_choice)
+        forced = name is not None or tool_choice == "required"
+        form = None if forced else self._format(chat_template, schemas)
         answer: Answer
-        if name is not None or tool_choice == "required":
+        if forced:
             answer = ForcedAnswer(name, request_id, index)
-        elif self.answer_format is None:
+        elif form is None:
             answer = PlainAnswer()
         else:
-            answer = TemplateAnswer(
-                self.answer_format,
+            made = TemplateAnswer if isinstance(form, TemplateFormat) else FormatAnswer
+            answer = made(
+                form,  # type: ignore[arg-type]
                 self._text_of(prompt),
                 tools=schemas,
                 reads_tools=tool_choice != "none",
@@ -181,12 +201,41 @@ class ChatReader:
             )
         return ResponseReader(text, answer)
 
-    @cached_property
-    def answer_format(self) -> AnswerFormat | None:
+    @property
+    def answer_format(self) -> AnswerFormat | TemplateFormat | None:
         """How the model writes reasoning and tool calls; None if that is not known."""
+        return self._format(None, None)
+
+    def _format(
+        self, chat_template: str | None, tools: Sequence[Any] | None
+    ) -> AnswerFormat | TemplateFormat | None:
+        if not chat_template and not getattr(self._tokenizer, "chat_template", None):
+            return self._own_format
         try:
-            template = template_of(self._tokenizer, self._model_type)
-            return None if template is None else make_format(template)
+            return self._format_of(self._template(chat_template, tools, "messages"))
+        except InvalidInputError:  # there is no template for this conversation
+            return self._own_format
+
+    def _format_of(self, template: ChatTemplate) -> AnswerFormat | TemplateFormat | None:
+        if self._own_format is not None:
+            return self._own_format
+        if template.source not in self._formats:
+            self._formats[template.source] = detect(
+                template,
+                self._tool_call_format,
+                self._reasoning_format,
+                getattr(self._tokenizer, "added_tokens_encoder", {}),
+            )
+        return self._formats[template.source]
+
+    @cached_property
+    def _own_format(self) -> TemplateFormat | None:
+        """That of the tokenizer's response template, unless another format is named."""
+        own = getattr(self._tokenizer, "response_template", None)
+        if own is None or (self._tool_call_format, self._reasoning_format) != (AUTO, AUTO):
+            return None
+        try:
+            return make_format(dict(own))
         except (ImportError, ValueError, LookupError, TypeError, AttributeError) as error:
             warnings.warn(f"the tokenizer's response template is ignored: {error}", stacklevel=2)
             return None
@@ -203,6 +252,7 @@ class ChatReader:
         if template is None:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
+                self._formats.clear()
             template = self._templates[source] = ChatTemplate(source, partial(self._render, source))
         return template
 

@@ -1,23 +1,23 @@
-"""Reads an answer by its model's format, with transformers' own parser.
+"""Reads an answer by a format of :mod:`.formats`: one reader for all of them.
 
-The parser says in events which field the text is in. It says nothing of where delimiters stand,
-drops what it cannot read, and raises in the middle of a stream. So it is given the format's plain
-twin, in which every field is text: the events then account for every character, and the delimiters
-between are found again by the patterns that found them. A tool call, once it is closed, is read by
-itself with the whole format. If that fails, its text becomes content, from the first character of
-its opening delimiter to the last of its closing one; so does the text of a call that is not closed.
+The text is cut at the format's delimiters; a text that may still become one is kept back. A call is
+read by its syntax as its text comes. Text that cannot be a call becomes content from the first
+character of its opening delimiter, and reading goes on behind that delimiter. Of a call that is
+not closed, all text to the end becomes content: what stands in its arguments is never read as
+another call.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from .answer_text import Kind, Piece
-from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id
-from .formats import AnswerFormat
+from .call_syntax import Call, Found, Waiting
+from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id, is_short_id
+from .formats import AnswerFormat, Marker
 
 
 class Stripper:
@@ -40,7 +40,40 @@ class Stripper:
         return shown
 
 
-class TemplateAnswer:
+# Regions of an answer: between delimiters, in reasoning, in content with delimiters of its own.
+_BETWEEN, _REASONING, _CONTENT = "between", "reasoning", "content"
+_DROPPED = "dropped"  # what a delimiter does that only vanishes
+
+
+class _Delimiters:
+    """Finds the first of some texts.
+
+    Args:
+        actions: the texts, and what each does.
+    """
+
+    def __init__(self, actions: Mapping[str, Any]) -> None:
+        self.actions = actions
+        ordered = sorted(actions, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._begins = frozenset(text[:n] for text in actions for n in range(1, len(text)))
+        self._max_begin = max(map(len, self._begins), default=0)
+
+    def find(self, text: str, is_whole: bool) -> tuple[int, str]:
+        """Where the first delimiter begins, and it; or where one may begin of which the end is
+        missing, and an empty text."""
+        match = self._pattern.search(text)
+        place = len(text) if match is None else match.start()
+        found = "" if match is None else match.group()
+        if is_whole:
+            return place, found
+        for begin in range(max(0, len(text) - self._max_begin), min(place + 1, len(text))):
+            if text[begin:] in self._begins:
+                return begin, ""
+        return place, found
+
+
+class FormatAnswer:
     """Turns the text of one answer into content, reasoning and tool calls.
 
     Args:
@@ -60,139 +93,177 @@ class TemplateAnswer:
         request_id: str,
         answer: int,
     ) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
-        self._form, self._reads_tools = form, reads_tools
-        self._tools: list[Any] = list(tools or ())
+        self.tools: Sequence[Mapping[str, Any]] = tools or ()
+        self.text = ""  # what is not settled yet; of a call from its opening delimiter on
+        self.is_whole = False
+        self._form = form
+        self._calls = form.calls if reads_tools else None
+        self._delimiters: dict[tuple[str, bool], _Delimiters] = {}
+        self._texts = frozenset(form.delimiters())
+        self._id_length = None if form.calls is None else form.calls.id_length
         self._key = (request_id, answer)
         self._num_calls = 0
-        self._content = Stripper(form.strips_content)
-        self._reasoning = Stripper(form.strips_reasoning)
-        self._parser = ResponseParser(form.plain, prefix="")
-        self._text = form.prefix_of(prompt)
-        self._place = 0  # of the next event, in the text
-        self._region = 0  # where the open field began, with its delimiter
-        # Stretches that are not for the caller: the prompt's, the stop token, special tokens. Those
-        # that calls are written with show where a call is not read.
-        self._hidden = deque([(0, len(self._text))])
-        self._hidden_in_calls = deque(self._hidden)
-        for _ in self._read(self._parser.feed(self._text)):
+        self._content, self._reasoning = Stripper(True), Stripper(True)
+        self._base = 0  # where `text` begins in the whole text
+        self._hidden: deque[tuple[int, int]] = deque()
+        is_open = form.reasoning is not None and form.reasoning.is_open
+        self._region = _REASONING if is_open else _BETWEEN
+        self._begun: set[str] = set()  # regions that have had text
+        self._marker: Marker | None = None  # of the call that is being read
+        self._reading: Waiting[Found | None] | None = None
+        self._untried: list[Any] = []
+        prefix = form.prefix_of(prompt)
+        self._hidden.append((0, len(prefix)))
+        self.text = prefix
+        for _ in self._read():
             pass
         self._num_calls = 0  # those of the answer; there were some if it continues a message
 
     def push(self, piece: Piece) -> list[Delta]:
-        begin = len(self._text)
-        self._text += piece.text
-        if piece.kind is not Kind.TEXT:
-            stretch = (begin, len(self._text))
-            self._hidden.append(stretch)
-            if piece.kind is Kind.STOP or not self._form.writes_calls_with(piece.text):
-                self._hidden_in_calls.append(stretch)
-        return list(self._read(self._parser.feed(piece.text)))
+        if piece.kind is Kind.STOP and piece.text not in self._texts:
+            return []
+        is_shown = self._calls_with(piece.text) and piece.kind is Kind.SPECIAL
+        if piece.kind is not Kind.TEXT and not is_shown:
+            begin = self._base + len(self.text)
+            self._hidden.append((begin, begin + len(piece.text)))
+        self.text += piece.text
+        return list(self._read())
 
     def finish(self) -> list[Delta]:
-        return list(self._read(self._parser.finalize()[1]))
+        self.is_whole = True
+        return list(self._read())
 
-    def _read(self, events: Iterable[dict[str, Any]]) -> Iterator[Delta]:
-        for event in events:
-            field = event["field"]
-            if event["type"] == "region_chunk":
-                begin = self._place
-                self._place += len(event["text"])
-                yield from self._shown(self._form.role(field), begin, self._place)
-            elif field == self._form.implicit:
+    def _calls_with(self, token: str) -> bool:
+        """Whether tool calls are written with this token; then it shows where none is read."""
+        form = self._form.calls
+        return form is not None and token in form.texts
+
+    def _read(self) -> Iterator[Delta]:
+        while self.text or self._marker is not None:
+            if self._marker is not None:
+                if not (yield from self._read_call()):
+                    return
                 continue
-            elif event["type"] == "region_open":
-                self._region = self._place
-                self._pass(self._form.plain.fields[field].open_re)
+            delimiters = self._active()
+            place, delimiter = delimiters.find(self.text, self.is_whole)
+            if place:
+                yield from self._shown(place)
+                if self._active() is not delimiters:
+                    continue
+            if not delimiter:
+                return
+            action = delimiters.actions[delimiter]
+            if isinstance(action, Marker):
+                self._marker, self._untried = action, list(action.syntaxes)
+                continue
+            self._drop(len(delimiter))
+            if action is not _DROPPED:
+                self._region = action
+
+    def _active(self) -> _Delimiters:
+        key = (self._region, self._region in self._begun)
+        if key not in self._delimiters:
+            self._delimiters[key] = _Delimiters(self._actions(*key))
+        return self._delimiters[key]
+
+    def _actions(self, region: str, has_begun: bool) -> dict[str, Any]:
+        """The delimiters of a region: what each opens, or the region that it leads to."""
+        reasoning, calls = self._form.reasoning, self._calls
+        found: dict[str, Any] = {}
+        if calls is not None and region in (_BETWEEN, calls.in_reasoning and _REASONING):
+            found |= dict.fromkeys(calls.skipped, _DROPPED)
+            for marker in calls.markers:
+                if not marker.at_start or (self.tools and not has_begun and region == _BETWEEN):
+                    found[marker.open] = marker
+        if reasoning is None:
+            return found
+        if region == _BETWEEN:
+            found |= dict.fromkeys(reasoning.skipped, _DROPPED)
+            found |= {opened: _CONTENT for opened, _ in reasoning.contents}
+            if reasoning.anywhere or not has_begun:
+                # Alone, the closing delimiter ends reasoning that is empty.
+                found[reasoning.close] = _DROPPED
+                found[reasoning.open] = _REASONING
+        elif region == _REASONING:
+            if not has_begun:  # the prompt has opened it already
+                found[reasoning.open] = _DROPPED
+            found[reasoning.close] = _BETWEEN
+        else:
+            found |= {closed: _BETWEEN for _, closed in reasoning.contents}
+        return found
+
+    def _read_call(self) -> Generator[Delta, None, bool]:
+        """Go on with the call that has been opened; returns whether it is settled."""
+        marker = self._marker
+        assert marker is not None
+        while True:
+            if self._reading is None:
+                self._reading = self._untried.pop(0).read(self, len(marker.open), marker.close)
+            try:
+                next(self._reading)
+            except StopIteration as ended:
+                self._reading = None
+                found: Found | None = ended.value
             else:
-                is_closed = self._pass(self._form.plain.fields[field].close_re)
-                if self._form.role(field) == "tools":
-                    yield from self._call(is_closed)
-
-    def _pass(self, delimiter: Any) -> bool:
-        """Go behind a delimiter, if it stands here; a field without one ends with the text."""
-        if delimiter is None:
-            return True
-        match = delimiter.match(self._text, self._place)
-        if match is not None:
-            self._place = match.end()
-        return match is not None
-
-    def _shown(self, role: str | None, begin: int, end: int) -> Iterator[Delta]:
-        if role == "content":
-            yield ContentDelta(self._content.push(self._shown_text(self._hidden, begin, end)))
-        elif role == "reasoning":
-            yield ReasoningDelta(self._reasoning.push(self._shown_text(self._hidden, begin, end)))
-
-    def _shown_text(self, hidden: deque[tuple[int, int]], begin: int, end: int) -> str:
-        """A stretch of the text without what is hidden in it. Called for stretches in order."""
-        while hidden and hidden[0][1] <= begin:
-            hidden.popleft()
-        shown, place = [], begin
-        for hidden_begin, hidden_end in hidden:
-            if hidden_begin >= end:
+                if not self.is_whole:
+                    return False
+                found, self._reading, self._untried = None, None, []
+            if found is not None or not self._untried:
                 break
-            shown.append(self._text[place : max(place, hidden_begin)])
-            place = min(hidden_end, end)
-        shown.append(self._text[place:end])
-        return "".join(shown)
+        self._marker = None
+        if found is None and not self.is_whole:
+            yield from self._shown(len(marker.open))
+            return True
+        self._region = _BETWEEN
+        if found is None:  # not closed: all that follows may belong to the call
+            yield from self._shown(len(self.text))
+        elif not found.calls:
+            yield from self._shown(found.end)
+        else:
+            self._begun.add(_BETWEEN)
+            self._drop(found.end)
+            yield from map(self._delta, found.calls)
+        return True
 
-    def _call(self, is_closed: bool) -> Iterator[Delta]:
-        """The region that ended here: its calls, or its text."""
-        raw = self._text[self._region : self._place]
-        calls = self._parsed(raw) if is_closed and self._reads_tools else []
-        if not calls:
-            shown = self._shown_text(self._hidden_in_calls, self._region, self._place)
-            yield ContentDelta(self._content.push(shown))
-        for name, arguments in calls:
-            yield ToolCallDelta(
-                self._num_calls, call_id(*self._key, self._num_calls), name, arguments
-            )
-            self._num_calls += 1
+    def _delta(self, call: Call) -> ToolCallDelta:
+        index, length = self._num_calls, self._id_length
+        self._num_calls += 1
+        written = call.id if length is None or is_short_id(call.id, length) else None
+        made = written or call_id(*self._key, index, length)
+        return ToolCallDelta(index, made, call.name, call.arguments)
 
-    def _parsed(self, raw: str) -> list[tuple[str, str]]:
-        """Names and arguments of the calls in one region; none if anything is wrong with one."""
-        from transformers.utils.chat_parsing import parse_response
+    def _shown(self, length: int) -> Iterator[Delta]:
+        """The beginning of the text, as what its region makes of it."""
+        if not self.text[:length].isspace():
+            self._begun.add(self._region)
+            if self._region == _CONTENT:
+                self._begun.add(_BETWEEN)
+        text = visible(self._hidden, self.text, self._base, self._base + length, self._base)
+        self._drop(length)
+        if self._region == _REASONING:
+            yield ReasoningDelta(self._reasoning.push(text))
+        else:
+            yield ContentDelta(self._content.push(text))
 
-        try:
-            message = parse_response(raw, self._form.whole, prefix="", tools=self._tools)
-            return [_named_arguments(call) for call in _flat(message["tool_calls"])]
-        except Exception:  # whatever a model writes: a parser of transformers raises many kinds
-            return []
-
-
-def _flat(calls: Any) -> Iterator[Any]:
-    if isinstance(calls, list):
-        for call in calls:
-            yield from _flat(call)
-    else:
-        yield calls
+    def _drop(self, length: int) -> None:
+        self.text = self.text[length:]
+        self._base += length
 
 
-def _named_arguments(call: Any) -> tuple[str, str]:
+def visible(hidden: deque[tuple[int, int]], text: str, begin: int, end: int, base: int = 0) -> str:
+    """A stretch of the text without what is hidden in it. To be called for stretches in order.
+
+    Args:
+        hidden: stretches; those that end before ``begin`` are removed.
+        base: the place of the text's first character.
     """
-    Raises:
-        ValueError, TypeError, LookupError: it is no tool call.
-    """
-    function = call["function"]
-    name, arguments = function["name"], function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise ValueError("a call has a name, and an object of arguments")
-    name.encode()
-    return name, json_text(arguments)
-
-
-def json_text(value: Any) -> str:
-    """
-    Raises:
-        ValueError: JSON has no such value (NaN, an infinite number).
-    """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can spell
-        return json.dumps(value)
-    return text
+    while hidden and hidden[0][1] <= begin:
+        hidden.popleft()
+    shown, place = [], begin
+    for hidden_begin, hidden_end in hidden:
+        if hidden_begin >= end:
+            break
+        shown.append(text[place - base : max(place, hidden_begin) - base])
+        place = min(hidden_end, end)
+    shown.append(text[place - base : end - base])
+    return "".join(shown)

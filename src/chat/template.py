@@ -106,7 +106,7 @@ class ChatTemplate:
                 {**message, "tool_call_id": PROBE_ID, "name": PROBE_TOOL},
             ],
         }.get(role, [user, message])
-        text = self.rendered(conversation) or ""
+        text = self.rendered(conversation) or self.rendered(conversation, probe_tools()) or ""
         is_printed = any(printed in text for printed in _PRINTED)
         return _FIRST in text and _SECOND in text and not is_printed
 

@@ -29,7 +29,7 @@ from ..errors import InvalidInputError
 from .answer_text import Kind, Piece
 from .deltas import ContentDelta, Delta, ToolCallDelta, call_id
 from .messages import names_of
-from .regions import json_text
+from .values import json_text
 
 ToolChoice = str | Mapping[str, Any] | None
 _PLAIN = (None, "auto", "none")

@@ -214,8 +214,9 @@ def test_a_message_that_is_continued_is_not_given_twice() -> None:
 
 
 def test_a_model_of_no_known_format_gives_the_text_of_generate() -> None:
-    tokenizer = chat_tokenizer("qwen3")
+    tokenizer = chat_tokenizer("plain")
     chat = make_reader(None, tokenizer)
+    assert chat.answer_format is None
     prompt = prompt_of(chat)
     ids = ids_of(tokenizer, f"  <think>a</think> é<s>{QWEN3_CALL} \n</s>")
     message = read_response(chat.reader(prompt, PLAIN), ids)

@@ -1,0 +1,292 @@
+"""Reads an answer by the response template of its tokenizer, with transformers' own parser.
+
+The parser says in events which field the text is in. It says nothing of where delimiters stand,
+drops what it cannot read, and raises in the middle of a stream. So it is given the template's plain
+twin, in which every field is text: the events then account for every character, and the delimiters
+between are found again by the patterns that found them. A tool call, once it is closed, is read by
+itself with the whole template. If that fails, its text becomes content, from the first character of
+its opening delimiter to the last of its closing one; so does the text of a call that is not closed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .answer_text import Kind, Piece
+from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id
+from .regions import Stripper, visible
+from .values import json_text
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_SINK = "pagespec: between the fields"
+_END = "pagespec: end of the message"
+_DELIMITERS = ("open", "open_pattern", "close", "close_pattern")
+
+
+@dataclass(frozen=True)
+class TemplateFormat:
+    """A response template, made ready for :class:`TemplateAnswer`.
+
+    Attributes:
+        whole: the template, with no field that must be there: to read one tool call.
+        plain: the same delimiters, but every field is bare text, and no delimiter passes without
+            an event. So reading never fails, and positions in the text can be told.
+        implicit: the field of ``plain`` that text is in which is in no other.
+        strips_content, strips_reasoning: whether white space at the ends is no part of it.
+        call_field: all texts and patterns of the field of tool calls.
+        reasoning_tags: the literal texts that open and close the reasoning, as
+            ``("<think>", "</think>")``; None if there is no reasoning, or a pattern delimits it.
+    """
+
+    whole: Any
+    plain: Any
+    implicit: str
+    strips_content: bool
+    strips_reasoning: bool
+    call_field: str
+    reasoning_tags: tuple[str, str] | None
+
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.call_field)
+
+    def writes_calls_with(self, token: str) -> bool:
+        """Whether tool calls are written with this token, as a delimiter or in their text."""
+        return token in self.call_field or re.escape(token) in self.call_field
+
+    @staticmethod
+    def role(field: str) -> str | None:
+        """ "content", "reasoning" or "tools": what becomes of a field; None if nothing does."""
+        if field in _REASONING_FIELDS:
+            return "reasoning"
+        return {"content": "content", "tool_calls": "tools"}.get(field)
+
+    def prefix_of(self, prompt: str) -> str:
+        """The part of a prompt that belongs to the answer already, such as an opened ``<think>``;
+        none if the prompt has no beginning of an answer that the template knows."""
+        if self.whole.start_anchor_re.search(prompt) is None:
+            return ""
+        text: str = self.whole.truncate_past_last_anchor(prompt)
+        return text
+
+
+def make_format(template: dict[str, Any]) -> TemplateFormat:
+    """
+    Raises:
+        ValueError: it is no response template of transformers.
+    """
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    load_response_template(template)
+    fields = template["fields"]
+    whole = {
+        name: {key: value for key, value in field.items() if key != "optional"}
+        for name, field in fields.items()
+    }
+    reasoning = next((name for name in _REASONING_FIELDS if name in fields), "")
+    loaded = load_response_template({**template, "fields": _plain_fields(fields)})
+    return TemplateFormat(
+        load_response_template({**template, "fields": whole}),
+        loaded,
+        str(loaded.implicit),
+        _strips(fields.get("content", {})),
+        _strips(fields.get(reasoning, {})),
+        "\n".join(_texts(fields.get("tool_calls", {}))),
+        _tags(fields.get(reasoning, {})),
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+def _tags(field: dict[str, Any]) -> tuple[str, str] | None:
+    """The first literal that opens a field, and the first that closes it."""
+    first = [next(_texts(field.get(key)), None) for key in ("open", "close")]
+    opening, closing = first
+    return None if opening is None or closing is None else (opening, closing)
+
+
+def _strips(field: dict[str, Any]) -> bool:
+    return bool(field.get("content_args", {}).get("strip", True))
+
+
+def _plain_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    text = {
+        "content": "text",
+        "content_args": {"strip": False},
+        "repeats": True,
+        "transform": "{content}",  # without one, a delimiter may not have named groups
+    }
+    made: dict[str, Any] = {}
+    has_implicit = False
+    for name, field in fields.items():
+        delimiters = {key: field[key] for key in _DELIMITERS if key in field}
+        if "open" not in field and "open_pattern" not in field:
+            has_implicit = True
+            made |= _end_field(delimiters, text)
+            delimiters = {}
+        made[name] = text | delimiters
+    if not has_implicit:
+        made[_SINK] = text
+    return made
+
+
+def _end_field(close: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """The end of the implicit field as an empty field of its own: where that field is empty, its
+    end would pass without an event."""
+    if "close" in close:
+        return {_END: text | {"open": close["close"], "close_pattern": ""}}
+    pattern = close.get("close_pattern")
+    if pattern is None:
+        return {}
+    import regex  # the library of which the templates' patterns are
+
+    if regex.search(pattern, "") is not None:
+        return {}  # the end of the text, which ends the field anyway
+    return {_END: text | {"open_pattern": pattern, "close_pattern": ""}}
+
+
+class TemplateAnswer:
+    """Turns the text of one answer into content, reasoning and tool calls.
+
+    Args:
+        prompt: its text, whose end may belong to the answer.
+        tools: their schemas say which type an argument has where the format does not.
+        reads_tools: whether there can be tool calls; if not, they are content.
+        request_id, answer: for the ids of tool calls.
+    """
+
+    def __init__(
+        self,
+        form: TemplateFormat,
+        prompt: str,
+        *,
+        tools: Sequence[dict[str, Any]] | None,
+        reads_tools: bool,
+        request_id: str,
+        answer: int,
+    ) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._form, self._reads_tools = form, reads_tools
+        self._tools: list[Any] = list(tools or ())
+        self._key = (request_id, answer)
+        self._num_calls = 0
+        self._content = Stripper(form.strips_content)
+        self._reasoning = Stripper(form.strips_reasoning)
+        self._parser = ResponseParser(form.plain, prefix="")
+        self._text = form.prefix_of(prompt)
+        self._place = 0  # of the next event, in the text
+        self._region = 0  # where the open field began, with its delimiter
+        # Stretches that are not for the caller: the prompt's, the stop token, special tokens. Those
+        # that calls are written with show where a call is not read.
+        self._hidden = deque([(0, len(self._text))])
+        self._hidden_in_calls = deque(self._hidden)
+        for _ in self._read(self._parser.feed(self._text)):
+            pass
+        self._num_calls = 0  # those of the answer; there were some if it continues a message
+
+    def push(self, piece: Piece) -> list[Delta]:
+        begin = len(self._text)
+        self._text += piece.text
+        if piece.kind is not Kind.TEXT:
+            stretch = (begin, len(self._text))
+            self._hidden.append(stretch)
+            if piece.kind is Kind.STOP or not self._form.writes_calls_with(piece.text):
+                self._hidden_in_calls.append(stretch)
+        return list(self._read(self._parser.feed(piece.text)))
+
+    def finish(self) -> list[Delta]:
+        return list(self._read(self._parser.finalize()[1]))
+
+    def _read(self, events: Iterable[dict[str, Any]]) -> Iterator[Delta]:
+        for event in events:
+            field = event["field"]
+            if event["type"] == "region_chunk":
+                begin = self._place
+                self._place += len(event["text"])
+                yield from self._shown(self._form.role(field), begin, self._place)
+            elif field == self._form.implicit:
+                continue
+            elif event["type"] == "region_open":
+                self._region = self._place
+                self._pass(self._form.plain.fields[field].open_re)
+            else:
+                is_closed = self._pass(self._form.plain.fields[field].close_re)
+                if self._form.role(field) == "tools":
+                    yield from self._call(is_closed)
+
+    def _pass(self, delimiter: Any) -> bool:
+        """Go behind a delimiter, if it stands here; a field without one ends with the text."""
+        if delimiter is None:
+            return True
+        match = delimiter.match(self._text, self._place)
+        if match is not None:
+            self._place = match.end()
+        return match is not None
+
+    def _shown(self, role: str | None, begin: int, end: int) -> Iterator[Delta]:
+        if role == "content":
+            yield ContentDelta(self._content.push(self._shown_text(self._hidden, begin, end)))
+        elif role == "reasoning":
+            yield ReasoningDelta(self._reasoning.push(self._shown_text(self._hidden, begin, end)))
+
+    def _shown_text(self, hidden: deque[tuple[int, int]], begin: int, end: int) -> str:
+        return visible(hidden, self._text, begin, end)
+
+    def _call(self, is_closed: bool) -> Iterator[Delta]:
+        """The region that ended here: its calls, or its text."""
+        raw = self._text[self._region : self._place]
+        calls = self._parsed(raw) if is_closed and self._reads_tools else []
+        if not calls:
+            shown = self._shown_text(self._hidden_in_calls, self._region, self._place)
+            yield ContentDelta(self._content.push(shown))
+        for name, arguments in calls:
+            yield ToolCallDelta(
+                self._num_calls, call_id(*self._key, self._num_calls), name, arguments
+            )
+            self._num_calls += 1
+
+    def _parsed(self, raw: str) -> list[tuple[str, str]]:
+        """Names and arguments of the calls in one region; none if anything is wrong with one."""
+        from transformers.utils.chat_parsing import parse_response
+
+        try:
+            message = parse_response(raw, self._form.whole, prefix="", tools=self._tools)
+            return [_named_arguments(call) for call in _flat(message["tool_calls"])]
+        except Exception:  # whatever a model writes: a parser of transformers raises many kinds
+            return []
+
+
+def _flat(calls: Any) -> Iterator[Any]:
+    if isinstance(calls, list):
+        for call in calls:
+            yield from _flat(call)
+    else:
+        yield calls
+
+
+def _named_arguments(call: Any) -> tuple[str, str]:
+    """
+    Raises:
+        ValueError, TypeError, LookupError: it is no tool call.
+    """
+    function = call["function"]
+    name, arguments = function["name"], function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("a call has a name, and an object of arguments")
+    name.encode()
+    return name, json_text(arguments)
