@@ -186,7 +186,7 @@ class AsyncLLM:
                 lock.release()
         else:
             made = await lane_of(num_chars).run(self._make, items, request_ids, marks)
-        await self._check_structures(items)
+        await self._check_structures(made)
         while self._resumed is not None:
             await asyncio.shield(asyncio.wrap_future(self._resumed))
         self._require_running()
@@ -345,23 +345,24 @@ class AsyncLLM:
             made.append(Served(name, read, params, requests))
         return made
 
-    async def _check_structures(self, items: Sequence[tuple[Any, SamplingParams]]) -> None:
+    async def _check_structures(self, made: Sequence[Served]) -> None:
         """Compile the constraints of requests that were made."""
         structures = self._factory.structures
         different: dict[Any, StructuredOutputs] = {}
-        for _, params in items:
-            if params.structured_outputs is not None:
-                different.setdefault(
-                    params.structured_outputs.constraint, params.structured_outputs
-                )
-        for constraint, outputs in different.items():
+        for served in made:
+            outputs = served.params.structured_outputs
+            if outputs is not None:
+                different.setdefault((outputs.constraint, served.prompt.reasoning), outputs)
+        for (constraint, reasoning), outputs in different.items():
             assert structures is not None  # else they would not have been made
             is_large = len(constraint.text) > _SMALL_CONSTRAINT
             lane = LARGE_CONSTRAINTS if is_large else SMALL_CONSTRAINTS
             if structures.is_known(outputs):
                 lane = SHORT
             try:
-                await lane.run(structures.check, outputs, max_wait_s=_MAX_CONSTRAINT_WAIT_S)
+                await lane.run(
+                    structures.check, outputs, reasoning, max_wait_s=_MAX_CONSTRAINT_WAIT_S
+                )
             except TimeoutError:
                 raise EngineBusyError("constraints of other requests are being compiled") from None
 

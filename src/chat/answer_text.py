@@ -8,20 +8,23 @@ for stop strings, with the names of special tokens laid between as pieces of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 from ..engine.detokenizer import Detokenizer, StopStringWatcher
+from ..engine.reasoning import Phase, Reasoning, ReasoningTracker
 from ..engine.sampling_params import SamplingParams
 
 
 class Kind(Enum):
-    """What a piece is: text of the answer; a special token in it; the stop token that ended it."""
+    """What a piece is: text of the answer; a special token in it; the stop token that ended it; or,
+    without text, the beginning of the content behind reasoning."""
 
     TEXT = "text"
     SPECIAL = "special"
     STOP = "stop"
+    CONTENT = "content"
 
 
 class Piece(NamedTuple):
@@ -58,6 +61,9 @@ class AnswerText:
     Args:
         stop_token_ids: each ends the answer.
         specials: of the tokenizer, see :func:`special_tokens`.
+        reasoning: that the answer may begin with. A piece ``Kind.CONTENT`` then says where the
+            content begins; up to there stop strings do not count, unless they are to.
+        bytes_of: the bytes of a token, as :class:`.token_bytes.TokenBytes`; for ``reasoning``.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class AnswerText:
         params: SamplingParams,
         stop_token_ids: frozenset[int],
         specials: Mapping[int, str],
+        reasoning: Reasoning | None = None,
+        bytes_of: Callable[[int], bytes] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._specials = specials if params.skip_special_tokens else {}
@@ -90,9 +98,48 @@ class AnswerText:
         self._waiting: deque[tuple[int, str]] = deque()  # special tokens, by characters before
         self._stop_token_id: int | None = None
         self._has_ended = False
+        self._tracker: ReasoningTracker | None = None  # until the content begins
+        self._stops_inside = reasoning is None or reasoning.stops_inside
+        if reasoning is not None and bytes_of is not None:
+            self._tracker = ReasoningTracker(reasoning, bytes_of)
+        self._undecided: list[int] = []  # tokens that are reasoning or content
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """What is certain with these tokens."""
+        pieces: list[Piece] = []
+        place = 0
+        while self._tracker is not None and not self._has_ended and place < len(token_ids):
+            pieces += self._feed_before_content(self._tracker, token_ids[place])
+            place += 1
+        return pieces + self._feed(token_ids[place:])
+
+    def _feed_before_content(self, tracker: ReasoningTracker, token_id: int) -> list[Piece]:
+        self._undecided.append(token_id)
+        is_end = token_id in self._stop_token_ids
+        phase = tracker.phase if is_end else tracker.push(token_id)
+        if phase is Phase.UNDECIDED and not is_end:
+            return []
+        begins_here = phase is Phase.CONTENT and not tracker.num_skipped
+        if begins_here or phase is Phase.UNDECIDED:
+            return self._begin_content()
+        token_ids, self._undecided = self._undecided, []
+        pieces = self._feed(token_ids)
+        if phase is Phase.CONTENT and not self._has_ended:
+            # A character that is incomplete here stays so: it is no part of the content.
+            if self._watcher is None:
+                pieces += self._give(self._detokenizer.flush())
+            else:
+                self._watcher.begin_content()
+                pieces += self._give(self._new_watched())
+            pieces += self._begin_content()
+        return pieces
+
+    def _begin_content(self) -> list[Piece]:
+        """Let the content begin, with the undecided tokens."""
+        token_ids, self._undecided, self._tracker = self._undecided, [], None
+        return [Piece("", Kind.CONTENT), *self._feed(token_ids)]
+
+    def _feed(self, token_ids: Sequence[int]) -> list[Piece]:
         pieces: list[Piece] = []
         run: list[int] = []
         for token_id in token_ids:
@@ -115,6 +162,8 @@ class AnswerText:
 
     def finish(self) -> list[Piece]:
         """What was kept back until the end was known."""
+        is_undecided = self._tracker is not None and self._tracker.phase is Phase.UNDECIDED
+        undecided = self._begin_content() if is_undecided else []
         stop = self._stop_token_id
         shown = stop if self._include_stop else None
         if self._watcher is not None:
@@ -124,7 +173,7 @@ class AnswerText:
         else:
             tail = "" if shown is None else self._detokenizer.push(shown)
             tail += self._detokenizer.flush()
-        pieces = [*self._give(tail)]
+        pieces = [*undecided, *self._give(tail)]
         if stop is not None and (shown is None or stop in self._specials):
             text = self._all_specials.get(stop)
             if text is None:
@@ -139,8 +188,18 @@ class AnswerText:
         watcher = self._watcher
         if watcher is None:
             return self._detokenizer.push_all(token_ids)
-        self._has_ended = any(map(watcher, token_ids))
-        new = watcher.settled_pieces[self._num_watched :]
+        if self._tracker is not None and not self._stops_inside:
+            for token_id in token_ids:
+                watcher.pass_over(token_id)
+        else:
+            self._has_ended = any(map(watcher, token_ids))
+        return self._new_watched()
+
+    def _new_watched(self) -> str:
+        """What the watcher has settled since."""
+        if self._watcher is None:
+            return ""
+        new = self._watcher.settled_pieces[self._num_watched :]
         self._num_watched += len(new)
         return "".join(new)
 

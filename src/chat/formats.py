@@ -92,6 +92,13 @@ class AnswerFormat:
     def reads_calls(self) -> bool:
         return self.calls is not None
 
+    strips_reasoning = True  # white space at the ends is no part of it
+
+    @property
+    def begins_open(self) -> bool:
+        """Whether an answer begins with reasoning also without its opening delimiter."""
+        return self.reasoning is not None and self.reasoning.is_open
+
     @property
     def reasoning_tags(self) -> tuple[str, str] | None:
         """The texts that open and end reasoning, as ``("<think>", "</think>")``."""

@@ -9,13 +9,16 @@ from functools import cached_property, partial
 from typing import Any
 
 from ..engine.inputs import PromptInput, PromptReader
+from ..engine.reasoning import Reasoning
 from ..engine.sampling_params import SamplingParams
+from ..engine.token_bytes import TokenBytes
 from ..errors import InvalidInputError
 from .answer_text import AnswerText, special_tokens
 from .detect import detect
 from .end_of_turn import TurnEnds
 from .formats import AUTO, AnswerFormat
 from .messages import names_of, read_messages, read_tools
+from .reasoning import ReasonedAnswer, reasoning_of
 from .regions import FormatAnswer
 from .response import Answer, PlainAnswer, ResponseReader
 from .response_template import TemplateAnswer, TemplateFormat, make_format
@@ -146,7 +149,13 @@ class ChatReader:
         if names and all(name.isidentifier() and name not in text for name in names):
             raise InvalidInputError("tools", names, _NO_TOOLS)
         prompt = self._prompts.read_rendered(text, field, truncate)
-        return replace(prompt, end_token_ids=ends)
+        reasoning = reasoning_of(
+            self._format_of(template),
+            text,
+            is_disabled=(chat_template_kwargs or {}).get("enable_thinking") is False,
+            stops_inside=True,
+        )
+        return replace(prompt, end_token_ids=ends, reasoning=reasoning)
 
     def reader(
         self,
@@ -177,16 +186,28 @@ class ChatReader:
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= self._eos_token_ids | prompt.end_token_ids
-        text = AnswerText(
-            self._tokenizer, prompt.token_ids, params, stop_token_ids, self._special_tokens
-        )
         schemas = read_tools(tools)
         name = forced_name(schemas, tool_choice)
-        forced = name is not None or tool_choice == "required"
-        form = None if forced else self._format(chat_template, schemas)
+        is_forced = name is not None or tool_choice == "required"
+        is_constrained = is_forced or params.structured_outputs is not None
+        reasoning = prompt.reasoning
+        if reasoning is not None and reasoning.stops_inside and not is_constrained:
+            reasoning = None  # nothing depends on where the content begins
+        text = AnswerText(
+            self._tokenizer,
+            prompt.token_ids,
+            params,
+            stop_token_ids,
+            self._special_tokens,
+            reasoning,
+            self._token_bytes,
+        )
+        form = self._format(chat_template, schemas)
         answer: Answer
-        if forced:
-            answer = ForcedAnswer(name, request_id, index)
+        if is_forced:
+            answer = _behind_reasoning(ForcedAnswer(name, request_id, index), reasoning, form)
+        elif is_constrained:
+            answer = _behind_reasoning(PlainAnswer(), reasoning, form)
         elif form is None:
             answer = PlainAnswer()
         else:
@@ -274,6 +295,10 @@ class ChatReader:
         return text
 
     @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
+
+    @cached_property
     def _special_tokens(self) -> dict[int, str]:
         return special_tokens(self._tokenizer)
 
@@ -282,6 +307,15 @@ class ChatReader:
             return prompt.text
         text: str = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         return text
+
+
+def _behind_reasoning(
+    content: Answer, reasoning: Reasoning | None, form: AnswerFormat | TemplateFormat | None
+) -> Answer:
+    """Reads content that is held to a constraint: all of it, whatever it looks like."""
+    if reasoning is None or form is None:
+        return content
+    return ReasonedAnswer(reasoning, content, strips=form.strips_reasoning)
 
 
 def _variables(given: Any) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class TemplateFormat:
     call_field: str
     reasoning_tags: tuple[str, str] | None
 
+    begins_open = False  # reasoning has its opening delimiter
+
     @property
     def reads_calls(self) -> bool:
         return bool(self.call_field)

@@ -8,8 +8,8 @@
 * ``{"type": "function", "function": {"name": ...}}``: the answer is a JSON object, the arguments of
   that function, which meet its schema.
 
-A forced answer is JSON from its first character: the model's own format, with its reasoning, has no
-place in it.
+The content of a forced answer is JSON from its first character: the model's own format of tool
+calls has no place in it. Reasoning may come before (:mod:`.reasoning`).
 """
 
 from __future__ import annotations

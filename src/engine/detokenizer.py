@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from .reasoning import Phase, ReasoningTracker
+
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # Tokens that can share one character: UTF-8 has at most four bytes, and each has one at least.
 _MAX_CHARACTER_TOKENS = 4
@@ -186,6 +188,8 @@ class StopStringWatcher:
     Args:
         include: keep the stop string.
         min_tokens: a stop string does not count that is complete with so many tokens.
+        tracker: of an answer that may begin with reasoning. Stop strings that begin before the
+            content do not count, unless ``stops_inside``; none lies on both sides of its beginning.
 
     Attributes:
         settled_pieces: text that no later token can take back: no stop string begins in it.
@@ -199,8 +203,12 @@ class StopStringWatcher:
         *,
         include: bool = False,
         min_tokens: int = 0,
+        tracker: ReasoningTracker | None = None,
+        stops_inside: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
+        self._tracker, self._stops_inside = tracker, stops_inside
+        self._undecided: list[int] = []  # tokens that are reasoning or content
         self._stop_strings = tuple(stop_strings)
         self._num_tail_chars = max(len(s) for s in stop_strings) - 1
         self._tail = ""  # the end of the text, in which a stop string may have begun
@@ -215,7 +223,37 @@ class StopStringWatcher:
         return self.found is not None
 
     def __call__(self, token_id: int) -> bool:
+        if self._tracker is not None:
+            return self._before_content(self._tracker, token_id)
         return self._search(self._detokenizer.push(token_id))
+
+    def pass_over(self, token_id: int) -> None:
+        """Add a token in whose text no stop string counts."""
+        self._num_free_tokens = max(0, self._num_free_tokens - 1)
+        self.settled_pieces.append(self._detokenizer.push(token_id))
+
+    def begin_content(self) -> None:
+        """Settle all text so far: no stop string that has begun in it counts any more."""
+        self.settled_pieces.append(self._tail + self._detokenizer.flush())
+        self._tail, self._num_exempt = "", 0
+
+    def _before_content(self, tracker: ReasoningTracker, token_id: int) -> bool:
+        self._undecided.append(token_id)
+        phase = tracker.push(token_id)
+        if phase is Phase.UNDECIDED:
+            return False
+        token_ids, self._undecided = self._undecided, []
+        if phase is Phase.CONTENT:
+            self._tracker = None
+        if (phase is Phase.CONTENT and not tracker.num_skipped) or self._stops_inside:
+            if any(self._search(self._detokenizer.push(i)) for i in token_ids):
+                return True
+        else:
+            for each in token_ids:
+                self.pass_over(each)
+        if phase is Phase.CONTENT and tracker.num_skipped:
+            self.begin_content()
+        return False
 
     def _search(self, piece: str) -> bool:
         text = self._tail + piece
@@ -247,9 +285,18 @@ class StopStringWatcher:
         Args:
             stop_token_id: the stop token that ended the request, if it has text.
         """
+        for token_id in self._undecided:
+            if not self.is_stopped:
+                self._search(self._detokenizer.push(token_id))
+        self._undecided = []
         if not self.is_stopped:
+            is_inside = self._tracker is not None and self._tracker.phase is Phase.REASONING
             piece = "" if stop_token_id is None else self._detokenizer.push(stop_token_id)
-            self._search(piece + self._detokenizer.flush())
+            piece += self._detokenizer.flush()
+            if is_inside and not self._stops_inside:
+                self.settled_pieces.append(piece)
+            else:
+                self._search(piece)
         return "".join(self.settled_pieces) + self._tail
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import ContextLengthError, InvalidInputError
 from ..validation import is_int, is_list
 from .policy import MAX_PRIORITY
+from .reasoning import Reasoning
 from .sampling_params import SamplingParams
 from .text_bounds import TextBound, is_plain, text_bound
 
@@ -28,13 +29,15 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
 class PromptInput:
     """A checked prompt. ``text`` is None when token ids were given. ``priority`` is 0 (the most
     urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``end_token_ids`` end
-    its answers beside the model's own, unless these are ignored."""
+    its answers beside the model's own, unless these are ignored. ``reasoning`` is what the answer
+    may begin with before its content, of a conversation."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: bytes = b""
     priority: int = 0
     end_token_ids: frozenset[int] = frozenset()
+    reasoning: Reasoning | None = None
 
 
 def require_unicode(field: str, text: str) -> None:

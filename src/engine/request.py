@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from .logit_edits import LogitEdits
 from .logprobs import RequestLogprobs
+from .reasoning import Reasoning
 from .sampling_params import SamplingParams
 
 
@@ -36,6 +37,7 @@ class RequestInfo:
             not compute (``StepPlan.prefixes``).
         prompt_token_ids: only where the parameters ask for the prompt's log-probabilities.
         edits: what is done to its logits; None for nothing.
+        reasoning: what may come before content that a constraint is for; None for nothing.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class RequestInfo:
     needs_history: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
     edits: LogitEdits | None = None
+    reasoning: Reasoning | None = None
 
     def num_prompt_rows(self, start: int, num_tokens: int) -> int:
         """How many of the positions ``[start, start + num_tokens)`` have log-probabilities to be
@@ -143,6 +146,7 @@ class Request:
         needs_history: bool = False,
         settled_only: bool = False,
         edits: LogitEdits | None = None,
+        reasoning: Reasoning | None = None,
         scores_prompt: bool = True,
     ) -> None:
         is_scored = scores_prompt and sampling_params.prompt_logprobs is not None
@@ -157,6 +161,7 @@ class Request:
             or sampling_params.structured_outputs is not None,
             tuple(prompt_token_ids) if is_scored else None,
             edits,
+            reasoning,
         )
         self.logprobs: RequestLogprobs | None = None
         if is_scored or sampling_params.logprobs is not None:
@@ -207,6 +212,7 @@ class Request:
             needs_history=info.needs_history,
             settled_only=self.settled_only,
             edits=info.edits,
+            reasoning=info.reasoning,
             scores_prompt=False,
         )
         sibling.leader = self

@@ -18,9 +18,11 @@ from .inputs import PromptInput
 from .logit_edits import LogitEdits, bad_word_ids
 from .logprob_output import add_logprobs
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
+from .reasoning import Reasoning, ReasoningTracker
 from .request import Request
 from .sampling_params import SamplingParams
 from .structured_outputs import StructuredOutputs
+from .token_bytes import TokenBytes
 
 _SEED_SPAN = 1 << 64
 
@@ -28,8 +30,11 @@ _SEED_SPAN = 1 << 64
 class Structures(Protocol):
     """The constraints that a runner keeps."""
 
-    def check(self, outputs: StructuredOutputs) -> None:
+    def check(self, outputs: StructuredOutputs, reasoning: Reasoning | None = None) -> None:
         """Compile a constraint, unless that was done.
+
+        Args:
+            reasoning: that may come before the constrained content.
 
         Raises:
             InvalidInputError, EngineBusyError: it cannot be kept, or not compiled now.
@@ -68,6 +73,7 @@ class RequestFactory:
         structures: Structures | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._token_bytes = TokenBytes(tokenizer)
         self._encode = encode
         self.structures = structures
         self._vocab_size = vocab_size
@@ -94,7 +100,7 @@ class RequestFactory:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_token_ids(name, getattr(params, name) or ())
         self._check_spaces(params)
-        self._check_structured_outputs(params.structured_outputs, checks_structure)
+        self._check_structured_outputs(prompt, params, checks_structure)
         if params.num_generated > params.n and params.logprobs is None:
             params = replace(params, logprobs=0)  # by which they are ranked
         if params.prompt_logprobs is not None and not self._can_score:
@@ -120,6 +126,7 @@ class RequestFactory:
             priority=prompt.priority,
             cache_salt=prompt.cache_salt,
             edits=self._edits(params, self._ends_of(prompt)),
+            reasoning=None if params.structured_outputs is None else prompt.reasoning,
         )
         requests = [leader]
         for index in range(1, params.num_generated):
@@ -144,7 +151,17 @@ class RequestFactory:
             params.stop_strings,
             include=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            tracker=self._tracker(prompt.reasoning, params),
+            stops_inside=prompt.reasoning is not None and prompt.reasoning.stops_inside,
         )
+
+    def _tracker(
+        self, reasoning: Reasoning | None, params: SamplingParams
+    ) -> ReasoningTracker | None:
+        """None if it does not matter where the content begins."""
+        if reasoning is None or (reasoning.stops_inside and params.structured_outputs is None):
+            return None
+        return ReasoningTracker(reasoning, self._token_bytes)
 
     def _seed_of(self, params: SamplingParams, index: int, number: int) -> int:
         """Of continuation ``index``, which is request ``number``."""
@@ -170,15 +187,16 @@ class RequestFactory:
                 raise InvalidInputError("spaces_between_special_tokens", False, limit)
 
     def _check_structured_outputs(
-        self, outputs: StructuredOutputs | None, is_compiled: bool
+        self, prompt: PromptInput, params: SamplingParams, is_compiled: bool
     ) -> None:
+        outputs = params.structured_outputs
         if outputs is None:
             return
         if self.structures is None:
             limit = "is not supported with tensor_parallel_size > 1"
             raise InvalidInputError("structured_outputs", outputs, limit)
         if is_compiled:
-            self.structures.check(outputs)
+            self.structures.check(outputs, prompt.reasoning)
 
     def _edits(self, params: SamplingParams, ends: frozenset[int]) -> LogitEdits | None:
         """``ends``: of the prompt's answers, unless ignored."""

@@ -86,7 +86,8 @@ class SamplingParams(UnsupportedParams):
         truncate_prompt_tokens: keep that many of the prompt's last tokens; -1 as many as leave
             room for one token of output.
         structured_outputs: a JSON schema, regex, choice or grammar that the text meets, unless it
-            is cut by its length. Not with ``min_tokens`` or ``bad_words``.
+            is cut by its length; of an answer in chat, the content behind its reasoning. Not with
+            ``min_tokens`` or ``bad_words``.
 
     Precedence when several conditions are met by one token: stop token, stop string, length.
 

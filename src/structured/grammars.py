@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.reasoning import Reasoning
 from ..engine.structured_outputs import Constraint, StructuredOutputs
+from ..engine.token_bytes import TokenBytes
 from ..errors import EngineBusyError, InvalidInputError
 from ..thread_priority import give_way
+from .reasoning import ReasoningTokens
 from .reasons import readable
 from .tokens import make_ll_tokenizer
 
@@ -62,19 +65,27 @@ class Grammars:
         tokenizer: of the model, or None.
         vocab_size: columns of the logits, which may be more than the tokenizer's tokens.
         eos_token_ids: what may follow a complete text.
+
+    Attributes:
+        token_bytes: the bytes of the model's tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._model = tokenizer, vocab_size, eos_token_ids
         self.num_words = -(-vocab_size // 32)
+        self.token_bytes = TokenBytes(tokenizer)
+        self._reasoning_tokens: dict[Reasoning, ReasoningTokens] = {}
         self._ll_tokenizer: Any = None
         self._named_tokenizer: Any = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MAX_COMPILING)
 
-    def check(self, outputs: StructuredOutputs) -> None:
+    def check(self, outputs: StructuredOutputs, reasoning: Reasoning | None = None) -> None:
         """Compile a constraint, unless that was done often enough.
+
+        Args:
+            reasoning: that may come before the constrained content.
 
         Raises:
             InvalidInputError: it cannot be kept, or can never be met; or not with this model; or
@@ -92,6 +103,18 @@ class Grammars:
                 self._places.release()
             with self._lock:
                 made.matchers.append(one_more)
+        if reasoning is not None:
+            self.reasoning_tokens(reasoning)
+
+    def reasoning_tokens(self, reasoning: Reasoning) -> ReasoningTokens:
+        """The tokens that open or close the reasoning; found once for each of its forms."""
+        found = self._reasoning_tokens.get(reasoning)
+        if found is None:
+            backend = self._model[0].backend_tokenizer
+            vocab = backend.get_vocab(with_added_tokens=True)
+            found = ReasoningTokens(reasoning, backend, vocab, self.token_bytes)
+            self._reasoning_tokens[reasoning] = found
+        return found
 
     def is_known(self, outputs: StructuredOutputs) -> bool:
         """Whether a constraint is kept: :meth:`check` of it takes milliseconds."""

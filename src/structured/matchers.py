@@ -5,6 +5,9 @@ brings (after a preemption), then each token as it is collected; none is ever ta
 needs all tokens before it, which are settled when its row is planned, as constrained requests are
 settled-only (S42). So a thread begins with it as soon as they are collected, and only who samples
 the row waits for it.
+
+A constraint is for the content of an answer. Where reasoning may come before it, a row has a mask
+of its own before and in the reasoning (:mod:`.reasoning`), and the matcher gets the tokens behind.
 """
 
 from __future__ import annotations
@@ -20,15 +23,42 @@ from numpy.typing import NDArray
 
 from ..engine.batches import LastTwoBatches
 from ..engine.plan import StepPlan
+from ..engine.reasoning import Phase, ReasoningTracker
 from ..engine.request import RequestInfo
-from ..engine.structured_outputs import StructuredOutputs
 from .grammars import Grammars
+from .reasoning import Ids, ReasoningTokens
 from .reasons import readable
 
 IntArray = NDArray[np.int32]
 # A mask takes some 30 us. To wake a thread for each of many cores took longer than all of 64.
 _MAX_THREADS = 8
 _FEW_MASKS = 64
+
+
+_MADE: Future[None] = Future()
+_MADE.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class _Beginning:
+    """A text whose content has not begun.
+
+    Attributes:
+        fresh: a matcher at the beginning of the content.
+        is_free: whether the row's mask allows all tokens but ``banned``.
+        is_beyond: whether the text so far cannot be content any more, only open the reasoning.
+    """
+
+    tracker: ReasoningTracker
+    tokens: ReasoningTokens
+    fresh: Any
+    is_free: bool = False
+    banned: int = 0
+    is_beyond: bool = False
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.tracker.phase is Phase.UNDECIDED
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +71,7 @@ class _Text:
         unread: outputs that the matcher was not yet given.
         made: done when the matcher has all tokens that were known, and the mask is made.
         failure: why no mask can be made any more.
+        beginning: until the content begins; None from its first token on.
     """
 
     matcher: Any
@@ -49,15 +80,33 @@ class _Text:
     unread: list[int] = field(default_factory=list)
     made: Future[None] | None = None
     failure: str = ""
+    beginning: _Beginning | None = None
 
     def push(self, request: RequestInfo, start: int, token_ids: Sequence[int]) -> None:
         """Learn the tokens at positions ``start ..``, of which some may be known."""
         new = token_ids[self.num_known - start :]
         num_prompt = max(0, request.num_prompt_tokens - self.num_known)
         self.num_known += len(new)
-        if len(new) > num_prompt:
-            self.unread += new[num_prompt:]
-            self.made = None
+        outputs = new[num_prompt:]
+        if not outputs:
+            return
+        self.made = None
+        num_before = 0
+        while self.beginning is not None and num_before < len(outputs):
+            self._push_before_content(self.beginning, outputs[num_before])
+            num_before += 1
+        self.unread += outputs[num_before:]
+
+    def _push_before_content(self, beginning: _Beginning, token_id: int) -> None:
+        # Content that begins with this answer is the matcher's from its first token on.
+        self.unread.append(token_id)
+        tracker = beginning.tracker
+        phase = tracker.push(token_id)
+        if phase is Phase.REASONING or tracker.num_skipped:
+            self.unread.clear()
+            self.matcher = beginning.fresh
+        if phase is Phase.CONTENT:
+            self.beginning = None
 
 
 @dataclass(slots=True)
@@ -170,8 +219,7 @@ class Matchers:
             outputs = request.sampling_params.structured_outputs
             if outputs is not None:
                 if row in plan.tables:
-                    text = self._new_text(outputs)
-                    self._texts[request.request_id] = text
+                    text = self._texts[request.request_id] = self._new_text(request)
                     text.push(request, 0, plan.prefixes[row])
                 text = self._texts[request.request_id]
                 if start + num_tokens > text.num_known:
@@ -184,11 +232,24 @@ class Matchers:
             place += is_sampled
         return found
 
-    def _new_text(self, outputs: StructuredOutputs) -> _Text:
+    def _new_text(self, request: RequestInfo) -> _Text:
+        mask = self._take_mask()
         try:
-            return _Text(self._grammars.matcher(outputs), self._take_mask())
+            return self._begun_text(request, mask)
         except Exception as error:  # the door let it in: a bug, which ends this request alone
-            return _Text(None, self._take_mask(), failure=_shown(error))
+            return _Text(None, mask, failure=_shown(error))
+
+    def _begun_text(self, request: RequestInfo, mask: int) -> _Text:
+        outputs, reasoning = request.sampling_params.structured_outputs, request.reasoning
+        if outputs is None:
+            raise ValueError(f"request {request.request_id} has no constraint")
+        matcher = self._grammars.matcher(outputs)
+        if reasoning is None:
+            return _Text(matcher, mask)
+        tracker = ReasoningTracker(reasoning, self._grammars.token_bytes)
+        tokens = self._grammars.reasoning_tokens(reasoning)
+        early = matcher if reasoning.is_open else matcher.deep_copy()
+        return _Text(early, mask, beginning=_Beginning(tracker, tokens, matcher))
 
     def _take_mask(self) -> int:
         if not self._free:
@@ -245,16 +306,41 @@ class Matchers:
 
     def _start(self, texts: list[_Text]) -> None:
         """Have the masks of these texts made, each after all that was asked for before."""
-        if not texts:
+        for text in texts:
+            if text.beginning is not None and not text.beginning.is_undecided:
+                self._write_free_mask(text, text.beginning)
+        jobs = [
+            _Job(
+                text,
+                text.unread,
+                None
+                if text.beginning is None
+                else text.beginning.tokens.opening(text.beginning.tracker.head),
+            )
+            for text in texts
+            if text.made is None
+        ]
+        if not jobs:
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="pagespec-masks")
-        work = [(text, text.unread) for text in texts]
-        self._last_job = self._worker.submit(self._make, work, self._bits)
-        for text in texts:
-            text.unread, text.made = [], self._last_job
+        self._last_job = self._worker.submit(self._make, jobs, self._bits)
+        for job in jobs:
+            job.text.unread, job.text.made = [], self._last_job
 
-    def _make(self, work: list[tuple[_Text, list[int]]], bits: IntArray) -> None:
+    def _write_free_mask(self, text: _Text, beginning: _Beginning) -> None:
+        """The mask of a row inside its reasoning. No job writes it meanwhile."""
+        text.made = _MADE
+        num_matched = beginning.tracker.num_matched
+        if beginning.is_free and beginning.banned == num_matched:
+            return
+        banned = beginning.tokens.banned(num_matched)
+        row = self._bits[text.mask]
+        row[:] = -1
+        np.bitwise_and.at(row, banned >> 5, ~_bits_of(banned))
+        beginning.is_free, beginning.banned = True, num_matched
+
+    def _make(self, jobs: list[_Job], bits: IntArray) -> None:
         """Give the matchers their tokens, and write the masks. llguidance does both without the
         lock of the interpreter, in one call each for all of them.
 
@@ -265,24 +351,65 @@ class Matchers:
 
         if self._executor is None:
             self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
-        one = [(text.matcher, ids[0]) for text, ids in work if len(ids) == 1]
-        failure = _failure_of(consume_token_par, self._executor, one) if one else ""
-        for text, ids in work:
-            if len(ids) > 1:
-                text.failure = _failure_of(text.matcher.consume_tokens, ids)
-            elif ids:
-                text.failure = failure
-        live = [text for text, _ in work if not _has_failed(text)]
+        one = []
+        for job in jobs:
+            if job.opening is not None:
+                job.text.failure = _failure_of(job.try_tokens)
+            elif len(job.ids) == 1:
+                one.append(job)
+            elif job.ids:
+                job.text.failure = _failure_of(job.text.matcher.consume_tokens, job.ids)
+        if one:
+            pairs = [(job.text.matcher, job.ids[0]) for job in one]
+            failure = _failure_of(consume_token_par, self._executor, pairs)
+            for job in one:
+                job.text.failure = failure
+        live = [job.text for job in jobs if not job.is_beyond and not _has_failed(job.text)]
         masks = [(text.matcher, text.mask) for text in live]
-        if not masks:  # llguidance raises
-            return
-        if _failure_of(fill_next_token_bitmask_par, self._executor, masks, bits):
+        # llguidance raises if there are none.
+        if masks and _failure_of(fill_next_token_bitmask_par, self._executor, masks, bits):
             for text, mask in zip(live, masks, strict=True):
                 text.failure = _failure_of(
                     fill_next_token_bitmask_par, self._executor, [mask], bits
                 )
         for text in live:
             _has_failed(text)
+        for job in jobs:
+            if job.opening is not None and not job.text.failure:
+                row = bits[job.text.mask]
+                if job.is_beyond:
+                    row[:] = 0
+                np.bitwise_or.at(row, job.opening >> 5, _bits_of(job.opening))
+
+
+@dataclass(slots=True)
+class _Job:
+    """A mask to be made.
+
+    Attributes:
+        ids: outputs that the matcher is given before.
+        opening: tokens that open the reasoning, allowed besides; None once the content has begun.
+    """
+
+    text: _Text
+    ids: list[int]
+    opening: Ids | None
+
+    @property
+    def is_beyond(self) -> bool:
+        return self.text.beginning is not None and self.text.beginning.is_beyond
+
+    def try_tokens(self) -> None:
+        """Give the matcher the tokens, which may be no content but open the reasoning."""
+        beginning = self.text.beginning
+        if beginning is not None and not beginning.is_beyond:
+            num_taken = self.text.matcher.try_consume_tokens(self.ids)
+            beginning.is_beyond = num_taken < len(self.ids)
+
+
+def _bits_of(ids: Ids) -> IntArray:
+    """The bit of each id in its word."""
+    return np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32)).view(np.int32)
 
 
 def _has_failed(text: _Text) -> bool:

@@ -54,6 +54,29 @@ def byte_level() -> PreTrainedTokenizerFast:
     return _wrapped(tokenizer)
 
 
+def unigram() -> PreTrainedTokenizerFast:
+    """As T5 or Gemma's SentencePiece: a unigram model with a byte fallback, whose decoder turns the
+    mark of a space back."""
+    words = ["▁", "a", "b", "é", "語", "▁a", "ab", "answer", "▁answer", "▁▁"]
+    tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    scores = [0.0, 0.0, 0.0, *([-20.0] * 256), *(-5.0 + len(word) for word in words)]
+    model = models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=0, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return _wrapped(tokenizer)
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """As BERT: pieces of words, with spaces between words."""
+    words = ["a", "b", "play", "##ing", "##s", "é", "."]
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *words])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    return _wrapped(tokenizer)
+
+
 def _letters() -> list[str]:
     """GPT-2's letter for each byte: itself where it can be printed, else one from 256 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

@@ -1,0 +1,111 @@
+"""What a constrained row may sample before its content begins.
+
+Inside the reasoning every token is allowed, but those that would close it and go on in the content
+with text that the constraint has not seen. Before the reasoning the first token may be one of the
+constraint, or one that opens the reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine.reasoning import Reasoning
+from ..engine.token_bytes import TokenBytes
+
+Ids = NDArray[np.int64]
+
+
+class ReasoningTokens:
+    """The tokens of one model that open or close the reasoning. Threads may share it.
+
+    Args:
+        backend: the tokenizer, of the ``tokenizers`` library.
+        vocab: its tokens' names and ids.
+    """
+
+    def __init__(
+        self, reasoning: Reasoning, backend: Any, vocab: dict[str, int], bytes_of: TokenBytes
+    ) -> None:
+        self._backend, self._vocab, self._bytes_of = backend, vocab, bytes_of
+        opening, closing = reasoning.opening, reasoning.closing
+        self._banned = self._tokens_beyond(closing)
+        self._next: dict[bytes, set[int]] = {}
+        if reasoning.is_open:
+            return
+        opened, closed = self._encoded(opening), self._encoded(closing)
+        if not opened:
+            return
+        self._add_path(opening, opened, goes_on=True)
+        # Where content has a header of its own (harmony), the answer may begin with it, too.
+        if closed[:1] == opened[:1] and len(bytes_of(opened[0])) > 1:
+            self._add_path(closing, closed, goes_on=False)
+
+    def banned(self, num_matched: int) -> Ids:
+        """Tokens that are banned where the reasoning ends with so many bytes of its closing
+        delimiter; ids, mostly none."""
+        return self._banned[num_matched]
+
+    def opening(self, head: bytes) -> Ids:
+        """Tokens by which an answer whose text is ``head`` goes on to open its reasoning."""
+        return np.array(sorted(self._next.get(head, ())), np.int64)
+
+    def _add_path(self, delimiter: bytes, ids: list[int], *, goes_on: bool) -> None:
+        """Allow the tokens of a delimiter one after the other.
+
+        Args:
+            goes_on: the last token may have more behind it, such as a line break.
+        """
+        head = b""
+        for token_id in ids[:-1]:
+            self._next.setdefault(head, set()).add(token_id)
+            head += self._bytes_of(token_id)
+        last = self._next.setdefault(head, set())
+        last.add(ids[-1])
+        if goes_on:
+            rest = delimiter[len(head) :]
+            last.update(i for i, text in self._texts_with(rest) if text.startswith(rest))
+
+    def _encoded(self, delimiter: bytes) -> list[int]:
+        """The tokens of a delimiter inside a text; none if no tokens spell it exactly."""
+        text = delimiter.decode()
+        for before in ("", "\n"):
+            ids = self._backend.encode(before + text, add_special_tokens=False).ids
+            for begin in range(min(3, len(ids))):
+                if b"".join(map(self._bytes_of, ids[begin:])) == delimiter:
+                    return list(ids[begin:])
+        return []
+
+    def _tokens_beyond(self, closing: bytes) -> list[Ids]:
+        """For each number of matched bytes the tokens that complete the delimiter and have more
+        than white space behind it."""
+        beyond: list[set[int]] = [set() for _ in closing]
+        for token_id, text in self._texts_with(closing[-1:]):
+            for num_matched in range(len(closing)):
+                rest = closing[num_matched:]
+                # Inside a token the delimiter may begin anywhere; else the token completes it.
+                place = text.find(rest) if num_matched == 0 else 0
+                is_whole = place >= 0 and text.startswith(rest, place)
+                if is_whole and text[place + len(rest) :].strip():
+                    beyond[num_matched].add(token_id)
+        # What ends with n bytes of the delimiter may end with fewer, too.
+        for num_matched in range(1, len(closing)):
+            own = closing[:num_matched]
+            for fewer in range(num_matched):
+                if own.endswith(closing[:fewer]):
+                    beyond[num_matched] |= beyond[fewer]
+        return [np.array(sorted(ids), np.int64) for ids in beyond]
+
+    def _texts_with(self, part: bytes) -> Iterator[tuple[int, bytes]]:
+        """Tokens whose bytes hold ``part``. Names hold printable ASCII as it is, which spares the
+        look at the bytes of most."""
+        named = part.decode("ascii", "replace")
+        is_plain = named.isascii() and named.isprintable() and " " not in named
+        for name, token_id in self._vocab.items():
+            if not is_plain or named in name:
+                text = self._bytes_of(token_id)
+                if part in text:
+                    yield token_id, text

@@ -1,0 +1,184 @@
+"""Constraints beside reasoning: what a prompt says of it, what is content, and every cut."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from pagespec import SamplingParams, StructuredOutputs
+from pagespec.chat.deltas import joined
+from pagespec.chat.reader import ChatReader
+from pagespec.chat.response import read_response
+from pagespec.engine.reasoning import Phase, Reasoning, ReasoningTracker
+from tests.support.chat_models import WEATHER, chat_tokenizer, ids_of, make_reader, prompt_of
+
+OPENS, OFF = {"opens_thinking": True}, {"enable_thinking": False}
+TEMPLATES: list[dict[str, Any] | None] = [None, OPENS, OFF]
+CHOICE = StructuredOutputs(choice=["yes", " x ", "<think>y</think>", '{"a":1}'])
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@cache
+def subject(style: str = "qwen3") -> tuple[Any, ChatReader]:
+    tokenizer = chat_tokenizer(style)
+    return tokenizer, make_reader(style, tokenizer)
+
+
+def params(**given: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=None, structured_outputs=CHOICE, **given)
+
+
+def read(
+    text: str,
+    template: dict[str, Any] | None,
+    style: str = "qwen3",
+    given: SamplingParams | None = None,
+    **arguments: Any,
+) -> tuple[str | None, str | None]:
+    """Reasoning and content; the same for every single cut, and token by token."""
+    tokenizer, chat = subject(style)
+    ids = ids_of(tokenizer, text)
+    prompt = prompt_of(chat, chat_template_kwargs=template)
+    asked = given or params()
+    message = read_response(chat.reader(prompt, asked, **arguments), ids)
+    whole = chat.reader(prompt, asked, **arguments)
+    expected = joined([*whole.feed(ids), *whole.finish()])
+    for cuts in ([cut] for cut in range(len(ids))):
+        reader = chat.reader(prompt, asked, **arguments)
+        deltas = [d for a, b in pairwise([0, *cuts, len(ids)]) for d in reader.feed(ids[a:b])]
+        assert joined([*deltas, *reader.finish()]) == expected
+    reader = chat.reader(prompt, asked, **arguments)
+    deltas = [d for i in ids for d in reader.feed([i])]
+    assert joined([*deltas, *reader.finish()]) == expected
+    return message["reasoning_content"], message["content"]
+
+
+@pytest.mark.parametrize(
+    ("template", "is_open"), [(None, False), (OPENS, True), (OFF, None)], ids=str
+)
+def test_the_prompt_says_where_the_answer_begins(template: Any, is_open: bool | None) -> None:
+    prompt = prompt_of(subject()[1], chat_template_kwargs=template)
+    found = None if prompt.reasoning is None else prompt.reasoning.is_open
+    assert found == is_open
+
+
+def test_delimiters_in_the_conversation_are_of_no_account() -> None:
+    _, chat = subject()
+    for text in ("<think>", "</think>", "a <think> b"):
+        prompt = chat.read([{"role": "user", "content": text}])
+        assert prompt.reasoning is not None
+        assert not prompt.reasoning.is_open
+
+
+def test_a_message_that_is_continued_is_content_already() -> None:
+    _, chat = subject()
+    given = {"add_generation_prompt": False, "continue_final_message": True}
+    for text, is_open in (("So", None), ("<think>\nSo", True), ("<think>a</think>b", None)):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        prompt = chat.read(messages, **given)
+        assert (None if prompt.reasoning is None else prompt.reasoning.is_open) == is_open
+
+
+@pytest.mark.parametrize("text", ["yes", " x ", "<think>y</think>", '{"a":1}'])
+def test_content_behind_reasoning_is_read_to_the_last_character(text: str) -> None:
+    assert read(f"So é.\n</think>{text}<|im_end|>", OPENS) == ("So é.", text)
+    assert read(f"<think>\nSo.\n</think>{text}", None) == ("So.", text)
+    assert read(f" \n<think></think>{text}", None) == (None, text)
+    if not text.startswith("<think>"):
+        assert read(text, None) == (None, text)
+    assert read(text, OFF) == (None, text)
+
+
+def test_reasoning_that_is_cut_has_no_content() -> None:
+    assert read("So", OPENS) == ("So", None)
+    assert read("So</thi", OPENS) == ("So</thi", None)
+    assert read("<think>So<|im_end|>", None) == ("So", None)
+    assert read("So<|endoftext|>a</think>yes", OPENS) == ("Soa", "yes")
+    assert read("", OPENS) == (None, "")
+    assert read("<", None) == (None, "<")
+    assert read("<th", None) == (None, "<th")
+
+
+def test_a_delimiter_may_be_spelled_in_plain_tokens() -> None:
+    tokenizer, chat = subject()
+    for template, opening in ((OPENS, ""), (None, "<think>")):
+        ids = [i for c in f"{opening}a</think>yes" for i in ids_of(tokenizer, c)]
+        prompt = prompt_of(chat, chat_template_kwargs=template)
+        message = read_response(chat.reader(prompt, params()), ids)
+        assert (message["reasoning_content"], message["content"]) == ("a", "yes")
+
+
+def test_other_delimiters() -> None:
+    text = "<|channel>thought\nSo.<channel|>yes<turn|>"
+    assert read(text, None, "gemma4") == ("So.", "yes")
+    assert read("yes<turn|>", None, "gemma4") == (None, "yes")
+
+
+def test_an_incomplete_character_before_the_end_is_no_content() -> None:
+    tokenizer, chat = subject()
+    half = ids_of(tokenizer, "\U0001f600")[:1]
+    ids = [*half, *ids_of(tokenizer, "</think>yes")]
+    prompt = prompt_of(chat, chat_template_kwargs=OPENS)
+    message = read_response(chat.reader(prompt, params()), ids)
+    assert message["content"] == "yes"
+    assert message["reasoning_content"] == "\ufffd"
+
+
+def test_a_forced_call_comes_behind_reasoning() -> None:
+    tokenizer, chat = subject()
+    for choice, text in (
+        (NAMED, '{"city": "Köln"}'),
+        ("required", '[{"name": "weather", "parameters": {"city": "Köln"}}]'),
+    ):
+        for template, before in ((OPENS, "So.</think>"), (None, "<think>So.</think>"), (OFF, "")):
+            prompt = prompt_of(chat, chat_template_kwargs=template)
+            ids = ids_of(tokenizer, f"{before}{text}<|im_end|>")
+            reader = chat.reader(prompt, params(), tools=[WEATHER], tool_choice=choice)
+            message = read_response(reader, ids)
+            (call,) = message["tool_calls"]
+            assert call["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+            assert message["reasoning_content"] == (None if template is OFF else "So.")
+            assert message["content"] is None
+
+
+HARMONY = Reasoning(b"<|channel|>analysis<|message|>", b"<|channel|>final<|message|>", False)
+THINK = Reasoning(b"<think>", b"</think>", False)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "pieces", "num_skipped"),
+    [
+        (THINK, ["<think>", "a", "</think>", "b"], 3),
+        (THINK, ["<", "think", ">\n", "a</thi", "nk>\n\n"], 5),
+        (THINK, ["\n", "<think>", "a</think>"], 3),
+        (THINK, ["<b"], 0),
+        (THINK, ["<", "b"], 0),
+        (THINK, ["</think>"], 1),
+        (HARMONY, ["<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|channel|>",
+                   "final", "<|message|>"], 8),
+        (HARMONY, ["<|channel|>", "final", "<|message|>"], 3),
+        (HARMONY, ["<|channel|>", "commentary"], 0),
+        (THINK, ["<think>", "</think", ".</", "think>"], 4),
+        (Reasoning(b"<a>", b"aab", True), ["a", "a", "ab"], 3),
+    ],
+)  # fmt: skip
+def test_where_the_content_begins(
+    reasoning: Reasoning, pieces: list[str], num_skipped: int
+) -> None:
+    texts = dict(enumerate(piece.encode() for piece in pieces))
+    tracker = ReasoningTracker(reasoning, texts.__getitem__)
+    for number in texts:
+        if tracker.push(number) is Phase.CONTENT:
+            break
+    assert tracker.num_skipped == num_skipped
+    assert number == max(num_skipped, 1) - 1 or num_skipped == 0
+
+
+def test_in_the_reasoning_nothing_is_known_of_the_content() -> None:
+    tracker = ReasoningTracker(THINK, {0: b"<think>", 1: b"a</th", 2: b"ink"}.__getitem__)
+    assert [tracker.push(i) for i in (0, 1, 2)] == [Phase.REASONING] * 3
+    assert tracker.num_skipped is None
+    assert tracker.num_matched == len("</think")

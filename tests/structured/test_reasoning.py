@@ -1,0 +1,199 @@
+"""Masks before and in the reasoning of constrained texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pagespec import SamplingParams, StructuredOutputs
+from pagespec.engine.reasoning import Reasoning
+from pagespec.engine.request import RequestInfo
+from pagespec.structured.grammars import Grammars
+from pagespec.structured.matchers import Matchers
+from tests.structured.test_matchers import allowed, plan
+from tests.support.chat_models import chat_tokenizer
+from tests.support.structured import END, tokenizer
+
+NUM_IDS = 320
+GRAMMARS = Grammars(tokenizer(), NUM_IDS, {END})
+X, Y, Z, LESS, A, B = (3 + ord(letter) for letter in "xyz<ab")
+ALL = set(range(NUM_IDS))
+
+
+def info(reasoning: Reasoning, regex: str = "xy?z", name: str = "own") -> RequestInfo:
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex=regex))
+    return RequestInfo(name, 2, params, 0, b"", True, None, None, reasoning)
+
+
+class Answer:
+    """One request, a token after the other."""
+
+    def __init__(self, reasoning: Reasoning, regex: str = "xy?z", outputs: tuple[int, ...] = ()):
+        GRAMMARS.check(StructuredOutputs(regex=regex), reasoning)
+        self.matchers = Matchers(GRAMMARS)
+        self.requests = (info(reasoning, regex),)
+        self.num = 2 + len(outputs)
+        tokens = [[9, 9, *outputs][-1:]]
+        before = {0: (9, 9, *outputs)[:-1]}
+        self.rows = self.matchers.take(plan(self.requests, [self.num - 1], tokens, admitted=before))
+
+    def allowed(self) -> set[int]:
+        return set(allowed(self.matchers, self.rows)[0])
+
+    def push(self, token_id: int) -> dict[str, str]:
+        self.allowed()
+        assert self.rows is not None
+        failures = self.matchers.settle(self.rows, [token_id])
+        if not failures:
+            self.rows = self.matchers.take(plan(self.requests, [self.num], [[token_id]]))
+            self.num += 1
+        return failures
+
+
+SPELLED = Reasoning(b"<a", b"ab", is_open=False)
+
+
+def test_in_the_reasoning_everything_is_allowed_and_behind_it_the_constraint() -> None:
+    answer = Answer(replace(SPELLED, is_open=True))
+    assert answer.allowed() == ALL
+    for token_id in (X, END, 300, A):
+        assert not answer.push(token_id)
+        assert answer.allowed() == ALL
+    answer.push(B)
+    assert answer.allowed() == {X}
+    answer.push(X)
+    assert answer.allowed() == {Y, Z}
+    answer.push(Z)
+    assert answer.allowed() == {END}
+
+
+def test_the_answer_may_open_its_reasoning_or_begin_with_content() -> None:
+    answer = Answer(SPELLED)
+    assert answer.allowed() == {X, LESS}
+    answer.push(X)
+    assert answer.allowed() == {Y, Z}, "the reasoning cannot begin behind content"
+    answer = Answer(SPELLED)
+    answer.push(LESS)
+    letters = {i for i in ALL if GRAMMARS.token_bytes(i).startswith(b"a")}
+    assert answer.allowed() == letters, "the rest of the delimiter, and what its token has behind"
+    answer.push(A)
+    assert answer.allowed() == ALL
+    answer.push(A)
+    answer.push(B)
+    assert answer.allowed() == {X}
+
+
+def test_what_may_be_both_is_followed_as_both() -> None:
+    answer = Answer(SPELLED, regex="<(x|ax)")
+    answer.push(LESS)
+    letters = {i for i in ALL if GRAMMARS.token_bytes(i).startswith(b"a")}
+    assert answer.allowed() == {X} | letters
+    answer.push(X)
+    assert answer.allowed() == {END}
+    answer = Answer(SPELLED, regex="<(x|ax)")
+    answer.push(LESS)
+    answer.push(A)
+    assert answer.allowed() == ALL, "the delimiter is complete: the reasoning has begun"
+    answer.push(A)
+    answer.push(B)
+    assert answer.allowed() == {LESS}, "the content begins anew"
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("num_known", range(7))
+def test_outputs_that_come_back_lead_to_the_same_masks(is_open: bool, num_known: int) -> None:
+    outputs = ((LESS, A) if not is_open else (7, 8)) + (Y, A, B, X, Y)
+    reasoning = replace(SPELLED, is_open=is_open)
+    whole, again = Answer(reasoning), Answer(reasoning, outputs=outputs[:num_known])
+    for token_id in outputs[:num_known]:
+        whole.push(token_id)
+    for token_id in outputs[num_known:]:
+        assert whole.allowed() == again.allowed()
+        whole.push(token_id)
+        again.push(token_id)
+    assert whole.allowed() == again.allowed() == {Z}
+
+
+def test_no_token_closes_the_reasoning_with_content_behind() -> None:
+    """The delimiter is "é", whose last byte is in a token with an "a" behind."""
+    of = GRAMMARS.token_bytes
+    by_bytes = {of(i): i for i in range(3, NUM_IDS) if of(i)}
+    behind = by_bytes[b"\xa9a"]
+    answer = Answer(Reasoning(b"<", "é".encode(), is_open=True))
+    assert answer.allowed() == ALL
+    answer.push(by_bytes[b"a\xc3"])
+    assert answer.allowed() == ALL - {behind}
+    answer.push(A)
+    assert answer.allowed() == ALL
+    answer.push(by_bytes[b"a\xc3"])
+    answer.push(by_bytes[b"\xa9"])
+    assert answer.allowed() == {X}
+    # What follows an overlap counts, too: "aab" in which "ab" may begin at the second letter.
+    answer = Answer(Reasoning(b"<", b"aab", is_open=True))
+    for token_id in (A, A, A):
+        answer.push(token_id)
+        assert answer.allowed() == ALL
+    answer.push(B)
+    assert answer.allowed() == {X}
+
+
+def test_white_space_behind_the_delimiter_is_in_its_token() -> None:
+    made = chat_tokenizer("qwen3")
+    made.add_tokens([">\n", ">x"])
+    grammars = Grammars(made, len(made), {END})
+    tokens = grammars.reasoning_tokens(Reasoning(b"<t>", b"</t>", is_open=False))
+    line, beyond = made.convert_tokens_to_ids([">\n", ">x"])
+    assert tokens.banned(3).tolist() == [beyond]
+    assert tokens.banned(2).tolist() == []
+    less, letter, greater = (3 + ord(c) for c in "<t>")
+    assert tokens.opening(b"").tolist() == [less]
+    assert tokens.opening(b"<").tolist() == [letter]
+    assert tokens.opening(b"<t").tolist() == sorted([greater, line, beyond])
+    assert tokens.opening(b"x").tolist() == []
+
+
+def test_a_delimiter_that_is_one_token_is_allowed_as_that() -> None:
+    made = chat_tokenizer("qwen3")
+    grammars = Grammars(made, len(made), {END})
+    tokens = grammars.reasoning_tokens(Reasoning(b"<think>", b"</think>", is_open=False))
+    assert tokens.opening(b"").tolist() == [made.convert_tokens_to_ids("<think>")]
+    assert all(len(tokens.banned(n)) == 0 for n in range(len("</think>")))
+
+
+def test_content_with_a_header_of_its_own_may_begin_at_once() -> None:
+    made = chat_tokenizer("qwen3")
+    made.add_special_tokens({"additional_special_tokens": ["<|c|>", "<|m|>"]})
+    grammars = Grammars(made, len(made), {END})
+    reasoning = Reasoning(b"<|c|>an<|m|>", b"<|c|>fi<|m|>", is_open=False)
+    tokens = grammars.reasoning_tokens(reasoning)
+    channel, message = made.convert_tokens_to_ids(["<|c|>", "<|m|>"])
+    assert tokens.opening(b"").tolist() == [channel]
+    assert tokens.opening(b"<|c|>").tolist() == sorted([3 + ord("a"), 3 + ord("f")])
+    assert tokens.opening(b"<|c|>fi").tolist() == [message]
+
+
+def test_a_token_that_the_mask_forbids_ends_its_request() -> None:
+    answer = Answer(SPELLED)
+    assert list(answer.push(Y)) == ["own"]
+    answer = Answer(SPELLED)
+    answer.push(LESS)
+    assert list(answer.push(X)) == ["own"]
+
+
+def test_masks_of_others_are_left_alone() -> None:
+    matchers = Matchers(GRAMMARS)
+    requests = (
+        info(replace(SPELLED, is_open=True), name="a"),
+        info(SPELLED, name="b"),
+        replace(info(SPELLED, "zz", name="c"), reasoning=None),
+    )
+    rows = matchers.take(
+        plan(requests, [0, 0, 0], [[7, 7]] * 3, admitted=dict.fromkeys(range(3), ()))
+    )
+    found = {row: set(ids) for row, ids in allowed(matchers, rows).items()}
+    assert found == {0: ALL, 1: {X, LESS}, 2: {Z}}
+    assert rows is not None
+    masks = matchers.masks(rows)
+    assert len(np.unique(list(masks.numbers.values()))) == 3
