@@ -321,6 +321,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        stop_in_reasoning: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of conversations, through the model's chat
         template. Each answer has a ``message`` with its content, reasoning and tool calls.
@@ -335,6 +336,8 @@ class LLM:
             continue_final_message: have the last message continued, which needs
                 ``add_generation_prompt=False``.
             chat_template_kwargs: more variables of the template, as ``{"enable_thinking": False}``.
+            stop_in_reasoning: stop strings end an answer inside its reasoning, too; otherwise they
+                count from where the content begins.
         """
         is_many = is_list(messages) and bool(messages) and is_list(messages[0])
         conversations = list(messages) if is_many else [messages]
@@ -348,6 +351,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
+                stop_in_reasoning=stop_in_reasoning,
                 truncate=truncation_of(params[i]),
                 field=f"messages[{i}]" if is_many else "messages",
             )

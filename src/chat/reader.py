@@ -91,6 +91,7 @@ class ChatReader:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop_in_reasoning: bool = False,
         truncate: int | None = None,
         field: str = "messages",
     ) -> PromptInput:
@@ -105,6 +106,8 @@ class ChatReader:
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: leave the last message open, for the model to continue.
             chat_template_kwargs: more variables of the template, as ``{"enable_thinking": False}``.
+            stop_in_reasoning: stop strings end the answer inside its reasoning, too; otherwise they
+                count from where the content begins.
             truncate: as of ``PromptReader.read``.
             field: what errors call the messages.
 
@@ -119,6 +122,8 @@ class ChatReader:
         if continue_final_message and add_generation_prompt:
             limit = "must be False if add_generation_prompt is True"
             raise InvalidInputError("continue_final_message", continue_final_message, limit)
+        if not isinstance(stop_in_reasoning, bool):
+            raise InvalidInputError("stop_in_reasoning", stop_in_reasoning, "must be True or False")
         schemas = read_tools(tools)
         template = self._template(chat_template, schemas, field)
         names = names_of(schemas)
@@ -153,7 +158,7 @@ class ChatReader:
             self._format_of(template),
             text,
             is_disabled=(chat_template_kwargs or {}).get("enable_thinking") is False,
-            stops_inside=True,
+            stops_inside=stop_in_reasoning,
         )
         return replace(prompt, end_token_ids=ends, reasoning=reasoning)
 

@@ -98,6 +98,7 @@ def _read_prompt(body: ChatRequest, context: ServerContext, params: SamplingPara
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=variables,
+        stop_in_reasoning=bool(body.stop_in_reasoning),
         truncate=params.truncate_prompt_tokens,
     )
 

@@ -7,12 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagespec import SamplingParams, StructuredOutputs
 from pagespec.chat.deltas import joined
 from pagespec.chat.reader import ChatReader
 from pagespec.chat.response import read_response
 from pagespec.engine.reasoning import Phase, Reasoning, ReasoningTracker
+from pagespec.engine.request_factory import RequestFactory
+from tests.chat.test_response import answers
 from tests.support.chat_models import WEATHER, chat_tokenizer, ids_of, make_reader, prompt_of
 
 OPENS, OFF = {"opens_thinking": True}, {"enable_thinking": False}
@@ -182,3 +186,38 @@ def test_in_the_reasoning_nothing_is_known_of_the_content() -> None:
     assert [tracker.push(i) for i in (0, 1, 2)] == [Phase.REASONING] * 3
     assert tracker.num_skipped is None
     assert tracker.num_matched == len("</think")
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_engine_and_the_reader_find_the_same_end(data: st.DataObject) -> None:
+    tokenizer, chat = subject()
+    ids = data.draw(answers("qwen3"))
+    template = data.draw(st.sampled_from(TEMPLATES))
+    constrained, inside = data.draw(st.booleans()), data.draw(st.booleans())
+    asked = SamplingParams(
+        max_tokens=None,
+        ignore_eos=True,
+        stop=["STOP", "<"],
+        min_tokens=0 if constrained else data.draw(st.integers(0, 4)),
+        structured_outputs=CHOICE if constrained else None,
+    )
+    prompt = prompt_of(chat, chat_template_kwargs=template, stop_in_reasoning=inside)
+    factory = RequestFactory(
+        tokenizer,
+        vocab_size=len(tokenizer),
+        eos_token_ids=frozenset({2}),
+        max_model_len=1000,
+        seed=0,
+        check_structure=lambda _outputs, _reasoning: None,
+    )
+    (request,) = factory.make(prompt, asked)
+    assert request.on_token is not None
+    num = next((n for n, i in enumerate(ids, 1) if request.on_token(i)), len(ids))
+    request.token_ids += ids[:num]
+    request.finish_reason = "stop"
+    text = factory.completion(0, request, prompt).text
+    whole = read_response(chat.reader(prompt, asked), ids)
+    assert read_response(chat.reader(prompt, asked), ids[:num]) == whole
+    if not constrained and not whole["tool_calls"] and "think>" not in text:
+        assert (whole["reasoning_content"] or "") + (whole["content"] or "") == text.strip()

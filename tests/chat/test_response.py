@@ -177,8 +177,14 @@ def test_the_parser_sees_what_is_before_a_stop_string() -> None:
         message = read("qwen3", text, params)
         assert message["content"] == content.rstrip()
         assert len(message["tool_calls"]) == 1
-    cut = read("qwen3", "<think>a STOP</think>b", SamplingParams(max_tokens=None, stop=["STOP"]))
-    assert (cut["reasoning_content"], cut["content"]) == ("a", None)
+    params = SamplingParams(max_tokens=None, stop=["STOP"])
+    _, chat = subject("qwen3")
+    for in_reasoning, content in ((True, None), (False, "b")):
+        prompt = prompt_of(chat, stop_in_reasoning=in_reasoning)
+        ids = ids_of(subject("qwen3")[0], "<think>a STOP</think>bSTOP")
+        cut = read_response(chat.reader(prompt, params), ids)
+        assert cut["content"] == content
+        assert cut["reasoning_content"] == ("a" if in_reasoning else "a STOP")
     # A special token stands between the letters of no stop string, as in `generate`.
     split = read("qwen3", "aST<|endoftext|>OPb", SamplingParams(max_tokens=None, stop=["STOP"]))
     assert split["content"] == "a"
@@ -226,7 +232,11 @@ def test_a_model_of_no_known_format_gives_the_text_of_generate() -> None:
 
 def stream(style: str, ids: list[int], cuts: list[int], params: SamplingParams) -> list[Delta]:
     _, chat = subject(style)
-    prompt = prompt_of(chat, chat_template_kwargs={"opens_thinking": len(ids) % 2 == 0})
+    prompt = prompt_of(
+        chat,
+        chat_template_kwargs={"opens_thinking": len(ids) % 2 == 0},
+        stop_in_reasoning=len(ids) % 3 == 0,
+    )
     reader = chat.reader(prompt, params, tools=[WEATHER], request_id="1")
     ends = [0, *cuts, len(ids)]
     deltas = [d for a, b in pairwise(ends) for d in reader.feed(ids[a:b])]

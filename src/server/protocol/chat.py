@@ -67,6 +67,9 @@ class ChatRequest(GeneratingBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="For the chat template.")
     include_reasoning: bool | None = None
+    stop_in_reasoning: bool | None = Field(
+        None, description="Stop strings count in the reasoning, too; else from the content on."
+    )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Object | None = None
