@@ -56,8 +56,7 @@ class BuiltEngine:
     """What an ``LLM`` needs to know; ``config`` has the defaults of the device filled in.
     ``num_state_slots``, ``state_interval``: 0 of a model without recurrent layers.
     ``can_score``: whether its runner gives log-probabilities of prompts. ``grammars``: of the
-    runner. ``model_type``: of the model's config. ``default_sampling``: what its generation config
-    asks for."""
+    runner. ``default_sampling``: what its generation config asks for."""
 
     runner: TimedRunner
     tokenizer: Any | None
@@ -72,7 +71,6 @@ class BuiltEngine:
     state_interval: int = 0
     can_score: bool = True
     grammars: Grammars | None = None
-    model_type: str | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -219,7 +217,6 @@ def build(
         state_interval=runner.state_interval,
         can_score=captured.head is not None,
         grammars=runner.grammars if shard.num_ranks == 1 else None,
-        model_type=loaded.model_type,
         default_sampling=_default_sampling(loaded, config, generation_config, shard),
     )
 

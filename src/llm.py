@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .chat.formats import check_formats
 from .chat.messages import read_tools
 from .chat.reader import ChatReader
 from .chat.response import read_response
@@ -132,6 +133,9 @@ class LLM:
             with a generation_config.json. The model's end tokens are its own in any case.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
+        tool_call_format: how the model writes tool calls: a name of docs/chat.md, or "none".
+            "auto": as its chat template shows.
+        reasoning_format: how the model writes reasoning, likewise.
         trace: file to write the step trace to, for ``pagespec trace check`` to replay.
         check_invariants: check the scheduler's structural properties after every step (slow).
         on_logits: called when a step is dispatched, with its plan and its logits
@@ -172,6 +176,8 @@ class LLM:
         kv_cache_dtype: str = "auto",
         mla_latent_cache: bool = True,
         generation_config: str | os.PathLike[str] = "auto",
+        tool_call_format: str = "auto",
+        reasoning_format: str = "auto",
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
@@ -181,6 +187,7 @@ class LLM:
                 limit = "is another name of memory_utilization; give one of them"
                 raise InvalidInputError("gpu_memory_utilization", gpu_memory_utilization, limit)
             memory_utilization = gpu_memory_utilization
+        check_formats(tool_call_format, reasoning_format)
         check_objects(
             model=model, trace=trace, check_invariants=check_invariants, on_logits=on_logits
         )
@@ -227,6 +234,8 @@ class LLM:
             self.reader,
             built.tokenizer,
             eos_token_ids=frozenset(built.eos_token_ids),
+            tool_call_format=tool_call_format,
+            reasoning_format=reasoning_format,
         )
         self.factory = RequestFactory(
             built.tokenizer,
@@ -364,6 +373,7 @@ class LLM:
                     prompt,
                     its_params,
                     tools=schemas,
+                    chat_template=chat_template,
                     request_id=output.request_id,
                     index=answer.index,
                 )

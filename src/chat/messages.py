@@ -8,16 +8,19 @@ from typing import Any
 
 from ..errors import InvalidInputError
 from ..validation import is_list
+from .deltas import call_id, is_short_id
 
 # The standard name of reasoning, the one of older templates, and a name that clients send.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-Content = str | list[dict[str, Any]]
+Content = str | list[dict[str, Any]] | None
 
 
 def joined_parts(_role: str, content: Content) -> str:
-    """Content as text: parts are joined by line breaks."""
+    """Content as text: parts are joined by line breaks; empty if there is none."""
+    if content is None:
+        return ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
@@ -54,6 +57,8 @@ def _message(message: Any, field: str) -> dict[str, Any]:
     made = {key: value for key, value in message.items() if key not in (*_REASONING, "tool_calls")}
     made["role"] = "system" if role == "developer" else role
     made["content"] = _content(message.get("content"), role, f"{field}.content")
+    if made["content"] is None and not calls:
+        made["content"] = ""
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise InvalidInputError(f"{field}.reasoning_content", reasoning, "must be text")
@@ -70,9 +75,7 @@ def _message(message: Any, field: str) -> dict[str, Any]:
 
 
 def _content(content: Any, role: str, field: str) -> Content:
-    if content is None and role == "assistant":
-        return ""
-    if isinstance(content, str):
+    if isinstance(content, str) or (content is None and role == "assistant"):
         return content
     if not is_list(content):
         raise InvalidInputError(field, content, "must be text, or a list of parts of text")
@@ -87,6 +90,26 @@ def _content(content: Any, role: str, field: str) -> Content:
             raise InvalidInputError(f"{field}[{i}].text", text, "must be text")
         parts.append(dict(part))
     return parts
+
+
+def with_short_ids(messages: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """The same, with every id of a tool call that is not ``length`` letters and digits replaced by
+    one that is: equal ids by equal ones."""
+
+    def short(given: Any) -> Any:
+        is_right = not isinstance(given, str) or is_short_id(given, length)
+        return given if is_right else call_id(given, 0, 0, length)
+
+    made = []
+    for message in messages:
+        changes: dict[str, Any] = {}
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            changes["tool_calls"] = [{**c, "id": short(c["id"])} if "id" in c else c for c in calls]
+        if "tool_call_id" in message:
+            changes["tool_call_id"] = short(message["tool_call_id"])
+        made.append({**message, **changes})
+    return made
 
 
 def _tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from .answer_text import AnswerText, special_tokens
 from .detect import detect
 from .end_of_turn import TurnEnds
 from .formats import AUTO, AnswerFormat
-from .messages import names_of, read_messages, read_tools
+from .messages import names_of, read_messages, read_tools, with_short_ids
 from .reasoning import ReasonedAnswer, reasoning_of
 from .regions import FormatAnswer
 from .response import Answer, PlainAnswer, ResponseReader
@@ -134,6 +134,9 @@ class ChatReader:
         if schemas and tool_choice == "auto" and not reads_calls and self._tool_call_format == AUTO:
             raise InvalidInputError("tools", names, _NO_FORMAT)
         conversation = read_messages(messages, field, template.fitting)
+        calls = form.calls if isinstance(form, AnswerFormat) else None
+        if calls is not None and calls.id_length is not None:
+            conversation = with_short_ids(conversation, calls.id_length)
         arguments = {
             **_variables(chat_template_kwargs),
             "tools": schemas,
@@ -270,8 +273,12 @@ class ChatReader:
         self, chat_template: str | None, tools: Sequence[Any] | None, field: str
     ) -> ChatTemplate:
         """The template of a conversation; each source is probed once."""
+        find = getattr(self._tokenizer, "get_chat_template", None)  # it has names of templates
         try:
-            source = self._tokenizer.get_chat_template(chat_template, tools)
+            if find is not None:
+                source = find(chat_template, tools)
+            else:
+                source = chat_template or self._tokenizer.chat_template
         except ValueError as error:
             raise InvalidInputError(field, chat_template, f"chat template: {error}") from error
         template = self._templates.get(source)

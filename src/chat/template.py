@@ -66,11 +66,14 @@ class ChatTemplate:
 
     # Content ------------------------------------------------------------------------------------
 
-    def fitting(self, role: str, content: str | list[dict[str, Any]]) -> Any:
+    def fitting(self, role: str, content: str | list[dict[str, Any]] | None) -> Any:
         """The content in the form that the template reads for that role, so that no word is lost:
         text, a list of parts, or a list of one part for templates that read the first only. Parts
-        that are joined are joined by line breaks. The given form is kept if it is read.
+        that are joined are joined by line breaks. The given form is kept if it is read. None is of
+        a message with tool calls alone.
         """
+        if content is None:
+            return self._no_content
         if role not in self._fitting:
             self._fitting[role] = self._readable_forms(role)
         readable = self._fitting[role]
@@ -84,6 +87,20 @@ class ChatTemplate:
         if form == "part" and "part" in readable:
             return [{"type": "text", "text": text}]
         return text
+
+    @cached_property
+    def _no_content(self) -> str | None:
+        """What a template takes for content that is missing. Some write an empty message for empty
+        text, others the word "None" for None."""
+        user: Message = {"role": "user", "content": self.fitting("user", "Hello.")}
+        texts = [
+            self.rendered([user, {"role": "assistant", "content": c, "tool_calls": [probe_call()]}])
+            for c in ("", None)
+        ]
+        empty, none = texts
+        if empty is None or none is None or "None" in none:
+            return "" if empty is not None or none is None else None
+        return None if len(none) < len(empty) else ""
 
     def _readable_forms(self, role: str) -> tuple[str, ...]:
         words = {

@@ -132,6 +132,18 @@ class EngineOptions:
     tensor_parallel_size: int = option(
         1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."
     )
+    tool_call_format: str = option(
+        "auto",
+        "NAME",
+        "How the model writes tool calls, as hermes, mistral or llama3_json; none reads no calls. "
+        "auto: as its chat template shows.",
+    )
+    reasoning_format: str = option(
+        "auto",
+        "NAME",
+        "How the model writes reasoning, as think, deepseek_r1 or harmony; none reads none. auto: "
+        "as its chat template shows.",
+    )
     trace: str | None = option(
         None, "FILE", "Write every plan and result here, for `pagespec trace check`."
     )

@@ -46,7 +46,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Context
     num_bytes = len(await request.body())
     require_bounded("messages", num_bytes, params.truncate_prompt_tokens, context)
     with context_errors(params.max_tokens or 1):
-        prompt = await lane_of(num_bytes).run(_read_prompt, body, context, params)
+        prompt = await lane_of(num_bytes).run(_read_prompt, body, context, params, choice)
     if body.stream:
         generations = await call.submit([(prompt, params)])
         return EventStream(call, generations, _Choices(call, body, params, choice, generations[0]))
@@ -88,13 +88,16 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
     return choice if isinstance(choice, str) else choice.model_dump()
 
 
-def _read_prompt(body: ChatRequest, context: ServerContext, params: SamplingParams) -> PromptInput:
+def _read_prompt(
+    body: ChatRequest, context: ServerContext, params: SamplingParams, choice: ToolChoice
+) -> PromptInput:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return context.engine.llm.chat_reader.read(
         body.messages,
         tools=None if body.tool_choice == "none" else body.tools,
+        tool_choice=choice,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=variables,

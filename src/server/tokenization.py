@@ -92,6 +92,7 @@ def _tokens(llm: LLM, body: TokenizeRequest) -> list[int]:
     prompt = llm.chat_reader.read(
         body.messages,
         tools=body.tools,
+        tool_choice="none",  # no answer is read
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         chat_template_kwargs=body.chat_template_kwargs,

@@ -148,3 +148,18 @@ def test_a_template_that_refuses_a_role_still_says_so() -> None:
     assert rendered([{"role": "user", "content": parts("a", "b")}], template) == "a\nb"
     with pytest.raises(ValueError, match="no system"):
         rendered([{"role": "system", "content": "a"}], template)
+
+
+def test_a_message_of_calls_alone_has_no_content_that_the_template_would_write() -> None:
+    """As templates of DeepSeek-R1 have it, and as those that print None for it."""
+    calls = "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}"
+    empty = (
+        "{% for m in messages %}" + calls + "{% if m.content is not none %}<a>{{ m.content }}</a>"
+    )
+    empty += "{% endif %}{% endfor %}"
+    printed = "{% for m in messages %}" + calls + "<a>{{ m.content | trim }}</a>{% endfor %}"
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    given = [{"role": "user", "content": "b"}, message]
+    assert rendered(given, empty) == "<a>b</a>(f)"
+    assert rendered(given, printed) == "<a>b</a>(f)<a></a>"
+    assert rendered([given[0], {**message, "content": ""}], empty) == "<a>b</a>(f)<a></a>"

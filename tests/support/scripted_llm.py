@@ -75,7 +75,6 @@ def scripted_llm(
             device=torch.device("cpu"),
             config=config,
             stats=EngineStats(),  # type: ignore[call-arg]
-            model_type=style,
         )
 
     with mock.patch.object(llm_module, "import_engine", return_value=build):
