@@ -48,8 +48,8 @@ KERNELS = (
     ("attention", "linear", "linear_cpu", "recurrent"),
     ("sampling",),
     ("collectives",),
-    ("fused", "native"),
-    ("arguments", "e4m3", "jit", "device"),
+    ("fused", "native", "row_trial"),
+    ("arguments", "e4m3", "jit", "device", "fixed_order"),
 )
 # The engine stands beside: these may import it, and it knows the lowest line only.
 ABOVE_ENGINE = (

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pagespec import LLM, SamplingParams
 from pagespec.compile.captured_model import CapturedModel
+from pagespec.compile.lowering.invariant_calls import InvariantCalls
 from pagespec.verify import run_gate
 from tests.golden.harness import Condition, check, mixed_prompts
 from tests.golden.subjects import GATE_SIZE, TINY_CONDITIONS, tiny
@@ -75,8 +75,7 @@ def test_answers_do_not_depend_on_the_schedule(
 def test_the_gate_sees_matmuls_of_heads_that_follow_the_batch(
     captured: _Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lowering = import_module("pagespec.compile.lowering.invariant_calls")
-    monkeypatch.setattr(lowering, "choose_recipe", lambda *_: None)
+    monkeypatch.setattr(InvariantCalls, "head_recipe", lambda *_: None)
     model = tiny_model("deepseek_v3", kv_lora_rank=200, qk_nope_head_dim=200)
     size = replace(GATE_SIZE, neighbour_lengths=(1,), cuts=(3,), both_overlaps=False)
     report = run_gate(_maker(model), **{**_GATE, "size": size}, with_control=False)

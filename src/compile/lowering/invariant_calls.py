@@ -9,19 +9,31 @@ constant (``x @ weight``, ``weight @ x``, ``bmm``, ``einsum``, ``addmm``) one of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ...kernels import e4m3
+from ...kernels.attention import cpu_trial
+from ...kernels.attention.cpu_invariant import AttentionRecipe
 from ...kernels.fused import cpu_activation
 from ...kernels.linear_cpu import invariant, products
 from ...kernels.linear_cpu.invariant import MatmulRecipe
 from ...kernels.linear_cpu.recipe_cache import Recipes
 from ...kernels.mla import dispatch as mla
-from ...kernels.mla.head_matmul import choose_recipe
-from ..fx.nodes import erase_unused, example, grouped_operands, is_linear, linear_operands
+from ...kernels.mla import head_matmul
+from ...kernels.mla.head_matmul import HeadMatmulRecipe
+from ..fx.nodes import (
+    erase_unused,
+    example,
+    grouped_operands,
+    is_linear,
+    linear_operands,
+    tensor_of,
+)
 from ..fx.pass_context import PassContext
 from ..fx.products import Product, constant_nodes, product_of, value_of
 from ..fx.stand_in import is_stand_in
@@ -56,10 +68,35 @@ class InvariantCalls:
         if node.target in (mla.latent_query, mla.head_values):
             rows, latent = node.args
             value: Any = example(latent)  # type: ignore[arg-type]
-            heads = choose_recipe(*value.shape, value.dtype, value.stride(1) == 1)
+            heads = self.head_recipe(value)
             return node.target, (rows, latent, heads), {}  # type: ignore[return-value]
         # What is the same in each step needs no such care.
         return None if node in self._constants else _activation(node)
+
+    def attention_recipe(
+        self, query: object, keys: object, values: object, v_dim: int
+    ) -> AttentionRecipe:
+        """For the heads of a call of attention.
+
+        Args:
+            keys, values: the caches; None where values lie within keys.
+            v_dim: elements of such a value.
+        """
+        q, k, v = tensor_of(query), tensor_of(keys), tensor_of(values)
+        assert q is not None
+        assert k is not None
+        num_q_heads, k_dim = map(int, q.shape[-2:])
+        v_dim = v_dim if v is None else e4m3.head_dim(v)
+        sizes = num_q_heads, int(k.shape[2]), k_dim, v_dim, v is None
+        choose = partial(cpu_trial.choose_recipe, *sizes)
+        return self._recipes.find(AttentionRecipe(), f"attention {sizes}", choose)
+
+    def head_recipe(self, weight: Tensor) -> HeadMatmulRecipe:
+        """For weights ``[H, I, O]`` of this shape and layout."""
+        num_heads, num_inputs, num_outputs = map(int, weight.shape)
+        sizes = num_heads, num_inputs, num_outputs, weight.dtype, weight.stride(1) == 1
+        choose = partial(head_matmul.choose_recipe, *sizes)
+        return self._recipes.find(HeadMatmulRecipe(1), f"heads {sizes}", choose)
 
     def erase_unused(self) -> None:
         """Erase views and copies of weights that nothing reads, as their packed copies are read."""

@@ -86,7 +86,9 @@ def lower_cpu(gm: GraphModule, context: PassContext) -> int:
             mask = params.window, params.chunk, slopes
             is_invariant = context.transparent or params.indices is not None
             attend = invariant_attention.attend if is_invariant else reference.attend
-            more = (params.indices,) if is_invariant else ()
+            more: tuple[Any, ...] = (params.indices,) if is_invariant else ()
+            if isinstance(rewritten, InvariantCalls):
+                more = (*more, rewritten.attention_recipe(query, k_cache, v_cache, v_dim))
             with graph.inserting_before(node):
                 layout = layouts.get(query, k_cache, batch, mask, is_invariant)
                 replacement = graph.call_function(

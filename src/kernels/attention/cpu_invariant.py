@@ -8,7 +8,9 @@ probability 0 and adds an exact zero, so neither padding nor grouping shows in t
 position gets the same from a long prompt as from a decode.
 
 Matmuls are batched ones with a multiple of four rows: MKL has one order of summation for all of
-those (see :mod:`.cpu_invariant`), and others where a thread gets one to three.
+those (see :mod:`..linear_cpu.invariant`), and others where a thread gets one to three. Values of
+few elements (1, 5, 7 ...) have other orders still; :mod:`.cpu_trial` chooses an
+:class:`AttentionRecipe` for the sizes of a model.
 
 As in :mod:`.reference`, what depends on the batch alone is laid out once a step.
 """
@@ -18,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import e4m3
+from .. import e4m3, fixed_order
 from ..arguments import AttentionParams, PagedKV
 from ..device import MKL_ROW_UNIT
 from .reference_layout import first_seen, grouped_by_length
@@ -33,6 +36,21 @@ _QUERY_TILE = 128
 # What the tiles' shares of an output may take before they are added up.
 _PART_ELEMENTS = 1 << 18
 _NEG_INF = float("-inf")
+
+
+class AttentionRecipe(NamedTuple):
+    """How matmuls are called. A named tuple, which a graph can hold.
+
+    Attributes:
+        unit: elements of queries, keys and values are filled up with zeros to a multiple of this.
+        is_fixed_order: by :mod:`..fixed_order`, not a library.
+    """
+
+    unit: int = 1
+    is_fixed_order: bool = False
+
+
+PLAIN = AttentionRecipe()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +183,7 @@ def attend(
     sinks: Tensor | None,
     v_dim: int = 0,
     indices: Tensor | None = None,
+    recipe: AttentionRecipe = PLAIN,
 ) -> Tensor:
     """Attention of ``query [T, Hq, Dk]``; returns ``[T, Hq, Dv]``, computed in float32.
 
@@ -174,6 +193,7 @@ def attend(
         v_cache: None if the values are the first ``v_dim`` elements of the keys.
         indices: int32 ``[T, K]``, the positions each query sees of those in view, or -1; None for
             all. For layouts from position 0.
+        recipe: of :func:`.cpu_trial.choose_recipe` for these sizes.
     """
     num_q_heads = query.shape[1]
     if v_cache is not None:
@@ -183,11 +203,13 @@ def attend(
     for gather in layout.gathers:
         keys = gathered("keys", k_cache, gather)
         values = keys[..., :v_dim] if v_cache is None else gathered("values", v_cache, gather)
+        keys, values = _filled(keys, recipe.unit), _filled(values, recipe.unit)
         for group in gather.groups:
             unseen = None if indices is None else _unseen(indices[group.tokens], group)
-            more = scale, softcap, sinks, layout.slopes, unseen
-            mixed = _attend(query[group.tokens], keys, values, group, *more)
-            out[group.tokens] = mixed.to(out.dtype)
+            more = scale, softcap, sinks, layout.slopes, unseen, recipe.is_fixed_order
+            queries = _filled(query[group.tokens], recipe.unit)
+            mixed = _attend(queries, keys, values, group, *more)
+            out[group.tokens] = mixed[..., :v_dim].to(out.dtype)
     return out
 
 
@@ -197,6 +219,19 @@ def paged_attention(query: Tensor, kv: PagedKV, params: AttentionParams) -> Tens
     layout = build_layout(*kv[2:], kv.k_cache.shape[1], window, chunk, slopes)
     more = scale, softcap, sinks, 0, indices
     return attend(query, kv.k_cache, kv.v_cache, layout, *more)
+
+
+def _filled(x: Tensor, unit: int) -> Tensor:
+    """``x [.., D]`` with zeros behind it up to a multiple of ``unit`` elements."""
+    missing = -x.shape[-1] % unit
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _bmm(left: Tensor, right: Tensor, out: Tensor, is_fixed_order: bool) -> None:
+    if is_fixed_order:
+        out.copy_(fixed_order.bmm(left, right))
+    else:
+        torch.bmm(left, right, out=out)
 
 
 def _unseen(indices: Tensor, group: QueryGroup) -> Tensor:
@@ -233,6 +268,7 @@ def _attend(
     sinks: Tensor | None,
     slopes: Tensor | None,
     unseen: Tensor | None,
+    is_fixed_order: bool,
 ) -> Tensor:
     """One group: ``query [R * n, Hq, Dk]`` over ``[num_tiles or more * R, 64, Hkv, D]``."""
     num_rows, num_tiles, num_kv_heads = group.num_rows, group.num_tiles, keys.shape[2]
@@ -256,7 +292,7 @@ def _attend(
     per_head = scores.view(num_kv_heads, num_matmuls, rows, TILE)
     keys = keys[:num_matmuls].permute(2, 0, 3, 1)
     for left, right, out in zip(every.unbind(), keys.unbind(), per_head.unbind(), strict=True):
-        torch.bmm(left, right, out=out)
+        _bmm(left, right, out, is_fixed_order)
     real = scores[..., :used, :].view(
         num_kv_heads, num_tiles, num_rows, num_queries, group_size, TILE
     )
@@ -287,7 +323,7 @@ def _attend(
     for left, right in zip(per_head.split(num, 1), values.split(num, 1), strict=True):
         parts = q.new_empty(num_kv_heads, left.shape[1], rows, values.shape[3])
         for head, out in enumerate(parts.unbind()):
-            torch.bmm(left[head], right[head], out=out)
+            _bmm(left[head], right[head], out, is_fixed_order)
         for part in parts.view(num_kv_heads, -1, *mixed.shape[1:]).unbind(1):
             mixed += part
     if sink is not None:

@@ -15,8 +15,9 @@ row and element compared; the orders were found by emulation with fused multiply
 
 So a matmul is given rows of zeros, up to a multiple of 4 for MKL, of 2 for oneDNN. Which library a
 weight gets is fixed by its size and dtype, never by a timing: bits must not depend on noise. What
-was found on one machine is not trusted on another: :func:`choose_recipe` tries the choice out, and
-falls back to calls of one fixed shape.
+was found on one machine is not trusted on another: :func:`choose_recipe` tries every recipe for the
+very shape before it returns it. The last ones are calls of one fixed shape, and sums whose order is
+written out (:mod:`..fixed_order`).
 
 A packed weight is a second copy, which later changes of the weight do not reach, so it is made only
 of weights that stay as they are. All layers of SmolLM2-135M (120 weights, none in the cache; 900
@@ -48,12 +49,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import fixed_order
 from ..device import MKL_ROW_UNIT
+from ..row_trial import MANY_ELEMENTS, groups_of, make_cancel, no_recipe
 
-Library = Literal["onednn", "mkl"]
+Library = Literal["onednn", "mkl", "fixed_order"]
 
-# A weight of so many elements does not stay in the processor's cache, and oneDNN reads it best.
-_MIN_ONEDNN_ELEMENTS = 1 << 22
 _ONEDNN_ROW_UNIT = 2
 _TILE_ROWS = 16
 _EVEN_OUTPUTS = 16
@@ -82,6 +83,8 @@ class MatmulRecipe(NamedTuple):
 
 FALLBACK = MatmulRecipe("mkl", _TILE_ROWS, _TILE_ROWS, is_even=True)
 """One shape for all calls: right wherever a row's place in a tile does not matter."""
+FIXED_ORDER = MatmulRecipe("fixed_order", 1)
+"""The order of summation written out."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: MatmulRecipe) -> Tensor:
@@ -131,6 +134,8 @@ def _call(library: Library, rows: Tensor, weight: Tensor) -> Tensor:
     if library == "onednn":
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
         return out
+    if library == "fixed_order":
+        return fixed_order.linear(rows, weight)
     return F.linear(rows, weight)
 
 
@@ -163,16 +168,19 @@ def choose_recipe(
 
     Costs one matmul with a random weight of the shape for each row count tried: about 0.5 s for
     the largest, milliseconds for others.
+
+    Raises:
+        UnsupportedModelError: no recipe passes its trial.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         weight = torch.randn(num_outputs, num_inputs).to(dtype)
         rows = torch.randn(max(_ROW_COUNTS), num_inputs).to(dtype)
         if dtype != torch.float32:
-            _make_cancel(rows, weight)
+            make_cancel(rows, weight)
     if not is_contiguous:
         weight = weight.t().contiguous().t()
-    is_large = weight.numel() >= _MIN_ONEDNN_ELEMENTS
+    is_large = weight.numel() >= MANY_ELEMENTS
     candidates = [
         MatmulRecipe("mkl", MKL_ROW_UNIT),
         MatmulRecipe("mkl", MKL_ROW_UNIT, is_even=True),
@@ -184,40 +192,24 @@ def choose_recipe(
     if can_pack(weight) and may_pack:
         packed = [MatmulRecipe("onednn", n, is_packed=True) for n in (1, _ONEDNN_ROW_UNIT)]
         candidates = packed + candidates
-    for recipe in candidates:
+    for recipe in (*candidates, FALLBACK, FIXED_ORDER):
         if is_row_invariant(recipe, rows[: 48 if is_large else None], weight):
             return recipe
-    return FALLBACK
+    raise no_recipe(f"a weight [{num_outputs}, {num_inputs}] in {dtype}")
 
 
 def is_row_invariant(recipe: MatmulRecipe, rows: Tensor, weight: Tensor) -> bool:
     """Do all of ``rows [M, in]``, multiplied with ``weight [out, in]`` (not packed) in groups of
     many sizes, keep their bits?"""
-    counts = _ROW_COUNTS if weight.numel() < _MIN_ONEDNN_ELEMENTS else (1, *_FEW_ROW_COUNTS)
+    counts = _ROW_COUNTS if weight.numel() < MANY_ELEMENTS else (1, *_FEW_ROW_COUNTS)
+    num_elements = weight.numel()
     if recipe.is_packed:
         weight = pack(weight)
     expected = _multiply(rows, weight, recipe)
-    for i, count in enumerate(counts):
-        if count > len(rows):
-            continue
-        # Groups begin at different rows, so that a row is seen at several places of a group.
-        first = (5 * i) % (len(rows) - count + 1)
-        group = slice(first, first + count)
-        if not torch.equal(_multiply(rows[group], weight, recipe), expected[group]):
-            return False
-    return True
-
-
-def _make_cancel(rows: Tensor, weight: Tensor) -> None:
-    """Change random ``rows [M, K]`` and ``weight [N, K]`` so that all sums are nothing but the
-    rounding of their float32 partial sums. To round a sum to 16 bits would hide another order in
-    all but one of some hundred."""
-    num_inputs = rows.shape[1]
-    first, second, _ = torch.randperm(num_inputs).split(
-        [num_inputs // 2, num_inputs // 2, num_inputs % 2]
+    return all(
+        torch.equal(_multiply(rows[group], weight, recipe), expected[group])
+        for group in groups_of(len(rows), counts, num_elements)
     )
-    rows[:, second] = rows[:, first]
-    weight[:, second] = -weight[:, first]
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offs: Tensor, recipe: MatmulRecipe) -> Tensor:

@@ -1,5 +1,5 @@
-"""Disk cache of the recipes of a CPU's matmuls: trials of :mod:`.invariant`, made once for a
-shape, processor and library."""
+"""Disk cache of the recipes of a CPU's matmuls: trials of :mod:`.invariant` and of other rooms,
+made once for a shape, processor and library."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 
 from ...disk_cache import write_whole
 from . import invariant
-from .invariant import MatmulRecipe
+from .invariant import Library, MatmulRecipe
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Variables that MKL, oneDNN, OpenMP and torch choose kernels or threads by.
 _ENVIRONMENT = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_", "ATEN_", "TORCH_")
+_KERNELS = Path(__file__).parents[1]
+# What trials run, and what they try.
+_SOURCES = (
+    *("fixed_order.py", "row_trial.py", "linear_cpu/invariant.py", "linear_cpu/recipe_cache.py"),
+    *("mla/head_matmul.py", "attention/cpu_invariant.py", "attention/cpu_trial.py"),
+)
+_Recipe = TypeVar("_Recipe", bound="NamedTuple")
 
 
 class Recipes:
-    """How to multiply with weights of a shape, by :func:`.invariant.choose_recipe`.
+    """How to multiply with weights of a shape, by trials.
 
     Args:
         folder: where what was found is kept, None to keep it for this object alone. Nothing is kept
@@ -32,7 +41,7 @@ class Recipes:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._file: Path | None = None
-        self._known: dict[str, MatmulRecipe] = {}
+        self._known: dict[str, tuple[Any, ...]] = {}
 
     def choose(
         self,
@@ -44,21 +53,35 @@ class Recipes:
         may_pack: bool,
     ) -> MatmulRecipe:
         """As :func:`.invariant.choose_recipe`, tried out if it is not known yet."""
+        return self.find(
+            MatmulRecipe("mkl", 1),
+            f"{num_outputs}x{num_inputs} {dtype} {is_contiguous:d}{may_pack:d}",
+            lambda: invariant.choose_recipe(
+                num_outputs, num_inputs, dtype, is_contiguous=is_contiguous, may_pack=may_pack
+            ),
+        )
+
+    def find(self, sample: _Recipe, key: str, choose: Callable[[], _Recipe]) -> _Recipe:
+        """What ``choose`` gives, or gave before for this key.
+
+        Args:
+            sample: any recipe of the kind, a named tuple of texts, integers and truth values.
+        """
         if self._folder is not None:
             fingerprint = _fingerprint()
             if fingerprint is not None:
                 self._file = self._folder / f"cpu-{fingerprint}.json"
                 self._known |= _read(self._file)
             self._folder = None
-        key = f"{num_outputs}x{num_inputs} {dtype} {is_contiguous:d}{may_pack:d}"
-        if key not in self._known:
-            self._known[key] = invariant.choose_recipe(
-                num_outputs, num_inputs, dtype, is_contiguous=is_contiguous, may_pack=may_pack
-            )
-            if self._file is not None:
-                with suppress(OSError):  # a full disk costs only the cache
-                    write_whole(self._file, json.dumps(self._known).encode())
-        return self._known[key]
+        fields = self._known.get(key)
+        if fields is not None and _are_fields(sample, fields):
+            return type(sample)(*fields)
+        recipe = choose()
+        self._known[key] = tuple(recipe)
+        if self._file is not None:
+            with suppress(OSError):  # a full disk costs only the cache
+                write_whole(self._file, json.dumps(self._known).encode())
+        return recipe
 
 
 def _fingerprint() -> str | None:
@@ -83,26 +106,29 @@ def _fingerprint() -> str | None:
         sorted((k, v) for k, v in os.environ.items() if k.startswith(_ENVIRONMENT)),
     ]
     digest = hashlib.sha256(repr(parts).encode())
-    for module in (invariant.__file__, __file__):
-        digest.update(Path(module).read_bytes())
+    for name in _SOURCES:
+        digest.update((_KERNELS / name).read_bytes())
     return digest.hexdigest()[:24]
 
 
-def _read(file: Path) -> dict[str, MatmulRecipe]:
+def _read(file: Path) -> dict[str, tuple[Any, ...]]:
     """What is there of the form that :class:`Recipes` writes."""
     try:
         found = json.loads(file.read_text())
-        return {str(key): _recipe(*value) for key, value in found.items()}
+        return {str(key): tuple(value) for key, value in found.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _recipe(
-    library: object, row_unit: object, tile: object, is_even: object, is_packed: object
-) -> MatmulRecipe:
-    """Raises ValueError unless the values are a recipe's."""
-    if library not in ("mkl", "onednn") or type(row_unit) is not int or type(tile) is not int:
-        raise ValueError("no recipe")
-    if row_unit < 1 or tile < 0 or type(is_even) is not bool or type(is_packed) is not bool:
-        raise ValueError("no recipe")
-    return MatmulRecipe(library, row_unit, tile, is_even, is_packed)  # type: ignore[arg-type]
+def _are_fields(sample: NamedTuple, fields: tuple[Any, ...]) -> bool:
+    """Whether a file's values may be those of such a recipe: of its types, units of 1 or more."""
+    if len(fields) != len(sample):
+        return False
+    for name, value, known in zip(sample._fields, fields, sample, strict=True):
+        if type(value) is not type(known):
+            return False
+        if isinstance(value, str) and value not in get_args(Library):
+            return False
+        if type(value) is int and value < (0 if name == "tile" else 1):
+            return False
+    return True

@@ -2,23 +2,27 @@
 whatever the number of rows.
 
 Batched matmuls are MKL's as in :mod:`..linear_cpu.invariant`, with rows of zeros up to a multiple
-of 4. Which way serves a shape is tried out there and here alike: a machine on which the first way
-follows the number of rows gets calls of one fixed shape.
+of 4. Which recipe serves a shape is tried out there and here alike. With few outputs (7 values per
+head, say) the first ones follow the number of rows, or the place of a row among them; then outputs
+of zeros are added up to a multiple of 16, and last the order of summation is written out.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import fixed_order
 from ..device import MKL_ROW_UNIT
+from ..row_trial import groups_of, make_cancel, no_recipe
 
 _TILE_ROWS = 16
+_EVEN_OUTPUTS = 16
 _ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 12, 13, 16, 17, 31, 33, 64, 65, 100)
+_FEW_COUNTS = (1, 4, 5, 16, 33)
 
 
 class HeadMatmulRecipe(NamedTuple):
@@ -27,10 +31,23 @@ class HeadMatmulRecipe(NamedTuple):
     Attributes:
         row_unit: rows are filled up with zeros to a multiple of this.
         is_tiled: every call has exactly ``row_unit`` rows.
+        is_even: every call has a number of outputs that 16 divides; the last ones are filled up.
+        is_fixed_order: by :mod:`..fixed_order`, whatever the other fields.
     """
 
     row_unit: int
     is_tiled: bool = False
+    is_even: bool = False
+    is_fixed_order: bool = False
+
+
+_RECIPES = (
+    HeadMatmulRecipe(MKL_ROW_UNIT),
+    HeadMatmulRecipe(_TILE_ROWS, is_tiled=True),
+    HeadMatmulRecipe(MKL_ROW_UNIT, is_even=True),
+    HeadMatmulRecipe(_TILE_ROWS, is_tiled=True, is_even=True),
+    HeadMatmulRecipe(1, is_fixed_order=True),
+)
 
 
 def head_matmul(x: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None) -> Tensor:
@@ -47,46 +64,55 @@ def head_matmul(x: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None) -> T
     rows = x.transpose(0, 1)
     if recipe is None:
         return torch.bmm(rows, weight).transpose(0, 1)
-    num_rows = x.shape[0]
+    if recipe.is_fixed_order:
+        return fixed_order.bmm(rows, weight).transpose(0, 1)
+    num_rows, num_outputs = x.shape[0], weight.shape[2]
+    if recipe.is_even:
+        weight = F.pad(weight, (0, -num_outputs % _EVEN_OUTPUTS))
     filled = F.pad(rows, (0, 0, 0, -num_rows % recipe.row_unit))
     if recipe.is_tiled:
         parts = [torch.bmm(part, weight) for part in filled.split(recipe.row_unit, 1)]
         out = torch.cat(parts, 1) if parts else filled.new_empty(len(rows), 0, weight.shape[2])
     else:
         out = torch.bmm(filled, weight)
-    return out[:, :num_rows].transpose(0, 1)
+    return out[:, :num_rows, :num_outputs].transpose(0, 1)
 
 
-@cache
 def choose_recipe(
     num_heads: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, is_transposed: bool
 ) -> HeadMatmulRecipe:
-    """The first way for ``weight [H, I, O]`` that a trial finds row-invariant.
+    """The first recipe for ``weight [H, I, O]`` that a trial finds row-invariant.
 
     Args:
         is_transposed: whether the weight lies as ``[H, O, I]``.
+
+    Raises:
+        UnsupportedModelError: no recipe passes its trial.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        shape = (num_heads, num_inputs, num_outputs)
-        if is_transposed:
-            weight = torch.randn(num_heads, num_outputs, num_inputs).to(dtype).transpose(1, 2)
-        else:
-            weight = torch.randn(shape).to(dtype)
-        rows = torch.randn(max(_ROW_COUNTS), num_heads, num_inputs).to(dtype)
-    recipe = HeadMatmulRecipe(MKL_ROW_UNIT)
-    return recipe if _is_row_invariant(recipe, rows, weight) else _FALLBACK
+        weight = torch.randn(num_heads, num_outputs, num_inputs).to(dtype)
+        # More elements than a row has: a slice of queries.
+        rows = torch.randn(max(_ROW_COUNTS), num_heads, num_inputs + 1).to(dtype)
+        if dtype != torch.float32:
+            make_cancel(rows[..., :num_inputs], weight)
+    weight = weight.transpose(1, 2)
+    if not is_transposed:
+        weight = weight.contiguous()
+    part = rows[..., :num_inputs]
+    by_head = part.transpose(0, 1).contiguous().transpose(0, 1)
+    layouts = (part, _ROW_COUNTS), (part.contiguous(), _FEW_COUNTS), (by_head, _FEW_COUNTS)
+    for recipe in _RECIPES:
+        if all(_is_row_invariant(recipe, some, weight, counts) for some, counts in layouts):
+            return recipe
+    raise no_recipe(f"weights [{num_heads}, {num_inputs}, {num_outputs}] of heads in {dtype}")
 
 
-_FALLBACK = HeadMatmulRecipe(_TILE_ROWS, is_tiled=True)
-
-
-def _is_row_invariant(recipe: HeadMatmulRecipe, rows: Tensor, weight: Tensor) -> bool:
+def _is_row_invariant(
+    recipe: HeadMatmulRecipe, rows: Tensor, weight: Tensor, counts: tuple[int, ...]
+) -> bool:
     expected = head_matmul(rows, weight, recipe)
-    for i, count in enumerate(_ROW_COUNTS):
-        # Groups begin at different rows, so that a row is seen at several places of a group.
-        first = (5 * i) % (len(rows) - count + 1)
-        group = slice(first, first + count)
-        if not torch.equal(head_matmul(rows[group], weight, recipe), expected[group]):
-            return False
-    return True
+    return all(
+        torch.equal(head_matmul(rows[group], weight, recipe), expected[group])
+        for group in groups_of(len(rows), counts, weight.numel())
+    )

@@ -1,0 +1,82 @@
+"""Which recipe gives :mod:`.cpu_invariant` the same bits for a position in any step: a trial with
+the very sizes of a model's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..row_trial import no_recipe
+from .cpu_invariant import AttentionRecipe, attend, build_layout
+
+_RECIPES = (
+    AttentionRecipe(),
+    AttentionRecipe(16),
+    AttentionRecipe(is_fixed_order=True),
+)
+_CONTEXT = 80  # positions of a row: one tile and a part of one
+_BLOCK = 16
+_LAST_COUNTS = (1, 2, 3, 4, 5, 7, 12, 33)
+_POSITIONS = (0, 1, 2, 3, 31, 63, 64)
+# (row, begin, end): positions of rows that share a step.
+_MIXED: tuple[tuple[tuple[int, int, int], ...], ...] = (
+    ((0, 50, 51), (1, 70, 71)),
+    ((1, 70, 71), (0, 50, 51), (2, 20, 21)),
+    ((0, 3, 17), (1, 71, 72)),
+    ((1, 7, 71), (2, 79, 80)),
+)
+_Part = tuple[int, int, int]
+
+
+def choose_recipe(
+    num_q_heads: int, num_kv_heads: int, k_dim: int, v_dim: int, is_latent: bool
+) -> AttentionRecipe:
+    """The first recipe that the trial finds to keep the bits of every position.
+
+    Args:
+        is_latent: whether values are the first ``v_dim`` elements of the keys. All matmuls are of
+            float32, whatever the dtype of the cache.
+
+    Raises:
+        UnsupportedModelError: no recipe passes its trial.
+    """
+    num_blocks = _CONTEXT // _BLOCK
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        queries = torch.randn(3, _CONTEXT, num_q_heads, k_dim)
+        keys = torch.randn(3 * num_blocks, _BLOCK, num_kv_heads, k_dim)
+        values = None if is_latent else torch.randn(3 * num_blocks, _BLOCK, num_kv_heads, v_dim)
+    tables = torch.arange(3 * num_blocks, dtype=torch.int32).view(3, num_blocks)
+
+    def run(recipe: AttentionRecipe, parts: Sequence[_Part]) -> list[Tensor]:
+        """The results of each part, in one step."""
+        counts = [end - begin for _, begin, end in parts]
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        contexts = torch.tensor([end for _, _, end in parts])
+        rows = tables[[row for row, _, _ in parts]]
+        layout = build_layout(starts, contexts, rows, _BLOCK, 0)
+        query = torch.cat([queries[row, begin:end] for row, begin, end in parts])
+        found = attend(query, keys, values, layout, k_dim**-0.5, 0.0, None, v_dim, None, recipe)
+        return list(found.split(counts))
+
+    def is_invariant(recipe: AttentionRecipe) -> bool:
+        whole = [run(recipe, [(row, 0, _CONTEXT)])[0] for row in range(len(queries))]
+        return all(
+            torch.equal(found, whole[row][begin:end])
+            for parts in _steps()
+            for (row, begin, end), found in zip(parts, run(recipe, parts), strict=True)
+        )
+
+    for recipe in _RECIPES:
+        if is_invariant(recipe):
+            return recipe
+    sizes = f"{num_q_heads} queries, {num_kv_heads} keys of {k_dim} and values of {v_dim}"
+    raise no_recipe(f"attention heads of {sizes} elements")
+
+
+def _steps() -> list[tuple[_Part, ...]]:
+    last: list[tuple[_Part, ...]] = [((0, _CONTEXT - n, _CONTEXT),) for n in _LAST_COUNTS]
+    single: list[tuple[_Part, ...]] = [((0, at, at + 1),) for at in _POSITIONS]
+    return [*last, *single, *_MIXED]
