@@ -53,17 +53,25 @@ def make_ll_tokenizer(
     num_tokens = max(vocab_size, token_ids[-1] + 1)
     reason = ""
     for text in _descriptions(backend):
-        if not has_names:
-            text = _without_names(text, eos_token_ids)
-        try:
-            made = LLTokenizer(text, n_vocab=num_tokens, eos_token=sorted(eos_token_ids))
-        except Exception as error:  # of its own, in Rust
-            reason = str(error)
-            continue
-        wrong = _first_wrong_token(made, backend, token_ids)
-        if wrong is None:
-            return made
-        reason = f"token {wrong} has other bytes there"
+        hidden: set[int] = set()
+        for _ in range(2):
+            try:
+                made = LLTokenizer(
+                    text if has_names else _without_names(text, {*eos_token_ids, *hidden}),
+                    n_vocab=num_tokens,
+                    eos_token=sorted(eos_token_ids),
+                )
+            except Exception as error:  # of its own, in Rust
+                reason = str(error)
+                break
+            wrong = _wrong_tokens(made, backend, token_ids)
+            if not wrong:
+                return made
+            reason = f"token {wrong[0]} has other bytes there"
+            # Such as "ø" beside a letter for a byte: bytes spell its text without it.
+            if hidden or has_names or not backend.get_added_tokens_decoder().keys() >= {*wrong}:
+                break
+            hidden.update(wrong)
     limit = f"llguidance does not read this model's tokenizer: {reason}"
     raise InvalidInputError(_FIELD, type(tokenizer).__name__, limit)
 
@@ -81,15 +89,18 @@ def _descriptions(backend: Any) -> Iterator[str]:
     yield own.to_str()
 
 
-def _without_names(text: str, eos_token_ids: Collection[int]) -> str:
+def _without_names(text: str, special_ids: Collection[int]) -> str:
     """A tokenizer's JSON with names of special tokens that no text spells: U+FDD0 and U+FDD1, which
     enclose their ids, are no characters. What ends a text is special, whatever the tokenizer says.
+
+    Args:
+        special_ids: those tokens, and others that no text may become.
     """
     described = json.loads(text)
     model = described["model"]
     names: dict[str, str] = {}
     for token in described["added_tokens"]:
-        if token["special"] or token["id"] in eos_token_ids:
+        if token["special"] or token["id"] in special_ids:
             name = f"\ufdd0{token['id']}\ufdd1"
             names[token["content"]], token["content"], token["special"] = name, name, True
     vocab = model["vocab"]
@@ -103,8 +114,8 @@ def _without_names(text: str, eos_token_ids: Collection[int]) -> str:
     return json.dumps(described)
 
 
-def _first_wrong_token(made: Any, backend: Any, token_ids: Sequence[int]) -> int | None:
-    """A token whose bytes are not those of its text, of all added ones and many others."""
+def _wrong_tokens(made: Any, backend: Any, token_ids: Sequence[int]) -> list[int]:
+    """Tokens whose bytes are not those of their texts, of all added ones and many others."""
     some = token_ids[:: -(-len(token_ids) // _NUM_COMPARED)]
     compared = [*some, *backend.get_added_tokens_decoder()]
     compared = [token_id for token_id in compared if not made.is_special_token(token_id)]
@@ -113,8 +124,9 @@ def _first_wrong_token(made: Any, backend: Any, token_ids: Sequence[int]) -> int
     before = backend.decode([first], skip_special_tokens=False)
     pairs = [[first, token_id] for token_id in compared]
     texts = backend.decode_batch(pairs, skip_special_tokens=False)
+    found = []
     for token_id, text in zip(compared, texts, strict=True):
         own = text.removeprefix(before)
         if _INCOMPLETE not in own and made.decode_bytes([token_id]) != own.encode():
-            return token_id
-    return None
+            found.append(token_id)
+    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,3 +57,44 @@ def gguf_model(folder: Path, patch: pytest.MonkeyPatch, format: str = "Q4_1") ->
     patch.setattr(gguf, "_convert", convert)
     patch.setenv("PAGESPEC_CACHE", str(folder / "cache"))
     return str(path)
+
+
+def write_vocabulary(path: Path, *, arch: str = "llama", **vocabulary: Any) -> Path:
+    """A GGUF file with a tokenizer and nothing else; arguments as of :func:`add_vocabulary`."""
+    writer = GGUFWriter(path, arch)
+    add_vocabulary(writer, **vocabulary)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_vocabulary(
+    writer: GGUFWriter,
+    model: str | None,
+    tokens: Sequence[str] = (),
+    types: Sequence[int] | None = None,
+    scores: Sequence[float] | None = None,
+    merges: Sequence[str] | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> None:
+    """The ``tokenizer.ggml`` keys of a file; those that are None or empty are left out.
+
+    Args:
+        types: of each token.
+        keys: more keys, as ``{"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.eos_token_id": 2}``.
+    """
+    if model is not None:
+        writer.add_tokenizer_model(model)
+    if tokens:
+        writer.add_token_list(list(tokens))
+    if types is not None:
+        writer.add_token_types(list(types))
+    if scores is not None:
+        writer.add_token_scores(list(scores))
+    if merges is not None:
+        writer.add_token_merges(list(merges))
+    add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+    for key, value in (keys or {}).items():
+        add.get(type(value), writer.add_array)(key, value)

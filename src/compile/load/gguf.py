@@ -23,7 +23,7 @@ _UNSUPPORTED = ("is not supported", "Unrecognized configuration class")  # trans
 _HASH_CHUNK_BYTES = 1 << 22
 _MANIFEST = "manifest.json"  # of a conversion
 # Part of the cache key: raise it when the conversion below changes.
-_CONVERSION_VERSION = 2
+_CONVERSION_VERSION = 3
 
 
 def _content_hash(path: Path) -> str:
@@ -37,6 +37,9 @@ def _content_hash(path: Path) -> str:
 def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """The folder with config, float32 safetensors and tokenizer made from a GGUF file.
 
+    The tokenizer, its chat templates and the tokens that end an answer are the file's own
+    (:mod:`.gguf_tokenizer`), and not what transformers makes of them.
+
     Converts on first use, and again if the folder was damaged since. The key covers file name,
     size, content and transformers' version. The folder appears by one rename, so a reader never
     sees half of it and two writers do no harm.
@@ -44,7 +47,7 @@ def converted_folder(path: Path, cache_dir: str | os.PathLike[str] | None = None
     Raises:
         InvalidInputError: the ``gguf`` package is missing, or the file is not readable as GGUF.
         UnsupportedModelError: transformers cannot convert what the file holds, or would leave out
-            tensors or settings of it.
+            tensors or settings of it; or its tokenizer is of no known kind.
     """
     path = path.resolve()
     key = (
@@ -78,15 +81,15 @@ def _manifest(folder: Path) -> dict[str, list[int | str]]:
     """Size and digest of each file. Of a large one only the beginning and the end are read, as to
     read all of it takes as long as to load it; what a full disk or a crash leaves is seen there."""
     found: dict[str, list[int | str]] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name == _MANIFEST:
+    for path in sorted(folder.rglob("*")):  # named chat templates have a folder of their own
+        if path.name == _MANIFEST or path.is_dir():
             continue
         size = path.stat().st_size
         with path.open("rb") as file:
             digest = xxhash.xxh3_128(file.read(_HASH_CHUNK_BYTES))
             file.seek(max(0, size - _HASH_CHUNK_BYTES))
             digest.update(file.read())
-        found[path.name] = [size, digest.hexdigest()]
+        found[path.relative_to(folder).as_posix()] = [size, digest.hexdigest()]
     return found
 
 
@@ -101,7 +104,10 @@ def _is_whole(folder: Path) -> bool:
 
 def _convert(path: Path, folder: Path) -> None:
     # They take seconds, and a file that was converted before is not.
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from .gguf_tokenizer import build_tokenizer
+    from .gguf_vocabulary import read_vocabulary
 
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
@@ -109,6 +115,8 @@ def _convert(path: Path, folder: Path) -> None:
     # The folder may have a tokenizer's code beside the file.
     options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     with as_input_error(str(path), "must be a GGUF file that can be read"):
+        vocabulary = read_vocabulary(path)
+        tokenizer = None if vocabulary is None else build_tokenizer(vocabulary)
         try:
             config = AutoConfig.from_pretrained(path.parent, **options)
             module: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -118,9 +126,13 @@ def _convert(path: Path, folder: Path) -> None:
                 raise UnsupportedModelError(f"{path.name}: {cause(error)}") from error
             raise
         _read_weights(path, config, module)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
+    if vocabulary is not None:
+        settings = module.generation_config
+        settings.eos_token_id = sorted(vocabulary.end_ids) or None
+        settings.suppress_tokens = vocabulary.suppressed or None
     module.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def _read_weights(path: Path, config: Any, module: Any) -> None:

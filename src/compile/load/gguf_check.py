@@ -6,7 +6,6 @@ word; what it then makes is another model.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ...errors import UnsupportedModelError
+from .gguf_reader import open_gguf, read_values
 
 _NO_SCALING = ("none", "linear")  # linear acts by its factor
 _ABOUT_TRAINING = ("original_context_length", "finetuned")
 _MAX_NAMED = 5
-_MAX_ITEMS = 1000  # of a list; longer ones are passed over
 
 
 def check_read_whole(path: Path, config: Any, module: Any) -> None:
@@ -31,8 +30,7 @@ def check_read_whole(path: Path, config: Any, module: Any) -> None:
         UnsupportedModelError: names them.
         NotImplementedError: transformers does not know the tensors of the architecture.
     """
-    # Tensors are mapped into memory, so those that are not looked at are not read.
-    reader = _reader(path)
+    reader = open_gguf(path)
     dropped = [*_dropped_tensors(reader, config, module), *_dropped_keys(reader, config)]
     if dropped:
         more = ", ..." if len(dropped) > _MAX_NAMED else ""
@@ -49,7 +47,7 @@ def _dropped_tensors(reader: Any, config: Any, module: Any) -> list[str]:
         get_gguf_hf_weights_map,
     )
 
-    [architecture] = _values(reader, "general.architecture")
+    [architecture] = read_values(reader, "general.architecture")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     left = reader.tensors
     # transformers makes a map for each module inside, each as slow as that of the whole: SmolLM2's
@@ -81,32 +79,6 @@ class _Outer:
             yield name, _Outer(base, self._depth - 1)
 
 
-def _reader(path: Path) -> Any:
-    """Reads a file, but for long lists (the vocabulary), of which gguf makes an object per item."""
-    from gguf import GGUFReader, GGUFValueType
-
-    class Reader(GGUFReader):
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type != GGUFValueType.ARRAY:
-                return super()._get_field_parts(orig_offs, raw_type)
-            order, data = ">" if self.byte_order == "S" else "<", self.data.data
-            item_type, num_items = struct.unpack_from(f"{order}IQ", data, orig_offs)
-            scalar = self.gguf_scalar_to_np.get(GGUFValueType(item_type))
-            is_text = item_type == GGUFValueType.STRING
-            if num_items <= _MAX_ITEMS or not (is_text or scalar):
-                return super()._get_field_parts(orig_offs, raw_type)
-            size = struct.calcsize("<IQ")
-            if scalar:
-                size += num_items * np.dtype(scalar).itemsize
-            else:
-                for _ in range(num_items):
-                    (length,) = struct.unpack_from(f"{order}Q", data, orig_offs + size)
-                    size += 8 + length
-            return size, [], [], [GGUFValueType.ARRAY, GGUFValueType(item_type)]
-
-    return Reader(path)
-
-
 def _does_nothing(tensor: Any) -> bool:
     """Whether it is a bias of zeros, or divides rotary frequencies by one."""
     is_bias = tensor.name.endswith(".bias")
@@ -119,13 +91,13 @@ def _does_nothing(tensor: Any) -> bool:
 
 
 def _dropped_keys(reader: Any, config: Any) -> list[str]:
-    [architecture] = _values(reader, "general.architecture")
+    [architecture] = read_values(reader, "general.architecture")
     text_config = config.get_text_config(decoder=True)
     found: list[str] = []
     if _has_default_rope(text_config):
         found += _scaling_keys(reader, architecture)
     key = f"{architecture}.attention.sliding_window"
-    window = max(_values(reader, key), default=0)
+    window = max(read_values(reader, key), default=0)
     longest = getattr(text_config, "max_position_embeddings", None)
     is_acting = window > 0 and (longest is None or window < longest)
     if is_acting and getattr(text_config, "sliding_window", None) != window:
@@ -135,7 +107,7 @@ def _dropped_keys(reader: Any, config: Any) -> list[str]:
 
 def _scaling_keys(reader: Any, architecture: str) -> list[str]:
     prefix = f"{architecture}.rope.scaling."
-    if _values(reader, f"{prefix}type") == ["none"]:
+    if read_values(reader, f"{prefix}type") == ["none"]:
         return []
     found = []
     for key in reader.fields:
@@ -145,7 +117,7 @@ def _scaling_keys(reader: Any, architecture: str) -> list[str]:
             name = "factor"
         elif not key.startswith(prefix) or name in _ABOUT_TRAINING:
             continue
-        [value] = _values(reader, key)
+        [value] = read_values(reader, key)
         if name == "type":
             is_acting = value not in _NO_SCALING
         else:
@@ -162,9 +134,3 @@ def _has_default_rope(config: Any) -> bool:
     # Of each type of layers, or of all.
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     return all(part.get("rope_type", "default") == "default" for part in parts)
-
-
-def _values(reader: Any, key: str) -> list[Any]:
-    from transformers.modeling_gguf_pytorch_utils import read_field
-
-    return list(read_field(reader, key))

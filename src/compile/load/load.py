@@ -225,6 +225,10 @@ def _tokenizer(source: str, name: str) -> Any | None:
     if is_local and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         return None
     with as_input_error(name, "must have a tokenizer that can be read, or none"):
+        if name.endswith(".gguf"):
+            from .gguf_tokenizer import read_tokenizer
+
+            return read_tokenizer(folder)
         try:
             # Without clean-up decoding is lossless, and text can be cut and joined anywhere.
             return AutoTokenizer.from_pretrained(

@@ -1,0 +1,241 @@
+"""The vocabulary of a GGUF file: what its ``tokenizer.*`` keys say, checked.
+
+Types of tokens, and which tokens end an answer, are as llama.cpp has them. It corrects what old
+files say by the text of some tokens, and so does this.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidInputError, UnsupportedModelError
+from .gguf_reader import open_gguf, read_values
+
+logger = logging.getLogger("pagespec")
+
+_PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+# Of special tokens, by what transformers calls them; the first key that a file has counts.
+_ID_KEYS = {
+    "bos": ("bos_token_id",),
+    "eos": ("eos_token_id",),
+    "unk": ("unknown_token_id",),
+    "pad": ("padding_token_id",),
+    "eot": ("eot_token_id",),
+    "eom": ("eom_token_id",),
+    "fim_pre": ("fim_pre_token_id", "prefix_token_id"),
+    "fim_suf": ("fim_suf_token_id", "suffix_token_id"),
+    "fim_mid": ("fim_mid_token_id", "middle_token_id"),
+    "fim_pad": ("fim_pad_token_id",),
+    "fim_rep": ("fim_rep_token_id",),
+    "fim_sep": ("fim_sep_token_id",),
+}
+_SPM_IDS = {"bos": 1, "eos": 2, "unk": 0}  # where a file with the model "llama" names none
+
+_PAD = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")
+_REPOSITORY = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")
+_FILE = ("<|file_sep|>",)
+# Tokens that end an answer, by their text.
+_ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+)  # fmt: skip
+# Of code that is to be filled in: no ends, but control tokens whatever the file says.
+_FILL_IN = {
+    "fim_pre": (
+        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+        "<|code_prefix|>", "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
+        "<|code_suffix|>", "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
+        "<|code_middle|>", "<|middle|>",
+    ),
+    "fim_pad": _PAD,
+    "fim_rep": _REPOSITORY,
+    "fim_sep": _FILE,
+}  # fmt: skip
+# Where a vocabulary has one of each, "<|end|>" ends a message and the answer goes on.
+_GOES_ON = (("<|return|>", "<|flush|>"), ("<|call|>", "<|calls|>"))
+# In many vocabularies "</s>" is a piece of HTML. It counts where the file does not call it normal.
+_OFTEN_TEXT = "</s>"
+
+
+class TokenType(IntEnum):
+    """``tokenizer.ggml.token_type``."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """
+    Attributes:
+        file: the file's name, for refusals. model_name: ``general.name``.
+        model, pre: ``tokenizer.ggml.model`` and ``.pre``; None where the file lacks it.
+        tokens: texts by id, all different. types: a :class:`TokenType` per token.
+        scores: one per token, or none. merges: by rank, each with a space between its parts.
+        ids: of special tokens, by name ("bos", "eos", "unk", "pad", "eot", ...).
+        end_ids: tokens that end an answer.
+        adds_bos, adds_eos, adds_space: None where the file lacks the key.
+        templates: chat templates by name; of that without a name "default".
+        suppressed: tokens that are not to be sampled.
+    """
+
+    file: str
+    model_name: str
+    model: str
+    pre: str | None
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    merges: list[str]
+    ids: dict[str, int]
+    end_ids: frozenset[int]
+    adds_bos: bool | None
+    adds_eos: bool | None
+    adds_space: bool | None
+    templates: dict[str, str] = field(default_factory=dict)
+    suppressed: list[int] = field(default_factory=list)
+
+    def of_type(self, *types: TokenType) -> Iterator[int]:
+        """Ids of the tokens of these types."""
+        return (token_id for token_id, kind in enumerate(self.types) if kind in types)
+
+
+def read_vocabulary(path: Path) -> Vocabulary | None:
+    """The vocabulary of a GGUF file; None if the file says that it has none.
+
+    Raises:
+        InvalidInputError: a key is missing, or says what cannot be.
+        UnsupportedModelError: the file does not say of which type its tokens are.
+    """
+    reader = open_gguf(path)
+
+    def one(key: str) -> Any:
+        found = read_values(reader, key)
+        return found[0] if found else None
+
+    model = one(f"{_PREFIX}model")
+    if model in ("none", "no_vocab"):
+        return None
+    if not isinstance(model, str):
+        raise InvalidInputError("model", str(path), f"must have the key {_PREFIX}model")
+    # As llama.cpp calls them.
+    tokens = [
+        text or f"[EMPTY_{token_id}]"
+        for token_id, text in enumerate(read_values(reader, f"{_PREFIX}tokens"))
+    ]
+    if not tokens:
+        raise InvalidInputError("model", str(path), f"must have the key {_PREFIX}tokens")
+    ids_of = {text: token_id for token_id, text in enumerate(tokens)}
+    if len(ids_of) != len(tokens):
+        [twice, *_] = (text for token_id, text in enumerate(tokens) if ids_of[text] != token_id)
+        limit = f"{_PREFIX}tokens must be different texts; {twice!r} is there twice"
+        raise InvalidInputError("model", str(path), limit)
+    types = read_values(reader, f"{_PREFIX}token_type")
+    if not types:
+        raise UnsupportedModelError(
+            f"{path.name}: lacks the key {_PREFIX}token_type, without which its special tokens are "
+            "not known"
+        )
+    scores = read_values(reader, f"{_PREFIX}scores")
+    for name, found in (("token_type", types), ("scores", scores)):
+        if found and len(found) < len(tokens):
+            limit = f"{_PREFIX}{name} must have {len(tokens)} items, as tokens; has {len(found)}"
+            raise InvalidInputError("model", str(path), limit)
+    by_text = dict(ids_of)
+    if types[ids_of.get(_OFTEN_TEXT, 0)] == TokenType.NORMAL:
+        by_text.pop(_OFTEN_TEXT, None)
+    ids = _special_ids(path.name, one, len(tokens), _SPM_IDS if model == "llama" else {})
+    control = _control_ids(ids, by_text)
+    end_ids = _end_ids(ids, by_text)
+    types = [
+        TokenType.CONTROL if token_id in control or token_id in end_ids else kind
+        for token_id, kind in enumerate(types[: len(tokens)])
+    ]
+    return Vocabulary(
+        path.name,
+        one("general.name") or "",
+        model,
+        one(f"{_PREFIX}pre"),
+        tokens,
+        types,
+        scores[: len(tokens)],
+        read_values(reader, f"{_PREFIX}merges"),
+        ids,
+        end_ids,
+        one(f"{_PREFIX}add_bos_token"),
+        one(f"{_PREFIX}add_eos_token"),
+        one(f"{_PREFIX}add_space_prefix"),
+        _templates(reader, one),
+        [token_id for token_id in read_values(reader, f"{_PREFIX}suppress_tokens")
+         if 0 <= token_id < len(tokens)],
+    )  # fmt: skip
+
+
+def _special_ids(file: str, one: Any, num_tokens: int, default: dict[str, int]) -> dict[str, int]:
+    ids = {name: token_id for name, token_id in default.items() if token_id < num_tokens}
+    for name, keys in _ID_KEYS.items():
+        for key in keys:
+            token_id = one(_PREFIX + key)
+            if token_id is None:
+                continue
+            if 0 <= token_id < num_tokens:
+                ids[name] = token_id
+                break
+            # As llama.cpp; files that mean none have 2**32 - 1.
+            logger.warning(
+                "%s: %s%s is %d and the vocabulary has %d tokens: ignored",
+                file, _PREFIX, key, token_id, num_tokens,
+            )  # fmt: skip
+    return ids
+
+
+def _control_ids(ids: dict[str, int], ids_of: dict[str, int]) -> set[int]:
+    """Tokens that are control tokens by their text."""
+    return {
+        ids_of[text]
+        for name, texts in _FILL_IN.items()
+        if name not in ids
+        for text in texts
+        if text in ids_of
+    }
+
+
+def _end_ids(ids: dict[str, int], ids_of: dict[str, int]) -> frozenset[int]:
+    found = {ids_of[text] for text in _ENDS if text in ids_of}
+    for name, texts in (("fim_pad", _PAD), ("fim_rep", _REPOSITORY), ("fim_sep", _FILE)):
+        if name in ids:
+            found.add(ids[name])
+        else:
+            found.update(ids_of[text] for text in texts if text in ids_of)
+    found.update(ids[name] for name in ("eos", "eot", "eom") if name in ids)
+    if all(any(text in ids_of for text in texts) for texts in _GOES_ON):
+        found.discard(ids_of.get("<|end|>", -1))
+    return frozenset(found)
+
+
+def _templates(reader: Any, one: Any) -> dict[str, str]:
+    found = {}
+    for key in reader.fields:
+        if key == _TEMPLATE:
+            found["default"] = one(key)
+        elif key.startswith(f"{_TEMPLATE}."):
+            found[key.removeprefix(f"{_TEMPLATE}.")] = one(key)
+    return found
