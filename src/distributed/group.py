@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -46,14 +47,20 @@ def join_group(store: dist.Store, rank: int, num_ranks: int, device: torch.devic
     """Meet the other ranks. transformers reads slices of weights over this group, too."""
     is_cuda = device.type == "cuda"
     os.environ[_LOCAL_RANK] = str(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=_TIMEOUT,
-        device_id=device if is_cuda else None,
-    )
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=_TIMEOUT,
+            device_id=device if is_cuda else None,
+        )
+    finally:
+        # torch wraps it once more for each group, to put "[rank0]: " before every line of every
+        # later traceback of the process; it never takes that back.
+        sys.excepthook = hook
 
 
 def leave_group() -> None:

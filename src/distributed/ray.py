@@ -43,9 +43,8 @@ class Generator:
 
     The constructor's ``sampling_params`` fix the columns, which must be the same in every batch:
 
-    * ``n`` above 1: every column of an answer (all but ``num_input_tokens`` and ``error``) is a
-      list with an entry per continuation, ``generated_text`` a list of texts; also for a row with
-      n = 1.
+    * ``n`` above 1: each column of an answer (all but ``num_input_tokens`` and ``error``) is a list
+      with an entry per continuation, ``generated_text`` a list of texts; also for a row with n = 1.
     * ``logprobs``: ``cumulative_logprob`` and ``logprobs`` are added; ``prompt_logprobs``: the same
       of the prompt. An entry is a list per token of ``{"token_id", "logprob", "rank",
       "decoded_token"}``, its own first; null for the first token of a prompt.

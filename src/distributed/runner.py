@@ -90,15 +90,15 @@ class LogitsCallback:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def __call__(self, *arguments: object) -> None:
         try:
             self._function(*arguments)
-        except Exception as error:
+        except BaseException as error:  # also what is no Exception: no signal comes to the thread
             self._error = error
 
-    def take_error(self) -> Exception | None:
+    def take_error(self) -> BaseException | None:
         """What it raised since this was asked last."""
         error, self._error = self._error, None
         return error

@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ..errors import (
@@ -136,6 +137,10 @@ class Workers:
                 return error
             time.sleep(_POLL_S)
 
+    def stopped(self) -> list[tuple[int, int]]:
+        """Ranks whose processes a signal or a debugger has stopped, with their process ids."""
+        return [(rank, pid) for rank, pid in enumerate(self.pids, 1) if _is_stopped(pid)]
+
     def end(self) -> None:
         """End all, at once; may be called again."""
         for process in self._processes:
@@ -176,8 +181,25 @@ class Watch:
             if seen != self._seen:
                 self._seen, stalled_s = seen, 0.0
             elif stalled_s > _STALL_S:
-                behind = min(range(len(seen)), key=seen.__getitem__)
-                raise EngineError(f"rank {behind} has made no progress for {_STALL_S:.0f} s")
+                raise EngineError(self._stall(seen))
+
+    def _stall(self, seen: Sequence[tuple[int, int, int]]) -> str:
+        """Which ranks hold up the group. A stopped one may have come as far as those that wait for
+        it, or further, as what it sent is under way no more."""
+        stopped = dict(self._workers.stopped())
+        late = list(stopped) or [rank for rank, far in enumerate(seen) if far == min(seen)]
+        names = f"rank {late[0]} has" if len(late) == 1 else f"ranks {late} have"
+        processes = ", ".join(f"process {pid}" for pid in stopped.values())
+        why = f": {processes} was stopped by a signal" if stopped else ""
+        return f"{names} made no progress for {_STALL_S:.0f} s{why}"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it is gone, or this is no Linux
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def describe_error(error: BaseException) -> str:

@@ -212,17 +212,21 @@ def test_a_bad_prompt_disturbs_nothing(group: Group, reference: Reference) -> No
     assert [list(result.outputs[0].token_ids) for result in good] == expected
 
 
-def test_a_callback_that_raises_fails_its_step_alone(group: Group, reference: Reference) -> None:
+@pytest.mark.parametrize("error", [ValueError("not wanted"), SystemExit("not wanted")])
+def test_a_callback_that_raises_fails_its_step_alone(
+    group: Group, reference: Reference, error: BaseException
+) -> None:
     prompts = reference.prompts[:4]
     expected = group.tokens(prompts)
 
     def fail(plan: StepPlan) -> None:
         if any(plan.sampled):
-            raise ValueError("not wanted")
+            raise error
 
     group.before_logits = fail
-    with pytest.raises(EngineError, match="a step failed: not wanted"):
+    with pytest.raises((EngineError, SystemExit), match="not wanted") as caught:
         group.tokens(prompts)
+    assert "make a new engine" not in str(caught.value)
     group.before_logits = lambda _: None
     assert group.tokens(prompts) == expected
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -45,6 +49,62 @@ def test_the_rank_that_is_behind_is_named(clock: Clock) -> None:
     with pytest.raises(EngineError, match="rank 1 has made no progress for 20 s"):
         watch.wait(is_done)
     assert 19 < clock.now - begin < 22
+
+
+@pytest.mark.parametrize("far", [(7, 7, 7), (6, 7, 7), (5, 6, 7)])
+def test_a_stopped_rank_is_named_however_far_it_has_come(
+    clock: Clock, far: tuple[int, int, int]
+) -> None:
+    """Stopped within a collective that it has counted, or ahead of the one that waits for it."""
+    channel = Channel(3)
+    workers = Workers(channel, 1)
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    workers._processes += processes  # type: ignore[arg-type]
+    watch = Watch(workers, channel)
+    for cell, num_collectives in zip(channel.cells, far, strict=True):
+        cell.num_collectives = num_collectives
+    try:
+        processes[1].send_signal(signal.SIGSTOP)
+        os.waitpid(processes[1].pid, os.WUNTRACED)
+        pid = processes[1].pid
+        with pytest.raises(EngineError, match=f"rank 2 has made no progress .*process {pid} was"):
+            watch.wait(lambda seconds: bool(clock.pass_s(seconds)))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_ranks_that_have_come_equally_far_are_all_named(clock: Clock) -> None:
+    channel, watch = watched()
+    for cell, num_collectives in zip(channel.cells, (7, 8, 7), strict=True):
+        cell.num_collectives = num_collectives
+    with pytest.raises(EngineError, match=r"ranks \[0, 2\] have made no progress for 20 s"):
+        watch.wait(lambda seconds: bool(clock.pass_s(seconds)))
+
+
+_GROUPS = """
+import sys, torch
+from pagespec.distributed.group import join_group, leave_group, make_store
+hook = sys.excepthook
+for _ in range(3):
+    join_group(make_store(1), 0, 1, torch.device("cpu"))
+    leave_group()
+raise ValueError("of the user")
+"""
+
+
+def test_tracebacks_after_groups_are_those_of_before() -> None:
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    ended = subprocess.run(
+        [sys.executable, "-c", _GROUPS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert ended.stderr.rstrip().endswith("\nValueError: of the user")
+    assert "[rank" not in ended.stderr
 
 
 def test_a_group_that_moves_may_take_long(clock: Clock) -> None:
