@@ -170,10 +170,7 @@ class AsyncLLM:
         refused, none. As :meth:`submit`."""
         self._require_running()
         num_new = sum(getattr(params, "num_generated", 1) for _, params in items)
-        most = self.max_num_requests
-        if most is not None and num_new > most:
-            limit = f"must be at most max_num_requests = {most}, counted over all prompts"
-            raise InvalidInputError("n", num_new, limit)
+        self.check_num_requests(num_new)
         marks = {"priority": priority, "cache_salt": cache_salt}
         lock = self._reader.encoding_lock
         num_chars = sum(_num_chars(prompt) for prompt, _ in items)
@@ -202,6 +199,17 @@ class AsyncLLM:
                 here.discard(served)
             raise
         return generations
+
+    def check_num_requests(self, num_new: int) -> None:
+        """Refuse more continuations than may ever be live.
+
+        Raises:
+            InvalidInputError: ``num_new`` are.
+        """
+        most = self.max_num_requests
+        if most is not None and num_new > most:
+            limit = f"must be at most max_num_requests = {most}, counted over all prompts"
+            raise InvalidInputError("n", num_new, limit)
 
     async def abort(self, request_id: str) -> None:
         """End a request now, with reason "abort"; nothing happens if it is not live."""

@@ -118,7 +118,7 @@ LONG = Lane("long", max(1, _NUM_CPUS // 4), is_patient=True)
 # Constraints that are compiled: small ones do not wait for large ones.
 SMALL_CONSTRAINTS, LARGE_CONSTRAINTS = Lane("constraints", 2), Lane("large-constraints", 2)
 
-LONG_BYTES = 1 << 16
+LONG_BYTES = 1 << 18
 
 
 def lane_of(num_bytes: int) -> Lane:

@@ -11,6 +11,7 @@ from ..validation import is_int, is_list, is_number
 
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1000
+MAX_TOKEN_IDS = 1 << 18  # no vocabulary has more
 _BIAS_LIMIT = 100.0
 
 
@@ -58,6 +59,8 @@ def checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """A list of token ids; whether the vocabulary has them is for the model to say."""
     if not is_list(value):
         raise InvalidInputError(name, value, "must be a list of token ids")
+    if len(value) > MAX_TOKEN_IDS:
+        raise InvalidInputError(name, f"{len(value)} ids", f"must be at most {MAX_TOKEN_IDS} ids")
     for token_id in value:
         if not is_int(token_id) or token_id < 0:
             raise InvalidInputError(name, value, "every id must be an integer >= 0")

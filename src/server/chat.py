@@ -15,6 +15,7 @@ from ..chat.tool_choice import ToolChoice, forced_output
 from ..engine.inputs import PromptInput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
+from .bodies import BodyRoute
 from .call import Call, read_call, require_parts, whole
 from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
@@ -28,7 +29,7 @@ from .template_fields import check_effort, check_roles
 from .texts import require_bounded
 from .usage import usage_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", response_model=None)

@@ -11,6 +11,7 @@ from ..aio.generation import AnswerDelta, Generation
 from ..aio.lanes import SHORT, Lane, lane_of
 from ..engine.inputs import PromptInput
 from ..engine.sampling_params import SamplingParams
+from .bodies import BodyRoute
 from .call import Call, read_call, require_parts, whole
 from .context import Context, ServerContext
 from .logprobs import CompletionLogprobs, Entries, prompt_logprobs, token_texts
@@ -21,7 +22,7 @@ from .sse import EventStream, abort_all, dumps
 from .texts import require_bounded
 from .usage import usage_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions", response_model=None)
@@ -30,7 +31,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     call = read_call(body, request, context, "cmpl-")
     with client_names(body):
         params = completion_params(body, context.defaults)
-    prompts = await _prompts_of(body, context, params.truncate_prompt_tokens)
+    prompts = await _prompts_of(body, context, params)
     items = [(prompt, params) for prompt in prompts]
     if body.stream:
         require_parts(params)
@@ -66,10 +67,12 @@ async def _answer(
 
 
 async def _prompts_of(
-    body: CompletionRequest, context: ServerContext, truncate: int | None
+    body: CompletionRequest, context: ServerContext, params: SamplingParams
 ) -> list[Any]:
-    given = body.prompt
+    given, truncate = body.prompt, params.truncate_prompt_tokens
     is_one = isinstance(given, str) or not given or isinstance(given[0], int)
+    # Before millions of prompts are looked at.
+    context.engine.check_num_requests(params.num_generated * (1 if is_one else len(given)))
     prompts: list[Any] = [given] if is_one else list(given)
     sizes = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
     require_bounded("prompt", sum(sizes), truncate, context)

@@ -11,6 +11,7 @@ from ..validation import is_int, is_list, is_number
 
 # A million token ids, written out, and then some. A body is held in memory.
 _MAX_BODY_BYTES = 16 << 20
+_MAX_HELD_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class ServerConfig:
         max_num_requests: most requests that wait or run, each of ``n`` continuations one.
         max_body_bytes: most bytes of a request's body.
         body_timeout_s: longest that a request's body may take to arrive.
+        write_timeout_s: longest that a client may take no byte of its answer, after which its
+            connection is closed; None: any time.
         request_timeout_s: longest that a request may take; None: any time.
         drain_timeout_s: after SIGTERM, longest that running requests are waited for.
         access_log: log a line for each request.
@@ -55,6 +58,7 @@ class ServerConfig:
     max_num_requests: int = 1024
     max_body_bytes: int = _MAX_BODY_BYTES
     body_timeout_s: float = 60.0
+    write_timeout_s: float | None = 60.0
     request_timeout_s: float | None = None
     drain_timeout_s: float = 60.0
     access_log: bool = True
@@ -84,12 +88,17 @@ class ServerConfig:
         for name in ("max_num_requests", "max_body_bytes"):
             value = getattr(self, name)
             _require(self, name, is_int(value) and value >= 1, "must be an integer of 1 or more")
-        for name in ("body_timeout_s", "request_timeout_s"):
+        for name in ("body_timeout_s", "write_timeout_s", "request_timeout_s"):
             value = getattr(self, name)
-            is_none = value is None and name == "request_timeout_s"
+            is_none = value is None and name != "body_timeout_s"
             _require(self, name, is_none or (is_number(value) and value > 0), "must be above 0")
         is_time = is_number(self.drain_timeout_s) and self.drain_timeout_s >= 0
         _require(self, "drain_timeout_s", is_time, "must be 0 or more")
+
+    @property
+    def max_held_bytes(self) -> int:
+        """Most bytes of all bodies that are held at once."""
+        return max(_MAX_HELD_BYTES, 4 * self.max_body_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ class ServerContext:
         defaults: of the fields that requests leave out.
         started: seconds since 1970.
         num_requests: being answered now, requests for health and the like left out.
+        num_body_bytes: of the bodies that are held now.
         is_draining: the process is about to end: what runs is answered, nothing new is taken.
     """
 
@@ -36,6 +37,7 @@ class ServerContext:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     started: float = field(default_factory=time.time)
     num_requests: int = 0
+    num_body_bytes: int = 0
     is_draining: bool = False
 
     @property

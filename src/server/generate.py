@@ -11,6 +11,7 @@ from ..aio.generation import AnswerDelta, Generation
 from ..aio.lanes import SHORT
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
+from .bodies import BodyRoute
 from .call import Call, read_call, require_parts, whole
 from .context import Context
 from .logprobs import generate_logprobs, prompt_logprobs
@@ -19,7 +20,7 @@ from .sampling import generate_params
 from .sse import EventStream, Extra, abort_all, dumps
 from .usage import usage_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/inference/v1/generate", response_model=None)

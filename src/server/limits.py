@@ -16,6 +16,9 @@ MAX_HEADER_BYTES = 64 << 10
 # A client that is sending a body that is too large reads the answer only when it has sent it; to
 # close the connection meanwhile would take the answer from it.
 _DISCARD_S = 2.0
+_WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
+# Larger bodies may fill half of what all may hold: small ones find room beside them.
+_SMALL_BODY = 1 << 20
 
 
 class Limits:
@@ -36,15 +39,20 @@ class Limits:
         context = self._context
         is_work = scope["method"] == "POST" and not is_open(route_path(scope))
         context.num_requests += is_work
+        held = _HeldBytes(context)
         try:
             self._check_start(scope, is_work)
-            body = await self._body(scope, receive)
+            # An open path takes no body: it would be buffered without a key. What is sent
+            # nevertheless is dropped as it comes.
+            takes_body = scope["method"] in _WITH_BODY and not is_open(route_path(scope))
+            body = await self._body(scope, receive, held) if takes_body else b""
             if body is not None:
                 limit_s = context.config.request_timeout_s if is_work else None
                 await self._call(scope, _Client(receive, body), _Answer(send), limit_s)
         except ApiError as error:
             await error.response({"Connection": "close"})(scope, receive, send)
         finally:
+            held.release()
             context.num_requests -= is_work
 
     def _check_start(self, scope: Scope, is_work: bool) -> None:
@@ -71,11 +79,15 @@ class Limits:
             if watch is not None:
                 watch.cancel()
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _body(self, scope: Scope, receive: Receive, held: _HeldBytes) -> bytes | None:
         """A request's body; None if the client went away.
 
+        Args:
+            held: counts its bytes.
+
         Raises:
-            ApiError: it is too large, too slow, or not JSON by its own account.
+            ApiError: it is too large, too slow, or not JSON by its own account; or other bodies
+                take all the room.
         """
         headers = dict(scope["headers"])
         limit = self._context.config.max_body_bytes
@@ -95,11 +107,13 @@ class Limits:
                         return None
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    if size > limit:
+                    has_room = held.add(len(parts[-1]))
+                    if size > limit or not has_room:
                         parts.clear()
+                        held.release()
                         if message.get("more_body", False):
                             await _discard(receive)
-                        raise too_large
+                        raise _full() if not has_room else too_large
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -108,6 +122,30 @@ class Limits:
         if body and scope["method"] == "POST":
             _check_type(headers.get(b"content-type", b"").decode("latin-1"))
         return body
+
+
+class _HeldBytes:
+    """The bytes of one body, among those of all bodies that are held."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context, self._num_bytes = context, 0
+
+    def add(self, num_bytes: int) -> bool:
+        """Count more of them. Returns whether there is room for them."""
+        self._num_bytes += num_bytes
+        self._context.num_body_bytes += num_bytes
+        most = self._context.config.max_held_bytes
+        return self._context.num_body_bytes <= (
+            most if self._num_bytes <= _SMALL_BODY else most // 2
+        )
+
+    def release(self) -> None:
+        self._context.num_body_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+def _full() -> ApiError:
+    return ApiError(503, "the bodies of other requests take all the room", retry_after=1)
 
 
 async def _discard(receive: Receive) -> None:

@@ -11,6 +11,7 @@ from ..aio.lanes import lane_of
 from ..errors import InvalidInputError
 from ..llm import LLM
 from .basic import check_model
+from .bodies import BodyRoute
 from .context import Context
 from .errors import ApiError
 from .protocol.fields import Body, Neutral
@@ -19,7 +20,7 @@ from .sse import dumps
 from .template_fields import check_roles
 from .texts import require_bounded
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 # A tokenizer decodes all of them at once, and no other Python code runs meanwhile.
 MAX_NUM_TOKENS = 1 << 18

@@ -1,0 +1,128 @@
+"""Large bodies, read off the event loop: JSON is parsed and validated in steps.
+
+Python's parser in C holds the interpreter until it has all of a body, also on another thread: 11 MB
+of lists took seconds. Bodies above :data:`MAX_INLINE_BYTES` are parsed by the standard library's
+parser in Python, which gives way to other threads; a run of numbers goes to the one in C.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Coroutine
+from json.decoder import JSONArray, JSONDecodeError, JSONObject  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from ..aio.lanes import SHORT, Lane
+from .errors import ApiError
+
+# Parsed on the event loop, in about a millisecond.
+MAX_INLINE_BYTES = 1 << 15
+# The garbage collector looks at all of them at once.
+MAX_NUM_CONTAINERS = 1 << 17
+_LARGE_BYTES = 1 << 19
+_LARGE = Lane("bodies", 1, is_patient=True)
+
+_NUMBERS = re.compile(r"[-0-9,\s]{512,65536}")
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+class BodyRoute(APIRoute):
+    """A route whose large bodies are read on another thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        field = self.body_field
+        model = None if field is None else field.field_info.annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return handle
+
+        async def read_and_handle(request: Request) -> Response:
+            body = await request.body()
+            if len(body) > MAX_INLINE_BYTES:
+                lane = _LARGE if len(body) > _LARGE_BYTES else SHORT
+                # FastAPI takes it for the parsed body; an instance of the model is valid.
+                request._json = await lane.run(read_body, body, model)
+            return await handle(request)
+
+        return read_and_handle
+
+
+def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
+    """A body's value, as FastAPI would read it.
+
+    Raises:
+        ApiError, HTTPException, RequestValidationError: it is no JSON, or not of the model.
+    """
+    try:
+        value = parse(body)
+    except JSONDecodeError as error:
+        fault = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error",
+                 "input": {}, "ctx": {"error": error.msg}}  # fmt: skip
+        raise RequestValidationError([fault]) from error
+    except ApiError:
+        raise
+    except Exception as error:
+        raise HTTPException(400, "There was an error parsing the body") from error
+    try:
+        return model.model_validate(value, from_attributes=True)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise RequestValidationError(
+            [{**fault, "loc": ("body", *fault["loc"])} for fault in faults]
+        ) from None
+
+
+def parse(body: bytes) -> Any:
+    """As ``json.loads``, in steps.
+
+    Raises:
+        JSONDecodeError, UnicodeDecodeError, RecursionError, ValueError: as ``json.loads``.
+        ApiError: it has more than :data:`MAX_NUM_CONTAINERS` objects and lists.
+    """
+    return _Decoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))
+
+
+class _Decoder(json.JSONDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_containers = 0
+        self.parse_object = self._object
+        self.parse_array = self._array
+        self.scan_once = py_make_scanner(self)
+
+    def _count(self) -> None:
+        self._num_containers += 1
+        if self._num_containers > MAX_NUM_CONTAINERS:
+            raise ApiError(400, f"the body has more than {MAX_NUM_CONTAINERS} objects and lists")
+
+    def _object(self, begin: tuple[str, int], *rest: Any) -> Any:
+        self._count()
+        return JSONObject(begin, *rest)
+
+    def _array(self, begin: tuple[str, int], scan_once: Any) -> tuple[list[Any], int]:
+        self._count()
+        text, end = begin
+        values: list[Any] = []
+        while (found := _NUMBERS.match(text, end)) is not None:
+            comma = text.rfind(",", end, found.end())
+            if comma < 0 or not text[end:comma].strip():
+                break
+            try:
+                values += json.loads(f"[{text[end:comma]}]")
+            except ValueError:
+                break  # told of below, with its place
+            end = comma + 1
+        if values:
+            place = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+            if text[place : place + 1] == "]":
+                raise JSONDecodeError("Expecting value", text, place)
+        rest, end = JSONArray((text, end), scan_once)
+        return values + rest if values else rest, end
