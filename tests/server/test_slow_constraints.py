@@ -1,0 +1,115 @@
+"""Constraints that take long to compile hold up no chat, and large choices work as enums do."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pagespec import LLM, AsyncLLM
+from pagespec.structured.grammars import Grammars
+from tests.support.chat_models import save_chat_model
+from tests.support.server import serving
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SLOW_S = 3.0
+NUM_SLOW = 12
+QUICK_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def url(model: str) -> Iterator[str]:
+    with serving(AsyncLLM(LLM(model, compile="eager", max_num_seqs=8, num_blocks=400))) as url:
+        yield url
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **more}
+
+
+@pytest.mark.parametrize("size", [10, 6000])
+def test_slow_ones_hold_up_no_chat(url: str, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    compile_one = Grammars._compile
+
+    def slow(self: Grammars, constraint: Any) -> Any:
+        if "slow" in constraint.text:
+            time.sleep(SLOW_S)
+        return compile_one(self, constraint)
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    statuses: list[int] = []
+
+    def post(number: int) -> None:
+        names = {f"slow{number}{'x' * size}": {"type": "null"}}
+        body = {"prompt": "a", "max_tokens": 2, "guided_json": {"properties": names}}
+        statuses.append(httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=60).status_code)
+
+    known = chat(response_format={"type": "json_object"})
+    assert httpx.post(f"{url}{CHAT}", json=known, timeout=60).status_code == 200
+    threads = [threading.Thread(target=post, args=(number,)) for number in range(NUM_SLOW)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    for _ in range(5):
+        asked = [chat(), known]
+        if size > 4096:  # small ones do not wait for large ones
+            asked.append(chat(guided_regex="[ab]"))
+        for body in asked:
+            began = time.monotonic()
+            assert httpx.post(f"{url}{CHAT}", json=body, timeout=60).status_code == 200
+            assert time.monotonic() - began < QUICK_S, body
+    assert any(thread.is_alive() for thread in threads), "they were not slow"
+    for thread in threads:
+        thread.join()
+    assert set(statuses) <= {200, 429}
+    assert statuses.count(200) >= 2
+
+
+@pytest.mark.parametrize("num_choices", [1999, 2001, 15_000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_choices(url: str, num_choices: int, stream: bool) -> None:
+    choices = [f"item {number}" for number in range(num_choices)]
+    body = {"prompt": "a", "guided_choice": choices, "max_tokens": 64, "temperature": 1, "seed": 3}
+    answer = httpx.post(f"{url}{COMPLETIONS}", json={**body, "stream": stream}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        events = [e.removeprefix("data: ") for e in answer.text.split("\n\n")[:-2]]
+        assert all("error" not in json.loads(event) for event in events), events[-1]
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+    else:
+        text = answer.json()["choices"][0]["text"]
+    assert text in choices
+
+
+TOO_MANY = {
+    "grammar": {"guided_grammar": "start: " + " | ".join(f'"i{n}"' for n in range(12_000))},
+    "schema": {"guided_json": {"anyOf": [
+        {"type": "object", "properties": {f"p{n}": {"const": n}}, "required": [f"p{n}"],
+                "additionalProperties": False}
+        for n in range(2_100)]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOO_MANY)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_kept_is_refused_at_the_door(url: str, kind: str, stream: bool) -> None:
+    """Or it is kept to the end: no stream breaks off for its constraint."""
+    body = {"prompt": "a", "max_tokens": 40, "stream": stream, **TOO_MANY[kind]}
+    answer = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=60)
+    if kind == "grammar":
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "guided_grammar"
+        assert "items" in answer.json()["error"]["message"]
+    else:
+        assert answer.status_code == 200, answer.text[:300]
+        assert '"error"' not in answer.text
