@@ -73,6 +73,9 @@ class SafetyOptions:
     )
     max_body_bytes: int = option(16 << 20, "N", "Most bytes of a request's body (413).")
     body_timeout: float = option(60.0, "S", "Longest that a body may take to arrive (408).")
+    write_timeout: float = option(
+        60.0, "S", "Longest that a client may take no byte of its answer; then it is closed."
+    )
     request_timeout: float | None = option(
         None, "S", "Longest that a request may take (503).", show_default="any time"
     )
@@ -103,6 +106,7 @@ def server_config(
         api_keys=(*(values.pop("api_key") or ()), *filter(None, keys)),
         cors_origins=values.pop("cors_origin") or (),
         body_timeout_s=values.pop("body_timeout"),
+        write_timeout_s=values.pop("write_timeout"),
         request_timeout_s=values.pop("request_timeout"),
         drain_timeout_s=values.pop("drain_timeout"),
         **values,

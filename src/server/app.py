@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -13,6 +14,7 @@ from .. import __version__
 from ..aio.async_llm import AsyncLLM
 from . import admin, basic, chat, completions, generate, tokenization
 from .config import ServerConfig
+from .connection import WRITE_TIMEOUT
 from .context import ServerContext
 from .errors import add_error_handlers
 from .limits import Limits
@@ -45,9 +47,9 @@ def create_app(engine: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         try:
-            yield
+            yield {WRITE_TIMEOUT: context.config.write_timeout_s}
         finally:
             await engine.shutdown()
 

@@ -1,8 +1,9 @@
-"""uvicorn's HTTP connection, with limits for who never comes to an end."""
+"""uvicorn's HTTP connection, with limits for peers that send or read without an end."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from typing import Any
 
@@ -12,12 +13,16 @@ from .errors import ApiError
 from .limits import MAX_HEADER_BYTES
 
 HEADER_TIMEOUT_S = 20.0
+# In the state of the app's lifespan: the longest without a byte that the peer takes, seconds.
+WRITE_TIMEOUT = "pagespec.write_timeout_s"
+logger = logging.getLogger("pagespec")
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HttpConnection(HttpToolsProtocol):
     """A connection that is closed if a request's headers do not end: within a time, from when the
     connection was made or the request began, or a number of bytes. uvicorn would keep all of them.
+    It is closed as well if the peer takes no byte of what is written, for a time.
 
     An offer to speak another protocol is not taken (Java's client offers HTTP/2). httptools would
     drop the body behind such headers, so it does not see the offer, unless its name comes in two
@@ -27,21 +32,40 @@ class HttpConnection(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
     _is_at_headers = True
+    _has_begun = False  # the headers that are expected, in the data that is being read
+    _writes: _Writes | None = None
+    _running: Any = None  # the cycle that is being answered; ``cycle`` is the last that came
 
     def connection_made(self, transport: Any) -> None:
+        limit_s = self.app_state.get(WRITE_TIMEOUT)
+        if limit_s is not None:
+            transport = self._writes = _Writes(transport, self.loop, limit_s)
         super().connection_made(transport)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._writes is not None:
+            self._writes.stop()
+        running = self._running
+        if running is not None and not running.response_complete:
+            # uvicorn tells only the last request of a connection that the client left.
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._is_at_headers:
             headers, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"\r\nX-Upgrade:", headers) + end + rest
+        self._has_begun = False
         super().data_received(data)
-        if self._timer is not None:
+        # Data in which the headers begin may end another request's body: it does not count.
+        if self._timer is not None and not self._has_begun:
             self._num_bytes += len(data)
             if self._num_bytes > MAX_HEADER_BYTES:
                 self._give_up(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
@@ -49,6 +73,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._timer is None:  # not the first of the connection
+            self._has_begun = True
             self._expect_headers()
 
     def on_headers_complete(self) -> None:
@@ -78,7 +103,8 @@ class HttpConnection(HttpToolsProtocol):
             # The request before is being answered, and nothing may be written between.
             self.cycle.keep_alive = False
             if status == 431:
-                self.transport.close()
+                self.flow.pause_reading()
+                self.flow.read_paused = False  # for good: the answer's end closes the connection
             return
         if status == 408 and not self._num_bytes:
             self.transport.close()  # opened in advance, as browsers do: an answer would be taken
@@ -88,3 +114,49 @@ class HttpConnection(HttpToolsProtocol):
         lines += [name + b": " + value for name, value in answer.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", answer.body]))
         self.transport.close()
+
+
+class _Writes:
+    """A transport that is aborted if its peer takes no byte for ``limit_s`` seconds.
+
+    What is written lies in the transport's buffer until the peer's window has room. A peer that
+    never reads would hold a request, its blocks and its answer for ever.
+    """
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+        self._transport, self._loop, self._limit_s = transport, loop, limit_s
+        self.write_eof, self.get_extra_info = transport.write_eof, transport.get_extra_info
+        self._num_written = self._num_taken = 0
+        self._taken_at = loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._num_written += len(data)
+        self._transport.write(data)
+        if self._timer is None and self._transport.get_write_buffer_size():
+            self._num_taken, self._taken_at = self._count(), self._loop.time()
+            self._timer = self._loop.call_later(self._limit_s / 4, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _count(self) -> int:
+        return self._num_written - self._transport.get_write_buffer_size()
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._transport.get_write_buffer_size():
+            return
+        num_taken, now = self._count(), self._loop.time()
+        if num_taken != self._num_taken:
+            self._num_taken, self._taken_at = num_taken, now
+        elif now - self._taken_at >= self._limit_s:
+            logger.info("a client took no byte for %g s: its connection is closed", self._limit_s)
+            self._transport.abort()
+            return
+        self._timer = self._loop.call_later(self._limit_s / 4, self._look)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
 import ssl
 import stat
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -24,8 +28,9 @@ from .context import ServerContext
 
 logger = logging.getLogger("pagespec")
 
-# After the engine has ended, for answers to be sent that are written already.
-_SEND_S, _SEND_LESS_S = 5, 1
+# After the engine has ended, for clients to read what is written already; then their connections
+# are closed, and for tasks to notice that.
+_SEND_S, _SEND_LESS_S, _END_S = 2, 1, 3
 # Longer than proxies keep a connection to a server (60 s): whoever closes first loses no request.
 _KEEP_ALIVE_S = 65
 # The engine's thread waits that long for the event loop to let go of the interpreter, at each of
@@ -69,10 +74,11 @@ def listen(config: ServerConfig) -> socket.socket:
 def serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> int:
     """Serve until a signal. Returns the exit code: 0, or of a second signal 128 and its number.
 
-    At SIGTERM or SIGINT ``/health`` fails at once, new requests are refused with 503, and what runs
-    is answered, at most for ``drain_timeout_s``; what is left then ends with finish reason "abort".
-    At a second signal all of them end so, and the process after the step that runs; at a third one
-    it ends at once.
+    At SIGTERM, SIGINT or SIGHUP (unless that is ignored, as under ``nohup``) ``/health`` fails at
+    once, new requests are refused with 503, and what runs is answered, at most for
+    ``drain_timeout_s``; what is left then ends with finish reason "abort". Clients have two more
+    seconds to read that. At a second signal all of them end so, and the process after the step that
+    runs; at a third one it ends at once.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # What was loaded stays: to search it again for garbage would stop all threads each time.
@@ -92,7 +98,7 @@ def serve(engine: AsyncLLM, config: ServerConfig, listener: socket.socket) -> in
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_SEND_S,
+            timeout_graceful_shutdown=_SEND_S + _END_S,
         ),
         app.state.context,
     )
@@ -131,11 +137,34 @@ class _Server(uvicorn.Server):
         else:  # a step does not come to its end
             os._exit(128 + sig)
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """And that of a terminal that is closed, which would end the process in mid-stream."""
+        is_ours = threading.current_thread() is threading.main_thread() and (
+            hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        )
+        if is_ours:
+            signal.signal(signal.SIGHUP, self.handle_exit)
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            if is_ours:
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        send_s = _SEND_S
         if self.exit_code:
             await self._context.engine.shutdown()  # ends what runs after the step it is in
-            self.config.timeout_graceful_shutdown = _SEND_LESS_S
+            send_s = _SEND_LESS_S
+        timer = asyncio.get_running_loop().call_later(send_s, self._drop_connections)
         await super().shutdown(sockets)
+        timer.cancel()
+
+    def _drop_connections(self) -> None:
+        """Whose peers do not read: their tasks end as those of clients that left."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     async def on_tick(self, counter: int) -> bool:
         if self._drain_until is not None and not self.should_exit:

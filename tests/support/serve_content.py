@@ -6,6 +6,7 @@ python -m tests.support.serve_content serve --model content --port 0
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,12 +17,14 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from pagespec.cli import main, make_llm
+from pagespec.server import run
 from tests.support.content_llm import content_llm
 from tests.support.content_runner import ContentRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP_S = 0.02
 NUM_BLOCKS, BLOCK_SIZE = 256, 2
+_NARROW = "TEST_NARROW_SOCKETS"
 
 
 class SlowRunner(ContentRunner):
@@ -37,11 +40,21 @@ class Process(NamedTuple):
 
 
 @contextmanager
-def server_process(log: Path, *options: str) -> Iterator[Process]:
-    """A server that runs; killed in the end if it has not ended by itself."""
+def server_process(
+    log: Path, *options: str, is_narrow: bool = False, **settings: Any
+) -> Iterator[Process]:
+    """A server that runs; killed in the end if it has not ended by itself.
+
+    Args:
+        is_narrow: the kernel holds few bytes of an answer that is not read.
+        settings: of ``Popen``.
+    """
+    environment = {**os.environ, _NARROW: "1" if is_narrow else ""}
     with log.open("w") as stderr:
         command = [sys.executable, "-m", __name__, "serve", "--model", "content", "--port", "0"]
-        process = subprocess.Popen([*command, *options], cwd=ROOT, stderr=stderr, text=True)
+        process = subprocess.Popen(
+            [*command, *options], cwd=ROOT, stderr=stderr, text=True, env=environment, **settings
+        )
     try:
         yield Process(process, _url(process, log), log)
     finally:
@@ -65,7 +78,18 @@ def _make_llm(_model: str, **_: object) -> Any:
     return content_llm(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, runner=runner)
 
 
+def _narrow_listen(config: Any) -> socket.socket:
+    listener = _listen(config)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections have it as well
+    return listener
+
+
+_listen = run.listen
+
 if __name__ == "__main__":
     os.environ.pop("PAGESPEC_API_KEY", None)
-    with mock.patch.object(make_llm, "make_llm", _make_llm):
+    with (
+        mock.patch.object(make_llm, "make_llm", _make_llm),
+        mock.patch.object(run, "listen", _narrow_listen if os.environ.get(_NARROW) else _listen),
+    ):
         main.main()
