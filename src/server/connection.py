@@ -125,7 +125,6 @@ class _Writes:
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
         self._transport, self._loop, self._limit_s = transport, loop, limit_s
-        self.write_eof, self.get_extra_info = transport.write_eof, transport.get_extra_info
         self._num_written = self._num_taken = 0
         self._taken_at = loop.time()
         self._timer: asyncio.TimerHandle | None = None

@@ -46,7 +46,7 @@ def load(server: Process) -> int:
 
 
 def wait_until_stuck(server: Process) -> None:
-    """Until it has written all that is taken, some 80 KB: 250 chunks of more than 500 bytes have more."""
+    """Until it has written all that is taken, some 80 KB: 250 chunks have more than 120 KB."""
     time.sleep(5)
     assert load(server) >= 1, "the answer was taken whole: the test shows nothing"
 
