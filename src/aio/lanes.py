@@ -26,14 +26,14 @@ class Lane:
     """At most ``num_threads`` threads, and a queue in order of arrival.
 
     Args:
-        is_patient: whether its threads give way to others where processors are short.
+        gives_way: whether its threads give way to others where processors are short.
 
     Threads start when they are needed and end when idle. They are daemons: a process ends without
     waiting for a text or a grammar that nothing waits for any more.
     """
 
-    def __init__(self, name: str, num_threads: int, *, is_patient: bool = False) -> None:
-        self._name, self._num_threads, self._is_patient = name, num_threads, is_patient
+    def __init__(self, name: str, num_threads: int, *, gives_way: bool = False) -> None:
+        self._name, self._num_threads, self._gives_way = name, num_threads, gives_way
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
         self._num_live = self._num_idle = 0
@@ -88,7 +88,7 @@ class Lane:
                 raise
 
     def _work(self) -> None:
-        if self._is_patient:
+        if self._gives_way:
             give_way()
         while (taken := self._take()) is not None:
             future, call = taken
@@ -114,7 +114,7 @@ class Lane:
 # Milliseconds each: a chat template, a text of some pages, an answer to be written.
 SHORT = Lane("short", min(8, _NUM_CPUS + 2))
 # Texts and bodies of megabytes, one after the other.
-LONG = Lane("long", max(1, _NUM_CPUS // 4), is_patient=True)
+LONG = Lane("long", max(1, _NUM_CPUS // 4), gives_way=True)
 # Constraints that are compiled: small ones do not wait for large ones.
 SMALL_CONSTRAINTS, LARGE_CONSTRAINTS = Lane("constraints", 2), Lane("large-constraints", 2)
 

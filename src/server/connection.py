@@ -13,6 +13,8 @@ from .errors import ApiError
 from .limits import MAX_HEADER_BYTES
 
 HEADER_TIMEOUT_S = 20.0
+# For the rest of a body that is not read: of an answer that came before it.
+DISCARD_TIMEOUT_S = 20.0
 # In the state of the app's lifespan: the longest without a byte that the peer takes, seconds.
 WRITE_TIMEOUT = "pagespec.write_timeout_s"
 logger = logging.getLogger("pagespec")
@@ -30,6 +32,7 @@ class HttpConnection(HttpToolsProtocol):
     """
 
     _timer: asyncio.TimerHandle | None = None
+    _discarding: asyncio.TimerHandle | None = None
     _num_bytes = 0
     _is_at_headers = True
     _has_begun = False  # the headers that are expected, in the data that is being read
@@ -45,6 +48,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_discarding()
         if self._writes is not None:
             self._writes.stop()
         running = self._running
@@ -83,7 +87,18 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_at_headers = True
+        self._stop_discarding()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_at_headers and self.cycle.response_complete:
+            self._discarding = self.loop.call_later(DISCARD_TIMEOUT_S, self.transport.close)
+
+    def _stop_discarding(self) -> None:
+        if self._discarding is not None:
+            self._discarding.cancel()
+            self._discarding = None
 
     def _expect_headers(self) -> None:
         self._num_bytes = 0

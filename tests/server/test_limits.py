@@ -169,6 +169,17 @@ def test_a_slow_body_is_given_up(url: str) -> None:
         assert connection.recv(1) == b""
 
 
+def test_a_body_that_is_not_read_must_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagespec.server.connection.DISCARD_TIMEOUT_S", 0.5)
+    with connected(url) as connection:
+        connection.sendall(head("/version", "Content-Length: 99", method="GET"))
+        assert read_answer(connection)[0] == 200
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            for _ in range(90):
+                connection.sendall(b"x")
+                time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
