@@ -7,6 +7,8 @@
   and those of requests that left are never read again: that they left is all there is to tell. The
   same goes for its histories (S39).
 - Of a group of siblings it matters who of them are left; whose siblings they are does not.
+- Under "fair" it matters how far accounts and ranks are from the clock. What has been is judged
+  along the first way to a state alone (S54, L5).
 - A finished request with nothing in flight is forgotten. Under first come first served only the
   order of the others matters, not their numbers.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 
-from .state import NO_SLOT, Scope, State
+from .state import NEVER, NO_SLOT, Request, Scope, State
 
 
 def block_names(state: State) -> dict[int, int]:
@@ -52,6 +54,8 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
     requests: list[object] = []
     for r, q in enumerate(state.requests):
         ranked = q.rank if scope.overtaking else None
+        if scope.policy == "fair":
+            ranked = None
         if q.reason and not q.table and not q.states and r not in busy:
             if ranked:
                 requests.append(ranked)
@@ -61,6 +65,8 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
         queues = (state.running, state.waiting, state.paused, state.left, state.pending)
         place = tuple(r in queue for queue in queues)
         group = groups.setdefault(r if q.leader < 0 else q.leader, number[r])
+        if scope.policy == "fair":
+            ranked = rank_from_clock(state, q), q.owner, q.charge, r in state.queued
         requests.append((q[:4], q[5:9], q[10:14], group, ranked, table, place))
     flight = [
         [(number[w.request], w.start, w.n, w.token, w.stale) for w in step] for step in state.flight
@@ -68,8 +74,21 @@ def canonical(state: State, scope: Scope) -> tuple[object, ...]:
     queues = [[names[block] for block in queue] for queue in (state.lru, state.free[::-1])]
     blocks = [(state.refs[b], state.keys[b], state.contents[b]) for b in names]
     index = [names[block] for _, block in state.index]
-    name = len(state.requests), requests, flight, queues, blocks, index
+    name: tuple[object, ...] = len(state.requests), requests, flight, queues, blocks, index
+    if scope.policy == "fair":
+        name = (*name, canonical_shares(state, scope))
     return (*name, canonical_slots(state)) if scope.num_states else name
+
+
+def rank_from_clock(state: State, request: Request) -> int | None:
+    return None if request.rank[0] == NEVER else request.rank[0] - state.clock
+
+
+def canonical_shares(state: State, scope: Scope) -> list[tuple[int, int, int]]:
+    """The accounts that still decide something: beyond the earliest start, or of somebody live."""
+    live = {request.owner for request in state.requests if not request.reason}
+    shares = [(owner, a - state.clock, s - state.clock) for owner, (a, s) in state.shares]
+    return [share for share in shares if share[0] in live or max(share[1:]) > -scope.credit]
 
 
 def canonical_slots(state: State) -> tuple[object, ...]:

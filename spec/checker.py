@@ -139,7 +139,7 @@ def slot_events(before: State, plan: Plan, after: State) -> Iterator[str]:
 
 def unfinished(state: State) -> list[int]:
     """Requests that the engine alone should bring to an end."""
-    return [*state.running, *state.waiting, *state.pending]
+    return [*state.running, *state.waiting, *state.pending, *state.queued]
 
 
 def resumed(trace: list[Label], requests: list[int]) -> bool:

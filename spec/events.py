@@ -13,7 +13,7 @@ from typing import Any
 
 from .state import REFUSALS
 
-VERSIONS = (1, 2, 3, 4, 5, 6)
+VERSIONS = (1, 2, 3, 4, 5, 6, 7)
 _MAX_BLOCKS = 1 << 26  # beyond any device's memory; the machine keeps some words for each
 _MAX_BLOCK_SIZE = 1 << 20
 _MAX_SECONDS = 1 << 40
@@ -39,7 +39,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_policy(value: Any) -> bool:
-    return value in ("fcfs", "shortest_first", "priority")
+    return value in ("fcfs", "fair", "shortest_first", "priority")
 
 
 def _is_reason(value: Any) -> bool:
@@ -103,6 +103,9 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "arrivals_per_priority": _is_count,
         "num_state_slots": _between(0, _MAX_BLOCKS),
         "state_interval": _is_count,
+        "credit": _is_count,
+        "ticks_per_token": _between(1),
+        "reply_tokens": _is_count,
     },
     "add": {
         "id": _is_text,
@@ -112,6 +115,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
         "has_stop_strings": _is_flag,
         "salt": _is_text,
         "priority": _is_integer,
+        "owner": _is_count,
         "reads_cache": _is_flag,
         "needs_history": _is_flag,
         "settled_only": _is_flag,
@@ -119,6 +123,7 @@ _EVENTS: dict[str, dict[str, Shape]] = {
     },
     "plan": {
         "step": _is_count,
+        "budget": _between(1),
         "rows": _list_of(_tuple_of(_is_text, _is_count, _is_count, _is_flag)),
         "preempted": _list_of(_is_text),
         "tables": _TABLES,
@@ -161,6 +166,9 @@ _SINCE = {
     ("add", "settled_only"): 5,
     ("start", "num_state_slots"): 6,
     ("start", "state_interval"): 6,
+    **{("start", field): 7 for field in ("credit", "ticks_per_token", "reply_tokens")},
+    ("add", "owner"): 7,
+    ("plan", "budget"): 7,
 }
 # Fields of an engine that has state slots.
 _OF_STATES = ("state_tables", "new_state_slots", "state_pool")

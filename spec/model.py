@@ -22,6 +22,7 @@ from .pool import ceil_div
 from .scheduler import Scheduler
 from .state import (
     EMPTY,
+    NEVER,
     NO_TOKEN,
     STOP,
     Abort,
@@ -53,7 +54,10 @@ class Machine(Scheduler):
         return blocks <= self.scope.num_blocks and len(template.prompt) <= limit - 1
 
     def rank(self, number: int, template: Template) -> tuple[int, int]:
-        """Fixed at arrival. Whoever arrives more than K later has a larger rank (L5)."""
+        """Fixed at arrival. Whoever arrives more than K later has a larger rank (L5). Under "fair"
+        it comes with the request's turn."""
+        if self.is_fair:
+            return NEVER, number
         delay = {
             "fcfs": 0,
             "shortest_first": self.scope.limit(template) // self.scope.cost_unit,
@@ -79,17 +83,18 @@ class Machine(Scheduler):
                     needs_history=template.needs_history,
                     settled_only=template.settled_only,
                     leader=first if number > first else -1,
+                    owner=template.owner,
                 )
             )
-        self.enter(self.waiting, first)
         self.pending += range(first + 1, first + template.n)
+        self.join_waiting(first)
 
     def let_siblings_wait(self, leader: int) -> None:
         """They are in the queue only now: whoever arrived behind them was not to wait for the
         leader's prompt. Their ranks are those of their arrival."""
         for r in [r for r in self.pending if self.requests[r].leader == leader]:
             self.pending.remove(r)
-            self.enter(self.waiting, r)
+            self.join_waiting(r)
 
     # ------------------------------------------------------------------ dispatch
     def dispatch(self, plan: Plan, tokens: tuple[int, ...]) -> None:
@@ -212,6 +217,7 @@ class Machine(Scheduler):
         return "length" if len(request.tokens) >= request.limit else ""
 
     def finish(self, r: int, reason: str) -> None:
+        self.settle_charge(r)
         self.leave(r)
         self.update(r, reason=reason)
         self.mark_stale(r)
@@ -220,10 +226,11 @@ class Machine(Scheduler):
     def leave(self, r: int) -> None:
         if r in self.running:
             self.leave_running(r)
-        for queue in (self.waiting, self.paused, self.pending):
+        for queue in (self.waiting, self.paused, self.pending, self.queued):
             if r in queue:
                 queue.remove(r)
         self.let_siblings_wait(r)  # for nothing that may not come
+        self.take_turns(self.requests[r].owner)
 
     def release_if_drained(self, r: int) -> None:
         """S28: what a step in flight refers to stays owned until that step settles."""
@@ -248,7 +255,7 @@ class Machine(Scheduler):
 
     def resume(self, r: int) -> None:
         self.paused.remove(r)
-        self.enter(self.waiting, r)
+        self.join_waiting(r)
 
     # ------------------------------------------------------------------ reset of the cache
     def may_reset(self) -> bool:
@@ -276,6 +283,7 @@ class Machine(Scheduler):
             if not request.reason or request.table:
                 self.update(r, reason=request.reason or "error", table=(), states=())
         self.waiting, self.running, self.paused, self.pending = [], [], [], []
+        self.queued, self.clock, self.shares = [], self.scope.credit, {}
         self.forget_flight()
         self.reset_pool()
         self.view, self.left, self.histories = {}, [], {}  # the runner forgets as well
@@ -309,17 +317,20 @@ def initial(scope: Scope) -> State:
     unused = tuple(reversed(range(num)))
     slots = Slots((0,) * num, (None,) * num, (), unused, (), (EMPTY,) * num)
     told: dict[str, tuple[()]] = {"view": (), "left": (), "histories": (), "state_view": ()}
-    return State((), (), (), (), (), *pool, pending=(), slots=slots, **told)
+    turns: dict[str, tuple[()]] = {"queued": (), "shares": ()}
+    return State(
+        (), (), (), (), (), *pool, pending=(), slots=slots, clock=scope.credit, **told, **turns
+    )
 
 
 def can_schedule(state: State, scope: Scope) -> bool:
     return len(state.flight) <= scope.depth and bool(state.running or state.waiting)
 
 
-def plan(state: State, scope: Scope) -> tuple[Plan, State]:
+def plan(state: State, scope: Scope, budget: int = 0) -> tuple[Plan, State]:
     """The plan of a state, and the state with that plan made but not dispatched."""
     m = machine(state, scope)
-    made = m.schedule()
+    made = m.schedule(budget)
     return made, m.freeze()
 
 
@@ -336,7 +347,7 @@ def settle_label(state: State) -> Settle:
 def step(state: State, label: Label, scope: Scope) -> State:
     """Apply one named action. A Schedule whose plan has no row leaves the state as it is."""
     if isinstance(label, Schedule):
-        made, planned = plan(state, scope)
+        made, planned = plan(state, scope, label.budget)
         return dispatch(planned, made, label.tokens, scope) if made.rows else state
     m = machine(state, scope)
     if isinstance(label, Add):
@@ -361,10 +372,18 @@ def engine_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, P
         label = settle_label(state)
         yield label, step(state, label, scope), None
     if can_schedule(state, scope):
-        made, planned = plan(state, scope)
-        if made.rows:
-            for tokens in product(scope.outputs, repeat=sum(row.sampled for row in made.rows)):
-                yield Schedule(tokens), dispatch(planned, made, tokens, scope), made
+        for budget in (0, *(b for b in scope.budgets if is_enough(b, state))):
+            made, planned = plan(state, scope, budget)
+            if made.rows:
+                for tokens in product(scope.outputs, repeat=sum(row.sampled for row in made.rows)):
+                    label = Schedule(tokens, budget)
+                    yield label, dispatch(planned, made, tokens, scope), made
+
+
+def is_enough(budget: int, state: State) -> bool:
+    """Each running request could have a token: a decode always has one (L6), and the eldest prompt
+    goes on beside any number of them (L4)."""
+    return budget >= max(1, len(state.running))
 
 
 def user_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, None]]:
@@ -374,7 +393,9 @@ def user_actions(state: State, scope: Scope) -> Iterator[tuple[Label, State, Non
     if scope.abort:
         labels += [Abort(r) for r in range(len(state.requests))]
     if scope.pause:
-        labels += [Pause(r) for r in (*state.waiting, *state.running, *state.pending)]
+        labels += [
+            Pause(r) for r in (*state.waiting, *state.running, *state.pending, *state.queued)
+        ]
         labels += [Resume(r) for r in state.paused]
     if scope.reset and machine(state, scope).may_reset():
         labels.append(ResetCache())

@@ -40,6 +40,10 @@ class Pool:
         self.slot_lru = list(slots.lru)
         self.slot_contents = list(slots.contents)
         self.state_view = dict(state.state_view)
+        self.queued = list(state.queued)
+        self.clock = state.clock
+        self.shares = dict(state.shares)
+        self.risen: list[int] = []  # got their turns in this action
 
     def freeze(self) -> State:
         return State(
@@ -67,6 +71,9 @@ class Pool:
                 tuple(self.slot_contents),
             ),
             tuple(sorted(self.state_view.items())),
+            tuple(self.queued),
+            self.clock,
+            tuple(sorted(self.shares.items())),
         )
 
     def update(self, r: int, **fields: object) -> None:

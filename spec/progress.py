@@ -36,7 +36,7 @@ def l4(m: Move) -> bool:
 
 def l5(m: Move) -> bool:
     """Admission keeps to the order of ranks: whoever is passed over is younger."""
-    ranks = [request.rank for request in m.before.requests]
+    ranks = [request.rank for request in m.after.requests]  # one may get its turn in this very walk
     passed = [r for r in m.before.waiting if r in m.after.waiting]
     return all(ranks[r] < ranks[w] for r, _ in m.plan.admitted for w in passed)
 

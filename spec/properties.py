@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from . import share_properties
 from .pool import ceil_div
 from .slot_properties import OF_STATES, all_tokens
 from .state import BASE, EMPTY, Scope, State
@@ -93,7 +94,7 @@ def s18(state: State, scope: Scope) -> bool:
 
 def s23(state: State, _: Scope) -> bool:
     finished = [r for r, request in enumerate(state.requests) if request.reason]
-    live = (*state.waiting, *state.running, *state.paused, *state.pending)
+    live = (*state.waiting, *state.running, *state.paused, *state.pending, *state.queued)
     everywhere = sorted([*live, *finished])
     return everywhere == list(range(len(state.requests)))
 
@@ -165,7 +166,7 @@ def s39(state: State, _: Scope) -> bool:
 def s40(state: State, _: Scope) -> bool:
     """Who is pending waits for a leader that is on its way, and for no other."""
     return all(
-        leader in (*state.waiting, *state.running)
+        leader in (*state.waiting, *state.running, *state.queued)
         and state.requests[leader].computed < state.requests[leader].num_prompt
         for leader in (state.requests[r].leader for r in state.pending)
     )
@@ -174,6 +175,8 @@ def s40(state: State, _: Scope) -> bool:
 # --------------------------------------------------------------------------- liveness, by state
 def l5(state: State, scope: Scope) -> bool:
     """The order of service is the order of ranks; who overtakes in it is bounded by K."""
+    if scope.policy == "fair":
+        return share_properties.l5(state, scope)
     ranks = [request.rank for request in state.requests]
     return all(
         sum(later < rank for later in ranks[number + 1 :]) <= scope.overtaking
@@ -210,6 +213,8 @@ STATE_PROPERTIES: dict[str, Callable[[State, Scope], bool]] = {
     "S38": s38,
     "S39": s39,
     "S40": s40,
+    "S53": share_properties.s53,
+    "S54": share_properties.s54,
     "L5": l5,
     "L7": l7,
     **OF_STATES,

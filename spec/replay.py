@@ -63,6 +63,11 @@ class Replay:
         if start["version"] >= 6:
             num_states, interval = start["num_state_slots"], start["state_interval"]
             scope = scope._replace(num_states=num_states, interval=interval)
+        self.has_owners = self.has_budgets = start["version"] >= 7
+        if self.has_owners and start["policy"] == "fair":
+            scope = scope._replace(
+                credit=start["credit"], ticks=start["ticks_per_token"], reply=start["reply_tokens"]
+            )
         self.machine = ReplayMachine(scope)
         self.numbers: dict[str, int] = {}
         self.salts: dict[str, int] = {}
@@ -97,6 +102,8 @@ class Replay:
             )
         if self.has_settled_only:
             template = template._replace(settled_only=event["settled_only"])
+        if self.has_owners:
+            template = template._replace(owner=event["owner"])
         machine.stop_ids += [frozenset(event["stop_token_ids"])] * len(names)
         machine.watches_text += [event["has_stop_strings"]] * len(names)
         machine.add(template)
@@ -112,9 +119,10 @@ class Replay:
             raise _Refused("S24", f"step {event['step']} where step {self.next_step} is next")
         rows = [(self.numbers.get(name, -1), *rest) for name, *rest in event["rows"]]
         preempted = [self.numbers.get(name, -1) for name in event["preempted"]]
-        self._check_rows(rows, preempted)
+        budget = event["budget"] if self.has_budgets else machine.scope.budget
+        self._check_rows(rows, preempted, budget)
         num_keys = len(machine.index)
-        made = machine.schedule()
+        made = machine.schedule(budget)
         if [tuple(row) for row in made.rows] != rows or list(made.preempted) != preempted:
             raise _Refused(
                 "S31",
@@ -205,12 +213,15 @@ class Replay:
                     f"{shortened(str(value), 80)}",
                 )
 
-    def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int]) -> None:
+    def _check_rows(self, rows: list[tuple[Any, ...]], preempted: list[int], budget: int) -> None:
         """What a plan may not be whatever the state of the pool."""
         machine = self.machine
         total = sum(row[2] for row in rows)
-        if total > machine.scope.budget:
-            raise _Refused("S18", f"{total} tokens in a step of at most {machine.scope.budget}")
+        if total > budget:
+            raise _Refused("S18", f"{total} tokens in a step of at most {budget}")
+        if not max(1, len(machine.running)) <= budget <= machine.scope.budget:
+            limit = f"{len(machine.running)} to {machine.scope.budget}"
+            raise _Refused("S18", f"a budget of {budget} tokens, not of {limit}")
         if len(rows) > machine.scope.cap or any(row[2] < 1 for row in rows):
             raise _Refused("S18", f"{len(rows)} rows in a step of at most {machine.scope.cap}")
         both = {row[0] for row in rows}.intersection(preempted)

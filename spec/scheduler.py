@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from .pool import ceil_div
-from .slots import StateSlots
+from .shares import Shares
 from .state import Plan, PlanRow, Request
 
 
-class Scheduler(StateSlots):
+class Scheduler(Shares):
     # ------------------------------------------------------------------ the walk
-    def schedule(self) -> Plan:
-        """Decide one step. Mutates pool, tables and counters, but contents and flight do not
-        change before ``dispatch``. The fields set here live for this one plan only."""
-        self.budget_left = self.scope.budget
+    def schedule(self, budget: int = 0) -> Plan:
+        """Decide one step of at most ``budget`` tokens (0: as many as the scope says). Mutates
+        pool, tables and counters, but contents and flight do not change before ``dispatch``. The
+        fields set here live for this one plan only."""
+        budget = budget or self.scope.budget
+        self.budget_left = budget
         self.rows: list[PlanRow] = []
         self.preempted: list[int] = []
         self.askers: list[int] = []
         self.admitted: list[tuple[int, tuple[int, ...]]] = []
         self.held: list[int] = []
+        self.displaced_ones: list[int] = []
         self.copies: list[tuple[int, int]] = []
         self.forked: list[tuple[int, int]] = []
         self.refused: list[tuple[int, str]] = []
@@ -27,11 +30,15 @@ class Scheduler(StateSlots):
         known_states = {r: len(self.requests[r].states) for r in self.running}
         self.to_come = self.walk_order(self.running)
         candidates = self.walk_order(self.waiting)
+        self.risen = []
         while self.to_come or candidates:
             if candidates and (not self.to_come or self.elder(candidates[0], self.to_come[0])):
                 waiter = candidates.pop(0)
                 if self.admit(waiter):
                     self.serve(waiter)
+                    for r in self.risen:  # another of its owner's, which it made room for
+                        self.enter(candidates, r)
+                    self.risen = []
                 else:
                     self.admission_open = False
             else:
@@ -52,6 +59,8 @@ class Scheduler(StateSlots):
             tuple(self.refused),
             self.whole_state_tables(),
             self.growth_of_states(known_states),
+            budget,
+            tuple(self.displaced_ones),
         )
 
     # ------------------------------------------------------------------ what the runner is told
@@ -193,7 +202,7 @@ class Scheduler(StateSlots):
             return "closed"
         if self.preempted:
             return "preempting"
-        if len(self.running) >= self.scope.cap:
+        if self.is_full() and self.displaced(r) is None:
             return "full"
         if self.requests[r].in_flight:
             return "draining"
@@ -204,6 +213,7 @@ class Scheduler(StateSlots):
             self.refuse(r, self.obstacle(r))
             return False
         request = self.requests[r]
+        displaced = self.displaced(r) if self.is_full() else None
         hits = self.look_up(r)
         if not self.has_slot_beside(r, hits):
             self.refuse(r, "state slots")
@@ -218,22 +228,35 @@ class Scheduler(StateSlots):
         # admitted only to be stopped half-way.
         needed = ceil_div(len(request.tokens), self.block_size) - len(hits)
         shortage = needed - (self.num_available() - sum(b in self.lru for b in hits))
-        if shortage > 0 and not self.make_room(r, shortage, hits):
+        if (shortage > 0 or displaced is not None) and not self.make_room(
+            r, shortage, hits, displaced
+        ):
             self.close(r)
-            self.refuse(r, "blocks")
+            self.refuse(r, "blocks" if shortage > 0 else "full")
             return False
         self.acquire(r, hits)
         if source is not None:
             self.fork(r, source, partly_filled)
         self.update(r, computed=length, dispatched=length, published=len(hits))
-        self.waiting.remove(r)
         self.enter(self.running, r)
+        self.note_admission(r)
+        self.waiting.remove(r)
+        self.take_turns(request.owner)
         self.admitted.append((r, hits))
         return True
 
-    def enter(self, queue: list[int], r: int) -> None:
-        queue.append(r)
-        queue.sort(key=lambda q: self.requests[q].rank)
+    def is_full(self) -> bool:
+        return len(self.running) >= self.scope.cap
+
+    def displaced(self, r: int) -> int | None:
+        """Under "fair", whose place among the running ones r may take when there is none left: the
+        youngest's of another owner, if that is younger than r."""
+        if not self.is_fair:
+            return None
+        return next((v for v in self.victim_order(r) if self.may_displace(r, v)), None)
+
+    def may_displace(self, r: int, victim: int) -> bool:
+        return self.requests[victim].owner != self.requests[r].owner
 
     # ------------------------------------------------------------------ siblings
     def group(self, r: int) -> int:
@@ -276,15 +299,19 @@ class Scheduler(StateSlots):
             self.copies.append((block, self.requests[r].table[-1]))
 
     # ------------------------------------------------------------------ preemption
-    def make_room(self, asker: int, shortage: int, hits: tuple[int, ...]) -> bool:
-        """Preempt younger running requests until ``shortage`` blocks more are available, or
-        nobody. Victims with a step in flight are held instead: they drain, the asker waits."""
-        chosen = self.choose_victims(asker, shortage, hits)
+    def make_room(
+        self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
+    ) -> bool:
+        """Preempt ``displaced``, and younger running requests until ``shortage`` blocks more are
+        available, or nobody. Victims with a step in flight are held instead: they drain, the asker
+        waits."""
+        chosen = self.choose_victims(asker, shortage, hits, displaced)
         if not chosen:
             return False
         if any(self.requests[v].in_flight for v in chosen):
             self.held += chosen
             return False
+        self.displaced_ones += [v for v in chosen if v == displaced]
         for victim in chosen:
             self.preempt(victim)
             self.askers.append(asker)
@@ -294,16 +321,22 @@ class Scheduler(StateSlots):
         """L3: only younger ones, the youngest first."""
         return [v for v in reversed(self.running) if self.elder(asker, v)]
 
-    def choose_victims(self, asker: int, shortage: int, hits: tuple[int, ...]) -> list[int]:
+    def choose_victims(
+        self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
+    ) -> list[int]:
         refs, gained, chosen = list(self.refs), set(), []
-        for victim in self.victim_order(asker):
+        order = self.victim_order(asker)
+        if displaced is not None:
+            order = [displaced, *(v for v in order if v != displaced)]
+        for victim in order:
             chosen.append(victim)
             for block in self.requests[victim].table:
                 refs[block] -= 1
                 if refs[block] == 0 and block not in hits:
                     gained.add(block)
             if len(gained) >= shortage:
-                return self.useful(chosen, gained)
+                useful = self.useful(chosen, gained)
+                return [v for v in chosen if v in useful or v == displaced]
         return []
 
     def useful(self, chosen: list[int], gained: set[int]) -> list[int]:

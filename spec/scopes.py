@@ -55,6 +55,30 @@ _WITH_STATES = (
     _STATES._replace(name="ci-states-uncached", depth=1, caching=False),
 )
 
+# Two owners: one sends short requests, the other what costs more.
+FEW, MUCH = T((0,), 2, owner=1), T((0, 1), 3, owner=2)
+_OWNERS = _TIGHT._replace(
+    templates=(FEW, MUCH),
+    num_requests=3,
+    policy="fair",
+    credit=3,
+    reply=2,
+    num_blocks=6,
+    pause=False,
+)
+_FAIR = (
+    _OWNERS._replace(name="ci-fair", budget=3, fail=True),
+    _OWNERS._replace(name="ci-fair-overlap", budget=3, depth=1, abort=False),
+    _OWNERS._replace(name="ci-fair-tight", num_blocks=4, depth=1, abort=False, reset=True),
+    _OWNERS._replace(name="ci-fair-pause", num_requests=2, cap=1, depth=1, pause=True),
+    _OWNERS._replace(
+        name="ci-fair-siblings", templates=(FEW._replace(n=2), MUCH), num_requests=4, cap=1
+    ),
+)
+
+# Steps of fewer tokens than there may be, chosen anew for each.
+_PACED = _TIGHT._replace(budget=4, budgets=(1, 2))
+
 CI = (
     _TIGHT._replace(name="ci-sync", fail=True),
     _TIGHT._replace(name="ci-overlap", depth=1, templates=(LONG, SHORT), reset=True),
@@ -126,6 +150,9 @@ CI = (
         pause=False,
         abort=False,
     ),
+    *_FAIR,
+    _PACED._replace(name="ci-paced", templates=(LONG, SHORT)),
+    _PACED._replace(name="ci-paced-overlap", depth=1, abort=False),
     *_WITH_STATES,
 )
 
@@ -137,6 +164,7 @@ FULL = (
     _THREE._replace(name="three-roomy", depth=2, num_blocks=6),
     _THREE._replace(name="three-depth-2", depth=2),
     _THREE._replace(name="three-overlap", depth=1),
+    _OWNERS._replace(name="fair-pause", cap=1, pause=True),
     _LONGER._replace(name="three-blocks-of-2", pause=False),
     _SIBLINGS._replace(name="siblings", depth=2),
     _SIBLINGS._replace(name="siblings-sync", budget=3, cap=2, fail=True),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 STOP = 2  # the token that ends a request with "stop"
 NO_TOKEN = -1  # a row that samples nothing
 EMPTY = 0  # a slot that nothing was written to since its block was last taken
+NEVER = 1 << 62  # the first part of a rank that was not given yet
 NO_SLOT = -1  # an entry of a state table whose slot was given up
 
 # --------------------------------------------------------------------------- exact prefixes
@@ -48,7 +49,8 @@ class Template(NamedTuple):
     """A request the environment may send. ``reads_cache``: takes prefix hits; all publish.
     ``needs_history``: the runner has to know all its tokens, as penalties and grammars do.
     ``settled_only``: its rows compute settled tokens only, as the mask of a grammar needs them.
-    ``n``: so many continuations, each a request: a leader and n - 1 siblings."""
+    ``n``: so many continuations, each a request: a leader and n - 1 siblings.
+    ``owner``: on whose share it is served under the policy "fair"."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -58,6 +60,7 @@ class Template(NamedTuple):
     needs_history: bool = False
     settled_only: bool = False
     n: int = 1
+    owner: int = 0
 
 
 class Scope(NamedTuple):
@@ -69,6 +72,7 @@ class Scope(NamedTuple):
     num_blocks: int = 3
     block_size: int = 1
     budget: int = 4  # max_num_batched_tokens
+    budgets: tuple[int, ...] = ()  # smaller ones that the engine may choose for a step
     cap: int = 2  # max_num_seqs
     max_model_len: int = 8
     depth: int = 0  # steps that may be unsettled when the next one is scheduled
@@ -77,6 +81,9 @@ class Scope(NamedTuple):
     overtaking: int = 0  # K: the policy's bound on overtaking
     ageing: int = 1  # arrivals that one level of priority is worth
     cost_unit: int = 1  # tokens that one arrival is worth under shortest_first
+    credit: int = 0  # ticks that a turn may start before the clock, under fair
+    ticks: int = 1  # ticks of a token
+    reply: int = 1  # tokens of an answer that a turn is charged for at most
     caching: bool = True
     abort: bool = True
     pause: bool = True
@@ -93,8 +100,11 @@ class Scope(NamedTuple):
 class Request(NamedTuple):
     """``computed <= dispatched <= total``: settled; settled or in flight; known or being sampled.
 
-    ``rank`` orders requests, smaller is elder, and never changes. ``limit`` is the length at which
-    it ends. ``published`` counts leading blocks that are hits or were offered to the index.
+    ``rank`` orders requests, smaller is elder, and never changes once it is given: at arrival, or
+    under "fair" with the request's turn, before which it is ``(NEVER, number)``. ``charge`` is what
+    its owner was charged, in ticks, and ``turn`` the clock at its turn (-1: none yet). ``limit`` is
+    the length at which it ends. ``published`` counts leading blocks that are hits or were offered
+    to the index.
     ``leader`` is -1 of a request that is no sibling. ``states`` is the state table: a slot, or
     NO_SLOT, for each interval that it has begun.
     """
@@ -115,6 +125,9 @@ class Request(NamedTuple):
     settled_only: bool = False
     leader: int = -1
     states: tuple[int, ...] = ()
+    owner: int = 0
+    charge: int = 0
+    turn: int = -1
 
     @property
     def in_flight(self) -> int:
@@ -172,6 +185,9 @@ class State(NamedTuple):
     pending: tuple[int, ...]  # siblings whose leader has still to compute the prompt
     slots: Slots
     state_view: tuple[tuple[int, tuple[int, ...]], ...]  # the runner's state tables, as ``view``
+    queued: tuple[int, ...]  # without a turn yet, in order of arrival; under "fair" alone
+    clock: int  # virtual time, in ticks
+    shares: tuple[tuple[int, tuple[int, int]], ...]  # (owner, (its account, its latest start))
 
 
 # --------------------------------------------------------------------------- plans and labels
@@ -222,6 +238,8 @@ class Plan(NamedTuple):
     refused: tuple[tuple[int, str], ...] = ()
     state_tables: tuple[tuple[int, tuple[int, ...]], ...] = ()  # as ``tables``
     added_states: tuple[tuple[int, tuple[int, ...]], ...] = ()  # as ``added``
+    budget: int = 0  # tokens that it might have computed
+    displaced: tuple[int, ...] = ()  # those of the preempted whose places were taken
 
 
 class Add(NamedTuple):
@@ -230,9 +248,11 @@ class Add(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Plan and dispatch a step. ``tokens``: what its sampled rows will turn out to be."""
+    """Plan and dispatch a step. ``tokens``: what its sampled rows will turn out to be. ``budget``:
+    tokens that it may compute; 0: as many as the scope says."""
 
     tokens: tuple[int, ...]
+    budget: int = 0
 
 
 class Settle(NamedTuple):

@@ -22,7 +22,7 @@ from .state import (
     spell,
 )
 
-PLACES = ("running", "waiting", "paused", "pending")
+PLACES = ("running", "waiting", "paused", "pending", "queued")
 
 
 def tokens_text(tokens: tuple[int, ...]) -> str:
@@ -35,13 +35,13 @@ def label_text(label: Label, plan: Plan | None) -> str:
         extra = f", salt {t.salt}" * bool(t.salt) + f", priority {t.priority}" * bool(t.priority)
         extra += f", {t.n} continuations" * (t.n > 1)
         extra += ", computes all" * (not t.reads_cache) + ", tells all" * t.needs_history
-        extra += ", settled only" * t.settled_only
+        extra += ", settled only" * t.settled_only + f", owner {t.owner}" * bool(t.owner)
         prompt = tokens_text(t.prompt)
         return f"Add r{label.request}: prompt [{prompt}], max_tokens {t.max_tokens}{extra}"
     if isinstance(label, Settle):
         return f"Settle the oldest step; sampled [{tokens_text(label.tokens)}]"
     if isinstance(label, Schedule):
-        return f"Schedule {plan_text(plan)}"
+        return f"Schedule {plan_text(plan)}" + f", budget {label.budget}" * bool(label.budget)
     if isinstance(label, ResetCache):
         return "ResetCache: nothing computed before is to be read"
     if isinstance(label, Fail):
@@ -77,6 +77,9 @@ def state_lines(state: State) -> Iterator[str]:
             + f" states {list(request.states)}"
             * bool(state.slots.refs)
         )
+    if state.shares:
+        shares = ", ".join(f"owner {o} at {a}, last {s}" for o, (a, s) in state.shares)
+        yield f"clock {state.clock}; {shares}; ranks {[q.rank[0] for q in state.requests]}"
     cells = []
     for block, (ref, key) in enumerate(zip(state.refs, state.keys, strict=True)):
         written = ",".join(map(spell, state.contents[block]))
@@ -102,7 +105,7 @@ def render(trace: list[Label], scope: Scope, cycle: int = 0) -> str:
     for number, label in enumerate(trace, 1):
         if cycle and number == len(trace) - cycle + 1:
             lines.append("  -- from here it goes round for ever:")
-        made = model.plan(state, scope)[0] if isinstance(label, Schedule) else None
+        made = model.plan(state, scope, label.budget)[0] if isinstance(label, Schedule) else None
         if number == len(trace) - cycle:
             lines += [f"       | {line}" for line in state_lines(state)]
         lines.append(f"  {number:3}. {label_text(label, made)}")

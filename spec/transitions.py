@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import zip_longest
 
-from . import model, progress, slot_properties
+from . import model, progress, share_properties, slot_properties
 from .move import Move
 from .properties import owners, s32, s39
 from .slot_properties import all_tokens
@@ -122,7 +122,8 @@ def s18(m: Move) -> bool:
     rows = m.plan.rows
     return (
         all(row.n >= 1 for row in rows)
-        and sum(row.n for row in rows) <= m.scope.budget
+        and sum(row.n for row in rows) <= m.plan.budget <= m.scope.budget
+        and model.is_enough(m.plan.budget, m.before)
         and len({row.request for row in rows}) == len(rows) <= m.scope.cap
     )
 
@@ -169,9 +170,25 @@ def s21(m: Move) -> bool:
             for block in request.table
         }
         kept.update(m.hits.get(asker, ()))
-        if any(kept.issuperset(m.before.requests[v].table) for v in victims):
+        if any(
+            kept.issuperset(m.before.requests[v].table) and v not in m.plan.displaced
+            for v in victims
+        ):
             return False
-    return True
+    return all(takes_a_place(m, v) for v in m.plan.displaced)
+
+
+def takes_a_place(m: Move, victim: int) -> bool:
+    """Whether the request that ``victim`` was preempted for is of another owner, was admitted, and
+    had no place beside it."""
+    asker = m.plan.askers[m.plan.preempted.index(victim)]
+    others = {*m.before.running, *m.hits} - {asker}
+    return (
+        m.scope.policy == "fair"
+        and asker in m.hits
+        and len(others) >= m.scope.cap
+        and m.before.requests[victim].owner != m.before.requests[asker].owner
+    )
 
 
 def s22(m: Move) -> bool:
@@ -196,7 +213,8 @@ def s31(m: Move) -> bool:
         tuple(row if row.token == NO_TOKEN else row._replace(token=HIDDEN) for row in step)
         for step in m.before.flight
     )
-    return model.plan(m.before._replace(flight=masked), m.scope)[0] == m.plan
+    masked_state = m.before._replace(flight=masked)
+    return model.plan(masked_state, m.scope, m.label.budget)[0] == m.plan
 
 
 def s33(m: Move) -> bool:
@@ -287,6 +305,8 @@ def s26(m: Move) -> bool:
 def s27(m: Move) -> bool:
     if type(m.label) is Resume:
         old, new = m.before.requests[m.label.request], m.after.requests[m.label.request]
+        if m.scope.policy == "fair" and not share_properties.has_turn(old):
+            return m.label.request in (*m.after.waiting, *m.after.queued)
         return old == new and m.label.request in m.after.waiting
     return not any(row.request in m.before.paused for row in m.plan.rows)
 
@@ -329,6 +349,9 @@ def s41(m: Move) -> bool:
         waiting=tuple(sorted((*before.waiting, *before.running), key=lambda r: ranks[r])),
         paused=before.paused,
         pending=before.pending,
+        queued=before.queued,
+        clock=before.clock,
+        shares=before.shares,
         left=tuple(sorted((*before.left, *before.running))),
         view=before.view,
         histories=before.histories,
@@ -375,5 +398,6 @@ TRANSITION_PROPERTIES: dict[str, tuple[tuple[type, ...], Property]] = {
     "S29": ((Settle,), s29),
     "S37": ((Fail,), s37),
     "S41": ((ResetCache,), s41),
+    "S55": (ANY, share_properties.s55),
     "L4": ((Schedule, Settle), progress.l4),
 }

@@ -22,7 +22,7 @@ PROMPTS = ((0,), (0, 1), (0, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1, 0))
 
 
 def random_scope(rng: random.Random) -> Scope:
-    policy = rng.choice(["fcfs", "shortest_first", "priority"])
+    policy = rng.choice(["fcfs", "shortest_first", "priority", "fair", "fair"])
     cap = rng.randint(2, 4)
     templates = tuple(
         Template(
@@ -34,6 +34,7 @@ def random_scope(rng: random.Random) -> Scope:
             needs_history=rng.random() < 0.4,
             settled_only=rng.random() < 0.3,
             n=rng.choice([1, 1, 2, 3]),
+            owner=rng.randint(0, 2),
         )
         for prompt in rng.sample(PROMPTS, 3)
     )
@@ -45,11 +46,15 @@ def random_scope(rng: random.Random) -> Scope:
         num_blocks=rng.randint(4, 8),
         block_size=block_size,
         budget=cap + rng.randint(0, 4),
+        budgets=rng.choice([(), (1, 2, cap)]),
         cap=cap,
         max_model_len=9,
         depth=rng.randint(0, 2),
         policy=policy,
-        overtaking=0 if policy == "fcfs" else rng.randint(1, 4),
+        overtaking=0 if policy in ("fcfs", "fair") else rng.randint(1, 4),
+        credit=rng.randint(0, 12) if policy == "fair" else 0,
+        ticks=rng.randint(1, 3),
+        reply=rng.randint(1, 3),
         caching=rng.random() < 0.85,
         pause=rng.random() < 0.5,
         fail=rng.random() < 0.3,

@@ -2,7 +2,18 @@
 taken from real engines (the row of docs/real_bugs.md). A property that no defect can break says
 nothing."""
 
-from . import life, liveness, plan, pool, siblings, states, step
+from . import life, liveness, plan, pool, shares, siblings, states, step
 from .registry import DEFECTS, Defect
 
-__all__ = ["DEFECTS", "Defect", "life", "liveness", "plan", "pool", "siblings", "states", "step"]
+__all__ = [
+    "DEFECTS",
+    "Defect",
+    "life",
+    "liveness",
+    "plan",
+    "pool",
+    "shares",
+    "siblings",
+    "states",
+    "step",
+]

@@ -21,8 +21,10 @@ from .registry import LONG, A, defect
     abort=False,
 )
 class VictimBecomesTheElder(Machine):
-    def make_room(self, asker: int, shortage: int, hits: tuple[int, ...]) -> bool:
-        made = super().make_room(asker, shortage, hits)
+    def make_room(
+        self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
+    ) -> bool:
+        made = super().make_room(asker, shortage, hits, displaced)
         if made:
             mine, other = self.requests[asker].rank, self.requests[self.preempted[-1]].rank
             self.update(asker, rank=other)

@@ -111,6 +111,7 @@ class AsyncLLM:
         *,
         priority: int | None = None,
         cache_salt: str | None = None,
+        owner: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a prompt: yields the answers as they grow, from their beginning each time; the
         last, with ``finished``, is what ``LLM.generate`` gives. Closing the iterator aborts it.
@@ -118,7 +119,12 @@ class AsyncLLM:
         See :meth:`submit` for the arguments and what is raised.
         """
         async with await self.submit(
-            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            owner=owner,
         ) as generation:
             if generation.has_parts:
                 async for output in cumulative(generation):
@@ -134,6 +140,7 @@ class AsyncLLM:
         *,
         priority: int | None = None,
         cache_salt: str | None = None,
+        owner: str | None = None,
     ) -> Generation:
         """Have a prompt answered.
 
@@ -141,7 +148,7 @@ class AsyncLLM:
             prompt: as one item of ``LLM.generate``, or a ``PromptInput``.
             sampling_params: None: those of ``LLM.get_default_sampling_params``.
             request_id: a name for :meth:`abort`; no other live request may have it. None: a number.
-            priority, cache_salt: as in a prompt's dict; None: what the prompt says.
+            priority, cache_salt, owner: as in a prompt's dict; None: what the prompt says.
 
         Raises:
             InvalidInputError: the prompt or a parameter is refused, or more continuations than
@@ -154,8 +161,9 @@ class AsyncLLM:
         params = sampling_params
         if params is None:
             params = self.llm.get_default_sampling_params()
-        items = [(prompt, params)]
-        (generation,) = await self.submit_all(items, ids, priority=priority, cache_salt=cache_salt)
+        (generation,) = await self.submit_all(
+            [(prompt, params)], ids, priority=priority, cache_salt=cache_salt, owner=owner
+        )
         return generation
 
     async def submit_all(
@@ -165,13 +173,14 @@ class AsyncLLM:
         *,
         priority: int | None = None,
         cache_salt: str | None = None,
+        owner: str | None = None,
     ) -> list[Generation]:
         """Have several prompts answered, each with its parameters: all of them or, if one is
         refused, none. As :meth:`submit`."""
         self._require_running()
         num_new = sum(getattr(params, "num_generated", 1) for _, params in items)
         self.check_num_requests(num_new)
-        marks = {"priority": priority, "cache_salt": cache_salt}
+        marks = {"priority": priority, "cache_salt": cache_salt, "owner": owner}
         lock = self._reader.encoding_lock
         num_chars = sum(_num_chars(prompt) for prompt, _ in items)
         is_quick = num_new <= _MAX_QUICK and num_chars <= _SHORT_TEXT and _is_quick(items)

@@ -32,6 +32,9 @@ class EngineSnapshot:
     num_hit_tokens: int
 
 
+_WAITING = (RequestState.WAITING, RequestState.PENDING, RequestState.QUEUED)
+
+
 def take_snapshot(engine: Engine) -> EngineSnapshot:
     """The counts are read one after the other, while the engine may be running."""
     scheduler = engine.scheduler
@@ -40,7 +43,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
     num_cached, num_free = len(blocks.lru_blocks), len(blocks.free_blocks)
     return EngineSnapshot(
         num_running=states.count(RequestState.RUNNING),
-        num_waiting=states.count(RequestState.WAITING) + states.count(RequestState.PENDING),
+        num_waiting=sum(states.count(state) for state in _WAITING),
         num_paused=states.count(RequestState.PAUSED),
         num_blocks=blocks.num_blocks,
         num_owned_blocks=max(0, blocks.num_blocks - num_cached - num_free),

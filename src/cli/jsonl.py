@@ -15,7 +15,7 @@ from ..validation import is_int
 from .options import SAMPLING_FIELDS, SamplingOptions
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
-_PROMPT_OPTIONS = ("cache_salt", "priority")
+_PROMPT_OPTIONS = ("cache_salt", "priority", "owner")
 _BOM = b"\xef\xbb\xbf"
 
 Row = dict[str, Any]

@@ -86,7 +86,8 @@ def generate(
     A line of the input is a JSON object with "prompt" (text),
     "prompt_token_ids" (list) or "messages" (list of "role" and "content"),
     and if wanted an "id", a "cache_salt", a "priority" (for --policy priority;
-    0, the default, is the most urgent) and sampling fields of its own:
+    0, the default, is the most urgent), an "owner" (for --policy fair) and
+    sampling fields of its own:
 
     \b
       {"prompt": "2 + 2 =", "max_tokens": 4, "temperature": 0}

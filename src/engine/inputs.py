@@ -22,20 +22,22 @@ _MAX_CHARS_PER_TOKEN = 8
 _PIECE_CHARS_PER_TOKEN, _MIN_PIECE_CHARS = 4, 1 << 16
 # Where a piece may end if tokens may swallow the white space beside them: little is there.
 _CUT = re.compile(r"\S\s{0,8}(?=\S)")
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority", "owner"}
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
     """A checked prompt. ``text`` is None when token ids were given. ``priority`` is 0 (the most
-    urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``end_token_ids`` end
-    its answers beside the model's own, unless these are ignored. ``reasoning`` is what the answer
-    may begin with before its content, of a conversation."""
+    urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``owner``: on whose
+    share it is served under the policy "fair". ``end_token_ids`` end its answers beside the model's
+    own, unless these are ignored. ``reasoning`` is what the answer may begin with before its
+    content, of a conversation."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: bytes = b""
     priority: int = 0
+    owner: str = ""
     end_token_ids: frozenset[int] = frozenset()
     reasoning: Reasoning | None = None
 
@@ -67,6 +69,13 @@ def _checked_priority(field: str, priority: Any) -> int:
             f"must be an integer from 0, the most urgent, to {MAX_PRIORITY}",
         )
     return priority
+
+
+def _checked_owner(field: str, owner: Any) -> str:
+    if not isinstance(owner, str):
+        raise InvalidInputError(f"{field}.owner", owner, "must be text")
+    require_unicode(f"{field}.owner", owner)
+    return owner
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -143,7 +152,7 @@ class PromptReader:
         Raises:
             InvalidInputError: it is refused; names ``field``, the value and the limit.
         """
-        cache_salt, priority = b"", 0
+        cache_salt, priority, owner = b"", 0, ""
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _PROMPT_KEYS
             if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
@@ -151,10 +160,11 @@ class PromptReader:
                     field,
                     dict(prompt),
                     "must have either 'prompt' or 'prompt_token_ids', "
-                    "and at most 'cache_salt' and 'priority' besides",
+                    "and at most 'cache_salt', 'priority' and 'owner' besides",
                 )
             cache_salt = _checked_salt(field, prompt.get("cache_salt", ""))
             priority = _checked_priority(field, prompt.get("priority", 0))
+            owner = _checked_owner(field, prompt.get("owner", ""))
             if "prompt" in prompt:
                 prompt = prompt["prompt"]
                 if not isinstance(prompt, str):
@@ -173,7 +183,7 @@ class PromptReader:
         else:
             raise InvalidInputError(field, prompt, "must be text or a list of token ids")
         token_ids = self._check(self._truncated(token_ids, truncate), field)
-        return PromptInput(text, token_ids, cache_salt, priority)
+        return PromptInput(text, token_ids, cache_salt, priority, owner)
 
     def read_all(
         self, prompts: Sequence[Any], truncate: Sequence[int | None] | None = None
@@ -194,13 +204,20 @@ class PromptReader:
         return replace(prompt, token_ids=self._truncated(prompt.token_ids, truncate))
 
     def marked(
-        self, prompt: PromptInput, *, cache_salt: str | None = None, priority: int | None = None
+        self,
+        prompt: PromptInput,
+        *,
+        cache_salt: str | None = None,
+        priority: int | None = None,
+        owner: str | None = None,
     ) -> PromptInput:
         """A prompt that was read before, with these; None leaves what it has."""
         if cache_salt is not None:
             prompt = replace(prompt, cache_salt=_checked_salt("prompt", cache_salt))
         if priority is not None:
             prompt = replace(prompt, priority=_checked_priority("prompt", priority))
+        if owner is not None:
+            prompt = replace(prompt, owner=_checked_owner("prompt", owner))
         return prompt
 
     def _truncated(self, token_ids: list[Any], truncate: int | None) -> list[Any]:

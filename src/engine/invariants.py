@@ -33,7 +33,7 @@ def _require(condition: bool, property_id: str, detail: str, *values: object) ->
 
 def check_state(scheduler: Scheduler) -> None:
     """Raises InvariantError if the state breaks S1-S4, S6-S8, S10, S11, S14, S17, S18, S20, S23,
-    S24, S27, S28, S33, S40, S43, S44, S46, S47 or S50."""
+    S24, S27, S28, S33, S40, S43, S44, S46, S47, S50 or S53."""
     _check_pool(scheduler)
     if scheduler.blocks.states is not None:
         _check_state_slots(scheduler, scheduler.blocks.states)
@@ -130,12 +130,19 @@ def _check_requests(scheduler: Scheduler) -> None:
     num_queued = len(queues.waiting) + num_running
     num_paused = sum(r.state is RequestState.PAUSED for r in scheduler.requests.values())
     pending = [sibling for siblings in queues.pending.values() for sibling in siblings]
-    is_whole = num_queued + num_paused + len(pending) == len(scheduler.requests)
+    without_turn = queues.shares.queued() if queues.shares is not None else []
+    num_placed = num_queued + num_paused + len(pending) + len(without_turn)
+    is_whole = num_placed == len(scheduler.requests)
     _require(is_whole, "S23", "a request is in no queue")
     is_pending = all(r.state is RequestState.PENDING for r in pending)
     _require(is_pending, "S23", "a stranger among the pending")
+    served = {request.owner for request in queues.waiting}
+    for request in without_turn:
+        _require(request.state is RequestState.QUEUED, "S23", "{} is not queued", request)
+        _require(request.owner in served, "S53", "no request waits of the owner of {}", request)
     for leader in queues.pending:
-        is_coming = leader.state in by_state and leader.num_computed < leader.num_prompt_tokens
+        is_queued = leader.state in by_state or leader.state is RequestState.QUEUED
+        is_coming = is_queued and leader.num_computed < leader.num_prompt_tokens
         _require(is_coming, "S40", "siblings wait for {}", leader)
     for request in (*scheduler.requests.values(), *queues.draining):
         _check_counters(scheduler, request)

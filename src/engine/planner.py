@@ -10,6 +10,8 @@ The rules, with the properties of ``spec/README.md`` they serve:
   out of the plan, so that it drains (S28).
 * One token of the budget is kept for every running decode, so that a long prompt never stalls
   them (L6); a prompt is admitted only when blocks for all its present tokens are available.
+* Under the policy "fair" a waiting request may take the place of a younger running one of another
+  owner, where the running ones are ``max_num_seqs``: this is what bounds its wait for a slot.
 * Of a settled-only request no token is computed that is not settled: it is left out of steps until
   then, and the others are not (S42).
 * A sibling shares the blocks of an elder one that has computed the prompt; of the block that the
@@ -224,8 +226,23 @@ class Planner:
     # Admission and preemption -----------------------------------------------------------------
 
     def _may_admit(self) -> bool:
-        is_full = len(self._running) >= self._max_num_seqs
-        return not (is_full or self._is_closed or self._preempted)
+        if self._is_closed or self._preempted:
+            return False
+        return not self._is_full() or self._displaced_by(self._queues.waiting[0]) is not None
+
+    def _is_full(self) -> bool:
+        return len(self._running) >= self._max_num_seqs
+
+    def _displaced_by(self, request: Request) -> Request | None:
+        """Under the policy "fair", whose place among the running ones ``request`` may take: the
+        youngest's of another owner, if that is younger than ``request``."""
+        if self._queues.shares is not None:
+            for other in reversed(self._running):
+                if other.rank <= request.rank:
+                    break
+                if other.owner != request.owner:
+                    return other
+        return None
 
     def _admit(self, request: Request, position: int) -> bool:
         """Move the head of the waiting ones to ``running[position]``, with its prefix hits. On
@@ -233,6 +250,7 @@ class Planner:
         if request.num_in_flight or self._budget_behind(request) < 1:
             return False
         blocks = self._blocks
+        displaced = self._displaced_by(request) if self._is_full() else None
         hits = blocks.match(request)
         if blocks.states is not None and not blocks.states.has_one_beside(request, len(hits)):
             return False
@@ -245,7 +263,7 @@ class Planner:
             hits = source.block_table[: num_tokens // blocks.block_size]
         num_wanted = blocks.num_blocks_for(request.num_total) - len(hits)
         num_available = blocks.num_available_blocks - blocks.num_cached_among(hits)
-        if not self._make_room(request, num_wanted - num_available, hits):
+        if not self._make_room(request, num_wanted - num_available, hits, displaced):
             self._is_closed = True
             return False
         blocks.acquire(request, hits)
@@ -256,13 +274,20 @@ class Planner:
         self._queues.admit(request, position, num_tokens)
         return True
 
-    def _make_room(self, request: Request, num_blocks: int, hits: Sequence[int] = ()) -> bool:
-        """Make ``num_blocks`` more blocks available by preempting younger requests. True when
-        nothing was needed or it was done. On False nobody was preempted; if the victims have
-        tokens in flight they are held out of this step, so that a later one can take them."""
-        if num_blocks <= 0:
+    def _make_room(
+        self,
+        request: Request,
+        num_blocks: int,
+        hits: Sequence[int] = (),
+        displaced: Request | None = None,
+    ) -> bool:
+        """Make ``num_blocks`` more blocks available by preempting younger requests, and
+        ``displaced``. True when nothing was needed or it was done. On False nobody was preempted;
+        if the victims have tokens in flight they are held out of this step, so that a later one
+        can take them."""
+        if num_blocks <= 0 and displaced is None:
             return True
-        victims = choose_victims(self._blocks, self._running, request, num_blocks, hits)
+        victims = choose_victims(self._blocks, self._running, request, num_blocks, hits, displaced)
         if victims is None:
             return False
         if any(victim.num_in_flight for victim in victims):

@@ -1,8 +1,9 @@
-"""Scheduling policies: each gives a request its rank at arrival, so that the order is static.
+"""Scheduling policies: each gives a request its rank once, so that the order is static.
 
-Each policy adds a bounded delay to the arrival number ``s``: ``rank = s + min(K, delay)``. A
-request that arrives more than ``K`` later always ranks behind, so at most ``K`` later arrivals are
-ever served before a request (L5), whatever the policy: waiting *is* ageing. And because a rank
+The policy "fair" gives ranks by the owner of a request (see ``shares``). Each other policy gives
+them at arrival. It adds a bounded delay to the arrival number ``s``: ``rank = s + min(K, delay)``.
+A request that arrives more than ``K`` later always ranks behind, so at most ``K`` later arrivals
+are ever served before a request (L5), whatever the policy: waiting *is* ageing. And because a rank
 never changes, "elder" is a total order and the liveness proof is one for all policies.
 """
 
@@ -20,7 +21,17 @@ ARRIVALS_PER_PRIORITY = 16
 TOKENS_PER_ARRIVAL = 64
 """Under shortest first, a request yields one later arrival for each so many tokens of its own."""
 
-_MAX_OVERTAKES = {"fcfs": 0, "shortest_first": 256, "priority": 4096}
+UNRANKED = 1 << 62 << SENIORITY_BITS
+"""Ranks from here on are those of requests that had no turn yet, under the policy "fair"."""
+
+TICKS_PER_TOKEN = 64
+CREDIT_TOKENS = 2048
+"""Under fair, an owner that was idle may be served so many tokens ahead of the others."""
+
+REPLY_TOKENS = 256
+"""Under fair, an answer is expected to have at most so many tokens until it has ended."""
+
+_MAX_OVERTAKES = {"fcfs": 0, "fair": 0, "shortest_first": 256, "priority": 4096}
 
 MAX_PRIORITY = _MAX_OVERTAKES["priority"] // ARRIVALS_PER_PRIORITY
 """The least urgent priority a caller may give: any beyond it would be served as this one is."""
@@ -30,12 +41,14 @@ class Policy:
     """Gives each arrival its rank.
 
     Args:
-        name: "fcfs", "shortest_first" or "priority".
+        name: "fcfs", "fair", "shortest_first" or "priority".
         max_overtakes: K, how many later arrivals may be served before a request; None takes the
-            policy's own (0, 256, 4096).
+            policy's own (0, 256, 4096). Under "fair" the bound is another: see ``shares``.
         tokens_per_arrival: how much length is worth one place, under "shortest_first".
         arrivals_per_priority: how many places a level of priority is worth, under "priority"
             (0 is the most urgent; a caller gives it as ``"priority"`` of a prompt's dict).
+        credit: ticks that a turn may start before the clock, under "fair".
+        ticks_per_token, reply_tokens: of what a turn is charged for, under "fair".
     """
 
     def __init__(
@@ -45,6 +58,9 @@ class Policy:
         *,
         tokens_per_arrival: int = TOKENS_PER_ARRIVAL,
         arrivals_per_priority: int = ARRIVALS_PER_PRIORITY,
+        credit: int = CREDIT_TOKENS * TICKS_PER_TOKEN,
+        ticks_per_token: int = TICKS_PER_TOKEN,
+        reply_tokens: int = REPLY_TOKENS,
     ) -> None:
         if not isinstance(name, str) or name not in _MAX_OVERTAKES:
             raise InvalidInputError("policy", name, f"must be one of {sorted(_MAX_OVERTAKES)}")
@@ -52,9 +68,25 @@ class Policy:
         self.max_overtakes = _MAX_OVERTAKES[name] if max_overtakes is None else max_overtakes
         self.tokens_per_arrival = tokens_per_arrival
         self.arrivals_per_priority = arrivals_per_priority
+        self.credit = credit
+        self.ticks_per_token = ticks_per_token
+        self.reply_tokens = reply_tokens
+
+    @property
+    def is_fair(self) -> bool:
+        return self.name == "fair"
+
+    def expected_cost(self, request: Request) -> int:
+        """Ticks that a turn is charged until the request has ended: the prompt, and an answer of
+        at most ``reply_tokens``."""
+        num_answer_tokens = request.max_num_tokens - request.num_prompt_tokens
+        num_tokens = request.num_prompt_tokens + min(num_answer_tokens, self.reply_tokens)
+        return self.ticks_per_token * num_tokens
 
     def rank(self, request: Request) -> int:
         """Smaller is served first. Reads ``seniority``, ``priority`` and ``max_num_tokens``."""
+        if self.is_fair:
+            return UNRANKED | request.seniority
         delay = 0
         if self.name == "shortest_first":
             delay = request.max_num_tokens // self.tokens_per_arrival

@@ -10,8 +10,9 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from .block_manager import BlockManager
-from .policy import Policy
+from .policy import UNRANKED, Policy
 from .request import Request, RequestState, by_rank
+from .shares import Shares
 
 _RUNNING = RequestState.RUNNING
 
@@ -25,6 +26,8 @@ class Queues:
         draining: finished or paused, but some step in flight still writes their blocks.
         pending: siblings by their leader, which waits or runs and has still to compute the prompt
             (S40). They are in no queue, so that nobody behind them waits for that, too.
+        shares: under the policy "fair", the owners' accounts, and the requests that had no turn
+            yet; else None.
         num_preemptions: how often a running request lost its blocks to an elder one or to a reset
             of the prefix cache.
         num_queried_tokens: tokens, at their admissions, of requests that read the prefix cache.
@@ -46,6 +49,7 @@ class Queues:
         self.released: list[str] = []
         self.draining: set[Request] = set()
         self.pending: dict[Request, list[Request]] = {}
+        self.shares = Shares(self._policy) if self._policy.is_fair else None
 
     def arrive(self, request: Request, siblings: Sequence[Request] = ()) -> None:
         """A new request, which gets its rank, waits. Its siblings get theirs, and are pending."""
@@ -57,15 +61,38 @@ class Queues:
             sibling.state = RequestState.PENDING
         if siblings:
             self.pending[request] = list(siblings)
+        self._join_waiting(request)
+
+    def _join_waiting(self, request: Request) -> None:
+        """Wait at its rank, or, before its turn, behind others of its owner."""
+        shares = self.shares
+        if shares is not None and request.rank >= UNRANKED:
+            request.state = RequestState.QUEUED
+            shares.queue(request)
+            self._take_turn(request.owner)
+        else:
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        request.state = RequestState.WAITING
         insort(self.waiting, request, key=by_rank)
+        if self.shares is not None:
+            self.shares.note_waiting(request, 1)
+
+    def _take_turn(self, owner: str) -> None:
+        """An owner that has requests has one that waits (S53)."""
+        if self.shares is not None:
+            request = self.shares.take_turn(owner)
+            if request is not None:
+                self.shares.give_ranks((request, *self.pending.get(request, ())))
+                self._wait(request)
 
     def let_siblings_wait(self, leader: Request) -> None:
         """Its siblings wait in their places: the prompt is computed, or it is not on its way."""
         num_prompt_blocks = leader.num_prompt_tokens // self.blocks.block_size
         for sibling in self.pending.pop(leader, ()):
             sibling.block_keys = leader.block_keys[:num_prompt_blocks]  # hashed once for all
-            sibling.state = RequestState.WAITING
-            insort(self.waiting, sibling, key=by_rank)
+            self._join_waiting(sibling)
 
     def admit(self, request: Request, position: int, num_tokens: int) -> None:
         """Move the head of the waiting ones, with ``num_tokens`` of it in the blocks of its table,
@@ -83,6 +110,10 @@ class Queues:
             self.num_queried_tokens += len(request.token_ids)
             self.num_hit_tokens += num_tokens
         self.set_next_event(request)
+        if self.shares is not None:
+            self.shares.note_waiting(request, -1)
+            self.shares.note_admission(request)
+            self._take_turn(request.owner)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks, with nothing of it in flight; its outputs, seed and
@@ -90,23 +121,31 @@ class Queues:
         self.withdraw(request, RequestState.WAITING)
         self.num_preemptions += 1
         request.num_preemptions += 1
-        insort(self.waiting, request, key=by_rank)
+        self._wait(request)
 
     def resume(self, request: Request) -> None:
         """A paused request waits again in its place: its rank is what it was (S27)."""
-        request.state = RequestState.WAITING
-        insort(self.waiting, request, key=by_rank)
+        self._join_waiting(request)
 
     def withdraw(self, request: Request, state: RequestState) -> None:
         """Take ``request`` out of its queue into ``state``; its blocks go back now, or when the
         last step that writes them settles (S28)."""
+        if self.shares is not None and state is RequestState.FINISHED:
+            self.shares.settle_charge(request)
         queue = {_RUNNING: self.running, RequestState.WAITING: self.waiting}.get(request.state)
         if queue is not None:
             del queue[bisect_left(queue, request.rank, key=by_rank)]
+        if self.shares is not None:
+            if queue is self.waiting:
+                self.shares.note_waiting(request, -1)
+            elif request.state is RequestState.QUEUED:
+                self.shares.unqueue(request)
         if queue is self.running:
             self.released.append(request.request_id)
         if self.pending and state is not RequestState.WAITING:
             self._leave_group(request)
+        if state is not RequestState.WAITING:
+            self._take_turn(request.owner)
         request.state = state
         request.next_event = 0
         if request.num_in_flight:

@@ -35,7 +35,7 @@ class ExplainingPlanner(Planner):
     """Plans as a Planner does, and writes the account of it. The arguments after ``account`` are
     those of a Planner."""
 
-    __slots__ = ("_account", "_askers", "_closer", "_reasons")
+    __slots__ = ("_account", "_askers", "_closer", "_reasons", "_wants_blocks")
 
     def __init__(self, account: PlanAccount, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -43,6 +43,7 @@ class ExplainingPlanner(Planner):
         self._askers: list[Request] = []
         self._closer: Request | None = None
         self._reasons: dict[Request, str] = {}
+        self._wants_blocks = False
 
     def plan(self) -> InFlightStep:
         # An eviction removes a key, and nothing is published while a step is planned.
@@ -96,15 +97,18 @@ class ExplainingPlanner(Planner):
             reason = "draining"
         else:
             # Blocks that it wanted and did not get would have closed the step.
-            shortage = "blocks" if self._is_closed else "state slots"
-            reason = "budget" if self._budget_behind(request) < 1 else shortage
+            shortage = ("blocks" if self._wants_blocks else "full") if self._is_closed else ""
+            reason = shortage or "state slots"
+            if self._budget_behind(request) < 1:
+                reason = "budget"
         self._reasons[request] = reason
-        if reason == "blocks":
+        if self._is_closed:
             self._closer = request
         return False
 
-    def _make_room(self, request: Request, *arguments: Any) -> bool:
+    def _make_room(self, request: Request, num_blocks: int, *arguments: Any) -> bool:
         num_preempted = len(self._preempted)
-        is_done = super()._make_room(request, *arguments)
+        self._wants_blocks = num_blocks > 0
+        is_done = super()._make_room(request, num_blocks, *arguments)
         self._askers += [request] * (len(self._preempted) - num_preempted)
         return is_done

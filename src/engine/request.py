@@ -15,12 +15,14 @@ from .sampling_params import SamplingParams
 
 class RequestState(enum.Enum):
     """Where a request is. Every added request is in exactly one of these (S23). A sibling is
-    pending while its leader has still to compute the prompt (S40)."""
+    pending while its leader has still to compute the prompt (S40). Under the policy "fair" a
+    request is queued until its turn (S53)."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PAUSED = "paused"
     PENDING = "pending"
+    QUEUED = "queued"
     FINISHED = "finished"
 
 
@@ -85,7 +87,9 @@ class Request:
         settled_only: its rows compute settled tokens only (S42), so that a runner that is to sample
             knows all its text. Always so where the parameters have a constraint.
         seniority: arrival number given by the scheduler. rank: place in the order of service
-            (smaller is elder), fixed at arrival by the policy.
+            (smaller is elder), given once by the policy: at arrival, or at its turn.
+        owner: on whose share it is served under the policy "fair". charge: what its owner was
+            charged for it, in ticks.
         block_keys: (chained prefix key, token ids as bytes) of its full blocks, computed on demand,
             never changed.
         num_published: how many of its leading blocks are cache hits or offered to the index.
@@ -102,6 +106,7 @@ class Request:
     __slots__ = (
         "block_keys",
         "block_table",
+        "charge",
         "finish_reason",
         "info",
         "leader",
@@ -119,6 +124,7 @@ class Request:
         "num_slots",
         "num_total",
         "on_token",
+        "owner",
         "priority",
         "rank",
         "reads_cache",
@@ -141,6 +147,7 @@ class Request:
         on_token: Callable[[int], bool] | None = None,
         seed: int = 0,
         priority: int = 0,
+        owner: str = "",
         cache_salt: bytes = b"",
         reads_cache: bool = True,
         needs_history: bool = False,
@@ -175,6 +182,8 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.on_token = on_token
         self.priority = priority
+        self.owner = owner
+        self.charge = 0
         self.seniority = -1
         self.rank = -1
         self.state = RequestState.WAITING
@@ -208,6 +217,7 @@ class Request:
             on_token=on_token,
             seed=seed,
             priority=self.priority,
+            owner=self.owner,
             cache_salt=info.cache_salt,
             needs_history=info.needs_history,
             settled_only=self.settled_only,

@@ -124,6 +124,7 @@ class RequestFactory:
             on_token=self._watcher(prompt, params),
             seed=self._seed_of(params, 0, number),
             priority=prompt.priority,
+            owner=prompt.owner,
             cache_salt=prompt.cache_salt,
             edits=self._edits(params, self._ends_of(prompt)),
             reasoning=None if params.structured_outputs is None else prompt.reasoning,

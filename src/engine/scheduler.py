@@ -72,6 +72,7 @@ class Scheduler:
         self.last_steps: deque[InFlightStep] = deque(maxlen=2)  # the newest dispatched comes last
         self.failures: dict[str, str] = {}  # why on_token raised, by id; for who commits to clear
         self.num_steps = 0
+        self.last_budget = max_num_batched_tokens  # of the newest dispatched step
         self.make_planner: Callable[..., Planner] = Planner
 
     @property
@@ -141,20 +142,32 @@ class Scheduler:
 
     # Dispatch ---------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, budget: int | None = None) -> StepPlan:
         """Decide the next step. A plan without rows means that nothing can be computed now (it
-        is not in flight and must not be committed). Deterministic in the state (S31)."""
+        is not in flight and must not be committed). Deterministic in the state and ``budget``
+        (S31).
+
+        Args:
+            budget: tokens that this step may compute, from the number of running requests, so that
+                each could have one, to ``max_num_batched_tokens``; None: as many as these (S18).
+        """
+        if budget is None:
+            budget = self.max_num_batched_tokens
+        elif not max(1, len(self.queues.running)) <= budget <= self.max_num_batched_tokens:
+            limit = f"{max(1, len(self.queues.running))} to {self.max_num_batched_tokens}"
+            raise ValueError(f"a budget of {budget} tokens must be of {limit}")
         if len(self.in_flight) > self.pipeline_depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight; commit one first")
         step = self.make_planner(
             self.queues,
             self.max_num_seqs,
-            self.max_num_batched_tokens,
+            budget,
             self.num_steps,
             self.in_flight,
             self.last_steps,
         ).plan()
         if step.requests:
+            self.last_budget = budget
             self.num_steps += 1
             self.in_flight.append(step)
             self.last_steps.append(step)

@@ -7,14 +7,15 @@ event      fields besides ``t`` (seconds since the trace began)
 start      version, and the scheduler's settings
 add        id, prompt (token ids), max_num_tokens, stop_token_ids, has_stop_strings, salt (hex),
            priority; since version 3 reads_cache, needs_history, siblings (ids); since version 5
-           settled_only
+           settled_only; since version 7 owner (a number)
 plan       step, rows ``[id, start, num_tokens, sampled]``, preempted ids, pool; since version 2
            tables and new_blocks ``[id, block ids]``, released ids; since version 3 prefixes
            ``[id, token ids]`` and copies (see ``StepPlan``); since version 4 askers (ids, for whom
            the preempted gave their blocks), hits ``[id, tokens that its admission did not have to
            compute]``, evicted (a number of blocks), refused ``[id, reason]`` (see ``refusals``) and
            times: when planning began, when it was done, when the runner's ``dispatch`` returned;
-           since version 5 rows are columns or null, see below; state_tables and new_state_slots
+           since version 5 rows are columns or null, see below; since version 7 budget (tokens that
+           the step might have computed); state_tables and new_state_slots
            ``[id, slots]``, as tables and new_blocks, where the model has recurrent layers
 result     step, token_ids (a sampled row each), finished ``[id, reason]``, pool; since version 4
            times: when the result was asked for, when it was there, when it was committed
@@ -56,7 +57,7 @@ from .refusals import ExplainingPlanner, PlanAccount
 from .request import Request
 from .scheduler import Scheduler
 
-TRACE_VERSION = 6
+TRACE_VERSION = 7
 
 
 def check_trace_path(trace: object) -> None:
@@ -96,6 +97,7 @@ class TraceWriter:
         self._scheduler = scheduler
         self._last_plan: StepPlan | None = None  # that was written, since the last failure
         self._account = PlanAccount()
+        self._owners: dict[str, int] = {}  # a trace has numbers in place of names
         scheduler.make_planner = partial(ExplainingPlanner, self._account)
         self._begin = time.perf_counter()
         blocks = scheduler.blocks
@@ -112,6 +114,9 @@ class TraceWriter:
             max_overtakes=scheduler.policy.max_overtakes,
             tokens_per_arrival=scheduler.policy.tokens_per_arrival,
             arrivals_per_priority=scheduler.policy.arrivals_per_priority,
+            credit=scheduler.policy.credit,
+            ticks_per_token=scheduler.policy.ticks_per_token,
+            reply_tokens=scheduler.policy.reply_tokens,
             num_state_slots=blocks.states.num_slots if blocks.states is not None else 0,
             state_interval=blocks.states.interval if blocks.states is not None else 0,
         )
@@ -155,6 +160,7 @@ class TraceWriter:
             has_stop_strings=request.on_token is not None,
             salt=request.cache_salt.hex(),
             priority=request.priority,
+            owner=self._owners.setdefault(request.owner, len(self._owners)),
             reads_cache=request.reads_cache,
             needs_history=request.info.needs_history,
             settled_only=request.settled_only,
@@ -174,6 +180,7 @@ class TraceWriter:
             "plan",
             times=times,
             step=plan.step,
+            budget=self._scheduler.last_budget,
             rows=self._rows(plan),
             preempted=[r.request_id for r in plan.preempted],
             tables=self._by_id(plan, plan.tables),

@@ -14,7 +14,7 @@ from ..engine.outputs import CompletionOutput
 from ..engine.sampling_params import SamplingParams
 from ..errors import InvalidInputError
 from .basic import check_model
-from .context import ServerContext, request_id_of, salt_of
+from .context import ServerContext, owner_of, request_id_of, salt_of
 from .errors import context_errors
 from .protocol.fields import EngineFields
 from .protocol.names import client_names
@@ -42,6 +42,7 @@ class Call:
     model: str
     priority: int | None
     cache_salt: str | None
+    owner: str
     with_usage: bool
     with_usages: bool
 
@@ -57,7 +58,10 @@ class Call:
         with context_errors(num_output), client_names(self.body):
             try:
                 return await self.context.engine.submit_all(
-                    items, priority=self.priority, cache_salt=self.cache_salt
+                    items,
+                    priority=self.priority,
+                    cache_salt=self.cache_salt,
+                    owner=self.owner,
                 )
             except InvalidInputError as error:
                 name = error.field.removeprefix("prompt.") if error.field in _MARKS else error.field
@@ -92,6 +96,7 @@ def read_call(
         model,
         body.priority or None,
         salt_of(request, body.cache_salt),
+        owner_of(request, getattr(body, "user", None)),
         options is not None and bool(options.include_usage),
         options is not None and bool(options.continuous_usage_stats),
     )

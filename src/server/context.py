@@ -78,6 +78,16 @@ def salt_of(request: HTTPConnection, own: str | None = None) -> str | None:
     return f"{digest}:{own or ''}"
 
 
+def owner_of(request: HTTPConnection, user: str | None) -> str:
+    """On whose share a request is served under the policy "fair": a digest of the API key where the
+    server has several, else of the field ``user``. So no key gets a larger share by naming users,
+    and one key that many users share (a gateway's) is shared out among them."""
+    key: str | None = request.scope.get(_KEY)
+    has_several = len(context_of(request).config.api_keys) > 1
+    name = f"key:{key}" if key is not None and has_several else f"user:{user or ''}"
+    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
 def note_key(scope: Scope, key: str) -> None:
-    """Remember which API key a request brought, for :func:`salt_of`."""
+    """Remember which API key a request brought, for :func:`salt_of` and :func:`owner_of`."""
     scope[_KEY] = key

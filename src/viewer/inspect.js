@@ -60,6 +60,7 @@ function describeLane(view, lane, place, step) {
     const lines = [["for", milliseconds(segments.end[i] - segments.begin[i])]];
     if (step >= 0) lines.push(["at step", trace.steps.number[step]]);
     if (trace.settings.policy === "priority") lines.push(["priority", lanes.priority[lane]]);
+    if (trace.settings.policy === "fair") lines.push(["owner", lanes.owner[lane]]);
     const note = step >= 0 ? trace.reason(lane, step) : "";
     return { title: `${title}: ${KIND_NAMES[segments.kind[i]]}`, lines, note, violation, step };
   }

@@ -45,7 +45,7 @@ class Lane:
     def __init__(self, name: str, event: dict[str, Any], added: int) -> None:
         self.name = name
         self.num_prompt = len(event.get("prompt", ()))
-        self.priority = event.get("priority", 0)
+        self.priority, self.owner = event.get("priority", 0), event.get("owner", 0)
         self.added, self.ended, self.reason = added, NEVER, ""
         self.segments: list[Segment] = []
         self.state, self.since, self.since_step = WAITING, added, 0

@@ -26,7 +26,7 @@ def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(InvalidInputError) as caught:
         Policy("lifo")
     error = caught.value
-    limit = "must be one of ['fcfs', 'priority', 'shortest_first']"
+    limit = "must be one of ['fair', 'fcfs', 'priority', 'shortest_first']"
     assert (error.field, error.value, error.limit) == ("policy", "lifo", limit)
 
 

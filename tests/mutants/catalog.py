@@ -18,6 +18,7 @@ _CORE = "engine/core.py"
 _SIBLINGS = "engine/siblings.py"
 _ROW_TOKENS = "engine/row_tokens.py"
 _STATES = "engine/state_slots.py"
+_SHARES = "engine/shares.py"
 _RING = "runner/pinned_ring.py"
 
 
@@ -657,5 +658,62 @@ MUTANTS = [
         _BLOCKS,
         "            self.states.reset()\n",
         "            pass\n",
+    ),
+    Mutant(
+        0,
+        "a turn costs nothing",
+        _SHARES,
+        "            owner.account += request.charge\n",
+        "",
+    ),
+    Mutant(
+        0,
+        "an idle owner saves up credit without end",
+        _SHARES,
+        "start = max(self._clock - policy.credit, owner.account, owner.last_start)",
+        "start = max(1, owner.account, owner.last_start)",
+    ),
+    Mutant(
+        0,
+        "the youngest of an owner has the next turn",
+        _SHARES,
+        "return owner.queued.pop(0)",
+        "return owner.queued.pop()",
+    ),
+    Mutant(
+        0,
+        "what was charged in vain is not given back",
+        _SHARES,
+        "        owner.account += cost - request.charge\n",
+        "",
+    ),
+    Mutant(
+        0,
+        "no turn is taken when the head of an owner leaves",
+        _QUEUES,
+        "        if state is not RequestState.WAITING:\n"
+        "            self._take_turn(request.owner)\n",
+        "",
+    ),
+    Mutant(
+        27,
+        "the place of a request of the same owner is taken",
+        _PLANNER,
+        "                if other.owner != request.owner:\n                    return other\n",
+        "                return other\n",
+    ),
+    Mutant(
+        0,
+        "an elder's place is taken",
+        _PLANNER,
+        "                if other.rank <= request.rank:\n                    break\n",
+        "",
+    ),
+    Mutant(
+        19,
+        "the budget of a step is that of every step",
+        _SCHEDULER,
+        "            budget,\n            self.num_steps,\n",
+        "            self.max_num_batched_tokens,\n            self.num_steps,\n",
     ),
 ]

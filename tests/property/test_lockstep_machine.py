@@ -28,7 +28,8 @@ class LockstepMachine(RuleBasedStateMachine):
         cap=st.integers(1, 4),
         spare_budget=st.integers(0, 6),
         depth=st.integers(0, 2),
-        policy=st.sampled_from(["fcfs", "shortest_first", "priority"]),
+        policy=st.sampled_from(["fcfs", "shortest_first", "priority", "fair", "fair"]),
+        credit=st.integers(0, 12),
         overtaking=st.integers(0, 3),
         caching=st.booleans(),
         spare_states=st.sampled_from([-1, -1, 0, 1, 3]),
@@ -43,6 +44,7 @@ class LockstepMachine(RuleBasedStateMachine):
         spare_budget: int,
         depth: int,
         policy: str,
+        credit: int,
         overtaking: int,
         caching: bool,
         spare_states: int,
@@ -60,7 +62,10 @@ class LockstepMachine(RuleBasedStateMachine):
             max_model_len=num_blocks * scale * block_size + 1,
             depth=min(depth, self.max_depth),
             policy=policy,
-            overtaking=overtaking if policy != "fcfs" else 0,
+            overtaking=overtaking if policy not in ("fcfs", "fair") else 0,
+            credit=credit if policy == "fair" else 0,
+            ticks=2,
+            reply=4,
             cost_unit=2,
             caching=caching,
             num_states=cap * scale + 1 + spare_states * scale if spare_states >= 0 else 0,
@@ -87,6 +92,7 @@ class LockstepMachine(RuleBasedStateMachine):
         needs_history=st.booleans(),
         settled_only=st.sampled_from([False, False, True]),
         n=st.sampled_from([1, 1, 2, 3]),
+        owner=st.integers(0, 2),
     )
     def add(
         self,
@@ -99,12 +105,13 @@ class LockstepMachine(RuleBasedStateMachine):
         needs_history: bool,
         settled_only: bool,
         n: int,
+        owner: int,
     ) -> None:
         if self.state.requests:  # begin as an earlier request did, so that the cache is met
             old = self.state.requests[shared % len(self.state.requests)].tokens
             prompt = list(old[: shared % (len(old) + 1)]) + prompt
         flags = reads_cache, needs_history, settled_only
-        template = Template(tuple(prompt), max_tokens, salt, priority, *flags, n)
+        template = Template(tuple(prompt), max_tokens, salt, priority, *flags, n, owner)
         self.pair.apply(Add(len(self.state.requests), template))
 
     @precondition(lambda self: model.can_schedule(self.state, self.pair.scope))
@@ -113,11 +120,14 @@ class LockstepMachine(RuleBasedStateMachine):
         self.schedule(data)
 
     def schedule(self, data: st.DataObject) -> None:
-        made, _ = model.plan(self.state, self.pair.scope)
+        scope = self.pair.scope
+        least = max(1, len(self.state.running))
+        budget = data.draw(st.just(0) | st.integers(least, max(least, scope.budget)))
+        made, _ = model.plan(self.state, scope, budget)
         count = sum(row.sampled for row in made.rows)
         token = st.sampled_from([0, 0, 0, 1, 1, 1, 2])
         tokens = data.draw(st.lists(token, min_size=count, max_size=count))
-        self.pair.apply(Schedule(tuple(tokens)))
+        self.pair.apply(Schedule(tuple(tokens), budget))
         check_state(self.pair.scheduler)
 
     @precondition(lambda self: self.state.running or self.state.waiting)
@@ -146,7 +156,8 @@ class LockstepMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 50), really=st.integers(0, 1))
     def pause(self, index: int, really: int) -> None:
         if really == 0:
-            live = (*self.state.running, *self.state.waiting, *self.state.pending)
+            state = self.state
+            live = (*state.running, *state.waiting, *state.pending, *state.queued)
             self.pair.apply(Pause(live[index % len(live)]))
 
     @precondition(lambda self: self.state.requests and not self.state.flight)

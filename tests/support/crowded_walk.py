@@ -24,7 +24,7 @@ def walk(seed: int, make_packers: MakePackers | None = None, max_depth: int = 2)
     block_size = rng.randint(1, 2)
     num_blocks = rng.randint(4, 8)
     cap = rng.randint(3, 6)
-    policy = rng.choice(["fcfs", "fcfs", "priority"])
+    policy = rng.choice(["fcfs", "fair", "priority"])
     templates = tuple(
         Template(
             (0, 0, 1, 0, 1, 1, 0)[: rng.choice([1, 1, 2, 2, 3, 5, 7])],

@@ -134,7 +134,7 @@ class Run:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.randint(0, 5),
             enable_prefix_caching=rng.random() < 0.8,
-            policy=rng.choice(["fcfs", "shortest_first", "priority"]),
+            policy=rng.choice(["fcfs", "shortest_first", "priority", "fair"]),
             trace=trace,
         )
         self.requests: list[Request] = []  # all that the scheduler ever admitted

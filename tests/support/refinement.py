@@ -13,7 +13,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pagespec.engine.block_manager import BlockManager
 from pagespec.engine.invariants import RunnerView
@@ -24,6 +24,7 @@ from pagespec.engine.request import Request as RealRequest
 from pagespec.engine.request import RequestInfo, RequestState
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.engine.scheduler import Scheduler
+from pagespec.engine.shares import Shares
 from pagespec.engine.state_slots import StateSlots
 from pagespec.errors import InvalidInputError
 from spec import model
@@ -112,6 +113,9 @@ def real_scheduler(scope: Scope) -> Scheduler:
             scope.overtaking,
             tokens_per_arrival=scope.cost_unit,
             arrivals_per_priority=scope.ageing,
+            credit=scope.credit,
+            ticks_per_token=scope.ticks,
+            reply_tokens=scope.reply,
         ),
     )
 
@@ -143,7 +147,7 @@ class Pair:
         """Raises RefinementError at the first difference."""
         made = None
         if isinstance(label, Schedule):
-            made = model.plan(self.state, self.scope)[0]
+            made = model.plan(self.state, self.scope, label.budget)[0]
         self.state = model.step(self.state, label, self.scope)
         plan = self._apply_to_real(label)
         if made is not None and plan is not None:
@@ -196,6 +200,7 @@ class Pair:
                 max_num_tokens=self.scope.limit(template),
                 stop_token_ids=frozenset({STOP}),
                 priority=template.priority,
+                owner=str(template.owner),
                 cache_salt=bytes([template.salt]),
                 reads_cache=template.reads_cache,
                 needs_history=template.needs_history,
@@ -210,7 +215,7 @@ class Pair:
                 return None
             self.requests += [request, *siblings]
         elif isinstance(label, Schedule):
-            return scheduler.schedule()
+            return scheduler.schedule(label.budget or None)
         elif isinstance(label, Settle):
             scheduler.commit(scheduler.in_flight[0].plan, label.tokens)
         elif isinstance(label, Abort):
@@ -308,7 +313,16 @@ def abstraction(pair: Pair) -> State:
         ),
         slots=_abstract_slots(blocks.states, names),
         state_view=tuple(sorted((int(name), table) for name, table in pair.state_view.items())),
+        **_abstract_shares(scheduler.queues.shares, pair.scope),
     )
+
+
+def _abstract_shares(shares: Shares | None, scope: Scope) -> dict[str, Any]:
+    if shares is None:
+        return {"queued": (), "clock": scope.credit, "shares": ()}
+    accounts = sorted((int(owner), account) for owner, account in shares.accounts().items())
+    queued = tuple(int(request.request_id) for request in shares.queued())
+    return {"queued": queued, "clock": shares.clock, "shares": tuple(accounts)}
 
 
 def _abstract_slots(states: StateSlots | None, names: dict[bytes, int]) -> Slots:
@@ -343,6 +357,8 @@ def _abstract_request(request: RealRequest) -> Request:
         settled_only=request.settled_only,
         leader=-1 if request.leader is None else int(request.leader.request_id),
         states=tuple(request.state_table),
+        owner=int(request.owner),
+        charge=request.charge,
     )
 
 
@@ -355,7 +371,7 @@ def _comparable(state: State) -> State:
         else r._replace(published=0)
         if r.reason
         else r
-        for r in state.requests
+        for r in (r._replace(turn=-1) for r in state.requests)
     )
     flight = tuple(
         tuple(

@@ -29,9 +29,11 @@ _PARAMS = SamplingParams()
 
 class Scenario:
     """Settings, requests and interventions drawn from one seed. ``has_states``: of a model with
-    recurrent layers; None draws that, too."""
+    recurrent layers; None draws that, too. ``may_be_fair``: some have the policy "fair"."""
 
-    def __init__(self, seed: int, *, has_states: bool | None = None) -> None:
+    def __init__(
+        self, seed: int, *, has_states: bool | None = None, may_be_fair: bool = True
+    ) -> None:
         rng = self.rng = random.Random(seed)
         # Crowded: short prompts and long outputs in a small pool, so that running requests grow
         # into one another's blocks and preempt.
@@ -48,17 +50,22 @@ class Scenario:
             "num_state_slots": has_states * (max_num_seqs + drawn.choice([1, 1, 2, 4])),
             "state_interval": self.block_size * drawn.choice([1, 1, 2, 3]),
         }
+        self.owners = random.Random(f"owners of {seed}")
+        self.is_fair = self.owners.random() < 0.4 and may_be_fair
+        caching = rng.random() < 0.8
+        budget = max_num_seqs + rng.randint(0, 8)
+        name = rng.choice(["fcfs", "fcfs", "shortest_first", "priority"])
         self.scheduler = Scheduler(
             BlockManager(
                 self.num_blocks,
                 self.block_size,
-                enable_prefix_caching=rng.random() < 0.8,
+                enable_prefix_caching=caching,
                 **states,
             ),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + rng.randint(0, 8),
+            max_num_batched_tokens=budget,
             pipeline_depth=depth,
-            policy=Policy(rng.choice(["fcfs", "fcfs", "shortest_first", "priority"]), 3),
+            policy=Policy("fair" if self.is_fair else name, 3, credit=300, reply_tokens=3),
         )
         self.runner = ContentRunner(
             num_blocks=self.num_blocks,
@@ -123,6 +130,7 @@ class Scenario:
             stop_token_ids=frozenset({STOP_TOKEN} if rng.random() < 0.5 else ()),
             seed=rng.randrange(2),
             priority=rng.randrange(2),
+            owner=str(self.owners.randrange(3)),
             cache_salt=rng.choice([b"", b"", b"a"]),
             reads_cache=rng.random() < self.reads_cache,
             needs_history=rng.random() < 0.3,
@@ -299,13 +307,16 @@ class Scenario:
         if self.has_intervened:
             return
         served = {r: i for i, r in enumerate(self.first_served)}
-        bound = self.scheduler.policy.max_overtakes if self.scheduler.policy.name != "fcfs" else 0
+        policy = self.scheduler.policy
+        bound = 0 if policy.name in ("fcfs", "fair") else policy.max_overtakes
+        waiting = (RequestState.WAITING, RequestState.QUEUED)
         for request in self.requests:
-            if request.state is not RequestState.WAITING or request in served:
+            if request.state not in waiting or request in served:
                 continue
             if request.leader is not None:
                 continue  # others were served while its leader computed the prompt for it
-            num_overtakes = sum(r.seniority > request.seniority for r in served)
+            rivals = [r for r in served if not policy.is_fair or r.owner == request.owner]
+            num_overtakes = sum(r.seniority > request.seniority for r in rivals)
             if num_overtakes > bound:
                 raise PropertyError("L5", f"{request} was overtaken {num_overtakes} times")
 

@@ -86,6 +86,7 @@ def test_any_run_has_a_timeline(seed: int) -> None:
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_an_old_trace_has_a_timeline(tmp_path: Path, version: int) -> None:
     removed = ["settled_only", "num_state_slots", "state_interval"]
+    removed += ["credit", "ticks_per_token", "reply_tokens", "owner"]
     removed += ["askers", "hits", "evicted", "refused", "times"] * (version < 4)
     removed += ["prefixes", "reads_cache", "needs_history", "siblings", "copies"] * (version < 3)
     removed += ["tables", "new_blocks", "released"] * (version < 2)

@@ -78,7 +78,7 @@ class ResponseFormat(Body):
 
 
 class Identification(Body):
-    """Fields that clients send along and that change nothing here."""
+    """Fields that clients send along and that change no answer."""
 
     neutral: ClassVar[Neutral] = {
         "moderation": (),
@@ -87,7 +87,9 @@ class Identification(Body):
         "prompt_cache_options": ({}, {"mode": "implicit"}),
     }
 
-    user: str | None = None
+    user: str | None = Field(
+        None, description="On whose share it is served, where the server has at most one API key."
+    )
     metadata: Object | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None

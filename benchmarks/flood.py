@@ -1,0 +1,201 @@
+"""A flood of one client, and the first token of another: before ("fcfs") and with fair shares.
+
+    python -m benchmarks.flood steps
+    python -m benchmarks.flood http --model PATH
+    python -m benchmarks.flood gaps --model PATH
+
+``steps`` counts engine steps without a model. ``http`` serves a model in this process and measures
+seconds, alone and in the flood. ``gaps`` measures the distances between the tokens of running
+answers while another prompt of 6,000 tokens is computed, with and without a bound on steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections import deque
+from itertools import pairwise
+
+from pagespec import LLM, SamplingParams
+from pagespec.aio.async_llm import AsyncLLM
+from pagespec.engine.block_manager import BlockManager
+from pagespec.engine.plan import StepPlan
+from pagespec.engine.policy import Policy
+from pagespec.engine.request import Request
+from pagespec.engine.scheduler import Scheduler
+
+_NUM_PROMPT, _NUM_OUTPUTS = 20, 64
+_GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+# In steps -------------------------------------------------------------------------------------
+
+
+def _request(name: str, owner: str) -> Request:
+    prompt = [ord(c) for c in name.ljust(_NUM_PROMPT)]
+    return Request(
+        name, prompt, SamplingParams(), max_num_tokens=_NUM_PROMPT + _NUM_OUTPUTS, owner=owner
+    )
+
+
+def first_token_step(
+    policy: str, depth: int, num_flood: int, num_before: int
+) -> tuple[int, int, int]:
+    """Steps from a request's arrival to its first sampled token; preemptions; steps in all."""
+    scheduler = Scheduler(
+        BlockManager(4096, 16),
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        pipeline_depth=depth,
+        policy=Policy(policy),
+    )
+    for i in range(num_flood):
+        scheduler.add(_request(f"f{i}", "flood"))
+    plans: deque[StepPlan] = deque()
+    first = num_steps = 0
+    is_added = False
+    while scheduler.has_work or not is_added:
+        if num_steps >= num_before and not is_added:
+            scheduler.add(_request("other", "other"))
+            is_added = True
+        plan = scheduler.schedule()
+        if plan.requests:
+            plans.append(plan)
+            num_steps += 1
+            for info, sampled in zip(plan.requests, plan.sampled, strict=True):
+                if info.request_id == "other" and sampled and not first:
+                    first = num_steps - num_before
+        if len(plans) > depth or not plan.requests:
+            oldest = plans.popleft()
+            scheduler.commit(oldest, [1] * oldest.num_sampled)
+    return first, scheduler.queues.num_preemptions, num_steps
+
+
+def steps() -> None:
+    print("1,000 requests of one owner (20 tokens, 64 outputs), 64 places; another owner's request")
+    print("policy | steps in flight | arrives after | steps to its first token | preempted | steps")
+    for depth in (0, 1):
+        for policy in ("fcfs", "fair"):
+            for num_before in (1, 32, 64, 100, 500):
+                first, preempted, total = first_token_step(policy, depth, 1000, num_before)
+                print(f"{policy} | {depth} | {num_before} | {first} | {preempted} | {total}")
+
+
+# Seconds over HTTP ----------------------------------------------------------------------------
+
+
+async def _first_token(client, url: str, prompt: str, user: str) -> float:  # type: ignore[no-untyped-def]
+    body = {"prompt": prompt, "max_tokens": 4, "stream": True, "user": user, **_GREEDY}
+    begin = time.perf_counter()
+    async with client.stream("POST", url + "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                return time.perf_counter() - begin
+    raise RuntimeError("no token came")
+
+
+async def _flood(url: str, num_flood: int, num_outputs: int, seconds: float) -> list[float]:
+    import httpx
+
+    limits = httpx.Limits(max_connections=num_flood + 10)
+    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+        body = {"max_tokens": num_outputs, "user": "flood", **_GREEDY}
+        posts = [
+            asyncio.create_task(
+                client.post(
+                    url + "/v1/completions", json={"prompt": f"Number {i} of a flood is", **body}
+                )
+            )
+            for i in range(num_flood)
+        ]
+        try:
+            await asyncio.sleep(seconds)
+            times = []
+            for i in range(3):
+                times.append(await _first_token(client, url, f"Question {i}: what is it?", "other"))
+            return times
+        finally:
+            for post in posts:
+                post.cancel()
+            await asyncio.gather(*posts, return_exceptions=True)
+
+
+def http(model: str, num_flood: int, max_num_seqs: int) -> None:
+    from tests.support.server import serving
+
+    print(f"{num_flood} requests of one user, 64 outputs each, {max_num_seqs} places; seconds to "
+          "another user's first token, three times in turn")  # fmt: skip
+    for policy in ("fcfs", "fair"):
+        llm = AsyncLLM(
+            LLM(model, device="cpu", policy=policy, max_num_seqs=max_num_seqs, max_model_len=2048)
+        )
+        with serving(llm) as url:
+            alone = asyncio.run(_flood(url, 0, 1, 0.0))
+            flooded = asyncio.run(_flood(url, num_flood, _NUM_OUTPUTS, 10.0))
+        print(f"{policy}: alone {alone}, in the flood {flooded}", flush=True)
+
+
+# Gaps beside a long prompt --------------------------------------------------------------------
+
+
+async def _gaps(llm: AsyncLLM, num_prompt: int) -> tuple[list[float], float]:
+    arrivals: list[list[float]] = [[], []]
+
+    async def neighbour(index: int) -> None:
+        params = SamplingParams(max_tokens=400, **_GREEDY)
+        async for _ in llm.generate(f"Neighbour {index} tells a story:", params):
+            arrivals[index].append(time.perf_counter())
+
+    tasks = [asyncio.create_task(neighbour(i)) for i in range(2)]
+    while min(map(len, arrivals)) < 20:
+        await asyncio.sleep(0.05)
+    begin = time.perf_counter()
+    prompt = [(i * 7919) % 40_000 + 100 for i in range(num_prompt)]
+    async for _ in llm.generate(prompt, SamplingParams(max_tokens=1, **_GREEDY)):
+        pass
+    end = time.perf_counter()
+    for task in tasks:
+        task.cancel()
+    gaps = [b - a for times in arrivals for a, b in pairwise(times) if b >= begin and a <= end]
+    return gaps, end - begin
+
+
+def gaps(model: str, num_prompt: int) -> None:
+    print("max_inter_token_ms | gaps of two neighbours: number, median, p99, longest | the prompt")
+    for bound in (0, None):
+        llm = AsyncLLM(LLM(model, device="cpu", max_model_len=8192, max_inter_token_ms=bound))
+        found, took = asyncio.run(_gaps(llm, num_prompt))
+        found.sort()
+        p99 = found[int(0.99 * (len(found) - 1))]
+        print(
+            f"{'automatic (500)' if bound is None else bound} | {len(found)}, "
+            f"{statistics.median(found):.2f} s, {p99:.2f} s, {found[-1]:.2f} s | {took:.1f} s",
+            flush=True,
+        )
+        llm.llm.engine.scheduler.reset("error")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("steps", "http", "gaps"))
+    parser.add_argument("--model", help="default: the embedded one")
+    parser.add_argument("--flood", type=int, default=1000)
+    parser.add_argument("--places", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=6000)
+    options = parser.parse_args()
+    if options.what == "steps":
+        steps()
+        return
+    from pagespec.compile.load.embedded import embedded_model_path
+
+    model = options.model or str(embedded_model_path())
+    if options.what == "http":
+        http(model, options.flood, options.places)
+    else:
+        gaps(model, options.prompt_tokens)
+
+
+if __name__ == "__main__":
+    main()
