@@ -22,6 +22,7 @@ from .engine.inputs import (
     truncation_of,
 )
 from .engine.outputs import RequestOutput, ScoreOutput
+from .engine.pace import StepPace
 from .engine.policy import Policy
 from .engine.request_factory import RequestFactory
 from .engine.sampling_params import SamplingParams
@@ -87,6 +88,9 @@ class LLM:
         max_num_seqs: most requests running at a time; each of ``n`` continuations is one.
         max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``; default
             2,048, on a GPU 8,192.
+        max_inter_token_ms: longest that a step should take which computes a prompt beside running
+            answers, in milliseconds; long prompts are cut into as many steps as that takes. 0: no
+            bound. Default 500 on a CPU, no bound on a GPU.
         block_size: tokens in a KV block.
         num_blocks: KV blocks; None sizes the cache from memory.
         memory_utilization: share of a GPU's memory that may be in use in all: by other processes,
@@ -109,8 +113,9 @@ class LLM:
         overlap: plan and queue a step while the one before computes; default on a GPU.
         graph_batch_sizes: batch sizes of decode steps to capture as CUDA graphs; None for a list
             up to ``max_num_seqs``, an empty one for no graphs. Only on a GPU.
-        policy: order of service: "fcfs"; "shortest_first", which counts prompt and ``max_tokens``;
-            or "priority", which a prompt's dict gives (see ``generate``).
+        policy: order of service: "fcfs"; "fair" shares among owners, which a prompt's dict gives
+            (see ``generate``), first come first served within each; "shortest_first", which counts
+            prompt and ``max_tokens``; or "priority", which a prompt's dict gives.
         seed: seed of the requests that bring none of their own.
         load_format: "auto", or "dummy" for random weights from the config alone.
         logprobs_mode: what ``logprobs`` of sampled tokens are of: "raw_logprobs", the model's own
@@ -155,6 +160,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
+        max_inter_token_ms: float | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
         memory_utilization: float | None = None,
@@ -197,6 +203,7 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_inter_token_ms=max_inter_token_ms,
             block_size=block_size,
             num_blocks=num_blocks,
             memory_utilization=memory_utilization,
@@ -260,8 +267,13 @@ class LLM:
             pipeline_depth=built.runner.pipeline_depth,
             policy=Policy(config.policy),
         )
+        target_s = config.max_inter_token_s(built.device.type)
         self.engine = Engine(
-            scheduler, built.runner, trace=trace, check_invariants=check_invariants
+            scheduler,
+            built.runner,
+            pace=StepPace(target_s, config.num_tokens_a_step) if target_s else None,
+            trace=trace,
+            check_invariants=check_invariants,
         )
         self._loop = GenerationLoop(self.engine, self.factory)
 
@@ -281,7 +293,8 @@ class LLM:
                 ``{"prompt_token_ids": [...]}``, or a list of those. A dict may also have
                 ``"cache_salt"``, text: the prefix cache is not shared across salts; and
                 ``"priority"``, 0 (the most urgent, default) to 256: under ``policy="priority"``
-                one of p lets those of 0 among the next 16 p arrivals go first.
+                one of p lets those of 0 among the next 16 p arrivals go first; and ``"owner"``,
+                text: under ``policy="fair"`` owners have equal shares.
             sampling_params: one for all, or one a prompt; by default those of
                 :meth:`get_default_sampling_params`.
             use_tqdm: show a progress bar on stderr.

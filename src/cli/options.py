@@ -93,11 +93,20 @@ class EngineOptions:
         "auto", "NAME", "Implementation of attention: auto, triton, flash or reference."
     )
     transparent: bool = option(True, None, "An answer's bits do not depend on what else runs.")
-    policy: str = option(
-        "fcfs",
+    max_inter_token_ms: float | None = option(
+        None,
+        "MS",
+        "Longest that a step should take which computes a prompt beside running answers: the "
+        "prompt is cut into as many steps as that takes. 0: no bound.",
+        show_default="500 on a CPU, no bound on a GPU",
+    )
+    policy: str | None = option(
+        None,
         "NAME",
-        "Order of service: fcfs, shortest_first or priority (the field of that name in a line of "
-        "--input; 0 is the most urgent).",
+        "Order of service: fcfs; fair (equal shares among owners: API keys or users of a server, "
+        'the "owner" in a line of --input); shortest_first; or priority (the field of that name in '
+        "a line of --input; 0 is the most urgent).",
+        show_default="fair of a server, else fcfs",
     )
     load_format: str = option(
         "auto", "FORMAT", "auto reads the weights; dummy makes random ones from the config alone."
@@ -152,6 +161,7 @@ class EngineOptions:
         """Keyword arguments of ``LLM``, all but the model."""
         arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
         arguments["compile"] = self.compile.value
+        arguments["policy"] = self.policy or "fcfs"
         arguments["enable_prefix_caching"] = not arguments.pop("no_prefix_caching")
         return arguments
 

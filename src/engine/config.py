@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -28,6 +29,7 @@ MAX_COUNT = (1 << 31) - 1
 # Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,9})?")
 _CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens per step
+_CPU_INTER_TOKEN_MS = 500.0
 _STATE_INTERVAL = 256  # tokens
 
 
@@ -84,6 +86,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    max_inter_token_ms: float | None = None
     block_size: int = 16
     num_blocks: int | None = None
     memory_utilization: float | None = None
@@ -135,6 +138,10 @@ class EngineConfig:
                     f"must be at least max_num_seqs = {self.max_num_seqs}, "
                     "so that every running request can decode one token a step",
                 )
+        gap = self.max_inter_token_ms
+        if gap is not None and (not is_number(gap) or not 0 <= gap < math.inf):
+            limit = "must be a number of 0 (no bound) or more"
+            raise InvalidInputError("max_inter_token_ms", gap, limit)
         share = self.memory_utilization
         if share is not None and (not is_number(share) or not 0.0 < share <= 1.0):
             limit = "must be a number above 0 and at most 1"
@@ -199,6 +206,13 @@ class EngineConfig:
     def num_tokens_a_step(self) -> int:
         """The token budget: as given, or 2,048 (more if ``max_num_seqs`` is more)."""
         return self.max_num_batched_tokens or max(_CPU_BUDGET, self.max_num_seqs)
+
+    def max_inter_token_s(self, device_type: str) -> float:
+        """Longest that a step should take which has answers beside a prompt, in seconds; 0: no
+        bound. As given, or on a CPU half a second."""
+        if self.max_inter_token_ms is None:
+            return _CPU_INTER_TOKEN_MS / 1000 if device_type == "cpu" else 0.0
+        return self.max_inter_token_ms / 1000
 
     @property
     def tokens_an_interval(self) -> int:

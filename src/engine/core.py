@@ -16,6 +16,7 @@ from .invariants import InvariantError, RunnerView, check_plan, check_state
 from .lock import EngineLock
 from .logprob_output import keep_logprobs
 from .outputs import RequestMetrics
+from .pace import StepPace
 from .record import Owner, Records, error_of
 from .request import Request
 from .runner import Runner
@@ -36,6 +37,7 @@ class Engine:
     Args:
         scheduler: holds the requests. Its ``pipeline_depth`` must be the runner's.
         runner: computes plans; a model runner, or any fake that meets the protocol.
+        pace: chooses how many tokens a step may compute; None: as many as the scheduler allows.
         trace: a file to write the step trace to (see ``engine.trace``).
         check_invariants: check the structural properties after every step, and raise
             InvariantError at the first that fails.
@@ -46,6 +48,7 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         *,
+        pace: StepPace | None = None,
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
     ) -> None:
@@ -56,6 +59,9 @@ class Engine:
             )
         self.scheduler = scheduler
         self.runner = runner
+        self._pace = pace
+        self._begun: deque[float] = deque()  # when each step in flight was dispatched
+        self._last_end = 0.0
         self._trace = TraceWriter(trace, scheduler) if trace is not None else None
         self._view = RunnerView() if check_invariants else None
         self._handles: deque[object] = deque()
@@ -201,6 +207,7 @@ class Engine:
         self.scheduler.reset("error")
         self._records.deliver_all()  # first: a runner may take long to be reset, or fail
         self._handles.clear()
+        self._begun.clear()
         self.runner.reset()
         if self._view is not None:
             self._view = RunnerView()
@@ -281,7 +288,11 @@ class Engine:
         scheduler = self.scheduler
         if len(self._handles) <= scheduler.pipeline_depth:
             begin = time.perf_counter()
-            plan = scheduler.schedule()
+            pace = self._pace
+            if pace is None:
+                plan = scheduler.schedule()
+            else:
+                plan = scheduler.schedule(pace.budget(scheduler.queues))
             scheduled = time.perf_counter()
             self.schedule_s += scheduled - begin
             if self._view is not None:
@@ -292,6 +303,7 @@ class Engine:
                 if plan.tables:
                     requests = scheduler.in_flight[-1].requests
                     self._records.note_scheduled([requests[row] for row in plan.tables])
+                self._begun.append(scheduled)
                 self._handles.append(self.runner.dispatch(plan))
                 if self._trace is not None:  # only now: a device may be computing it already
                     self._trace.plan(plan, begin, scheduled)
@@ -307,6 +319,9 @@ class Engine:
         asked = time.perf_counter()
         result = self.runner.collect(self._handles[0])
         begin = time.perf_counter()
+        if self._pace is not None:
+            self._pace.note(plan, begin - max(self._begun[0], self._last_end))
+        self._last_end = begin
         # First, as what they have sampled could end them otherwise.
         failures = dead_ends(step, result.token_ids) | dict(result.failures)
         failed = [self._fail(*failure) for failure in failures.items()]
@@ -315,6 +330,7 @@ class Engine:
         finished = self.scheduler.commit(plan, result.token_ids)
         self.commit_s += time.perf_counter() - begin
         self._handles.popleft()
+        self._begun.popleft()
         if self._trace is not None:
             self._trace.result(plan, result.token_ids, finished, asked, begin)
         if self.scheduler.failures:

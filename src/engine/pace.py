@@ -1,0 +1,112 @@
+"""How many tokens a step may compute, so that running answers go on at a bounded distance.
+
+A step that computes a long prompt beside answers takes as long as its tokens do, and each answer
+waits for it. What the prompt's tokens take beyond a step of answers alone is modelled as
+``per_token * tokens + per_read * reads``, where a token reads all positions before it. Both are
+fitted to the measured steps, the latest ones most. A step that has answers beside a prompt gets as
+many tokens as keep to the target; a step without answers, or without a prompt, gets all.
+
+The budget of a step is an input of the scheduler and no part of its state: any choice from the
+number of running requests up to ``max_num_batched_tokens`` keeps the properties (S18, L4, L6).
+"""
+
+from __future__ import annotations
+
+import math
+
+from .plan import StepPlan
+from .queues import Queues
+from .request import Request
+
+MIN_PROMPT_TOKENS = 16
+"""A step computes so many tokens of a prompt even if it takes longer than the target."""
+
+_FORGETTING = 0.7  # weight of what was measured before, per step with a prompt
+_SMOOTHING = 0.2  # weight of the latest step of answers alone
+_GROWTH, _FIRST_TOKENS = 8, 256
+_RIDGE = 1.05  # steps at one position cannot tell the two costs apart: then tokens have all of it
+
+
+class StepPace:
+    """Measures steps, and chooses the budget of the next.
+
+    Args:
+        target_s: longest that a step should take which has answers beside a prompt, in seconds.
+        max_num_tokens: largest budget.
+    """
+
+    def __init__(self, target_s: float, max_num_tokens: int) -> None:
+        self.target_s = target_s
+        self._max_num_tokens = max_num_tokens
+        self._largest = 0  # prompt tokens of the largest step that was measured
+        self._answers_s = 0.0  # a step of answers alone
+        # Normal equations of the weighted least squares, and their solution.
+        self._squares = [0.0, 0.0]
+        self._product = 0.0
+        self._right = [0.0, 0.0]
+        self._costs = 0.0, 0.0
+
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
+        if plan.is_decode_only:
+            if not self._answers_s:
+                self._answers_s = seconds
+            self._answers_s += _SMOOTHING * (seconds - self._answers_s)
+            return
+        num_tokens = reads = 0.0
+        for start, n in zip(plan.starts, plan.num_tokens, strict=True):
+            if n > 1:
+                num_tokens += n
+                reads += n * (start + n / 2)
+        if num_tokens:
+            self._largest = max(self._largest, int(num_tokens))
+            self._fit(num_tokens, reads, max(seconds - self._answers_s, 0.1 * seconds, 1e-6))
+
+    def _fit(self, num_tokens: float, reads: float, seconds: float) -> None:
+        """Least squares of the seconds per token, with no negative cost: the steps count alike,
+        whatever their lengths."""
+        weight = 1.0 / num_tokens**2
+        squares, right = self._squares, self._right
+        for i, feature in enumerate((num_tokens, reads)):
+            squares[i] = squares[i] * _FORGETTING + weight * feature * feature
+            right[i] = right[i] * _FORGETTING + weight * feature * seconds
+        self._product = self._product * _FORGETTING + weight * num_tokens * reads
+        product, reads_square = self._product, _RIDGE * squares[1]
+        determinant = squares[0] * reads_square - product * product
+        per_token = (right[0] * reads_square - product * right[1]) / determinant
+        per_read = (right[1] * squares[0] - product * right[0]) / determinant
+        if per_read < 0:
+            per_token, per_read = right[0] / squares[0], 0.0
+        elif per_token < 0:
+            per_token, per_read = 0.0, right[1] / squares[1]
+        self._costs = per_token, per_read
+
+    def budget(self, queues: Queues) -> int | None:
+        """Tokens of the next step; None: as many as there may be."""
+        running = queues.running
+        prompt: Request | None = None
+        has_answers = False
+        for request in running:
+            if request.num_total - request.num_dispatched <= 1:
+                has_answers = True
+            elif prompt is None:
+                prompt = request
+        if not has_answers or not (prompt or queues.waiting):
+            return None
+        start = prompt.num_dispatched if prompt is not None else 0
+        num_tokens = self._num_prompt_tokens(start)
+        return min(self._max_num_tokens, len(running) + num_tokens)
+
+    def _num_prompt_tokens(self, start: int) -> int:
+        """Tokens of a prompt from position ``start`` on that fit in the target, beside answers."""
+        most = max(_FIRST_TOKENS, _GROWTH * self._largest)  # beyond, the model says too little
+        left_s = self.target_s - self._answers_s
+        if left_s <= 0:
+            return MIN_PROMPT_TOKENS
+        # per_token * n + per_read * n * (start + n / 2) = left_s
+        per_token, per_read = self._costs
+        linear = per_token + per_read * start
+        root = math.sqrt(linear * linear + 2 * per_read * left_s)
+        if linear + root <= 0:
+            return most
+        return max(MIN_PROMPT_TOKENS, min(most, int(2 * left_s / (linear + root))))
