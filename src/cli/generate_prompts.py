@@ -9,7 +9,6 @@ import typer
 
 from ..engine.inputs import require_unicode
 from ..engine.outputs import RequestMetrics
-from ..errors import InvalidInputError
 from . import make_llm
 from .command import note
 from .options import EngineOptions, SamplingOptions
@@ -26,11 +25,7 @@ def answer_prompts(
     """
     for text in prompts:
         require_unicode("--prompt", text)
-    first = sampling.params(0)  # refuse before a slow load
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(first, name) is not None:
-            limit = "needs --input: it is a column of its rows"
-            raise InvalidInputError(f"--{name.replace('_', '-')}", getattr(first, name), limit)
+    sampling.params(0)  # refuse before a slow load
     llm = make_llm.start_llm(engine)
     defaults = make_llm.sampling_defaults(llm)
     params = [sampling.params(i, defaults=defaults) for i in range(len(prompts))]

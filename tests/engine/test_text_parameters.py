@@ -149,6 +149,13 @@ def test_an_answer_without_text(tokenizer: Any) -> None:
         serving_of(tokenizer, script).stream(PromptInput(None, [1]), params, tokenizer)
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_a_stream_of_text_refuses_log_probabilities(name: str) -> None:
+    params = SamplingParams(**{name: 0})
+    with pytest.raises(InvalidInputError, match=f"^{name} = 0"):
+        serving_of(LEVEL, [1]).stream(PromptInput(None, [1]), params, LEVEL)
+
+
 def test_a_prompt_is_cut_to_its_end() -> None:
     reader = PromptReader(LEVEL, len(LEVEL), max_model_len=8)
     ids = list(range(3, 23))
