@@ -233,3 +233,34 @@ def test_every_cut_of_what_the_template_writes(name: str) -> None:
             )
             for cut in range(1, len(ids)):
                 assert read(name, prompt, ids, [cut]) == found, (message, cut)
+
+
+def hostile_ids(name: str, seed: int) -> list[int]:
+    """Tokens of pieces of answers, of delimiters and of noise, in any order."""
+    family, tokenizer, _ = subject(name)
+    rng = random.Random(f"hostile {name} {seed}")
+    form = CALL_FORMATS[family.calls]
+    texts = sorted({*form.texts, *WORDS, *family.special, *family.plain} - {""})
+    ids: list[int] = []
+    for _ in range(rng.randint(1, 8)):
+        if rng.random() < 0.4:
+            _, _, answer = conversation(name, rng.randrange(NUM_CONVERSATIONS))
+            begin, end = sorted(rng.randint(0, len(answer)) for _ in range(2))
+            ids += answer[begin:end] if rng.random() < 0.6 else answer[:end]
+        else:
+            text = rng.choice(texts)
+            # A delimiter is mostly one token; some in their bytes, as a model may write them too.
+            pieces = [text] if rng.random() < 0.7 else text
+            ids += [i for p in pieces for i in tokenizer(p, add_special_tokens=False)["input_ids"]]
+    return ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_text_is_read_alike_however_it_is_cut(name: str) -> None:
+    for seed in range(40):
+        ids, rng = hostile_ids(name, seed), random.Random(seed)
+        whole = read(name, prompt_of(name), ids, [])
+        assert read(name, prompt_of(name), ids, list(range(1, len(ids)))) == whole, seed
+        for _ in range(3):
+            cuts = sorted(rng.randint(0, len(ids)) for _ in range(4))
+            assert read(name, prompt_of(name), ids, cuts) == whole, (seed, cuts)
