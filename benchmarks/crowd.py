@@ -3,8 +3,8 @@
 A tiny random model is served by ``pagespec serve`` in a process of its own. Steady clients stream
 short chats, alone and beside each kind of crowd:
 
-* leavers: clients that leave in the midst of an answer, half as many as the steady ones there;
-* texts: megabytes of text that no context holds, from clients that leave;
+* leavers: of 200 clients a third leaves in the midst of answers; "alone" are 200 that stay;
+* texts: 8 MB of text each second from each of six clients, which leave;
 * schemas: twelve clients with schemas that are always new and take long to compile;
 * readers: clients that never read their answers;
 * bodies: 11 MB of JSON, and bodies for paths that take none.
@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -38,8 +39,10 @@ from tests.support.chat_models import save_chat_model
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CHAT = "/v1/chat/completions"
-_NUM_STEADY, _NUM_MANY = 8, 133
+_NUM_STEADY, _NUM_MANY = 8, 200
+_PAUSE_S = 1.0  # of bad clients, so that it is not their bandwidth that is measured
 _MIB = 1 << 20
+_FIRST_TOKEN = re.compile(rb'"token_ids":\[\d')
 _numbers = itertools.count()
 
 
@@ -83,7 +86,8 @@ def _request(path: str, body: bytes, method: str = "POST") -> bytes:
 
 def _chat(max_tokens: int, **more: object) -> bytes:
     text = f"hello {next(_numbers)}"
-    fields = {"messages": [{"role": "user", "content": text}], "stream": True, "ignore_eos": True}
+    messages = [{"role": "user", "content": text}]
+    fields = {"messages": messages, "stream": True, "ignore_eos": True, "return_token_ids": True}
     return _request(_CHAT, json.dumps({**fields, "max_tokens": max_tokens, **more}).encode())
 
 
@@ -98,7 +102,7 @@ async def _steady(port: int, until: float, found: list[float], max_tokens: int) 
         began = time.monotonic()
         reader, writer = await _send(port, _chat(max_tokens))
         received = b""
-        while b'"content":"' not in received.replace(b'"content":""', b""):
+        while _FIRST_TOKEN.search(received) is None:
             part = await reader.read(1 << 16)
             if not part:
                 raise RuntimeError(f"no first token: {received[-500:]!r}")
@@ -135,6 +139,7 @@ async def _send_and_leave(port: int, data: bytes, stay_s: float) -> None:
             await writer.drain()
             await reader.read()
     writer.transport.abort()
+    await asyncio.sleep(_PAUSE_S)
 
 
 async def _slow_schema(port: int) -> None:
@@ -168,7 +173,9 @@ async def _measure(
     port, until = server.port, time.monotonic() + seconds
     crowd: list[Awaitable[None]] = []
     if kind == "leavers":
-        crowd = [_repeat(until, lambda: _leave(port)) for _ in range(num_steady // 2)]
+        num_leavers = num_steady // 3
+        crowd = [_repeat(until, lambda: _leave(port)) for _ in range(num_leavers)]
+        num_steady -= num_leavers
     elif kind == "texts":
         crowd = [_repeat(until, lambda d=data: _send_and_leave(port, d, 1.0))  # type: ignore[misc]
                  for data in _texts() * 2]  # fmt: skip

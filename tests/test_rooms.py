@@ -29,7 +29,7 @@ PACKAGE = (
     ("compile",),
     ("kernels",),
     ("model_name",),
-    ("errors", "startup", "disk_cache", "validation", "thread_priority"),
+    ("errors", "startup", "disk_cache", "validation"),
 )
 # A module that is a room of its own, above the rest of its folder.
 APART = ("distributed.ray",)

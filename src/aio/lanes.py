@@ -15,8 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ..thread_priority import give_way
-
 _T = TypeVar("_T")
 _IDLE_S = 30.0
 _NUM_CPUS = os.cpu_count() or 1
@@ -25,15 +23,13 @@ _NUM_CPUS = os.cpu_count() or 1
 class Lane:
     """At most ``num_threads`` threads, and a queue in order of arrival.
 
-    Args:
-        gives_way: whether its threads give way to others where processors are short.
-
     Threads start when they are needed and end when idle. They are daemons: a process ends without
-    waiting for a text or a grammar that nothing waits for any more.
+    waiting for a text or a grammar that nothing waits for any more. Their priority is that of all
+    others: a thread of low priority that is not run while it holds the interpreter stops them all.
     """
 
-    def __init__(self, name: str, num_threads: int, *, gives_way: bool = False) -> None:
-        self._name, self._num_threads, self._gives_way = name, num_threads, gives_way
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._name, self._num_threads = name, num_threads
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
         self._num_live = self._num_idle = 0
@@ -88,8 +84,6 @@ class Lane:
                 raise
 
     def _work(self) -> None:
-        if self._gives_way:
-            give_way()
         while (taken := self._take()) is not None:
             future, call = taken
             if future.set_running_or_notify_cancel():
@@ -114,7 +108,7 @@ class Lane:
 # Milliseconds each: a chat template, a text of some pages, an answer to be written.
 SHORT = Lane("short", min(8, _NUM_CPUS + 2))
 # Texts and bodies of megabytes, one after the other.
-LONG = Lane("long", max(1, _NUM_CPUS // 4), gives_way=True)
+LONG = Lane("long", max(1, _NUM_CPUS // 4))
 # Constraints that are compiled: small ones do not wait for large ones.
 SMALL_CONSTRAINTS, LARGE_CONSTRAINTS = Lane("constraints", 2), Lane("large-constraints", 2)
 

@@ -28,7 +28,7 @@ MAX_INLINE_BYTES = 1 << 15
 # The garbage collector looks at all of them at once.
 MAX_NUM_CONTAINERS = 1 << 17
 _LARGE_BYTES = 1 << 19
-_LARGE = Lane("bodies", 1, gives_way=True)
+_LARGE = Lane("bodies", 1)
 
 _NUMBERS = re.compile(r"[-0-9,\s]{512,65536}")
 _SPACE = re.compile(r"[ \t\n\r]*")

@@ -17,7 +17,6 @@ from ..engine.reasoning import Reasoning
 from ..engine.structured_outputs import Constraint, StructuredOutputs
 from ..engine.token_bytes import TokenBytes
 from ..errors import EngineBusyError, InvalidInputError
-from ..thread_priority import give_way
 from .reasoning import ReasoningTokens
 from .reasons import readable
 from .tokens import make_ll_tokenizer
@@ -101,8 +100,7 @@ class Grammars:
         is_wanted = len(made.matchers) < _NUM_LEXERS and made.compile_s < _MAX_COMPILE_AGAIN_S
         if is_wanted and not is_new and self._places.acquire(blocking=False):
             try:
-                again = _on_deep_stack(lambda: self._compile(constraint), gives_way=True)
-                one_more = again.result()
+                one_more = _on_deep_stack(lambda: self._compile(constraint)).result()
             finally:
                 self._places.release()
             with self._lock:
@@ -168,7 +166,7 @@ class Grammars:
         if not self._places.acquire(timeout=_MAX_COMPILE_S):
             raise EngineBusyError("constraints of other requests are being compiled")
         try:
-            made = _on_deep_stack(lambda: self._compile(constraint), gives_way=True)
+            made = _on_deep_stack(lambda: self._compile(constraint))
         except BaseException as error:
             self._places.release()
             if isinstance(error, RuntimeError):  # no thread can start
@@ -235,17 +233,11 @@ class Grammars:
 _starting = threading.Lock()
 
 
-def _on_deep_stack(work: Callable[[], Any], *, gives_way: bool = False) -> Future[Any]:
-    """Run ``work`` on a thread with ``_STACK_BYTES``, of which only what is used takes memory.
-
-    Args:
-        gives_way: to the engine's thread and the event loop, where processors are short.
-    """
+def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
+    """Run ``work`` on a thread with ``_STACK_BYTES``, of which only what is used takes memory."""
     done: Future[Any] = Future()
 
     def run() -> None:
-        if gives_way:
-            give_way()
         try:
             done.set_result(work())
         except BaseException as error:
