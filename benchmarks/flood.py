@@ -158,13 +158,14 @@ async def _gaps(llm: AsyncLLM, num_prompt: int) -> tuple[list[float], float]:
     end = time.perf_counter()
     for task in tasks:
         task.cancel()
+    await llm.shutdown()
     gaps = [b - a for times in arrivals for a, b in pairwise(times) if b >= begin and a <= end]
     return gaps, end - begin
 
 
-def gaps(model: str, num_prompt: int) -> None:
+def gaps(model: str, num_prompt: int, bounds: tuple[float | None, ...] = (0, None)) -> None:
     print("max_inter_token_ms | gaps of two neighbours: number, median, p99, longest | the prompt")
-    for bound in (0, None):
+    for bound in bounds:
         llm = AsyncLLM(LLM(model, device="cpu", max_model_len=8192, max_inter_token_ms=bound))
         found, took = asyncio.run(_gaps(llm, num_prompt))
         found.sort()
@@ -174,7 +175,6 @@ def gaps(model: str, num_prompt: int) -> None:
             f"{statistics.median(found):.2f} s, {p99:.2f} s, {found[-1]:.2f} s | {took:.1f} s",
             flush=True,
         )
-        llm.llm.engine.scheduler.reset("error")
 
 
 def main() -> None:

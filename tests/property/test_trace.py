@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from pagespec.engine.core import Engine
+from pagespec.engine.pace import StepPace
 from pagespec.engine.plan import StepPlan
+from pagespec.engine.queues import Queues
 from spec import replay
 from spec.events import read_events
 from spec.state import REFUSALS
@@ -230,6 +233,48 @@ def test_an_altered_line_is_refused(how: str, property_ids: set[str]) -> None:
                 num_altered += 1
                 break
     assert num_altered > 5
+
+
+class AnyBudget(StepPace):
+    """Chooses what a step may compute at random, within what is allowed."""
+
+    def __init__(self, seed: int, max_num_tokens: int) -> None:
+        super().__init__(1.0, max_num_tokens)
+        self._rng, self._most = random.Random(seed), max_num_tokens
+
+    def budget(self, queues: Queues) -> int | None:
+        return self._rng.choice([None, self._rng.randint(max(1, len(queues.running)), self._most)])
+
+
+def paced_trace(seed: int) -> list[str]:
+    scenario = Scenario(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.jsonl"
+        pace = AnyBudget(seed, scenario.scheduler.max_num_batched_tokens)
+        scenario.engine = Engine(scenario.scheduler, scenario.runner, pace=pace, trace=path)
+        scenario.run()
+        return path.read_text().splitlines()
+
+
+def test_steps_of_any_budget_are_accepted_and_told() -> None:
+    """And a budget that is told wrongly is refused, where it decides something."""
+    num_refused, budgets = 0, set()
+    for seed in range(25):
+        lines = paced_trace(seed)
+        assert replay.check(lines).property_id == ""
+        for number, line in enumerate(lines):
+            event = json.loads(line)
+            if event["event"] == "plan":
+                budgets.add(event["budget"])
+                for wrong in (event["budget"] - 1, 10**6):
+                    told = json.dumps(event | {"budget": wrong})
+                    found = replay.check([*lines[:number], told, *lines[number + 1 :]])
+                    assert found.property_id in ("", "S18", "S31") or wrong == 0
+                    assert found.property_id == "S18" or wrong != 10**6
+                    num_refused += bool(found.property_id) and wrong != 10**6
+                break
+    assert len(budgets) > 3
+    assert num_refused > 5
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6])

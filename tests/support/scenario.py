@@ -79,7 +79,7 @@ class Scenario:
         reset = self.runner.reset
         self.runner.reset = lambda: self._forget_view(reset)  # type: ignore[method-assign]
         schedule = self.scheduler.schedule
-        self.scheduler.schedule = lambda: self._watched(schedule)  # type: ignore[method-assign]
+        self.scheduler.schedule = lambda *budget: self._watched(schedule, *budget)  # type: ignore[method-assign]
         self.reads_cache, self.max_n = 0.8, 4  # how many requests do; most continuations
         self.has_settled_only = True  # every third request
         self.requests: list[Request] = []
@@ -251,7 +251,7 @@ class Scenario:
 
     # What a single plan must be like, given the state before it ---------------------------------
 
-    def _watched(self, schedule) -> StepPlan:
+    def _watched(self, schedule, *budget: int | None) -> StepPlan:
         scheduler = self.scheduler
         twin = _twin(scheduler)
         num_available = scheduler.blocks.num_available_blocks
@@ -267,11 +267,11 @@ class Scenario:
             and r.num_total != r.max_num_tokens
             and not r.must_settle
         ]
-        plan = schedule()
+        plan = schedule(*budget)
         check_state(scheduler)
         check_plan(scheduler, plan)
         self.view.check(scheduler, plan)
-        if list(plan.rows()) and _shape(twin.schedule()) != _shape(plan):
+        if list(plan.rows()) and _shape(twin.schedule(*budget)) != _shape(plan):
             raise PropertyError("S31", "the same state gave another plan")
         rows = set(scheduler.in_flight[-1].requests) if plan.requests else set()
         names = {info.request_id for info in plan.preempted}
