@@ -212,9 +212,8 @@ MUTANTS = [
         25,
         "the eldest is preempted first",
         _VICTIMS,
-        "    for victim in reversed(running):\n        if victim.rank <= asker.rank or num_gained",
-        "    for victim in running:\n        if victim is asker:\n            continue\n"
-        "        if num_gained",
+        "    younger = (v for v in reversed(running) if v is not displaced)\n",
+        "    younger = (v for v in running if v is not displaced and v.rank > asker.rank)\n",
     ),
     Mutant(
         26,
@@ -227,8 +226,9 @@ MUTANTS = [
         27,
         "a preempted request goes to the back of the queue",
         _QUEUES,
-        "        request.num_preemptions += 1\n        insort(self.waiting, request, key=by_rank)",
-        "        request.num_preemptions += 1\n        self.waiting.append(request)",
+        "        request.num_preemptions += 1\n        self._wait(request)",
+        "        request.num_preemptions += 1\n        self._wait(request)\n"
+        "        self.waiting.remove(request)\n        self.waiting.append(request)",
     ),
     Mutant(
         28,
@@ -255,8 +255,8 @@ MUTANTS = [
         31,
         "victims that free nothing are preempted too",
         _VICTIMS,
-        "    return [v for v in victims if any(num_refs[block] == 0 for block in v.block_table)]\n",
-        "    return victims\n",
+        "v is displaced or any(num_refs[block] == 0 for block in v.block_table)",
+        "True",
     ),
     Mutant(
         32,
@@ -530,10 +530,11 @@ MUTANTS = [
         0,
         "siblings go behind whoever waits",
         _QUEUES,
-        "            sibling.state = RequestState.WAITING\n"
-        "            insort(self.waiting, sibling, key=by_rank)",
-        "            sibling.state = RequestState.WAITING\n"
-        "            self.waiting.append(sibling)",
+        "            self._join_waiting(sibling)\n",
+        "            self._join_waiting(sibling)\n"
+        "            if sibling in self.waiting:\n"
+        "                self.waiting.remove(sibling)\n"
+        "                self.waiting.append(sibling)\n",
     ),
     Mutant(
         0,
@@ -701,13 +702,6 @@ MUTANTS = [
         _PLANNER,
         "                if other.owner != request.owner:\n                    return other\n",
         "                return other\n",
-    ),
-    Mutant(
-        0,
-        "an elder's place is taken",
-        _PLANNER,
-        "                if other.rank <= request.rank:\n                    break\n",
-        "",
     ),
     Mutant(
         19,
