@@ -110,7 +110,8 @@ SHORT = Lane("short", min(8, _NUM_CPUS + 2))
 # Texts and bodies of megabytes, one after the other.
 LONG = Lane("long", max(1, _NUM_CPUS // 4))
 # Constraints that are compiled: small ones do not wait for large ones.
-SMALL_CONSTRAINTS, LARGE_CONSTRAINTS = Lane("constraints", 2), Lane("large-constraints", 2)
+SMALL_CONSTRAINTS = Lane("constraints", 2)
+LARGE_CONSTRAINTS = Lane("large-constraints", max(1, _NUM_CPUS // 4))
 
 LONG_BYTES = 1 << 18
 

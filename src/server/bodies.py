@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Coroutine
 from json.decoder import JSONArray, JSONDecodeError, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
@@ -28,6 +29,10 @@ MAX_INLINE_BYTES = 1 << 15
 # The garbage collector looks at all of them at once.
 MAX_NUM_CONTAINERS = 1 << 17
 _LARGE_BYTES = 1 << 19
+# A thread of plain Python slows all others down: each operation of a step waits for it. So a parser
+# pauses for twice the time that it worked.
+_TURN_S, _PAUSE_PER_TURN = 0.002, 2.0
+_NUM_VALUES_PER_LOOK = 128
 _LARGE = Lane("bodies", 1)
 
 _NUMBERS = re.compile(r"[-0-9,\s]{512,65536}")
@@ -85,7 +90,7 @@ def parse(body: bytes) -> Any:
 
     Raises:
         JSONDecodeError, UnicodeDecodeError, RecursionError, ValueError: as ``json.loads``.
-        ApiError: it has more than :data:`MAX_NUM_CONTAINERS` objects and lists.
+        ApiError: it has more than :data:`MAX_NUM_CONTAINERS` objects, lists and fields.
     """
     return _Decoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))
 
@@ -93,21 +98,42 @@ def parse(body: bytes) -> Any:
 class _Decoder(json.JSONDecoder):
     def __init__(self) -> None:
         super().__init__()
-        self._num_containers = 0
+        self._num_containers = self._num_values = 0
+        self._turn_began = time.perf_counter()
         self.parse_object = self._object
         self.parse_array = self._array
-        self.scan_once = py_make_scanner(self)
+        self._scan_value = self.scan_once = py_make_scanner(self)
+
+    def _scan(self, text: str, begin: int) -> tuple[Any, int]:
+        """A value inside another."""
+        self._num_values += 1
+        if self._num_values % _NUM_VALUES_PER_LOOK == 0:
+            self._pause()
+        found: tuple[Any, int] = self._scan_value(text, begin)
+        return found
+
+    def _scan_field(self, text: str, begin: int) -> tuple[Any, int]:
+        self._count()
+        return self._scan(text, begin)
+
+    def _pause(self) -> None:
+        worked_s = time.perf_counter() - self._turn_began
+        if worked_s >= _TURN_S:
+            time.sleep(_PAUSE_PER_TURN * worked_s)
+            self._turn_began = time.perf_counter()
 
     def _count(self) -> None:
         self._num_containers += 1
         if self._num_containers > MAX_NUM_CONTAINERS:
-            raise ApiError(400, f"the body has more than {MAX_NUM_CONTAINERS} objects and lists")
+            raise ApiError(
+                400, f"the body has more than {MAX_NUM_CONTAINERS} objects, lists and fields"
+            )
 
-    def _object(self, begin: tuple[str, int], *rest: Any) -> Any:
+    def _object(self, begin: tuple[str, int], strict: bool, _: Any, *rest: Any) -> Any:
         self._count()
-        return JSONObject(begin, *rest)
+        return JSONObject(begin, strict, self._scan_field, *rest)
 
-    def _array(self, begin: tuple[str, int], scan_once: Any) -> tuple[list[Any], int]:
+    def _array(self, begin: tuple[str, int], _: Any) -> tuple[list[Any], int]:
         self._count()
         text, end = begin
         values: list[Any] = []
@@ -120,9 +146,10 @@ class _Decoder(json.JSONDecoder):
             except ValueError:
                 break  # told of below, with its place
             end = comma + 1
+            self._pause()
         if values:
             place = _SPACE.match(text, end).end()  # type: ignore[union-attr]
             if text[place : place + 1] == "]":
                 raise JSONDecodeError("Expecting value", text, place)
-        rest, end = JSONArray((text, end), scan_once)
+        rest, end = JSONArray((text, end), self._scan)
         return values + rest if values else rest, end
