@@ -53,8 +53,8 @@ class Logprob:
             maximum.
         rank: 1 plus the number of tokens before it, by logit downwards and then by id upwards. So
             ranks are distinct, and a greedy token has rank 1.
-        decoded_token: its text by itself; None if the model has no tokenizer, or with
-            ``detokenize=False``.
+        decoded_token: its text inside a text, U+FFFD for bytes that form no character; None if the
+            model has no tokenizer, or with ``detokenize=False``.
     """
 
     logprob: float
@@ -126,7 +126,7 @@ class ScoreOutput:
 
     Attributes:
         prompt: None when token ids were given.
-        tokens: the text of each token by itself; None if the model has no tokenizer.
+        tokens: the text of each token inside a text; None if the model has no tokenizer.
         logprobs: None for the first token, which follows nothing.
         ranks: as of :class:`Logprob`; 1 for a token that greedy sampling would have chosen.
     """

@@ -73,7 +73,6 @@ class RequestFactory:
         structures: Structures | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._token_bytes = TokenBytes(tokenizer)
         self._encode = encode
         self.structures = structures
         self._vocab_size = vocab_size
@@ -263,13 +262,19 @@ class RequestFactory:
             stop_reason=stop_reason if finish_reason == "stop" else None,
         )
 
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes of single tokens; None without a tokenizer."""
+        return None if self._tokenizer is None else self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
+
     @cached_property
     def decode_one(self) -> Callable[[int], str] | None:
-        """The text of a token by itself, each decoded once; None without a tokenizer."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            return None
-        return cache(lambda token_id: str(tokenizer.decode([token_id])))
+        """The text of a token inside a text, each decoded once; None without a tokenizer."""
+        return None if self._tokenizer is None else cache(self._token_bytes.text)
 
 
 def _unlikelihood(answer: CompletionOutput) -> float:

@@ -46,6 +46,23 @@ class TokenBytes:
             found = self._known[token_id] = self._bytes_of(token_id)
         return found
 
+    def text(self, token_id: int) -> str:
+        """The text of a token inside a text; bytes that form no character are U+FFFD."""
+        return self(token_id).decode("utf-8", "replace")
+
+    def at_beginning(self, token_id: int) -> bytes:
+        """The bytes of a token at the beginning of a text, where some decoders strip a space."""
+        inside = self(token_id)
+        if not inside.startswith(b" "):
+            return inside
+        alone = self._decode([token_id]).encode("utf-8", "replace")
+        return alone if inside == b" " + alone else inside
+
+    def num_chars(self, text: bytes) -> int:
+        """Characters that the tokenizer shows for these bytes. U+FFFD stands for each wrong byte
+        after a byte fallback, else for each wrong beginning of a character."""
+        return len(text.decode("utf-8", "surrogateescape" if self._alphabet is None else "replace"))
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Tokens that decoding leaves out when it skips special tokens."""

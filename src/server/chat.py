@@ -20,7 +20,7 @@ from .call import Call, read_call, require_parts, whole
 from .chat_answer import ChatAnswer
 from .context import Context, ServerContext
 from .errors import context_errors
-from .logprobs import chat_logprobs, prompt_logprobs, token_texts
+from .logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from .protocol.chat import ChatRequest
 from .protocol.names import client_names
 from .sampling import chat_params
@@ -127,7 +127,11 @@ class _Choices:
         self._llm = call.context.engine.llm
         self._body, self._params, self._choice = body, params, choice
         self._generation = generation
-        self._texts = token_texts(self._llm.factory, as_ids=bool(body.return_tokens_as_token_ids))
+        self._texts = TokenTexts(
+            self._llm.factory,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            skips_special=params.skip_special_tokens,
+        )
         self._answers: dict[int, ChatAnswer] = {}
 
     def pieces(self, _place: int, delta: AnswerDelta) -> Iterator[tuple[dict[str, Any], Extra]]:

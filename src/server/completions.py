@@ -14,7 +14,13 @@ from ..engine.sampling_params import SamplingParams
 from .bodies import BodyRoute
 from .call import Call, read_call, require_parts, whole
 from .context import Context, ServerContext
-from .logprobs import CompletionLogprobs, Entries, prompt_logprobs, token_texts
+from .logprobs import (
+    CompletionLogprobs,
+    Entries,
+    TokenTexts,
+    joined_logprobs,
+    prompt_logprobs,
+)
 from .protocol.completions import CompletionRequest
 from .protocol.names import client_names
 from .sampling import completion_params, is_echo_alone
@@ -110,8 +116,10 @@ class _Choices:
         self._engine = call.context.engine.llm
         self._body, self._params, self._generations = body, params, generations
         self._is_prompt_alone = is_echo_alone(body)
-        self._texts = token_texts(
-            self._engine.factory, as_ids=bool(body.return_tokens_as_token_ids)
+        self._texts = TokenTexts(
+            self._engine.factory,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            skips_special=params.skip_special_tokens,
         )
         self._begun: dict[int, CompletionLogprobs | None] = {}
 
@@ -141,23 +149,25 @@ class _Choices:
         if self._is_prompt_alone:
             text, token_ids, entries = "", [], None if entries is None else []
         is_first = index not in self._begun
-        if is_first:
-            num_top = body.logprobs
-            self._begun[index] = (
-                None if num_top is None else CompletionLogprobs(num_top, self._texts)
-            )
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
-        logprobs = self._begun[index]
         generation = self._generations[place]
         prompt = generation.prompt
-        if is_first and body.echo:
-            choice["text"] = self._prompt_text(place, prompt) + text
-            if entries is not None:
-                known = generation.prompt_logprobs or []  # of an aborted prompt a part
-                token_ids = [*prompt.token_ids[: len(known)], *token_ids]
-                entries = [*known, *entries]
+        prompt_text = self._prompt_text(place, prompt) if is_first and body.echo else ""
+        if is_first:
+            self._begun[index] = (
+                None
+                if body.logprobs is None
+                else CompletionLogprobs(
+                    body.logprobs, self._texts, prompt.token_ids, len(prompt_text)
+                )
+            )
+        choice: dict[str, Any] = {"index": index, "text": prompt_text + text, "logprobs": None}
+        logprobs = self._begun[index]
         if logprobs is not None and entries is not None:
             choice["logprobs"] = logprobs.read(token_ids, entries)
+            if is_first and body.echo:
+                known = generation.prompt_logprobs or []  # of an aborted prompt a part
+                before = logprobs.read_prompt(prompt.token_ids[: len(known)], known)
+                choice["logprobs"] = joined_logprobs(before, choice["logprobs"])
         choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
         if self._is_prompt_alone and delta.finish_reason == "stop":
             choice["finish_reason"], choice["stop_reason"] = "length", None

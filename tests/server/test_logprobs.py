@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
 from pagespec import LLM
 from pagespec.engine.outputs import Logprob
-from pagespec.server.logprobs import CompletionLogprobs, chat_logprobs
+from pagespec.engine.request_factory import RequestFactory
+from pagespec.server.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 from tests.support.chat_models import save_chat_model
+from tests.support.chunks import read_events
+from tests.support.models import tiny_model
 from tests.support.server import serving
+from tests.support.tokenizers import byte_fallback, byte_level, unigram
 
 PROMPT = [5, 40, 41, 90, 7, 12]
 
@@ -100,18 +104,125 @@ def test_the_best_of_several(http: httpx.Client) -> None:
     assert best["usage"]["completion_tokens"] == 30
 
 
-def test_greedy_means_the_largest_of_the_top() -> None:
-    """Also where another token has the same text: U+FFFD is that of many."""
+class Texts(TokenTexts):
+    """Some texts by id, of no tokenizer."""
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        self._known = texts
+
+    def text(self, token_id: int, *, is_beginning: bool = False) -> str:
+        return self._known.get(token_id, str(token_id))
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        return None
+
+    def is_textless(self, token_id: int) -> bool:
+        return False
+
+    def offsets(self, prompt_token_ids: Sequence[int], num_before: int) -> None:
+        return None
+
+
+def test_tokens_of_one_text_have_keys_of_their_own() -> None:
+    """U+FFFD is the text of many. The largest value is the greedy choice's, and no other token's
+    own value is among those that look like it."""
     found = {7: Logprob(-0.5, 1), 8: Logprob(-0.7, 2), 9: Logprob(-3.0, 3)}
-    texts = {7: "\ufffd", 8: "\ufffd", 9: "z"}
-    read = CompletionLogprobs(3, texts.__getitem__).read([7, 9], [found, found])
-    assert read["top_logprobs"] == [{"\ufffd": -0.5, "z": -3.0}] * 2
-    assert read["token_logprobs"] == [-0.5, -3.0]
-    assert read["text_offset"] == [0, 1]
+    texts = Texts({7: "\ufffd", 8: "\ufffd", 9: "z"})
+    read = CompletionLogprobs(3, texts).read([7, 9, 8], [found] * 3)
+    assert read["top_logprobs"] == [
+        {"\ufffd": -0.5, "token_id:8": -0.7, "z": -3.0},
+        {"z": -3.0, "\ufffd": -0.5, "token_id:8": -0.7},
+        {"\ufffd": -0.7, "token_id:7": -0.5, "z": -3.0},
+    ]
+    assert read["token_logprobs"] == [-0.5, -3.0, -0.7]
+
+
+class SpacedLLM(NamedTuple):
+    """An engine whose tokenizer is SentencePiece's: "▁answer" and "answer" are two tokens."""
+
+    llm: LLM
+    names: dict[str, int]
+
+
+@pytest.fixture(scope="module", params=[unigram, byte_fallback, byte_level])
+def spaced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpacedLLM:
+    folder = tmp_path_factory.mktemp("spaced")
+    tokenizer = request.param()
+    model = tiny_model("llama", num_hidden_layers=1, vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return SpacedLLM(LLM(folder, max_num_seqs=8, num_blocks=200), tokenizer.get_vocab())
+
+
+def test_log_probabilities_point_into_the_text(spaced: SpacedLLM) -> None:
+    """With and without the prompt, streamed or not; the greedy choice is never another token."""
+    with serving(spaced.llm) as url, httpx.Client(base_url=url, timeout=60) as http:
+        for number, echo in enumerate((False, True, False, True)):
+            prompt = ["a é ab", "\U0001f600 a"][number // 2]
+            asked = {"prompt": prompt, "echo": echo, "seed": number,
+                     "max_tokens": 24, "logprobs": 5, "temperature": 1.5, "ignore_eos": True,
+                     "return_token_ids": True}  # fmt: skip
+            (choice,) = post(http, "/v1/completions", **asked)["choices"]
+            logprobs, text = choice["logprobs"], choice["text"]
+            ids = ([*choice["prompt_token_ids"]] if echo else []) + choice["token_ids"]
+            rows = zip(
+                logprobs["tokens"], logprobs["text_offset"], logprobs["token_logprobs"],
+                logprobs["top_logprobs"], strict=True,
+            )  # fmt: skip
+            for token, place, own, top in rows:
+                is_special = token in ("<s>", "</s>", "<unk>")
+                if "\ufffd" not in token and not is_special:
+                    assert text[place : place + len(token)] == token
+                if own is not None:
+                    assert top[token] == own
+                    assert 5 <= len(top) <= 6
+            assert len(logprobs["tokens"]) == len(ids)
+            with http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
+                chunks = read_events("".join(answer.iter_text()))
+            parts = [c["logprobs"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
+            for name, values in logprobs.items():
+                assert [value for part in parts for value in part[name]] == values
+
+
+def test_chat_has_the_bytes_of_each_token(spaced: SpacedLLM) -> None:
+    texts = TokenTexts(spaced.llm.factory, as_ids=False, skips_special=True)
+    found = dict.fromkeys(range(len(spaced.names)), Logprob(-1.0, 1))
+    ids = spaced.llm.tokenizer("a\U0001f600é", add_special_tokens=False)["input_ids"]
+    entries = chat_logprobs(ids, [found] * len(ids), 0, texts)
+    content = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert content.decode().strip() == "a\U0001f600é"
+    as_ids = TokenTexts(spaced.llm.factory, as_ids=True, skips_special=True)
+    (entry,) = chat_logprobs(ids[-1:], [found], 0, as_ids)
+    assert entry["token"] == f"token_id:{ids[-1]}"
+    assert entry["bytes"] == entries[-1]["bytes"]
+
+
+def test_a_mark_of_a_space_tells_two_tokens_apart() -> None:
+    tokenizer = unigram()
+    names = tokenizer.get_vocab()
+    factory = RequestFactory(
+        tokenizer,
+        vocab_size=len(tokenizer),
+        eos_token_ids=frozenset({2}),
+        max_model_len=99,
+        seed=0,
+    )
+    texts = TokenTexts(factory, as_ids=False, skips_special=True)
+    spaced, plain, first = names["▁answer"], names["answer"], names["a"]
+    found = {plain: Logprob(-6.39, 40), spaced: Logprob(-0.0017, 1)}
+    read = CompletionLogprobs(1, texts, [1, first]).read([plain], [found])
+    assert read["top_logprobs"] == [{"answer": -6.39, " answer": -0.0017}]
+    # At the beginning of a text the decoder strips the space.
+    read = CompletionLogprobs(1, texts, [1]).read([spaced, spaced], [found] * 2)
+    assert read["tokens"] == ["answer", " answer"]
+    assert read["text_offset"] == [0, 6]
+    read = CompletionLogprobs(2, texts, [1]).read([spaced], [found | {plain: Logprob(-1.0, 2)}])
+    assert read["top_logprobs"] == [{"answer": -0.0017, f"token_id:{plain}": -1.0}]
 
 
 def test_numbers_that_json_lacks() -> None:
     found = {1: Logprob(-math.inf, 2), 0: Logprob(math.nan, 1)}
-    (entry,) = chat_logprobs([1], [found], 1, str)
+    (entry,) = chat_logprobs([1], [found], 1, Texts({}))
     assert entry["logprob"] == -9999.0
     assert entry["top_logprobs"][0]["logprob"] is None
