@@ -31,6 +31,7 @@ from .kernels.collectives.communicator import Communicator, LoneRank, communicat
 from .kernels.linear.cublas import without_split_k
 from .runner.cpu_runner import OnLogits
 from .runner.cpu_startup import make_cpu_runner
+from .runner.cpu_threads import use_threads
 from .runner.host_memory import available_bytes
 from .runner.staging_runner import TimedRunner
 from .start_report import cache_text, library_text, quantization_text
@@ -94,6 +95,9 @@ def build(
     device = resolve_device(config.device)
     matmul_plan_dir: Path | None = cache_root() / "linear"
     reading = None
+    if device.type == "cpu" and (config.threads is not None or shard.num_ranks == 1):
+        # Ranks compute with the number of threads that rank 0 had.
+        use_threads(config.threads)
     if device.type == "cuda":
         # Triton, which it needs, is only there on machines with a GPU.
         from .kernels.jit.cache_keys import read_triton_early

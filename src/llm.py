@@ -136,6 +136,8 @@ class LLM:
         generation_config: where the default sampling parameters come from: "auto", the model's
             generation config; "vllm", none, so they are those of ``SamplingParams``; or a folder
             with a generation_config.json. The model's end tokens are its own in any case.
+        threads: threads that compute on a CPU, for all engines of this process; None measures at
+            start which number up to torch's own, the cores and their quota is the quickest.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         tool_call_format: how the model writes tool calls: a name of docs/chat.md, or "none".
@@ -184,6 +186,7 @@ class LLM:
         generation_config: str | os.PathLike[str] = "auto",
         tool_call_format: str = "auto",
         reasoning_format: str = "auto",
+        threads: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         check_invariants: bool = False,
         on_logits: Callable[..., None] | None = None,
@@ -224,6 +227,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             mla_latent_cache=mla_latent_cache,
             generation_config=generation_config,  # type: ignore[arg-type]
+            threads=threads,
         )
         build = import_engine(config.device, config.tensor_parallel_size, model)
         built = build(model, config, on_logits)

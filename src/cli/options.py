@@ -138,6 +138,12 @@ class EngineOptions:
         "come from. auto: the model's generation config. vllm: none. Or a folder with a "
         "generation_config.json; to serve, its max_new_tokens is a limit, too.",
     )
+    threads: int | None = option(
+        None,
+        "N",
+        "Threads that compute on a CPU.",
+        show_default="the quickest number, measured at start",
+    )
     tensor_parallel_size: int = option(
         1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."
     )

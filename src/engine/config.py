@@ -23,6 +23,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 GENERATION_CONFIGS = ("auto", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
+MAX_THREADS = 1024  # of a CPU, with room
 MAX_RANKS = 64  # GPUs of one host, with room
 # Block numbers, token indices and context lengths of a step are int32 tensors.
 MAX_COUNT = (1 << 31) - 1
@@ -107,6 +108,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     mla_latent_cache: bool = True
     generation_config: str = "auto"
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -148,6 +150,8 @@ class EngineConfig:
             raise InvalidInputError("memory_utilization", share, limit)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check_bool("mla_latent_cache", self.mla_latent_cache)
+        if self.threads is not None:
+            _check_count("threads", self.threads, 1, MAX_THREADS)
         self._check_states()
         self._check_generation_config()
         _check_bool("transparent", self.transparent)

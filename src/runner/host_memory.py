@@ -43,18 +43,24 @@ def _machine_bytes(root: Path) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, tuple[tuple[str, ...], str, str]]]:
-    """The folders of this process's groups, from its own to the outermost that can be seen."""
+    for folder, is_v2 in control_groups(root, "memory"):
+        yield folder, _FILES_V2 if is_v2 else _FILES_V1
+
+
+def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's groups with such a controller, from its own to the outermost
+    that can be seen; and whether they are of version 2."""
     own: dict[str, str] = {}  # by version
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             own["cgroup2"] = path
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             own["cgroup"] = path
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, filesystem = line.partition(" - ")
         kind, *_, options = filesystem.split(" ")
-        if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
+        if kind not in own or (kind == "cgroup" and controller not in options.split(",")):
             continue
         mounted, place = mount.split(" ")[3:5]
         top = root / place.lstrip("/")
@@ -62,9 +68,8 @@ def _groups(root: Path) -> Iterator[tuple[Path, tuple[tuple[str, ...], str, str]
         inside = Path(own[kind]).relative_to("/")
         if Path(own[kind]).is_relative_to(mounted):
             inside = Path(own[kind]).relative_to(mounted)
-        files = _FILES_V2 if kind == "cgroup2" else _FILES_V1
         for folder in (inside, *inside.parents):
-            yield top / folder, files
+            yield top / folder, kind == "cgroup2"
 
 
 def _lines(file: Path) -> list[str]:
