@@ -33,21 +33,33 @@ class ContextLengthError(InvalidInputError):
     Attributes:
         num_tokens: of the prompt; with ``is_least`` it has that many or more.
         max_model_len: tokens of prompt and output together.
+        is_scored: the prompt needs no room for an output.
     """
 
     def __init__(
-        self, field: str, num_tokens: int, max_model_len: int, is_least: bool = False
+        self,
+        field: str,
+        num_tokens: int,
+        max_model_len: int,
+        *,
+        is_least: bool = False,
+        is_scored: bool = False,
     ) -> None:
-        self.num_tokens, self.max_model_len, self.is_least = num_tokens, max_model_len, is_least
+        self.num_tokens, self.max_model_len = num_tokens, max_model_len
+        self.is_least, self.is_scored = is_least, is_scored
         value = f"{'at least ' if is_least else ''}{num_tokens} tokens"
-        limit = (
-            f"must be at most {max_model_len - 1} tokens, one less than "
-            f"max_model_len = {max_model_len}"
-        )
-        super().__init__(field, value, limit)
+        limit = f"must be at most {max_model_len - (not is_scored)} tokens, "
+        limit += "" if is_scored else "one less than "
+        super().__init__(field, value, f"{limit}max_model_len = {max_model_len}")
 
     def renamed(self, field: str, limit: str | None = None) -> InvalidInputError:  # noqa: ARG002
-        return ContextLengthError(field, self.num_tokens, self.max_model_len, self.is_least)
+        return ContextLengthError(
+            field,
+            self.num_tokens,
+            self.max_model_len,
+            is_least=self.is_least,
+            is_scored=self.is_scored,
+        )
 
 
 def shortened(text: str, length: int) -> str:

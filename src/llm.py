@@ -332,9 +332,10 @@ class LLM:
         the same float that ``logprobs`` of :class:`SamplingParams` gives when it is sampled there.
 
         Args:
-            prompts: as of ``generate``.
+            prompts: as of ``generate``, but each may have ``max_model_len`` tokens.
         """
-        return self._loop.score(self.reader.read_all(split_prompts(prompts)), use_tqdm)
+        inputs = self.reader.read_all(split_prompts(prompts), is_scored=True)
+        return self._loop.score(inputs, use_tqdm)
 
     def chat(
         self,

@@ -174,9 +174,15 @@ class AsyncLLM:
         priority: int | None = None,
         cache_salt: str | None = None,
         owner: str | None = None,
+        is_scored: bool = False,
     ) -> list[Generation]:
         """Have several prompts answered, each with its parameters: all of them or, if one is
-        refused, none. As :meth:`submit`."""
+        refused, none. As :meth:`submit`.
+
+        Args:
+            is_scored: only the prompts are wanted; ``max_tokens`` must be 1. A prompt that is no
+                ``PromptInput`` may then have ``max_model_len`` tokens.
+        """
         self._require_running()
         num_new = sum(getattr(params, "num_generated", 1) for _, params in items)
         self.check_num_requests(num_new)
@@ -187,11 +193,11 @@ class AsyncLLM:
         # Held all the while: the loop must not wait for another thread's long text.
         if is_quick and lock.acquire(blocking=False):
             try:
-                made = self._make(items, request_ids, marks)
+                made = self._make(items, request_ids, marks, is_scored)
             finally:
                 lock.release()
         else:
-            made = await lane_of(num_chars).run(self._make, items, request_ids, marks)
+            made = await lane_of(num_chars).run(self._make, items, request_ids, marks, is_scored)
         await self._check_structures(made)
         while self._resumed is not None:
             await asyncio.shield(asyncio.wrap_future(self._resumed))
@@ -349,11 +355,13 @@ class AsyncLLM:
         items: Sequence[tuple[Any, SamplingParams]],
         request_ids: Sequence[str] | None,
         marks: Mapping[str, Any],
+        is_scored: bool,
     ) -> list[Served]:
         """On any thread."""
         made = []
         for index, (prompt, params) in enumerate(items):
-            read = self._read(prompt, "prompt" if len(items) == 1 else f"prompts[{index}]", params)
+            field = "prompt" if len(items) == 1 else f"prompts[{index}]"
+            read = self._read(prompt, field, params, is_scored)
             read = self._reader.marked(read, **{k: v for k, v in marks.items() if v is not None})
             requests = self._factory.make(read, params, checks_structure=False)
             name = str(next(self._numbers)) if request_ids is None else request_ids[index]
@@ -383,11 +391,11 @@ class AsyncLLM:
             except TimeoutError:
                 raise EngineBusyError("constraints of other requests are being compiled") from None
 
-    def _read(self, prompt: Any, field: str, params: Any) -> PromptInput:
+    def _read(self, prompt: Any, field: str, params: Any, is_scored: bool) -> PromptInput:
         truncate = truncation_of(params)
         if isinstance(prompt, PromptInput):
             return self._reader.truncated(prompt, truncate)
-        return self._reader.read(prompt, field, truncate)
+        return self._reader.read(prompt, field, truncate, is_scored=is_scored)
 
 
 def _aborter(thread: EngineThread, host: RequestHost) -> Callable[[Served], None]:

@@ -29,15 +29,17 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority", "owner"}
 class PromptInput:
     """A checked prompt. ``text`` is None when token ids were given. ``priority`` is 0 (the most
     urgent) to ``MAX_PRIORITY``; it counts under the policy "priority" only. ``owner``: on whose
-    share it is served under the policy "fair". ``end_token_ids`` end its answers beside the model's
-    own, unless these are ignored. ``reasoning`` is what the answer may begin with before its
-    content, of a conversation."""
+    share it is served under the policy "fair". ``is_scored``: only the prompt is wanted; one token
+    is sampled and discarded, so the context need not hold it. ``end_token_ids`` end its answers
+    beside the model's own, unless these are ignored. ``reasoning`` is what the answer may begin
+    with before its content, of a conversation."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: bytes = b""
     priority: int = 0
     owner: str = ""
+    is_scored: bool = False
     end_token_ids: frozenset[int] = frozenset()
     reasoning: Reasoning | None = None
 
@@ -127,7 +129,7 @@ class PromptReader:
     Args:
         tokenizer: a transformers tokenizer, or None: then only token ids are accepted.
         vocab_size: ids must be below it.
-        max_model_len: prompts must leave room for one generated token.
+        max_model_len: prompts must leave room for one generated token, unless they are scored.
 
     Attributes:
         encoding_lock: held while a tokenizer that threads may not share encodes a text or renders
@@ -144,10 +146,18 @@ class PromptReader:
         self._is_shared = is_plain(tokenizer)
         self.encoding_lock = threading.RLock()
 
-    def read(self, prompt: Any, field: str = "prompt", truncate: int | None = None) -> PromptInput:
+    def read(
+        self,
+        prompt: Any,
+        field: str = "prompt",
+        truncate: int | None = None,
+        *,
+        is_scored: bool = False,
+    ) -> PromptInput:
         """
         Args:
-            truncate: keep that many of the last tokens; -1 as many as there is room for.
+            truncate: keep that many of the last tokens; -1 as many as leave room for one token.
+            is_scored: see :class:`PromptInput`; the prompt may have ``max_model_len`` tokens.
 
         Raises:
             InvalidInputError: it is refused; names ``field``, the value and the limit.
@@ -182,11 +192,15 @@ class PromptReader:
             token_ids, text = list(prompt), None
         else:
             raise InvalidInputError(field, prompt, "must be text or a list of token ids")
-        token_ids = self._check(self._truncated(token_ids, truncate), field)
-        return PromptInput(text, token_ids, cache_salt, priority, owner)
+        token_ids = self._check(self._truncated(token_ids, truncate), field, is_scored=is_scored)
+        return PromptInput(text, token_ids, cache_salt, priority, owner, is_scored)
 
     def read_all(
-        self, prompts: Sequence[Any], truncate: Sequence[int | None] | None = None
+        self,
+        prompts: Sequence[Any],
+        truncate: Sequence[int | None] | None = None,
+        *,
+        is_scored: bool = False,
     ) -> list[PromptInput]:
         """The prompts of one call; an error names the one it is about."""
         is_single = len(prompts) == 1
@@ -195,6 +209,7 @@ class PromptReader:
                 prompt,
                 "prompt" if is_single else f"prompts[{i}]",
                 None if truncate is None else truncate[i],
+                is_scored=is_scored,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -337,11 +352,13 @@ class PromptReader:
             self._require_room(text, field)
         return self._encode(text)
 
-    def _check(self, token_ids: list[Any], field: str) -> list[int]:
+    def _check(self, token_ids: list[Any], field: str, *, is_scored: bool = False) -> list[int]:
         if not token_ids:
             raise InvalidInputError(field, token_ids, "must not be empty")
-        if len(token_ids) >= self._max_model_len:
-            raise ContextLengthError(field, len(token_ids), self._max_model_len)
+        if len(token_ids) >= self._max_model_len + is_scored:
+            raise ContextLengthError(
+                field, len(token_ids), self._max_model_len, is_scored=is_scored
+            )
         self._check_ids(token_ids, field)
         return token_ids
 

@@ -107,12 +107,16 @@ class RequestFactory:
             raise InvalidInputError("prompt_logprobs", params.prompt_logprobs, limit)
         if params.stop_strings and self._tokenizer is None:
             raise InvalidInputError("stop", params.stop, "this model has no tokenizer")
-        max_num_tokens = self._max_model_len
+        # The last token is sampled and never computed, so that of a scored prompt may lie beyond.
+        max_num_tokens = self._max_model_len + prompt.is_scored
         if params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, len(prompt.token_ids) + params.max_tokens)
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= self._ends_of(prompt)
+        edits = self._edits(params, self._ends_of(prompt))
+        if prompt.is_scored:  # the sampled token is discarded, and has no place in a history
+            edits = None
         number = next(self._numbers)
         leader = Request(
             str(number),
@@ -125,7 +129,7 @@ class RequestFactory:
             priority=prompt.priority,
             owner=prompt.owner,
             cache_salt=prompt.cache_salt,
-            edits=self._edits(params, self._ends_of(prompt)),
+            edits=edits,
             reasoning=None if params.structured_outputs is None else prompt.reasoning,
         )
         requests = [leader]

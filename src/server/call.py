@@ -47,14 +47,20 @@ class Call:
     with_usages: bool
 
     async def submit(
-        self, items: Sequence[tuple[Any, SamplingParams]], field: str = "prompt"
+        self,
+        items: Sequence[tuple[Any, SamplingParams]],
+        field: str = "prompt",
+        *,
+        is_scored: bool = False,
     ) -> list[Generation]:
         """Have prompts answered; errors name the fields that the client sent.
 
         Args:
             field: what the request calls its prompts.
+            is_scored: only the prompts are wanted.
         """
         num_output = max((params.max_tokens or 1 for _, params in items), default=1)
+        num_output = 0 if is_scored else num_output
         with context_errors(num_output), client_names(self.body):
             try:
                 return await self.context.engine.submit_all(
@@ -62,6 +68,7 @@ class Call:
                     priority=self.priority,
                     cache_salt=self.cache_salt,
                     owner=self.owner,
+                    is_scored=is_scored,
                 )
             except InvalidInputError as error:
                 name = error.field.removeprefix("prompt.") if error.field in _MARKS else error.field

@@ -41,7 +41,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     items = [(prompt, params) for prompt in prompts]
     if body.stream:
         require_parts(params)
-        generations = await call.submit(items)
+        generations = await call.submit(items, is_scored=is_echo_alone(body))
         return EventStream(call, generations, _Choices(call, body, params, generations))
     return await _answer(call, body, params, items)
 
@@ -49,7 +49,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
 async def _answer(
     call: Call, body: CompletionRequest, params: SamplingParams, items: Sequence[Any]
 ) -> Response:
-    generations = await call.submit(items)
+    generations = await call.submit(items, is_scored=is_echo_alone(body))
     try:
         results = [await generation.result() for generation in generations]
     finally:

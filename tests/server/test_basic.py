@@ -58,10 +58,10 @@ def test_numbers(http: httpx.Client) -> None:
     assert http.get("/get_world_size").json() == {"world_size": 1}
 
 
-GETS = [
+GETS = (
     *("/", "/page/app.js", "/health", "/ping", "/readiness", "/liveness", "/v1/models"),
     *("/v1/models/one", "/metrics", "/load", "/version", "/live", "/openapi.json"),
-]
+)
 
 
 @pytest.mark.parametrize("path", [*GETS, "/nothing", "/v1/models/three", "/page/nothing"])
