@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from pagespec import LLM, AsyncLLM
-from tests.support.browser import browser, open_page  # noqa: F401
+from tests.support.browser import OTHER_HOST, browser, open_page  # noqa: F401
 from tests.support.content_llm import content_llm
 from tests.support.scripted_llm import scripted_llm
 from tests.support.server import serving
 from tests.support.slow_llm import slowed
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 pytestmark = pytest.mark.browser
 
@@ -209,6 +209,111 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser) -> None:  # n
         page.reload()
         page.wait_for_selector("#state[data-state=ready]")
         assert not page.locator("dialog[open]").count()
+
+
+def test_a_key_that_is_refused_is_told(browser: Browser) -> None:  # noqa: F811
+    with opened(browser, config={"api_keys": ["right"]}) as (page, _, _):
+        page.wait_for_selector("dialog[open]")
+        assert not page.is_visible("#key-refused")
+        for _ in range(2):
+            page.fill("#key-input", "wrong")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("dialog[open] #key-refused:visible")
+            assert page.text_content("#key-refused") == "The server refuses this key."
+            assert page.input_value("#key-input") == ""
+            page.keyboard.press("Escape")
+            page.wait_for_selector("#state[data-state=locked]")
+            page.click("#key")
+            assert not page.is_visible("#key-refused")
+        page.fill("#key-input", "right")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#state[data-state=ready]")
+        assert not page.locator("dialog[open]").count()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", OTHER_HOST])
+def test_copying_works_from_any_host(browser: Browser, host: str) -> None:  # noqa: F811
+    engine = AsyncLLM(slowed(scripted_llm("qwen3", ANSWERS), STEP_S))
+    with serving(engine, model="scripted") as url:
+        address = url.replace("127.0.0.1", host) + "/"
+        with open_page(browser, address) as page:
+            page.set_default_timeout(20_000)
+            assert page.evaluate("isSecureContext") == (host != OTHER_HOST)
+            for answer, button, copied in (
+                (PARIS, "footer button:not(.regenerate)", PARIS),
+                (CODE, ".code button", "print(1)"),
+            ):
+                ask(page, answer)
+                page.wait_for_selector(".message:last-child[data-ended=stop]")
+                page.click(f".message:last-child {button}")
+                page.wait_for_selector(f".message:last-child {button}:has-text('Copied')")
+                page.fill("#input", "")
+                page.press("#input", "Control+V")
+                assert page.input_value("#input") == copied
+                page.fill("#input", "")
+            assert not page.locator("textarea.copied").count()
+
+
+def test_what_cannot_be_copied_is_told(browser: Browser) -> None:  # noqa: F811
+    with opened(browser) as (page, _, _):
+        refuse = "Object.defineProperty(navigator, 'clipboard', {value: undefined});"
+        page.evaluate(refuse + "document.execCommand = () => false")
+        ask(page, PARIS)
+        page.wait_for_selector("[data-ended=stop]")
+        page.click("footer button:not(.regenerate)")
+        page.wait_for_selector("footer button:has-text('Not copied')")
+
+
+PIECE = '{"choices": [{"index": 0, "delta": {"content": "So"}, "finish_reason": null}]}'
+ERROR = '{"error": {"message": "the engine failed"}}'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kept"),
+    [
+        (500, ERROR, None),
+        (200, f"data: {ERROR}\n\ndata: [DONE]\n\n", None),
+        (200, f"data: {PIECE}\n\ndata: {ERROR}\n\ndata: [DONE]\n\n", "So"),
+    ],
+)
+def test_a_failed_answer_is_not_sent_on(
+    browser: Browser,  # noqa: F811
+    status: int,
+    body: str,
+    kept: str | None,
+) -> None:
+    with opened(browser) as (page, _, _):
+        sent: list[list[dict[str, str]]] = []
+        is_failing = True
+
+        def answer(route: Route) -> None:
+            sent.append(route.request.post_data_json["messages"])
+            if is_failing:
+                route.fulfill(status=status, body=body, content_type="text/event-stream")
+            else:
+                route.continue_()
+
+        page.route("**/v1/chat/completions", answer)
+        ask(page, PARIS, "First?")
+        page.wait_for_selector(".message:last-child[data-ended=failed]")
+        page.click("text=Regenerate")
+        wait_until(lambda: len(sent) == 2)
+        page.wait_for_selector(".message:last-child[data-ended=failed]")
+        is_failing = False
+        ask(page, PARIS, "Second?")
+        page.wait_for_selector(".message:last-child[data-ended=stop]")
+        ask(page, PARIS, "Third?")
+        page.wait_for_selector(".message:last-child[data-ended=stop]")
+        first, second = (
+            {"role": "user", "content": "First?"},
+            {"role": "user", "content": "Second?"},
+        )
+        before = [first, {"role": "assistant", "content": kept}] if kept else []
+        assert sent[:3] == [[first], [first], [*before, second]]
+        assert [m["role"] for m in sent[3]] == ["user", "assistant"] * (len(sent[3]) // 2) + [
+            "user"
+        ]
+        assert all(message["content"] for messages in sent for message in messages)
 
 
 def test_who_gives_no_key_is_not_asked_again_and_again(browser: Browser) -> None:  # noqa: F811

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+OTHER_HOST = "elsewhere.test"
 # No sandbox: CI runs as root. Nothing else may use the network.
 _ARGUMENTS = [
     "--no-sandbox",
@@ -28,6 +29,8 @@ _ARGUMENTS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # Another host than this one, to a browser: so no secure origin without HTTPS.
+    f"--host-resolver-rules=MAP {OTHER_HOST} 127.0.0.1",
 ]
 
 

@@ -2,7 +2,8 @@
 
 const KEY = "pagespec-key";
 
-// Called with a server's refusal of the key: a promise of whether there is another one now.
+// Called when a server refuses a request, with whether that had a key: a promise of whether there is
+// another one now.
 let askForKey = async () => false;
 
 export function onKeyNeeded(ask) {
@@ -28,7 +29,8 @@ export class ServerError extends Error {
 export async function request(path, { body, signal } = {}) {
   for (;;) {
     const headers = {};
-    if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+    const sent = key.get();
+    if (sent) headers.Authorization = `Bearer ${sent}`;
     if (body !== undefined) headers["Content-Type"] = "application/json";
     const response = await fetch(new URL(path, document.baseURI), {
       method: body === undefined ? "GET" : "POST",
@@ -38,7 +40,9 @@ export async function request(path, { body, signal } = {}) {
       cache: "no-store",
     });
     if (response.ok) return response;
-    if (response.status === 401 && (await askForKey())) continue;
+    // Another request may have asked for one meanwhile.
+    const isRefused = response.status === 401;
+    if (isRefused && (key.get() !== sent || (await askForKey(sent !== "")))) continue;
     throw new ServerError(response.status, await messageOf(response));
   }
 }

@@ -35,9 +35,11 @@ function startViews(onChange) {
 function startKey() {
   const dialog = find("key-dialog");
   const input = find("key-input");
+  const refusal = find("key-refused");
   let asking = null;
   // One question, however many requests were refused meanwhile.
-  const ask = () => {
+  const ask = (isRefused) => {
+    refusal.textContent = isRefused ? "The server refuses this key." : "";
     asking ??= new Promise((resolve) => {
       input.value = "";
       dialog.returnValue = "";
@@ -63,7 +65,7 @@ function startKey() {
     event.preventDefault();
     dialog.close("ok");
   });
-  find("key").addEventListener("click", ask);
+  find("key").addEventListener("click", () => ask(false));
   onKeyNeeded(ask);
 }
 

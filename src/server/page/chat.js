@@ -1,6 +1,7 @@
 // The conversation: sends what was written, shows the answer as it comes.
 
 import { events, request } from "./api.js";
+import { copyButton } from "./copy.js";
 import { element, render } from "./markdown.js";
 
 const SETTINGS = "pagespec-settings";
@@ -91,6 +92,7 @@ export class Chat {
     this.#input.value = "";
     this.#fit();
     find("welcome").hidden = true;
+    this.#dropUnanswered();
     this.#messages.push({ role: "user", content: text });
     this.#show("user", text);
     this.#answer();
@@ -98,9 +100,14 @@ export class Chat {
 
   #regenerate() {
     if (this.#abort) return;
-    this.#messages.pop();
+    if (this.#messages.at(-1).role === "assistant") this.#messages.pop();
     this.#log.querySelector(".message:last-of-type").remove();
     this.#answer();
+  }
+
+  // A message without an answer is not sent again: templates want an answer between two messages.
+  #dropUnanswered() {
+    if (this.#messages.at(-1)?.role === "user") this.#messages.pop();
   }
 
   async #answer() {
@@ -127,7 +134,7 @@ export class Chat {
     }
     // The place of a conversation that was cleared meanwhile is gone.
     if (shown.isConnected) {
-      this.#messages.push({ role: "assistant", content: answer.text });
+      if (answer.isAnswer) this.#messages.push({ role: "assistant", content: answer.text });
       this.#log.scrollTop = this.#log.scrollHeight;
     }
     this.#setBusy(null);
@@ -196,19 +203,18 @@ class Answer {
     this.body.append(element("span", "typing"));
     this.footer = element("footer", "");
     this.figures = element("span", "figures");
-    const copy = element("button", "plain", "Copy");
-    copy.type = "button";
-    copy.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(this.text);
-      copy.textContent = "Copied";
-      setTimeout(() => (copy.textContent = "Copy"), 1500);
-    });
+    const copy = copyButton("plain", () => this.text);
     const again = element("button", "plain regenerate", "Regenerate");
     again.type = "button";
     again.addEventListener("click", regenerate);
     this.footer.append(this.figures, copy, again);
     this.footer.hidden = true;
     shown.append(this.footer);
+  }
+
+  // Whether it is a part of the conversation: one that failed or was stopped may have no text.
+  get isAnswer() {
+    return this.text !== "" || !["stopped", "failed"].includes(this.#reason);
   }
 
   add(chunk) {

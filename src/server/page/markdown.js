@@ -1,5 +1,7 @@
 // The Markdown that models write, as elements: no HTML of an answer reaches the page.
 
+import { copyButton } from "./copy.js";
+
 export function element(name, className = "", text = "") {
   const made = document.createElement(name);
   if (className) made.className = className;
@@ -68,14 +70,7 @@ function list(lines) {
 function code(text, language) {
   const made = element("figure", "code");
   const head = element("figcaption", "", language || "text");
-  const copy = element("button", "plain", "Copy");
-  copy.type = "button";
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text);
-    copy.textContent = "Copied";
-    setTimeout(() => (copy.textContent = "Copy"), 1500);
-  });
-  head.append(copy);
+  head.append(copyButton("plain", () => text));
   const pre = element("pre");
   pre.tabIndex = 0;
   pre.append(element("code", "", text));
