@@ -233,23 +233,23 @@ class Matchers:
         return found
 
     def _new_text(self, request: RequestInfo) -> _Text:
-        mask = self._take_mask()
         try:
-            return self._begun_text(request, mask)
+            return self._begun_text(request)
         except Exception as error:  # the door let it in: a bug, which ends this request alone
-            return _Text(None, mask, failure=_shown(error))
+            return _Text(None, self._take_mask(), failure=_shown(error))
 
-    def _begun_text(self, request: RequestInfo, mask: int) -> _Text:
+    def _begun_text(self, request: RequestInfo) -> _Text:
         outputs, reasoning = request.sampling_params.structured_outputs, request.reasoning
         if outputs is None:
             raise ValueError(f"request {request.request_id} has no constraint")
         matcher = self._grammars.matcher(outputs)
         if reasoning is None:
-            return _Text(matcher, mask)
+            return _Text(matcher, self._take_mask())
         tracker = ReasoningTracker(reasoning, self._grammars.token_bytes)
         tokens = self._grammars.reasoning_tokens(reasoning)
         early = matcher if reasoning.is_open else matcher.deep_copy()
-        return _Text(early, mask, beginning=_Beginning(tracker, tokens, matcher))
+        beginning = _Beginning(tracker, tokens, matcher)
+        return _Text(early, self._take_mask(), beginning=beginning)
 
     def _take_mask(self) -> int:
         if not self._free:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from pagespec.chat.deltas import joined
 from pagespec.chat.reader import ChatReader
 from pagespec.chat.response import read_response
 from pagespec.engine.reasoning import Phase, Reasoning, ReasoningTracker
-from pagespec.engine.request_factory import RequestFactory
+from pagespec.engine.request_factory import RequestFactory, Structures
 from tests.chat.test_response import answers
 from tests.support.chat_models import WEATHER, chat_tokenizer, ids_of, make_reader, prompt_of
 
@@ -209,7 +210,7 @@ def test_the_engine_and_the_reader_find_the_same_end(data: st.DataObject) -> Non
         eos_token_ids=frozenset({2}),
         max_model_len=1000,
         seed=0,
-        check_structure=lambda _outputs, _reasoning: None,
+        structures=Mock(Structures),
     )
     (request,) = factory.make(prompt, asked)
     assert request.on_token is not None
