@@ -275,7 +275,7 @@ class LLM:
         self.engine = Engine(
             scheduler,
             built.runner,
-            pace=StepPace(target_s, config.num_tokens_a_step) if target_s else None,
+            pace=StepPace(target_s) if target_s else None,
             trace=trace,
             check_invariants=check_invariants,
         )

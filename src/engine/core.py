@@ -292,7 +292,8 @@ class Engine:
             if pace is None:
                 plan = scheduler.schedule()
             else:
-                plan = scheduler.schedule(pace.budget(scheduler.queues))
+                most = scheduler.max_num_batched_tokens
+                plan = scheduler.schedule(pace.budget(scheduler.queues, most))
             scheduled = time.perf_counter()
             self.schedule_s += scheduled - begin
             if self._view is not None:

@@ -32,12 +32,10 @@ class StepPace:
 
     Args:
         target_s: longest that a step should take which has answers beside a prompt, in seconds.
-        max_num_tokens: largest budget.
     """
 
-    def __init__(self, target_s: float, max_num_tokens: int) -> None:
+    def __init__(self, target_s: float) -> None:
         self.target_s = target_s
-        self._max_num_tokens = max_num_tokens
         self._largest = 0  # prompt tokens of the largest step that was measured
         self._answers_s = 0.0  # a step of answers alone
         # Normal equations of the weighted least squares, and their solution.
@@ -81,8 +79,8 @@ class StepPace:
             per_token, per_read = 0.0, right[1] / squares[1]
         self._costs = per_token, per_read
 
-    def budget(self, queues: Queues) -> int | None:
-        """Tokens of the next step; None: as many as there may be."""
+    def budget(self, queues: Queues, max_num_tokens: int) -> int | None:
+        """Tokens of the next step, at most ``max_num_tokens``; None: as many as there may be."""
         running = queues.running
         prompt: Request | None = None
         has_answers = False
@@ -95,7 +93,7 @@ class StepPace:
             return None
         start = prompt.num_dispatched if prompt is not None else 0
         num_tokens = self._num_prompt_tokens(start)
-        return min(self._max_num_tokens, len(running) + num_tokens)
+        return min(max_num_tokens, len(running) + num_tokens)
 
     def _num_prompt_tokens(self, start: int) -> int:
         """Tokens of a prompt from position ``start`` on that fit in the target, beside answers."""

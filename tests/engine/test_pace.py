@@ -26,7 +26,9 @@ def run(costs: tuple[float, float, float], pace: StepPace | None, *, num_prompt_
     for number in range(4000):
         if number == 20:
             add(scheduler, "prompt", num_prompt_tokens, 4)
-        plan = scheduler.schedule(pace.budget(scheduler.queues) if pace is not None else None)
+        plan = scheduler.schedule(
+            pace.budget(scheduler.queues, BUDGET) if pace is not None else None
+        )
         took = seconds_of(plan, costs)
         scheduler.commit(plan, [1] * plan.num_sampled)
         if pace is not None:
@@ -52,7 +54,7 @@ def run(costs: tuple[float, float, float], pace: StepPace | None, *, num_prompt_
 )
 def test_a_step_beside_an_answer_keeps_to_the_target(costs: tuple[float, float, float]) -> None:
     _, before = run(costs, None)
-    num_steps, after = run(costs, StepPace(TARGET_S, BUDGET))
+    num_steps, after = run(costs, StepPace(TARGET_S))
     assert before > TARGET_S
     assert after <= 1.3 * TARGET_S
     # It is used, too: not more steps than twice what steps of the target would take.
@@ -61,18 +63,18 @@ def test_a_step_beside_an_answer_keeps_to_the_target(costs: tuple[float, float, 
 
 
 def test_a_fast_machine_takes_whole_steps() -> None:
-    num_steps, _ = run((0.001, 1e-5, 0.0), StepPace(TARGET_S, BUDGET))
+    num_steps, _ = run((0.001, 1e-5, 0.0), StepPace(TARGET_S))
     assert num_steps <= 5  # 256 at first, then as many as there may be
 
 
 def test_a_machine_too_slow_for_the_target_makes_progress() -> None:
-    num_steps, _ = run((2.0, 0.01, 0.0), StepPace(TARGET_S, BUDGET), num_prompt_tokens=200)
+    num_steps, _ = run((2.0, 0.01, 0.0), StepPace(TARGET_S), num_prompt_tokens=200)
     most = -(-200 // MIN_PROMPT_TOKENS)
     assert most - 1 <= num_steps <= most
 
 
 def test_it_follows_a_machine_that_slows_down() -> None:
-    pace = StepPace(TARGET_S, BUDGET)
+    pace = StepPace(TARGET_S)
     run((0.02, 0.0005, 0.0), pace)
     run((0.02, 0.005, 0.0), pace)  # learns meanwhile
     _, longest = run((0.02, 0.005, 0.0), pace)
@@ -81,10 +83,10 @@ def test_it_follows_a_machine_that_slows_down() -> None:
 
 def test_prompts_without_answers_beside_them_take_whole_steps() -> None:
     scheduler = make_scheduler(num_blocks=1200, block_size=16, max_num_seqs=8, budget=BUDGET)
-    pace = StepPace(TARGET_S, BUDGET)
+    pace = StepPace(TARGET_S)
     add(scheduler, "a", 3000, 4)
     add(scheduler, "b", 3000, 4)
-    plan = scheduler.schedule(pace.budget(scheduler.queues))
+    plan = scheduler.schedule(pace.budget(scheduler.queues, BUDGET))
     assert plan.total_num_tokens == BUDGET
 
 

@@ -75,6 +75,7 @@ def test_a_client_that_never_reads_is_let_go(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.nightly
 def test_a_client_that_reads_slowly_is_served_to_the_end(tmp_path: Path) -> None:
     """Longer than the limit, as it takes some bytes all the time."""
     options = ["--write-timeout", "1"]
@@ -91,7 +92,14 @@ def test_a_client_that_reads_slowly_is_served_to_the_end(tmp_path: Path) -> None
         assert time.monotonic() - began > 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_drain_ends_in_time_whatever_clients_read(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -115,6 +123,7 @@ def test_the_drain_ends_in_time_whatever_clients_read(
         assert elapsed_s < 1 + 2 + 2.5
 
 
+@pytest.mark.nightly
 def test_a_second_signal_does_not_wait_for_readers(tmp_path: Path) -> None:
     with server_process(tmp_path / "log", is_narrow=True) as server, deaf_client(server.url):
         wait_until_stuck(server)
@@ -136,6 +145,7 @@ def test_a_closed_terminal_lets_streams_end(tmp_path: Path) -> None:
         assert "shutting down; requests that run: 1" in server.log.read_text()
 
 
+@pytest.mark.nightly
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
 
