@@ -111,8 +111,8 @@ def _check(engine: EngineOptions) -> None:
     from ..verify.report import CUT_PROMPT
 
     arguments = engine.llm_arguments()
-    del arguments["trace"]
-    EngineConfig(**arguments)
+    own = {field.name for field in dataclasses.fields(EngineConfig)}
+    EngineConfig(**{name: value for name, value in arguments.items() if name in own})
     if engine.max_num_seqs < 2:
         limit = "must be at least 2: verify answers requests beside each other"
         raise InvalidInputError("max_num_seqs", engine.max_num_seqs, limit)
