@@ -192,5 +192,5 @@ def test_other_parameters_act_in_the_reasoning_as_ever() -> None:
         assert set(request.output_token_ids) <= set(allowed)
         if request.finish_reason == "error":  # nothing but ends may follow, and they are banned
             assert content_of(request) == b"xxx"
-            assert "structured_outputs" in engine.failure(request)
+            assert "structured_outputs" in str(engine.error(request))
     assert any(request.finish_reason == "error" for request in own)
