@@ -127,8 +127,10 @@ class EvictionBetweenLookUpAndAcquisition(Machine):
     num_requests=3,
 )
 class FailedAdmissionKeepsItsHits(Machine):
-    def make_room(self, asker: int, shortage: int, hits: tuple[int, ...]) -> bool:
-        made = super().make_room(asker, shortage, hits)
+    def make_room(
+        self, asker: int, shortage: int, hits: tuple[int, ...], displaced: int | None = None
+    ) -> bool:
+        made = super().make_room(asker, shortage, hits, displaced)
         if not made:
             self.lru = [block for block in self.lru if block not in hits]
         return made

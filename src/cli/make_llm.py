@@ -25,7 +25,8 @@ def make_llm(model: str, **arguments: Any) -> LLM:
     from ..llm import LLM
     from ..model_name import check_model_name
 
-    check_model_name(model)  # before transformers is imported
+    if isinstance(model, str):  # verify also makes engines of a model in memory
+        check_model_name(model)  # before transformers is imported
     if not sys.stderr.isatty():
         with gc_paused():
             from transformers.utils import logging
