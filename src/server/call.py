@@ -103,7 +103,7 @@ def read_call(
         model,
         body.priority or None,
         salt_of(request, body.cache_salt),
-        owner_of(request, getattr(body, "user", None)),
+        owner_of(request, getattr(body, "user", None), context),
         options is not None and bool(options.include_usage),
         options is not None and bool(options.continuous_usage_stats),
     )

@@ -78,12 +78,12 @@ def salt_of(request: HTTPConnection, own: str | None = None) -> str | None:
     return f"{digest}:{own or ''}"
 
 
-def owner_of(request: HTTPConnection, user: str | None) -> str:
+def owner_of(request: HTTPConnection, user: str | None, context: ServerContext) -> str:
     """On whose share a request is served under the policy "fair": a digest of the API key where the
     server has several, else of the field ``user``. So no key gets a larger share by naming users,
     and one key that many users share (a gateway's) is shared out among them."""
     key: str | None = request.scope.get(_KEY)
-    has_several = len(context_of(request).config.api_keys) > 1
+    has_several = len(context.config.api_keys) > 1
     name = f"key:{key}" if key is not None and has_several else f"user:{user or ''}"
     return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
 

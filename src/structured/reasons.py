@@ -22,7 +22,10 @@ _WORDS: tuple[tuple[re.Pattern[str], _Words], ...] = tuple(
     for pattern, words in (
         (r"\s*<non-verbose/>", ""),
         (r"^NoExtension(Bias)?\b.*", _NO_TEXT),
-        (r"^(lexer|Parser) [eE]rror: (too many (expressions|states)|Current row has).*", _TOO_COMPLEX),
+        (
+            r"^(lexer|Parser) [eE]rror: (too many (expressions|states)|Current row has).*",
+            _TOO_COMPLEX,
+        ),
         (r"^(Lexer|Parser)TooComplex\b.*", _TOO_COMPLEX),
         (rf"invalid regex .* \(in regex\): ({_NO_REGEX})?", _NO_REGEX),
         (
