@@ -402,7 +402,7 @@ def _aborter(thread: EngineThread, host: RequestHost) -> Callable[[Served], None
     """What aborts from any thread, and does not refer to the ``AsyncLLM``."""
 
     def abort(served: Served) -> None:
-        # Nobody waits for it: the thread may have ended meanwhile.
+        # The result is not awaited: the thread may have ended meanwhile.
         thread.call(lambda: host.abort(served))
 
     return abort

@@ -15,7 +15,7 @@ from ..engine.token_bytes import TokenBytes
 from ..errors import InvalidInputError
 from .answer_text import AnswerText, special_tokens
 from .detect import detect
-from .end_of_turn import TurnEnds
+from .end_of_turn import turn_ends
 from .formats import AUTO, AnswerFormat
 from .messages import names_of, read_messages, read_tools, with_short_ids
 from .reasoning import ReasonedAnswer, reasoning_of
@@ -78,7 +78,7 @@ class ChatReader:
         self._eos_token_ids = eos_token_ids
         self._tool_call_format, self._reasoning_format = tool_call_format, reasoning_format
         self._templates: dict[str, ChatTemplate] = {}
-        self._turn_ends = TurnEnds(tokenizer)
+        self._turn_ends: dict[str, frozenset[int]] = {}
         self._formats: dict[str, AnswerFormat | None] = {}
 
     def read(
@@ -149,7 +149,6 @@ class ChatReader:
                 text = self._tokenizer.apply_chat_template(
                     conversation, tokenize=False, **arguments
                 )
-                ends = self._turn_ends.of(chat_template)
         except Exception as error:  # a template refuses with whatever Jinja raises
             raise InvalidInputError(field, messages, f"chat template: {error}") from error
         # A template may show tools in the system's message only, which may be missing. Names that
@@ -158,12 +157,12 @@ class ChatReader:
             raise InvalidInputError("tools", names, _NO_TOOLS)
         prompt = self._prompts.read_rendered(text, field, truncate)
         reasoning = reasoning_of(
-            self._format_of(template),
+            form,
             text,
             is_disabled=(chat_template_kwargs or {}).get("enable_thinking") is False,
             stops_inside=stop_in_reasoning,
         )
-        return replace(prompt, end_token_ids=ends, reasoning=reasoning)
+        return replace(prompt, end_token_ids=self._ends_of(template), reasoning=reasoning)
 
     def reader(
         self,
@@ -257,6 +256,13 @@ class ChatReader:
             )
         return self._formats[template.source]
 
+    def _ends_of(self, template: ChatTemplate) -> frozenset[int]:
+        ends = self._turn_ends.get(template.source)
+        if ends is None:
+            ends = turn_ends(template, self._tokenizer, self._special_tokens)
+            self._turn_ends[template.source] = ends
+        return ends
+
     @cached_property
     def _own_format(self) -> TemplateFormat | None:
         """That of the tokenizer's response template, unless another format is named."""
@@ -286,6 +292,7 @@ class ChatReader:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
                 self._formats.clear()
+                self._turn_ends.clear()
             template = self._templates[source] = ChatTemplate(source, partial(self._render, source))
         return template
 

@@ -131,6 +131,18 @@ class ChatTemplate:
         """Content of a user's message beside the one that is tried."""
         return "" if role == "user" else self.fitting("user", "Hello.")
 
+    @cached_property
+    def after_answer(self) -> str:
+        """What follows the content of the assistant's message in a conversation of one turn; "" if
+        the content is not found in it."""
+        text = self.rendered(
+            [
+                {"role": "user", "content": self.fitting("user", "Hello.")},
+                {"role": "assistant", "content": self.fitting("assistant", _FIRST)},
+            ]
+        )
+        return text.rpartition(_FIRST)[2] if text is not None and _FIRST in text else ""
+
     # Tools --------------------------------------------------------------------------------------
 
     @cached_property

@@ -173,7 +173,7 @@ class Matchers:
     def reset(self) -> None:
         """A step failed: no request is known any more."""
         if self._last_job is not None:
-            wait([self._last_job])  # of its error nobody asks any more
+            wait([self._last_job])  # its error is not reported any more
         self._last_job = None
         self._texts: dict[str, _Text] = {}
         self._free = list(range(len(self._bits) - 1, -1, -1))

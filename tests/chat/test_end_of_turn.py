@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from pagespec import InvalidInputError, SamplingParams
-from pagespec.chat.end_of_turn import TurnEnds
+from pagespec.chat.answer_text import special_tokens
+from pagespec.chat.end_of_turn import turn_ends
+from pagespec.chat.template import ChatTemplate
 from tests.support.chat_models import END, chat_tokenizer
+from tests.support.cli_fakes import chat_reader
 from tests.support.scripted_llm import scripted_llm
 from tests.support.tokenizers import byte_level
 
@@ -70,25 +73,45 @@ def tokenizer_with(template: str) -> Any:
     return tokenizer
 
 
+def ends_of(tokenizer: Any, template: str) -> frozenset[int]:
+    def render(messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+        return text
+
+    return turn_ends(ChatTemplate(template, render), tokenizer, special_tokens(tokenizer))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     template, end = FAMILIES[family]
     tokenizer = tokenizer_with(template)
     own = {tokenizer.eos_token_id}
     expected = own if end is None else own | {tokenizer.convert_tokens_to_ids(end)}
-    assert TurnEnds(tokenizer).of(None) == expected
-    assert TurnEnds(tokenizer_with(CHATML)).of(template) == expected  # a request's own
+    assert ends_of(tokenizer, template) == expected
+    assert ends_of(tokenizer_with(CHATML), template) == expected  # a request's own
 
 
-def test_a_template_is_rendered_once() -> None:
+def test_the_prompt_has_the_ends_of_its_template_which_is_tried_once() -> None:
     tokenizer = tokenizer_with(CHATML)
-    ends, calls = TurnEnds(tokenizer), []
+    reader = chat_reader(tokenizer)
+    calls: list[int] = []
     render = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *a, **k: (calls.append(1), render(*a, **k))[1]
-    for _ in range(3):
-        assert ends.of(None)
-        assert ends.of("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
-    assert len(calls) == 2
+    conversation = [{"role": "user", "content": "a"}]
+    other = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    for template, end in ((None, "<|im_end|>"), (other, "<|end|>")):
+        for reads in range(3):
+            del calls[:]
+            prompt = reader.read(conversation, chat_template=template)
+            expected = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end)}
+            assert prompt.end_token_ids == expected
+            assert reads == 0 or len(calls) == 1
 
 
 @pytest.mark.parametrize("style", ["qwen3", "gemma4"])
