@@ -238,20 +238,22 @@ def test_an_altered_line_is_refused(how: str, property_ids: set[str]) -> None:
 class AnyBudget(StepPace):
     """Chooses what a step may compute at random, within what is allowed."""
 
-    def __init__(self, seed: int, max_num_tokens: int) -> None:
-        super().__init__(1.0, max_num_tokens)
-        self._rng, self._most = random.Random(seed), max_num_tokens
+    def __init__(self, seed: int) -> None:
+        super().__init__(1.0)
+        self._rng = random.Random(seed)
 
-    def budget(self, queues: Queues) -> int | None:
-        return self._rng.choice([None, self._rng.randint(max(1, len(queues.running)), self._most)])
+    def budget(self, queues: Queues, max_num_tokens: int) -> int | None:
+        fewest = max(1, len(queues.running))
+        return self._rng.choice([None, self._rng.randint(fewest, max_num_tokens)])
 
 
 def paced_trace(seed: int) -> list[str]:
     scenario = Scenario(seed)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "t.jsonl"
-        pace = AnyBudget(seed, scenario.scheduler.max_num_batched_tokens)
-        scenario.engine = Engine(scenario.scheduler, scenario.runner, pace=pace, trace=path)
+        scenario.engine = Engine(
+            scenario.scheduler, scenario.runner, pace=AnyBudget(seed), trace=path
+        )
         scenario.run()
         return path.read_text().splitlines()
 
