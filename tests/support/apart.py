@@ -5,6 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def by_day_and_night(cases: Sequence[Any], *by_day: int) -> list[Any]:
+    """Parameters for a test that takes long per case: those at the places ``by_day``, and all of
+    them, nightly."""
+    return [
+        pytest.param([cases[i] for i in by_day], id="some"),
+        pytest.param(cases, id="all", marks=pytest.mark.nightly),
+    ]
 
 
 def run_apart(*arguments: str) -> str:

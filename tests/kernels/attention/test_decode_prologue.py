@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from pagespec.kernels.attention.tiling import choose_tiling
 from pagespec.kernels.attention.triton_backend import TritonBackend
 from tests.kernels.attention.test_decode import SMALL, _dot, shuffled
 from tests.kernels.attention.test_decode import SPREADS as OF_PAGED
-from tests.support.apart import run_apart
+from tests.support.apart import by_day_and_night, run_apart
 from tests.support.paged import Rows, Shape, poisoned_memory
 from tests.support.rope_prologue import Case, same_bits
 
@@ -202,13 +203,16 @@ def test_one_launch_only_where_squares_are_added_up_alike() -> None:
             assert found is (dim == 128 and heads[0] <= 64)
 
 
-def test_its_bits_do_not_hang_on_the_compiler() -> None:
+COMPILED = [
+    {"hq": 32, "hkv": 8, "dim": 128, "window": False, "softcap": True},
+    {"hq": 16, "hkv": 8, "dim": 64, "window": True, "softcap": False},
+]
+
+
+@pytest.mark.parametrize("cases", by_day_and_night(COMPILED, 0))
+def test_its_bits_do_not_depend_on_the_compiler(cases: list[dict[str, Any]]) -> None:
     """Compiled for Hopper, which needs no GPU: contraction changes no instruction of attention, so
     the one launch may be compiled without; and the squares of a norm are added up in one order."""
-    cases = [
-        {"hq": 32, "hkv": 8, "dim": 128, "window": False, "softcap": True},
-        {"hq": 16, "hkv": 8, "dim": 64, "window": True, "softcap": False},
-    ]
     program = Path(__file__).with_name("compile_decode_prologue.py")
     printed = run_apart(str(program), json.dumps(cases))
     for case, built in zip(cases, json.loads(printed.splitlines()[-1]), strict=True):

@@ -31,7 +31,7 @@ from tests.kernels.attention.test_decode import (  # noqa: F401 (fixtures)
     shuffled,
     stored,
 )
-from tests.support.apart import run_apart
+from tests.support.apart import by_day_and_night, run_apart
 from tests.support.paged import Shape, bundled, float64_attention, make_batch, rescheduled
 
 SHAPES = [
@@ -179,14 +179,17 @@ def test_planes_are_views_of_the_blocks() -> None:
     assert cache.view(torch.uint8).view(3, -1)[:, -4:].tolist() == [[0, 0, 0, 64]] * 3
 
 
-def test_compiled_for_hopper() -> None:
+COMPILED = [
+    {"hq": 16, "hkv": 8, "dim": 128, "page": 16, "window": False, "softcap": False},
+    {"hq": 32, "hkv": 8, "dim": 64, "page": 64, "window": True, "softcap": True},
+]
+
+
+@pytest.mark.parametrize("cases", by_day_and_night(COMPILED, 0))
+def test_compiled_for_hopper(cases: list[dict[str, Any]]) -> None:
     """Contraction changes no instruction, so decode that fuses RoPE, which is compiled without, has
     the bits of the others; it adds up the squares of a norm in the order of the kernel of their
     own; loads are asynchronous; and no byte of a value is loaded by itself."""
-    cases = [
-        {"hq": 16, "hkv": 8, "dim": 128, "page": 16, "window": False, "softcap": False},
-        {"hq": 32, "hkv": 8, "dim": 64, "page": 64, "window": True, "softcap": True},
-    ]
     program = Path(__file__).with_name("compile_e4m3.py")
     printed = run_apart(str(program), json.dumps(cases))
     for case, built in zip(cases, json.loads(printed.splitlines()[-1]), strict=True):
