@@ -48,6 +48,15 @@ settings.register_profile("deep", max_examples=10_000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_collected(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before ``-m`` deselects: see tests/by_day.py."""
+    from tests.by_day import mark_nightly
+
+    is_whole = not any("::" in argument for argument in config.args)
+    mark_nightly(items, is_whole=is_whole)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs of the GPU's tests by several processes: see tests/support/gpu_runs.py."""

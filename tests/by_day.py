@@ -1,0 +1,292 @@
+"""Which cases of long tests run by day: the others only widen them, and are marked nightly.
+
+CI has two cores and 20 minutes. A test that is not named here runs with all its cases. Of a test
+that is, as many cases as the table says are left, evenly spaced in their order; 0 leaves the whole
+test to `nox -s nightly`, where a shorter one looks at the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parent
+
+NUM_BY_DAY = {
+    "chat/test_families.py": {
+        "test_any_text_is_read_alike_however_it_is_cut": 8,
+        "test_what_the_template_writes_is_read_again": 8,
+    },
+    "cli/test_streams.py": {
+        "test_a_closed_stream_is_as_the_null_device": 5,
+    },
+    "compile/capture/test_dynamo.py": {
+        "test_the_sizes_of_the_caches_are_not_in_the_graph": 1,
+    },
+    "compile/capture/test_few_layers.py": {
+        "test_groups_of_layers_are_repeated": 1,
+    },
+    "compile/capture/test_graph_cache.py": {
+        "test_the_graph_comes_back_and_computes_the_same": 3,
+    },
+    "compile/fusions/test_combine_experts.py": {
+        "test_a_layer_has_one_call_of_each": 2,
+    },
+    "compile/fusions/test_fuse_all_reduce_norm.py": {
+        "test_finds_the_norms_of_models": 1,
+    },
+    "compile/fusions/test_fuse_few_tokens_of_experts.py": {
+        "test_no_bit_changes": 1,
+    },
+    "compile/fusions/test_fuse_gated_norm.py": {
+        "test_gated_norms_are_one_call": 2,
+    },
+    "compile/fusions/test_fuse_rope_cos_sin.py": {
+        "test_finds_the_tables_and_changes_no_bit": 2,
+    },
+    "compile/fusions/test_fuse_rope_latent.py": {
+        "test_joins_both_calls_of_each_layer_and_changes_no_bit": 1,
+        "test_what_is_not_quite_the_pattern_is_left_alone": 2,
+    },
+    "compile/fusions/test_fuse_shared_expert.py": {
+        "test_no_bit_changes": 1,
+        "test_tokens_are_those_of_hugging_face": 1,
+        "test_what_is_not_quite_such_a_sum_stays": 3,
+    },
+    "compile/fusions/test_fuse_wide_linear.py": {
+        "test_all_around_experts_is_found_beside_it": 1,
+        "test_what_is_not_quite_that_stays": 5,
+    },
+    "compile/fusions/test_fusion.py": {
+        "test_finds_the_structure_and_changes_no_bit": 10,
+    },
+    "compile/fx/test_spec.py": {
+        "test_a_planted_violation_is_found": 3,
+        "test_graphs_hold_to_the_spec": 4,
+        "test_what_a_gpu_leaves_to_the_library_is_told": 1,
+    },
+    "compile/inductor/test_complex.py": {
+        "test_a_complex_rotation_computes_the_same": 0,
+    },
+    "compile/inductor/test_regions.py": {
+        "test_a_cut_graph_computes_the_same": 2,
+        "test_experts_that_are_added_in_place_compute_the_same": 0,
+        "test_wrappers_go_only_where_they_do_nothing": 2,
+    },
+    "compile/load/test_gguf_tokenizer.py": {
+        "test_a_text_gets_the_tokens_that_the_file_says": 20,
+        "test_ids_are_those_of_llama_cpp": 36,
+    },
+    "compile/load/test_int4_layouts.py": {
+        "test_every_three_neighbouring_zero_points": 2,
+        "test_words_that_borrow_throughout": 5,
+    },
+    "compile/lowering/test_gpu_quantized.py": {
+        "test_integers_are_lowered_for_a_gpu": 0,
+        "test_lowered_for_a_gpu": 1,
+    },
+    "compile/lowering/test_invariant_calls.py": {
+        "test_a_row_has_the_same_bits_among_any_others": 15,
+        "test_of_models_all_are_ours_and_packed_once": 1,
+    },
+    "compile/model/test_indexers.py": {
+        "test_another_computation_is_refused": 3,
+        "test_calls_know_what_is_chosen_for_them": 1,
+    },
+    "compile/passes/test_cache_latents.py": {
+        "test_a_graph_that_differs_stays_as_it_is": 5,
+        "test_models_with_latent_attention_cache_latents": 2,
+    },
+    "compile/passes/test_cleanup.py": {
+        "test_no_matmul_is_left_to_the_library": 1,
+    },
+    "compile/passes/test_index_gpu_passes.py": {
+        "test_tokens_are_those_of_hugging_face": 1,
+    },
+    "compile/passes/test_merge_linear.py": {
+        "test_merges_and_changes_nothing": 2,
+    },
+    "compile/test_captured_model.py": {
+        "test_tokens_and_logits_equal_hugging_face": 5,
+    },
+    "compile/test_start_record.py": {
+        "test_a_restored_model_computes_the_same": 4,
+        "test_experts_are_restored_in_a_process_that_knows_no_model": 1,
+        "test_quantised_weights_are_the_same": 3,
+    },
+    "coverage/test_coverage.py": {
+        "test_entries_that_are_equal": 2,
+    },
+    "golden/test_golden.py": {
+        "test_smollm2_equals_generate": 2,
+        "test_tiny_models_equal_generate": 36,
+        "test_tiny_models_equal_generate_beyond_every_threshold": 6,
+    },
+    "golden/test_quantized.py": {
+        "test_equals_generate_with_the_dequantised_weights": 16,
+        "test_int4_is_near_linear_layers_that_round_to_bfloat16": 3,
+    },
+    "golden/test_recurrent.py": {
+        "test_recurrent_models_equal_generate": 6,
+    },
+    "kernels/attention/test_chosen.py": {
+        "test_schedules_give_the_same_bits": 1,
+        "test_sees_what_was_chosen_and_no_more": 6,
+    },
+    "kernels/attention/test_decode.py": {
+        "test_matches_float64": 10,
+    },
+    "kernels/attention/test_decode_prologue.py": {
+        "test_decode": 6,
+        "test_forms": 4,
+    },
+    "kernels/attention/test_e4m3_tiles.py": {
+        "test_matches_float64": 10,
+    },
+    "kernels/attention/test_index_kernels.py": {
+        "test_schedules_choose_alike": 1,
+    },
+    "kernels/attention/test_prefill.py": {
+        "test_bits_are_those_of_decode": 3,
+    },
+    "kernels/attention/test_quantized_results.py": {
+        "test_are_those_of_stored_outputs": 8,
+    },
+    "kernels/experts/test_combine_norm.py": {
+        "test_a_shared_expert_is_added_as_by_operations_in_turn": 8,
+        "test_bits_are_those_of_two_kernels": 12,
+    },
+    "kernels/experts/test_route_rows.py": {
+        "test_results_are_those_of_three_kernels": 6,
+    },
+    "kernels/linear/test_matmul.py": {
+        "test_counts_every_summand_once": 20,
+    },
+    "kernels/linear_cpu/test_invariant.py": {
+        "test_a_row_has_the_same_bits_among_any_others": 6,
+    },
+    "kernels/mla/test_kernels.py": {
+        "test_matches_float64": 5,
+    },
+    "kernels/recurrent/test_kernels.py": {
+        "test_kernels_give_the_bits_of_sequences_alone": 8,
+    },
+    "kernels/recurrent/test_ops.py": {
+        "test_chunks_give_the_bits_of_the_whole": 30,
+    },
+    "kernels/sampling/test_edit_frequencies.py": {
+        "test_draws_fit_the_definition": 5,
+    },
+    "kernels/sampling/test_sampler.py": {
+        "test_frequencies_follow_the_masked_softmax": 2,
+    },
+    "property/test_refinement.py": {
+        "test_the_real_objects_do_what_the_specification_does": 5,
+    },
+    "runner/test_structured_reasoning.py": {
+        "test_reasoning_is_that_of_the_request_without_a_constraint": 2,
+    },
+    "server/test_bad_fields.py": {
+        "test_one_wrong_item_is_enough": 6,
+    },
+    "server/test_bodies.py": {
+        "test_it_is_parsed_as_the_standard_library_does": 10,
+        "test_the_loop_goes_on_meanwhile": 3,
+    },
+    "server/test_constrained_reasoning.py": {
+        "test_a_forced_call_comes_behind_the_reasoning": 1,
+        "test_the_content_behind_the_reasoning_meets_the_constraint": 2,
+    },
+    "server/test_cuts.py": {
+        "test_every_way_of_cutting": 4,
+    },
+    "server/test_generation_config.py": {
+        "test_each_setting_is_a_default_that_a_field_overrides": 2,
+        "test_ignored_settings_are_reported_once_per_start": 1,
+    },
+    "server/test_held_bodies.py": {
+        "test_open_paths_hold_no_body": 4,
+    },
+    "server/test_logprobs.py": {
+        "test_log_probabilities_point_into_the_text": 1,
+    },
+    "server/test_long_texts.py": {
+        "test_others_are_answered_meanwhile": 2,
+    },
+    "server/test_owners.py": {
+        "test_a_flood_does_not_keep_another_client_waiting": 1,
+    },
+    "server/test_pipelining.py": {
+        "test_half_of_a_head_behind_a_body": 10,
+    },
+    "server/test_scored_prompts.py": {
+        "test_a_prompt_as_long_as_the_context_is_echoed": 2,
+        "test_a_prompt_as_long_as_the_context_is_scored": 2,
+    },
+    "server/test_slow_constraints.py": {
+        "test_many_choices": 2,
+        "test_what_cannot_be_kept_is_refused_at_the_door": 2,
+    },
+    "server/test_stop_in_reasoning.py": {
+        "test_a_stop_string_counts_from_the_content_on": 40,
+    },
+    "server/test_streamed_answers.py": {
+        "test_chats": 4,
+        "test_completions": 6,
+        "test_reasoning_and_calls": 12,
+    },
+    "spec/test_spec.py": {
+        "test_the_scope_of_a_defect_is_clean_without_it": 10,
+    },
+    "test_fp8_at_load.py": {
+        "test_all_linear_layers_become_fp8": 1,
+    },
+    "test_logprobs.py": {
+        "test_beside_hugging_face": 3,
+    },
+    "test_quantization.py": {
+        "test_bits_do_not_depend_on_the_schedule": 2,
+        "test_logits_and_stats": 2,
+    },
+    "verify/test_gate.py": {
+        "test_answers_do_not_depend_on_the_schedule": 1,
+        "test_groups_without_hits_or_preemptions_show_nothing": 1,
+    },
+}
+
+
+def mark_nightly(items: Sequence[pytest.Item], *, is_whole: bool) -> None:
+    """Mark the cases that do not run by day.
+
+    Args:
+        is_whole: whether each file of ``items`` was collected whole. If not, cases were named by
+            whoever runs them, and all of them run.
+
+    Raises:
+        pytest.UsageError: a test of the table is not in its file, or has no more cases than run.
+    """
+    if not is_whole:
+        return
+    cases: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        if item.path.is_relative_to(_TESTS):
+            file = item.path.relative_to(_TESTS).as_posix()
+            if file in NUM_BY_DAY and not _has_own_session(item):
+                name = getattr(item, "originalname", item.name)
+                cases.setdefault(file, defaultdict(list))[name].append(item)
+    for file, tests in cases.items():
+        for name, num_by_day in NUM_BY_DAY[file].items():
+            found = tests[name]
+            if len(found) <= num_by_day:
+                raise pytest.UsageError(f"tests/by_day.py: {file}::{name} has {len(found)} cases")
+            kept = {i * len(found) // num_by_day for i in range(num_by_day)}
+            for i, item in enumerate(found):
+                if i not in kept:
+                    item.add_marker(pytest.mark.nightly)
+
+
+def _has_own_session(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("gpu", "nightly", "browser"))
