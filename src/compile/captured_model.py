@@ -128,6 +128,7 @@ def capture_model(
     attention: AttentionBackend | None = None,
     packing_bytes: int = 0,
     matmul_plan_dir: Path | None = None,
+    threads: tuple[int, ...] = (),
     graph_cache: GraphCache | None = None,
     traced: Traced | None = None,
     communicator: Communicator | None = None,
@@ -147,6 +148,7 @@ def capture_model(
             multiplied with at half the cost. Later changes of the weights do not reach them.
         matmul_plan_dir: where sweeps of matmuls on a GPU, and trials on a CPU, are kept; None keeps
             none.
+        threads: as of :class:`.passes.PassContext`; no bits of a row follow which of them is used.
         graph_cache: where traced graphs are kept; None traces anew. Not for a module that others
             hold, which may have been changed in ways that no key covers.
         traced: the graph, of a model that was restored.
@@ -197,6 +199,7 @@ def capture_model(
         communicator,
         packing_bytes,
         matmul_plan_dir,
+        threads,
         loaded.quantized_by_id(),
         is_native=is_native and bool(loaded.quantized) and library() is not None,
         specs=list(specs),

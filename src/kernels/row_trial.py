@@ -1,9 +1,10 @@
-"""What the trials of a CPU's matmuls share: groups of rows to compare, rows that show another
-order of summation, and the error where nothing passes."""
+"""What the trials of a CPU's matmuls share: groups of rows to compare, the numbers of threads to
+compare them with, rows that show another order of summation, and the error where nothing passes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ MANY_ELEMENTS = 1 << 22
 _FEW_ELEMENTS = 1 << 14
 _MOST_PLACES = 3
 _MOST_EXPONENT = 8
+# Filled up to multiples of 4, as most recipes do: 4, 8, 12, 20, 36, 64 and 100 rows.
+_OTHER_THREADS_COUNTS = (1, 5, 12, 17, 33, 64, 100)
 
 
 def no_recipe(operand: str) -> UnsupportedModelError:
@@ -26,6 +29,94 @@ def no_recipe(operand: str) -> UnsupportedModelError:
         f"no matmul of this CPU gives a row the same bits in every batch with {operand}; "
         "transparent=False does without"
     )
+
+
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """Torch's number of threads of the calling thread, set back at the end."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def holds_with_all(threads: Sequence[int], is_equal: Callable[[bool], bool]) -> bool:
+    """Is ``is_equal`` true with each number of threads that a recipe may be used with?
+
+    Args:
+        threads: these numbers; none: the present number alone.
+        is_equal: takes whether the number is the first.
+    """
+    numbers = tuple(threads) or (torch.get_num_threads(),)
+    for number in numbers:
+        with num_threads(number):
+            if not is_equal(number == numbers[0]):
+                return False
+    return True
+
+
+def is_row_invariant(
+    multiply: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    counts: Sequence[int],
+    num_elements: int,
+    threads: Sequence[int] = (),
+) -> bool:
+    """Do ``rows [M, ..]`` get the same bits from ``multiply`` in groups of many sizes, with every
+    number of threads?
+
+    All counts are tried with the first number. Each other number gets few groups, at one place
+    each: a library shares rows or outputs among threads, and these counts leave a thread none, few
+    or many. So a second number costs about a fifth of the first.
+
+    Args:
+        counts, num_elements: as of :func:`groups_of`.
+        threads: as of :func:`holds_with_all`.
+    """
+    expected: list[Tensor] = []
+
+    def is_equal(is_first: bool) -> bool:
+        whole = multiply(rows)
+        if is_first:
+            expected.append(whole)
+            groups = groups_of(len(rows), counts, num_elements)
+        else:
+            groups = groups_of(len(rows), _OTHER_THREADS_COUNTS, MANY_ELEMENTS)
+        return torch.equal(whole, expected[0]) and all(
+            torch.equal(multiply(rows[group]), expected[0][group]) for group in groups
+        )
+
+    return holds_with_all(threads, is_equal)
+
+
+def keeps_batched_bits(
+    num_rows: int, num_inputs: int, num_outputs: int, batches: Sequence[int], threads: Sequence[int]
+) -> bool:
+    """Do batches of ``[num_rows, num_inputs] @ [num_inputs, num_outputs]`` in float32 get the same
+    bits in every size of batch, with every number of threads? For operations on a CPU whose matmuls
+    have no recipe.
+
+    Args:
+        batches: how many matmuls a call has.
+        threads: as of :func:`holds_with_all`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        left = torch.randn(max(batches), num_rows, num_inputs)
+        right = torch.randn(max(batches), num_inputs, num_outputs)
+    expected: list[Tensor] = []
+
+    def is_equal(is_first: bool) -> bool:
+        if is_first:
+            expected.append(torch.bmm(left, right))
+        return all(
+            torch.equal(torch.bmm(left[:count], right[:count]), expected[0][:count])
+            for count in batches
+        )
+
+    return holds_with_all(threads, is_equal)
 
 
 def groups_of(num_rows: int, counts: Sequence[int], num_elements: int) -> Iterator[slice]:

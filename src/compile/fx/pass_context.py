@@ -30,6 +30,8 @@ class PassContext:
         packing_bytes: memory that packed copies of weights may take; 0 if weights may change.
         matmul_plan_dir: where plans of matmuls are kept (:mod:`.plan_cache`), on a CPU recipes
             (:mod:`.recipe_cache`).
+        threads: numbers of threads that a CPU may run the graph with, the most first; none: the
+            present number alone.
         attention: the implementation to call in place of the ops; None keeps the ops.
         communicator: the same for collectives.
         quantized: weights to keep quantised, by the ``id`` of the constant that they are the values
@@ -53,6 +55,7 @@ class PassContext:
     communicator: Communicator | None = None
     packing_bytes: int = 0
     matmul_plan_dir: Path | None = None
+    threads: tuple[int, ...] = ()
     quantized: dict[int, QuantizedWeight | None] = field(default_factory=dict)
     is_native: bool = False
     weight_formats: dict[str, int] = field(default_factory=dict)

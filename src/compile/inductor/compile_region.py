@@ -25,6 +25,9 @@ def inductor(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     On a CPU the result is what Inductor made, without AOTAutograd's wrappers around it wherever
     these would only pass on: at few rows they cost more than a region computes. Its own checks of
     sizes and strides stay. On a GPU a step is replayed without Python, so that it gains nothing.
+
+    The code for a CPU takes torch's number of threads of each call, which may change between steps;
+    by default it would keep the number of the compilation.
     """
     from torch._functorch import config as aot_config
     from torch._inductor import config
@@ -46,7 +49,8 @@ def inductor(gm: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             wrapped: Any = compile_fx(gm, list(examples))
         return wrapped  # type: ignore[no-any-return]
     # What AOTAutograd's cache returns is wrapped already; Inductor's cache has the costly part.
-    with config.patch(deterministic=True), aot_config.patch(enable_autograd_cache=False):
+    settings = {"deterministic": True, "cpp.dynamic_threads": True}
+    with config.patch(settings), aot_config.patch(enable_autograd_cache=False):
         wrapped = compile_fx(gm, list(examples), inner_compile=keep)
     if len(inner) != 1:
         return wrapped  # type: ignore[no-any-return]

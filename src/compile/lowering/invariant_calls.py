@@ -51,7 +51,7 @@ class InvariantCalls:
         self._constants = constant_nodes(graph, context.constants)
         self._room = context.packing_bytes
         self._packed: dict[Node, tuple[Node, ...]] = {}
-        self._recipes = Recipes(context.matmul_plan_dir)
+        self._recipes = Recipes(context.matmul_plan_dir, context.threads)
 
     def __call__(self, node: Node) -> _Call | None:
         """The call in place of ``node``; None where it stays."""
@@ -88,14 +88,14 @@ class InvariantCalls:
         num_q_heads, k_dim = map(int, q.shape[-2:])
         v_dim = v_dim if v is None else e4m3.head_dim(v)
         sizes = num_q_heads, int(k.shape[2]), k_dim, v_dim, v is None
-        choose = partial(cpu_trial.choose_recipe, *sizes)
+        choose = partial(cpu_trial.choose_recipe, *sizes, self._context.threads)
         return self._recipes.find(AttentionRecipe(), f"attention {sizes}", choose)
 
     def head_recipe(self, weight: Tensor) -> HeadMatmulRecipe:
         """For weights ``[H, I, O]`` of this shape and layout."""
         num_heads, num_inputs, num_outputs = map(int, weight.shape)
         sizes = num_heads, num_inputs, num_outputs, weight.dtype, weight.stride(1) == 1
-        choose = partial(head_matmul.choose_recipe, *sizes)
+        choose = partial(head_matmul.choose_recipe, *sizes, self._context.threads)
         return self._recipes.find(HeadMatmulRecipe(1), f"heads {sizes}", choose)
 
     def erase_unused(self) -> None:

@@ -179,7 +179,9 @@ class QuantizedCalls:
             if shape not in self._is_trusted:
                 function, operands, *_ = kernel
                 self._is_trusted[shape] = cpu_quantized.is_row_invariant(
-                    lambda rows: function(rows, *operands, None), num_inputs
+                    lambda rows: function(rows, *operands, None),
+                    num_inputs,
+                    self._context.threads,
                 )
             if not self._is_trusted[shape]:
                 kernel = None
@@ -190,7 +192,7 @@ class QuantizedCalls:
     def _recipe(self, shape: torch.Size) -> cpu_expanded.ExpandedRecipe:
         if shape not in self._recipes:
             self._recipes[shape] = cpu_expanded.choose_expanded_recipe(
-                *shape, transparent=self._context.transparent
+                *shape, transparent=self._context.transparent, threads=self._context.threads
             )
         return self._recipes[shape]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..row_trial import no_recipe
+from ..row_trial import holds_with_all, no_recipe
 from .cpu_invariant import AttentionRecipe, attend, build_layout
 
 _RECIPES = (
@@ -18,6 +18,7 @@ _RECIPES = (
 )
 _CONTEXT = 80  # positions of a row: one tile and a part of one
 _BLOCK = 16
+_ROWS = 3
 _LAST_COUNTS = (1, 2, 3, 4, 5, 7, 12, 33)
 _POSITIONS = (0, 1, 2, 3, 31, 63, 64)
 # (row, begin, end): positions of rows that share a step.
@@ -27,17 +28,26 @@ _MIXED: tuple[tuple[tuple[int, int, int], ...], ...] = (
     ((0, 3, 17), (1, 71, 72)),
     ((1, 7, 71), (2, 79, 80)),
 )
+_WHOLE: tuple[tuple[tuple[int, int, int], ...], ...] = tuple(
+    ((row, 0, _CONTEXT),) for row in range(_ROWS)
+)
 _Part = tuple[int, int, int]
 
 
 def choose_recipe(
-    num_q_heads: int, num_kv_heads: int, k_dim: int, v_dim: int, is_latent: bool
+    num_q_heads: int,
+    num_kv_heads: int,
+    k_dim: int,
+    v_dim: int,
+    is_latent: bool,
+    threads: Sequence[int] = (),
 ) -> AttentionRecipe:
     """The first recipe that the trial finds to keep the bits of every position.
 
     Args:
         is_latent: whether values are the first ``v_dim`` elements of the keys. All matmuls are of
             float32, whatever the dtype of the cache.
+        threads: as of :func:`..linear_cpu.invariant.choose_recipe`.
 
     Raises:
         UnsupportedModelError: no recipe passes its trial.
@@ -45,10 +55,10 @@ def choose_recipe(
     num_blocks = _CONTEXT // _BLOCK
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        queries = torch.randn(3, _CONTEXT, num_q_heads, k_dim)
-        keys = torch.randn(3 * num_blocks, _BLOCK, num_kv_heads, k_dim)
-        values = None if is_latent else torch.randn(3 * num_blocks, _BLOCK, num_kv_heads, v_dim)
-    tables = torch.arange(3 * num_blocks, dtype=torch.int32).view(3, num_blocks)
+        queries = torch.randn(_ROWS, _CONTEXT, num_q_heads, k_dim)
+        keys = torch.randn(_ROWS * num_blocks, _BLOCK, num_kv_heads, k_dim)
+        values = None if is_latent else torch.randn(_ROWS * num_blocks, _BLOCK, num_kv_heads, v_dim)
+    tables = torch.arange(_ROWS * num_blocks, dtype=torch.int32).view(_ROWS, num_blocks)
 
     def run(recipe: AttentionRecipe, parts: Sequence[_Part]) -> list[Tensor]:
         """The results of each part, in one step."""
@@ -62,12 +72,18 @@ def choose_recipe(
         return list(found.split(counts))
 
     def is_invariant(recipe: AttentionRecipe) -> bool:
-        whole = [run(recipe, [(row, 0, _CONTEXT)])[0] for row in range(len(queries))]
-        return all(
-            torch.equal(found, whole[row][begin:end])
-            for parts in _steps()
-            for (row, begin, end), found in zip(parts, run(recipe, parts), strict=True)
-        )
+        whole: list[Tensor] = []
+
+        def is_equal(is_first: bool) -> bool:
+            if is_first:
+                whole.extend(run(recipe, step)[0] for step in _WHOLE)
+            return all(
+                torch.equal(found, whole[row][begin:end])
+                for parts in _steps(is_first)
+                for (row, begin, end), found in zip(parts, run(recipe, parts), strict=True)
+            )
+
+        return holds_with_all(threads, is_equal)
 
     for recipe in _RECIPES:
         if is_invariant(recipe):
@@ -76,7 +92,11 @@ def choose_recipe(
     raise no_recipe(f"attention heads of {sizes} elements")
 
 
-def _steps() -> list[tuple[_Part, ...]]:
+def _steps(is_first: bool) -> list[tuple[_Part, ...]]:
+    """To be compared with whole rows. Others than the first number of threads get few of them, and
+    whole rows."""
     last: list[tuple[_Part, ...]] = [((0, _CONTEXT - n, _CONTEXT),) for n in _LAST_COUNTS]
+    if not is_first:
+        return [*_WHOLE, *last[::3], *_MIXED]
     single: list[tuple[_Part, ...]] = [((0, at, at + 1),) for at in _POSITIONS]
     return [*last, *single, *_MIXED]

@@ -8,7 +8,9 @@ row and element compared; the orders were found by emulation with fused multiply
   chunks of 192 multiplications; 1, and 2 to 3 rows differ. Threads share the rows, and where one
   of them gets so few the sums differ, too: 5, 6, 7, 9, 10, 11 rows with two threads, up to 99 with
   more.
-  Multiples of 4 never did, with 1 to 32 threads;
+  Multiples of 4 never did, with 1 to 32 threads. Threads may share the outputs, too: of 17, 33 or
+  65 outputs and 512 or more inputs, 3 threads or more give other bits than 1. Multiples of 16
+  never did, with 1 to 8 threads;
 - oneDNN: one class from 2 rows up (576 multiplications in plain order); 1 row differs, but not if
   the weight was packed before (:func:`pack`): then all row counts are that one class;
 - bfloat16 ``F.linear``: one class.
@@ -16,8 +18,9 @@ row and element compared; the orders were found by emulation with fused multiply
 So a matmul is given rows of zeros, up to a multiple of 4 for MKL, of 2 for oneDNN. Which library a
 weight gets is fixed by its size and dtype, never by a timing: bits must not depend on noise. What
 was found on one machine is not trusted on another: :func:`choose_recipe` tries every recipe for the
-very shape before it returns it. The last ones are calls of one fixed shape, and sums whose order is
-written out (:mod:`..fixed_order`).
+very shape, with every number of threads that may be used, before it returns it. The last ones are
+calls of one fixed shape, calls of one thread, and sums whose order is written out
+(:mod:`..fixed_order`).
 
 A packed weight is a second copy, which later changes of the weight do not reach, so it is made only
 of weights that stay as they are. All layers of SmolLM2-135M (120 weights, none in the cache; 900
@@ -43,15 +46,16 @@ sin and cos do not (seen over 98 offsets and lengths each).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import fixed_order
+from .. import fixed_order, row_trial
 from ..device import MKL_ROW_UNIT
-from ..row_trial import MANY_ELEMENTS, groups_of, make_cancel, no_recipe
+from ..row_trial import MANY_ELEMENTS, make_cancel, no_recipe, num_threads
 
 Library = Literal["onednn", "mkl", "fixed_order"]
 
@@ -72,6 +76,7 @@ class MatmulRecipe(NamedTuple):
         tile: if above 0, every call has exactly this many rows.
         is_even: every call has a number of outputs that 16 divides; the last ones are filled up.
         is_packed: the weight is what :func:`pack` returned.
+        is_serial: one thread computes, whatever torch's number.
     """
 
     library: Library
@@ -79,10 +84,14 @@ class MatmulRecipe(NamedTuple):
     tile: int = 0
     is_even: bool = False
     is_packed: bool = False
+    is_serial: bool = False
 
 
 FALLBACK = MatmulRecipe("mkl", _TILE_ROWS, _TILE_ROWS, is_even=True)
 """One shape for all calls: right wherever a row's place in a tile does not matter."""
+SERIAL = MatmulRecipe("mkl", MKL_ROW_UNIT, is_serial=True)
+"""Where threads share the outputs with other bits for each number of them."""
+SERIAL_FALLBACK = FALLBACK._replace(is_serial=True)
 FIXED_ORDER = MatmulRecipe("fixed_order", 1)
 """The order of summation written out."""
 
@@ -120,9 +129,9 @@ def _multiply(rows: Tensor, weight: Tensor, recipe: MatmulRecipe) -> Tensor:
         return torch.cat(parts, 1)
     if recipe.tile:
         tiles = [_filled(tile, recipe.tile) for tile in rows.split(recipe.tile)]
-        return torch.cat([_call(recipe.library, tile, weight) for tile in tiles])[:num_rows]
+        return torch.cat([_call(recipe, tile, weight) for tile in tiles])[:num_rows]
     filled = _filled(rows, num_rows + -num_rows % recipe.row_unit)
-    return _call(recipe.library, filled, weight)[:num_rows]
+    return _call(recipe, filled, weight)[:num_rows]
 
 
 def _filled(rows: Tensor, num_rows: int) -> Tensor:
@@ -130,11 +139,14 @@ def _filled(rows: Tensor, num_rows: int) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
 
 
-def _call(library: Library, rows: Tensor, weight: Tensor) -> Tensor:
-    if library == "onednn":
+def _call(recipe: MatmulRecipe, rows: Tensor, weight: Tensor) -> Tensor:
+    if recipe.is_serial:
+        with num_threads(1):
+            return _call(recipe._replace(is_serial=False), rows, weight)
+    if recipe.library == "onednn":
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
         return out
-    if library == "fixed_order":
+    if recipe.library == "fixed_order":
         return fixed_order.linear(rows, weight)
     return F.linear(rows, weight)
 
@@ -160,11 +172,14 @@ def choose_recipe(
     *,
     is_contiguous: bool = True,
     may_pack: bool = False,
+    threads: Sequence[int] = (),
 ) -> MatmulRecipe:
     """The first way to multiply with a weight of this shape that a trial finds row-invariant.
 
     Args:
         may_pack: whether the weight may be packed: it stays as it is, and a copy has room.
+        threads: numbers of threads that the recipe may be used with, the most first; none: the
+            present number alone.
 
     Costs one matmul with a random weight of the shape for each row count tried: about 0.5 s for
     the largest, milliseconds for others.
@@ -192,23 +207,23 @@ def choose_recipe(
     if can_pack(weight) and may_pack:
         packed = [MatmulRecipe("onednn", n, is_packed=True) for n in (1, _ONEDNN_ROW_UNIT)]
         candidates = packed + candidates
-    for recipe in (*candidates, FALLBACK, FIXED_ORDER):
-        if is_row_invariant(recipe, rows[: 48 if is_large else None], weight):
+    for recipe in (*candidates, FALLBACK, SERIAL, SERIAL_FALLBACK, FIXED_ORDER):
+        if is_row_invariant(recipe, rows[: 48 if is_large else None], weight, threads):
             return recipe
     raise no_recipe(f"a weight [{num_outputs}, {num_inputs}] in {dtype}")
 
 
-def is_row_invariant(recipe: MatmulRecipe, rows: Tensor, weight: Tensor) -> bool:
+def is_row_invariant(
+    recipe: MatmulRecipe, rows: Tensor, weight: Tensor, threads: Sequence[int] = ()
+) -> bool:
     """Do all of ``rows [M, in]``, multiplied with ``weight [out, in]`` (not packed) in groups of
-    many sizes, keep their bits?"""
+    many sizes, keep their bits with every number of threads?"""
     counts = _ROW_COUNTS if weight.numel() < MANY_ELEMENTS else (1, *_FEW_ROW_COUNTS)
     num_elements = weight.numel()
     if recipe.is_packed:
         weight = pack(weight)
-    expected = _multiply(rows, weight, recipe)
-    return all(
-        torch.equal(_multiply(rows[group], weight, recipe), expected[group])
-        for group in groups_of(len(rows), counts, num_elements)
+    return row_trial.is_row_invariant(
+        lambda some: _multiply(some, weight, recipe), rows, counts, num_elements, threads
     )
 
 

@@ -1,5 +1,5 @@
 """Disk cache of the recipes of a CPU's matmuls: trials of :mod:`.invariant` and of other rooms,
-made once for a shape, processor and library."""
+made once for a shape, processor, library and the numbers of threads that are tried."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -36,10 +36,13 @@ class Recipes:
     Args:
         folder: where what was found is kept, None to keep it for this object alone. Nothing is kept
             where the processor does not say what it is.
+        threads: numbers of threads that recipes may be used with, the most first; none: the present
+            number alone.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, threads: Sequence[int] = ()) -> None:
         self._folder = folder
+        self._threads = tuple(threads)
         self._file: Path | None = None
         self._known: dict[str, tuple[Any, ...]] = {}
 
@@ -57,7 +60,12 @@ class Recipes:
             MatmulRecipe("mkl", 1),
             f"{num_outputs}x{num_inputs} {dtype} {is_contiguous:d}{may_pack:d}",
             lambda: invariant.choose_recipe(
-                num_outputs, num_inputs, dtype, is_contiguous=is_contiguous, may_pack=may_pack
+                num_outputs,
+                num_inputs,
+                dtype,
+                is_contiguous=is_contiguous,
+                may_pack=may_pack,
+                threads=self._threads,
             ),
         )
 
@@ -68,7 +76,7 @@ class Recipes:
             sample: any recipe of the kind, a named tuple of texts, integers and truth values.
         """
         if self._folder is not None:
-            fingerprint = _fingerprint()
+            fingerprint = _fingerprint(self._threads or (torch.get_num_threads(),))
             if fingerprint is not None:
                 self._file = self._folder / f"cpu-{fingerprint}.json"
                 self._known |= _read(self._file)
@@ -84,9 +92,9 @@ class Recipes:
         return recipe
 
 
-def _fingerprint() -> str | None:
-    """Of all that a trial's outcome depends on: processor, libraries and their settings, our code.
-    None if the processor is not known."""
+def _fingerprint(threads: tuple[int, ...]) -> str | None:
+    """Of all that a trial's outcome depends on: processor, numbers of threads, libraries and their
+    settings, our code. None if the processor is not known."""
     try:
         # The first processor's lines; its clock changes all the time.
         lines = _CPU_INFO.read_text().partition("\n\n")[0].splitlines()
@@ -98,7 +106,7 @@ def _fingerprint() -> str | None:
         platform.machine(),
         torch.__version__,
         torch.__config__.show(),
-        torch.get_num_threads(),
+        threads,
         torch.backends.cpu.get_cpu_capability(),
         torch.backends.mkldnn.is_available(),
         torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]

@@ -9,15 +9,16 @@ of zeros are added up to a multiple of 16, and last the order of summation is wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import fixed_order
+from .. import fixed_order, row_trial
 from ..device import MKL_ROW_UNIT
-from ..row_trial import groups_of, make_cancel, no_recipe
+from ..row_trial import make_cancel, no_recipe
 
 _TILE_ROWS = 16
 _EVEN_OUTPUTS = 16
@@ -79,12 +80,18 @@ def head_matmul(x: Tensor, weight: Tensor, recipe: HeadMatmulRecipe | None) -> T
 
 
 def choose_recipe(
-    num_heads: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, is_transposed: bool
+    num_heads: int,
+    num_inputs: int,
+    num_outputs: int,
+    dtype: torch.dtype,
+    is_transposed: bool,
+    threads: Sequence[int] = (),
 ) -> HeadMatmulRecipe:
     """The first recipe for ``weight [H, I, O]`` that a trial finds row-invariant.
 
     Args:
         is_transposed: whether the weight lies as ``[H, O, I]``.
+        threads: as of :func:`..linear_cpu.invariant.choose_recipe`.
 
     Raises:
         UnsupportedModelError: no recipe passes its trial.
@@ -103,16 +110,20 @@ def choose_recipe(
     by_head = part.transpose(0, 1).contiguous().transpose(0, 1)
     layouts = (part, _ROW_COUNTS), (part.contiguous(), _FEW_COUNTS), (by_head, _FEW_COUNTS)
     for recipe in _RECIPES:
-        if all(_is_row_invariant(recipe, some, weight, counts) for some, counts in layouts):
+        if all(
+            _is_row_invariant(recipe, some, weight, counts, threads) for some, counts in layouts
+        ):
             return recipe
     raise no_recipe(f"weights [{num_heads}, {num_inputs}, {num_outputs}] of heads in {dtype}")
 
 
 def _is_row_invariant(
-    recipe: HeadMatmulRecipe, rows: Tensor, weight: Tensor, counts: tuple[int, ...]
+    recipe: HeadMatmulRecipe,
+    rows: Tensor,
+    weight: Tensor,
+    counts: Sequence[int],
+    threads: Sequence[int],
 ) -> bool:
-    expected = head_matmul(rows, weight, recipe)
-    return all(
-        torch.equal(head_matmul(rows[group], weight, recipe), expected[group])
-        for group in groups_of(len(rows), counts, weight.numel())
+    return row_trial.is_row_invariant(
+        lambda some: head_matmul(some, weight, recipe), rows, counts, weight.numel(), threads
     )

@@ -9,7 +9,7 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,17 +40,19 @@ class ExpandedRecipe(NamedTuple):
 
 
 def choose_expanded_recipe(
-    num_outputs: int, num_inputs: int, *, transparent: bool
+    num_outputs: int, num_inputs: int, *, transparent: bool, threads: Sequence[int] = ()
 ) -> ExpandedRecipe:
-    """For a weight ``[N, K]``. Costs :func:`..linear_cpu.invariant.choose_recipe` twice."""
+    """For a weight ``[N, K]``. Costs :func:`..linear_cpu.invariant.choose_recipe` twice, which
+    gets ``threads``."""
     fitting = _EXPANDED_ELEMENTS // num_inputs // _OUTPUT_UNIT * _OUTPUT_UNIT
     count = min(num_outputs, max(_OUTPUT_UNIT, fitting))
     if not transparent:
         return ExpandedRecipe(count, None, None)
-    whole = invariant.choose_recipe(count, num_inputs, torch.float32)
+    whole = invariant.choose_recipe(count, num_inputs, torch.float32, threads=threads)
     rest = whole
     if num_outputs % count:
-        rest = invariant.choose_recipe(num_outputs % count, num_inputs, torch.float32)
+        left = num_outputs % count
+        rest = invariant.choose_recipe(left, num_inputs, torch.float32, threads=threads)
     return ExpandedRecipe(count, whole, rest)
 
 

@@ -31,12 +31,13 @@ So they pay with few rows and weights that come from memory: five bits a weight,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import row_trial
 from ..native import calls as native
 
 GROUP = 32
@@ -201,14 +202,11 @@ def linear_float16(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def is_row_invariant(multiply: Callable[[Tensor], Tensor], num_inputs: int) -> bool:
-    """Do rows ``[M, K]`` get the same bits from ``multiply`` in groups of many sizes?"""
+def is_row_invariant(
+    multiply: Callable[[Tensor], Tensor], num_inputs: int, threads: Sequence[int] = ()
+) -> bool:
+    """Do rows ``[M, K]`` get the same bits from ``multiply`` in groups of many sizes, with every
+    number of threads (:func:`..row_trial.holds_with_all`)?"""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_ROW_COUNTS), num_inputs, generator=generator)
-    expected = multiply(rows)
-    for i, count in enumerate(_ROW_COUNTS):
-        first = (5 * i) % (len(rows) - count + 1)
-        group = slice(first, first + count)
-        if not torch.equal(multiply(rows[group]), expected[group]):
-            return False
-    return True
+    return row_trial.is_row_invariant(multiply, rows, _ROW_COUNTS, row_trial.MANY_ELEMENTS, threads)

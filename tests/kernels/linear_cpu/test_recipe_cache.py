@@ -79,6 +79,25 @@ def test_threads_and_settings_matter(
     assert len(tried) == 3
 
 
+def test_of_threads_those_matter_that_are_tried(tried: list[Any], tmp_path: Path) -> None:
+    """A machine that is busy at one start and quiet at the next tries once."""
+    folder, before = tmp_path / "linear", torch.get_num_threads()
+    for number in (2, 1):
+        torch.set_num_threads(number)
+        try:
+            choose(Recipes(folder, (2, 1)))
+        finally:
+            torch.set_num_threads(before)
+    assert len(tried) == 1
+    assert tried[0][-1]["threads"] == (2, 1)
+    choose(Recipes(folder, (4, 2, 1)))
+    choose(Recipes(folder, (2,)))
+    choose(Recipes(folder, (1,)))
+    assert len(tried) == 4
+    choose(Recipes(folder, (2,)))
+    assert len(tried) == 4
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", '{"8x4 torch.float32 10": 5}', "of other recipes", "of more fields"],
