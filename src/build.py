@@ -31,7 +31,7 @@ from .kernels.collectives.communicator import Communicator, LoneRank, communicat
 from .kernels.linear.cublas import without_split_k
 from .runner.cpu_runner import OnLogits
 from .runner.cpu_startup import make_cpu_runner
-from .runner.cpu_threads import use_threads
+from .runner.cpu_threads import StepThreads, step_threads
 from .runner.host_memory import available_bytes
 from .runner.staging_runner import TimedRunner
 from .start_report import cache_text, library_text, quantization_text
@@ -95,9 +95,12 @@ def build(
     device = resolve_device(config.device)
     matmul_plan_dir: Path | None = cache_root() / "linear"
     reading = None
-    if device.type == "cpu" and (config.threads is not None or shard.num_ranks == 1):
-        # Ranks compute with the number of threads that rank 0 had.
-        use_threads(config.threads)
+    threads: StepThreads | None = None
+    if device.type == "cpu":
+        threads = step_threads(
+            config.threads, num_ranks=shard.num_ranks, is_eager=config.compile == "eager"
+        )
+        threads.apply()
     if device.type == "cuda":
         # Triton, which it needs, is only there on machines with a GPU.
         from .kernels.jit.cache_keys import read_triton_early
@@ -172,6 +175,7 @@ def build(
                 attention=attention,
                 packing_bytes=_packing_bytes(model, device) // shard.num_ranks,
                 matmul_plan_dir=matmul_plan_dir,
+                threads=() if threads is None else threads.numbers,
                 graph_cache=graph_cache,
                 traced=None if restored is None else restored.traced,
                 communicator=communicator,
@@ -196,8 +200,11 @@ def build(
             logger.warning("%s", library_text(loaded.architecture, captured.library_matmuls))
         if reading is not None:
             reading.join()
-        make = _make_gpu_runner if device.type == "cuda" else make_cpu_runner
-        runner, max_model_len = make(config, captured, stats, clock, on_logits)
+        if threads is not None:
+            made: Any = make_cpu_runner(config, captured, clock, on_logits, threads)
+        else:
+            made = _make_gpu_runner(config, captured, stats, clock, on_logits)
+        runner, max_model_len = made
     logger.info(
         "%s on %s: %d KV blocks of %d tokens%s, %d tokens a request at most",
         loaded.architecture,

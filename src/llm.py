@@ -136,8 +136,9 @@ class LLM:
         generation_config: where the default sampling parameters come from: "auto", the model's
             generation config; "vllm", none, so they are those of ``SamplingParams``; or a folder
             with a generation_config.json. The model's end tokens are its own in any case.
-        threads: threads that compute on a CPU, for all engines of this process; None measures at
-            start which number up to torch's own, the cores and their quota is the quickest.
+        threads: threads that this engine computes with on a CPU. None: of the numbers up to
+            torch's own, the cores and their quota, the quickest, measured at start and between
+            steps (docs/linear.md); no answer depends on which of them is used when.
         tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
             (tensor parallelism). This process is the first, the others are started.
         tool_call_format: how the model writes tool calls: a name of docs/chat.md, or "none".

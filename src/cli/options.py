@@ -142,7 +142,7 @@ class EngineOptions:
         None,
         "N",
         "Threads that compute on a CPU.",
-        show_default="the quickest number, measured at start",
+        show_default="the quickest number, measured at start and while serving",
     )
     tensor_parallel_size: int = option(
         1, "N", "Processes that share the model, on a GPU each: tensor parallelism on one host."

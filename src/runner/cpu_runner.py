@@ -23,6 +23,7 @@ from ..structured.matchers import ConstrainedRows, Masks, Matchers
 from .cpu_edits import CpuEdits
 from .cpu_logprobs import step_logprobs
 from .cpu_pack import CpuStepPacker, PackedStep
+from .cpu_threads import StepThreads
 
 OnLogits = Callable[[StepPlan, Tensor], None]
 
@@ -65,6 +66,7 @@ class ModelRunner:
         processed_logprobs: those of sampled tokens are of what they are sampled from.
         on_logits: called in each dispatch with the plan and the logits ``[num_sampled, V]`` of
             its sampled rows, before sampling. Must not keep the tensor without cloning it.
+        threads: of its steps; None leaves torch's number as it is.
 
     Raises:
         InvalidInputError: a size below 1.
@@ -85,6 +87,7 @@ class ModelRunner:
         overlap: bool = False,
         processed_logprobs: bool = False,
         on_logits: OnLogits | None = None,
+        threads: StepThreads | None = None,
     ) -> None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
             if value < 1:
@@ -122,6 +125,7 @@ class ModelRunner:
         self._matchers = Matchers(self.grammars)
         self._unfinished: _Unfinished | None = None
         self._on_logits = on_logits
+        self._threads = threads
         self._has_processed_logprobs = processed_logprobs
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
@@ -137,6 +141,15 @@ class ModelRunner:
         return packed
 
     def _compute(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
+        if self._threads is None:
+            return self._forwarded(packed, plan)
+        self._threads.apply()
+        begin = time.perf_counter()
+        handle = self._forwarded(packed, plan)
+        self._threads.add(time.perf_counter() - begin)
+        return handle
+
+    def _forwarded(self, packed: PackedStep, plan: StepPlan | None) -> StepHandle:
         with torch.inference_mode():
             for caches in self.kv_caches if packed.copies else ():
                 for cache in caches:

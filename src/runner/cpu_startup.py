@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+
+import torch
+
 from ..compile.captured_model import CapturedModel
 from ..engine.config import EngineConfig
-from ..engine.stats import Clock, EngineStats
+from ..engine.stats import Clock
+from ..kernels.attention.cpu_invariant import TILE
+from ..kernels.device import MKL_ROW_UNIT
+from ..kernels.row_trial import keeps_batched_bits
 from .cpu_runner import ModelRunner, OnLogits
+from .cpu_threads import FixedThreads, StepThreads
 from .kv_budget import fitting_length, num_cpu_blocks, num_cpu_state_slots
+
+logger = logging.getLogger("pagespec")
+
+_ROWS_OF_STEP = (1, 2, 5)
+_INDEX_HEADS = 16
 
 
 def make_cpu_runner(
     config: EngineConfig,
     captured: CapturedModel,
-    _stats: EngineStats,
     clock: Clock,
     on_logits: OnLogits | None,
+    threads: StepThreads,
 ) -> tuple[ModelRunner, int]:
     limit = config.max_model_len or captured.loaded.max_position_embeddings
     with clock("kv_cache"):
@@ -23,6 +36,8 @@ def make_cpu_runner(
             num_cpu_blocks(config, captured, limit, num_state_slots)
         )
         max_model_len = fitting_length(config, num_blocks, limit)
+        if len(threads.numbers) > 1 and config.transparent:
+            threads = steady(threads, captured)
         runner = ModelRunner(
             captured,
             block_size=config.block_size,
@@ -36,5 +51,42 @@ def make_cpu_runner(
             overlap=bool(config.overlap),
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             on_logits=on_logits,
+            threads=threads,
         )
     return runner, max_model_len
+
+
+def steady(threads: StepThreads, captured: CapturedModel) -> StepThreads:
+    """The same, or the present number for every step, where bits of the matmuls of recurrent states
+    or of an indexer follow the number. These have no recipes to choose from."""
+    shapes = _states(captured) | _indexes(captured)
+    if all(keeps_batched_bits(*shape, threads.numbers) for shape in sorted(shapes)):
+        return threads
+    number = torch.get_num_threads()
+    logger.info("CPU threads: %d, which stays: bits of this model follow the number", number)
+    return FixedThreads(number)
+
+
+_Shape = tuple[int, int, int, tuple[int, ...]]
+
+
+def _states(captured: CapturedModel) -> set[_Shape]:
+    """(rows, inputs, outputs, batches) of the matmuls of :mod:`..kernels.recurrent`."""
+    found: set[_Shape] = set()
+    for spec in captured.loaded.recurrent:
+        if spec.kind in ("delta_rule", "ssd_scan"):
+            num_heads, num_keys, num_values = spec.state_shape
+            batches = tuple(rows * num_heads for rows in _ROWS_OF_STEP)
+            found.add((MKL_ROW_UNIT, num_keys, num_values, batches))
+    return found
+
+
+def _indexes(captured: CapturedModel) -> set[_Shape]:
+    """The same of :mod:`..kernels.attention.indexer`: scores of some queries' heads, then their
+    weighted sum over the heads."""
+    found: set[_Shape] = set()
+    for dim in {spec.index_dim for spec in captured.specs} - {0}:
+        for num_rows in (MKL_ROW_UNIT, _INDEX_HEADS, TILE):
+            found.add((num_rows, dim, TILE, _ROWS_OF_STEP))
+            found.add((MKL_ROW_UNIT, num_rows, TILE, _ROWS_OF_STEP))
+    return found

@@ -1,19 +1,26 @@
-"""How many threads an engine on a CPU computes with: chosen once per process, at start.
+"""How many threads an engine on a CPU computes with: measured at start and while it serves.
 
 OpenMP's threads wait for one another at the end of every matmul. Where another process holds the
 core of one of them, all wait: two threads on two shared cores took six times the time of one. So
-each number of threads is measured, and more threads are used only where they are quicker. The
-number stays as it is while the process serves, as an order of summation may depend on it.
+each number of threads is measured, and more threads are used only where they are quicker. Other
+processes come and go, so the engine measures again between steps. No bits follow the number: every
+trial of a matmul compares all numbers that :func:`halvings` gives (:mod:`..kernels.row_trial`).
+
+Torch's number belongs to the calling thread, once that thread has computed something. Engines of
+one process may step in several threads, each with a number of its own, so each step sets it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 import torch
 
@@ -25,56 +32,220 @@ _NUM_CALLS = 15
 _FEWEST_CALLS = 3
 _TRIAL_S = 0.1  # for one number of threads
 _ROWS, _WIDTH = 64, 576
+# While serving: a few calls, which cost some hundredths of a second.
+_NUM_CALLS_AGAIN = 7
+_TRIAL_AGAIN_S = 0.03
+
+_INTERVAL_S = 10.0
+_CONFIRM_S = 1.0
+_MOST_SHARE = 0.005
+_CLEARLY = 0.8
+_SAY_INTERVAL_S = 60.0
 
 
-def use_threads(threads: int | None) -> None:
-    """Sets torch's number of threads: as given, or the quickest of a trial."""
-    if threads is None:
-        threads = quickest()
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
+class StepThreads(Protocol):
+    """The numbers of threads of an engine's steps.
+
+    Attributes:
+        numbers: all that may be used, the most first.
+    """
+
+    @property
+    def numbers(self) -> tuple[int, ...]: ...
+
+    def apply(self) -> None:
+        """Set torch's number for a step of the calling thread."""
+        ...
+
+    def add(self, step_s: float) -> None:
+        """Count the seconds that a step took."""
+        ...
+
+
+class FixedThreads:
+    """The same number for every step."""
+
+    def __init__(self, number: int) -> None:
+        self.numbers: tuple[int, ...] = (number,)
+
+    def apply(self) -> None:
+        _use(self.numbers[0])
+
+    def add(self, step_s: float) -> None:
+        """Nothing follows the time of steps."""
+
+
+class AdaptiveThreads:
+    """The number whose matmuls were the quickest of late. Engines of one process share the object.
+
+    After every 10 s of steps, the number in use and its two neighbours are measured. Another number
+    is used if it takes less than 0.8 times the time, in two measurements 1 s apart. If measuring
+    would take more than 0.5% of the time, it is done less often.
+
+    Args:
+        numbers: those that may be used, the most first.
+        number: the first in use.
+        measure: seconds of a matmul with so many threads; may leave torch's number changed.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        number: int,
+        measure: Callable[[int], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.numbers = tuple(numbers)
+        self.number = number
+        self._measure, self._clock = measure, clock
+        self._lock = threading.Lock()  # of one measurement at a time
+        self._step_s = self._cost_s = 0.0
+        self._wait_s = _INTERVAL_S
+        self._rival: int | None = None
+        self._said, self._said_at = number, float("-inf")
+
+    def apply(self) -> None:
+        is_due = len(self.numbers) > 1 and self._step_s >= self._wait_s
+        if is_due and self._lock.acquire(blocking=False):
+            try:
+                self._measure_again()
+            finally:
+                self._lock.release()
+        _use(self.number)
+
+    def add(self, step_s: float) -> None:
+        self._step_s += step_s
+
+    def _measure_again(self) -> None:
+        self._step_s = 0.0
+        at = self.numbers.index(self.number)
+        begin = self._clock()
+        seconds = {n: self._measure(n) for n in self.numbers[max(0, at - 1) : at + 2]}
+        self._cost_s += self._clock() - begin
+        best = min(seconds, key=lambda n: (seconds[n], -n))
+        is_clear = seconds[best] < _CLEARLY * seconds[self.number]
+        if is_clear and best != self._rival:
+            self._rival, self._wait_s = best, _CONFIRM_S
+            return
+        if is_clear:
+            self.number = best
+        self._rival = None
+        self._wait_s = max(_INTERVAL_S, self._cost_s / _MOST_SHARE)
+        self._cost_s = 0.0
+        self._say(seconds)
+
+    def _say(self, seconds: dict[int, float]) -> None:
+        now = self._clock()
+        if self.number == self._said or now - self._said_at < _SAY_INTERVAL_S:
+            return
+        is_fewer = self.number < self._said
+        logger.log(
+            logging.WARNING if is_fewer else logging.INFO,
+            "CPU threads: %d from now on, %d before, as the machine is %s (a matmul by number of "
+            "threads: %s); --threads sets a fixed number",
+            *(self.number, self._said, "busy" if is_fewer else "quieter", _times(seconds)),
+        )
+        self._said, self._said_at = self.number, now
+
+
+def step_threads(threads: int | None, *, num_ranks: int = 1, is_eager: bool = False) -> StepThreads:
+    """For the steps of an engine of this process.
+
+    Args:
+        threads: the number; None: as measured.
+        num_ranks: of the group; ranks compute with the number that torch has, which is rank 0's.
+        is_eager: whether the module itself runs: the bits of torch's own matmuls may follow the
+            number, so that it stays what it is at start.
+    """
+    torchs_number()
+    if threads is not None:
+        return FixedThreads(threads)
+    if num_ranks > 1:
+        return FixedThreads(torch.get_num_threads())
+    shared = shared_threads()
+    if not is_eager or len(shared.numbers) == 1:
+        return shared
+    logger.info(
+        "CPU threads: %d, which stays: bits of compile='eager' may follow the number", shared.number
+    )
+    return FixedThreads(shared.number)
 
 
 @cache
-def quickest() -> int:
-    """Of the numbers of threads up to what torch, affinity and quotas allow, that of the quickest
-    matmuls. Says so where it is fewer than torch would use."""
-    given = torch.get_num_threads()
-    most = min(given, usable_cores())
-    seconds: dict[int, float] = {}
-    candidate = most
-    while candidate > 1 or not seconds:
-        seconds[candidate] = measured(candidate)
-        candidate //= 2
-    if most > 1:
-        seconds[1] = measured(1)
-    torch.set_num_threads(given)
+def torchs_number() -> int:
+    """Torch's number of threads before the first engine of the process."""
+    return torch.get_num_threads()
+
+
+@cache
+def shared_threads() -> AdaptiveThreads:
+    """Of all engines of the process whose number is measured."""
+    numbers = halvings(min(torchs_number(), usable_cores()))
+    number = quickest(numbers, torchs_number(), measured)
+    return AdaptiveThreads(numbers, number, measured_again)
+
+
+def halvings(most: int) -> tuple[int, ...]:
+    """The numbers of threads that may be used: ``most``, its halves downwards, and 1."""
+    numbers = []
+    while most > 1:
+        numbers.append(most)
+        most //= 2
+    return (*numbers, 1)
+
+
+def quickest(numbers: Sequence[int], given: int, measure: Callable[[int], float]) -> int:
+    """The number of threads with the quickest matmuls. The log names it if it is below ``given``,
+    which torch would use."""
+    before = torch.get_num_threads()
+    try:
+        seconds = {n: measure(n) for n in numbers}
+    finally:
+        torch.set_num_threads(before)
     best = min(seconds, key=lambda n: (seconds[n], -n))
     if best < given:
-        times = ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in seconds.items())
         logger.warning(
             "CPU threads: %d, where torch would use %d (%d usable cores; a matmul by number of "
             "threads: %s); --threads sets another number",
-            *(best, given, usable_cores(), times),
+            *(best, given, usable_cores(), _times(seconds)),
         )
     return best
 
 
-def measured(threads: int) -> float:
-    """Median seconds of a matmul with so many threads."""
-    torch.set_num_threads(threads)
+def _times(seconds: dict[int, float]) -> str:
+    return ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in seconds.items())
+
+
+def _use(number: int) -> None:
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
+
+
+def measured(threads: int, num_calls: int = _NUM_CALLS, trial_s: float = _TRIAL_S) -> float:
+    """Median seconds of a matmul with so many threads, which torch has afterwards.
+
+    Args:
+        num_calls: how many are measured; after ``trial_s`` seconds, 3 are enough.
+    """
+    _use(threads)
     rows, weight = torch.ones(_ROWS, _WIDTH), torch.ones(_WIDTH, _WIDTH)
     torch.nn.functional.linear(rows, weight)  # threads are started here
     found: list[float] = []
     begin = time.perf_counter()
-    while len(found) < _NUM_CALLS:
+    while len(found) < num_calls:
         before = time.perf_counter()
         torch.nn.functional.linear(rows, weight)
         after = time.perf_counter()
         found.append(after - before)
-        if after - begin > _TRIAL_S and len(found) >= _FEWEST_CALLS:
+        if after - begin > trial_s and len(found) >= _FEWEST_CALLS:
             break
     return median(found)
+
+
+def measured_again(threads: int) -> float:
+    """:func:`measured` with few calls."""
+    return measured(threads, _NUM_CALLS_AGAIN, _TRIAL_AGAIN_S)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
