@@ -72,6 +72,15 @@ def test_nobody_behind_the_siblings_waits_for_the_prompt() -> None:
     assert [row[0] for row in rows(step(scheduler))] == ["a", "a1", "b"]
 
 
+def test_siblings_wait_before_requests_that_arrived_later() -> None:
+    scheduler = make_scheduler(budget=4, max_num_seqs=2)
+    add_group(scheduler, "a", 8, 1)
+    add(scheduler, "b", 1)
+    assert rows(step(scheduler)) == [("a", 0, 4, False)]
+    assert rows(step(scheduler)) == [("a", 4, 4, True)]
+    assert [row[0] for row in rows(step(scheduler))] == ["a", "a1"], "b arrived behind the group"
+
+
 def test_siblings_of_a_leader_that_was_given_up_compute_the_prompt() -> None:
     scheduler = make_scheduler()
     leader, *siblings = add_group(scheduler, "a", 4, 2)

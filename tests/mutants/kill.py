@@ -18,8 +18,8 @@ from tests.support.scenario import PropertyError, Scenario
 NUM_SCENARIOS = 400
 NUM_WALKS = 300
 UNIT_TESTS = (
-    *("block_manager", "pace", "planner", "policy", "scheduler", "shares", "siblings"),
-    "state_slots",
+    *("block_manager", "pace", "planner", "policy", "preemption", "scheduler", "shares"),
+    *("siblings", "state_slots"),
 )
 RUNNER_TESTS = ("tests/runner/test_pinned_ring.py",)
 
