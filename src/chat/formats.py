@@ -25,6 +25,7 @@ class ReasoningFormat:
         is_open: an answer begins with reasoning, also without its opening delimiter.
         anywhere: reasoning may follow content; if not, ``open`` is text there.
         before_content: what ends reasoning and begins content, where ``close`` does not.
+        header_end: as of :class:`..engine.delimiter.Delimiter`, of all of these.
     """
 
     open: str
@@ -34,6 +35,7 @@ class ReasoningFormat:
     is_open: bool = False
     anywhere: bool = False
     before_content: str = ""
+    header_end: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class Marker:
         syntaxes: tried in this order.
         at_start: calls begin the content, and are read only if tools were given: ``open`` is what
             other content may begin with.
+        header_end: as of :class:`..engine.delimiter.Delimiter`, of ``open``.
     """
 
     open: str
     close: str
     syntaxes: tuple[Syntax, ...]
     at_start: bool = False
+    header_end: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,6 @@ class AnswerFormat:
     def reads_calls(self) -> bool:
         return self.calls is not None
 
-    strips_reasoning = True  # white space at the ends is no part of it
-
     @property
     def begins_open(self) -> bool:
         """Whether an answer begins with reasoning also without its opening delimiter."""
@@ -104,6 +106,11 @@ class AnswerFormat:
         """The texts that open and end reasoning, as ``("<think>", "</think>")``."""
         form = self.reasoning
         return None if form is None else (form.open, form.before_content or form.close)
+
+    @property
+    def header_end(self) -> str:
+        """What ends ``reasoning_tags`` that may name a content type; empty: none may."""
+        return "" if self.reasoning is None else self.reasoning.header_end
 
     def prefix_of(self, prompt: str) -> str:
         """The part of a prompt that belongs to the answer already, such as an opened ``<think>``;
@@ -122,7 +129,8 @@ class AnswerFormat:
 
 
 _THINK = ReasoningFormat("<think>", "</think>")
-# The channels of OpenAI's harmony; a call's recipient stands before its channel or behind it.
+# The channels of OpenAI's harmony; a call's recipient stands before its channel or behind it, and a
+# content type, such as `<|constrain|>json`, at the end of the header.
 _HARMONY = ReasoningFormat(
     "<|channel|>analysis<|message|>",
     "<|end|>",
@@ -133,6 +141,7 @@ _HARMONY = ReasoningFormat(
     skipped=("<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
     anywhere=True,
     before_content="<|channel|>final<|message|>",
+    header_end="<|message|>",
 )
 
 # The first whose delimiters a chat template has is taken.
@@ -243,9 +252,10 @@ CALL_FORMATS: dict[str, CallFormat] = {
                 (
                     NamedJson(
                         r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
-                        r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+                        r"\s*(?:<\|constrain\|>)?\s*[\w.+/-]*\s*<\|message\|>"
                     ),
                 ),
+                header_end=" to=functions." if begin else "",
             )
             for begin in ("<|channel|>commentary", "<|channel|>analysis", "")
         ),

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from ..engine.inputs import PromptInput, PromptReader
-from ..engine.reasoning import Reasoning
 from ..engine.sampling_params import SamplingParams
 from ..engine.token_bytes import TokenBytes
 from ..errors import InvalidInputError
@@ -210,23 +209,20 @@ class ChatReader:
             self._token_bytes,
         )
         form = self._format(chat_template, schemas)
-        answer: Answer
-        if is_forced:
-            answer = _behind_reasoning(ForcedAnswer(name, request_id, index), reasoning, form)
-        elif is_constrained:
-            answer = _behind_reasoning(PlainAnswer(), reasoning, form)
-        elif form is None:
-            answer = PlainAnswer()
-        else:
-            made = TemplateAnswer if isinstance(form, TemplateFormat) else FormatAnswer
-            answer = made(
-                form,  # type: ignore[arg-type]
-                self._text_of(prompt),
-                tools=schemas,
-                reads_tools=tool_choice != "none",
-                request_id=request_id,
-                answer=index,
-            )
+        content: Answer = ForcedAnswer(name, request_id, index) if is_forced else PlainAnswer()
+        if form is None or (is_constrained and reasoning is None):
+            return ResponseReader(text, content)
+        made = TemplateAnswer if isinstance(form, TemplateFormat) else FormatAnswer
+        answer: Answer = made(
+            form,  # type: ignore[arg-type]
+            "" if is_constrained else self._text_of(prompt),
+            tools=schemas,
+            reads_tools=tool_choice != "none" and not is_constrained,
+            request_id=request_id,
+            answer=index,
+        )
+        if is_constrained and reasoning is not None:
+            answer = ReasonedAnswer(reasoning, answer, content)
         return ResponseReader(text, answer)
 
     @property
@@ -326,15 +322,6 @@ class ChatReader:
             return prompt.text
         text: str = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         return text
-
-
-def _behind_reasoning(
-    content: Answer, reasoning: Reasoning | None, form: AnswerFormat | TemplateFormat | None
-) -> Answer:
-    """Reads content that is held to a constraint: all of it, whatever it looks like."""
-    if reasoning is None or form is None:
-        return content
-    return ReasonedAnswer(reasoning, content, strips=form.strips_reasoning)
 
 
 def _variables(given: Any) -> dict[str, Any]:

@@ -7,13 +7,14 @@ end and the model's delimiters; the engine and the reader of the answer follow b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable
 
+from ..engine.delimiter import Delimiter
 from ..engine.reasoning import Reasoning
 from .answer_text import Kind, Piece
-from .deltas import Delta, ReasoningDelta
+from .deltas import ContentDelta, Delta, ReasoningDelta
 from .formats import AnswerFormat
-from .regions import Stripper
 from .response import Answer
 from .response_template import TemplateFormat
 
@@ -41,7 +42,8 @@ def reasoning_of(
     has_header = _shared(opening, closing) > 1
     if is_open is None or (not is_open and is_disabled and not has_header):
         return None
-    return Reasoning(opening.encode(), closing.encode(), is_open, stops_inside)
+    end = form.header_end.encode()
+    return Reasoning(opening.encode(), closing.encode(), is_open, stops_inside, end)
 
 
 def _is_open(
@@ -54,12 +56,18 @@ def _is_open(
         # The beginning of an answer is not found: what the prompt ends with is seen all the same.
         end = prompt.rstrip()
         return None if end.endswith(closing) else end.endswith(opening) or form.begins_open
-    opened, closed = begun.rfind(opening), begun.rfind(closing)
+    opened, closed = (_last_place(begun, text, form.header_end) for text in (opening, closing))
     if closed >= 0 and closed >= opened:
         return None
     if opened >= 0:
         return True
     return None if begun.strip() else form.begins_open
+
+
+def _last_place(text: str, delimiter: str, header_end: str) -> int:
+    """Where the last of a delimiter begins in a text; -1 if there is none."""
+    pattern = Delimiter(delimiter, header_end).pattern
+    return max((match.start() for match in re.finditer(pattern, text, re.ASCII)), default=-1)
 
 
 def _shared(one: str, other: str) -> int:
@@ -69,88 +77,35 @@ def _shared(one: str, other: str) -> int:
 
 
 class ReasonedAnswer:
-    """Reads an answer whose content is constrained: reasoning up to ``Kind.CONTENT``, if the answer
-    begins with some; what follows is read by another reader, which is given each character of it.
+    """Reads an answer whose content is constrained. All text up to ``Kind.CONTENT`` is reasoning;
+    what follows is read by another reader, which is given each character of it.
 
     Args:
         reasoning: that the answer may begin with.
+        before: reads the reasoning by the model's format: one without a prompt and tool calls.
         content: reads what is behind.
-        strips: whether white space at the ends is no part of the reasoning.
     """
 
-    def __init__(self, reasoning: Reasoning, content: Answer, *, strips: bool) -> None:
-        self._opening = reasoning.opening.decode()
-        self._closing = reasoning.closing.decode()
-        self._content = content
-        self._reasoning = Stripper(strips)
-        self._has_begun = reasoning.is_open  # the reasoning
+    def __init__(self, reasoning: Reasoning, before: Answer, content: Answer) -> None:
+        self._before, self._content = before, content
         self._is_behind = False
-        self._held = ""  # may be the beginning of a delimiter, or is one
-        self._hidden: list[tuple[int, int]] = []  # stretches of special tokens in it
+        if reasoning.is_open:
+            before.push(Piece(reasoning.opening.decode(), Kind.SPECIAL))
 
     def push(self, piece: Piece) -> list[Delta]:
         if self._is_behind:
             return self._content.push(piece)
         if piece.kind is Kind.CONTENT:
             self._is_behind = True
-            return list(self._rest())
-        if piece.kind is not Kind.TEXT:
-            self._hidden.append((len(self._held), len(self._held) + len(piece.text)))
-        self._held += piece.text
-        if not self._has_begun:
-            self._open()
-        if not self._has_begun:
-            return []
-        return list(self._shown(self._end_of_certain()))
+            return _as_reasoning(self._before.finish())
+        return _as_reasoning(self._before.push(piece))
 
     def finish(self) -> list[Delta]:
-        if self._is_behind or not self._has_begun:
+        if self._is_behind:
             return self._content.finish()
-        return list(self._shown(len(self._held)))
+        return _as_reasoning(self._before.finish())
 
-    def _open(self) -> None:
-        """Drop the opening delimiter, once it is complete, and white space before it."""
-        place = self._held.find(self._opening)
-        if place >= 0:
-            self._has_begun = True
-            self._drop(place + len(self._opening))
 
-    def _end_of_certain(self) -> int:
-        """Up to where the held text is no part of the closing delimiter."""
-        place = self._held.find(self._closing)
-        if place >= 0:
-            return place
-        longest = min(len(self._closing) - 1, len(self._held))
-        parts = (n for n in range(longest, 0, -1) if self._held.endswith(self._closing[:n]))
-        return len(self._held) - next(parts, 0)
-
-    def _rest(self) -> Iterator[Delta]:
-        """The reasoning's end, without its delimiter. White space behind that is in the same token,
-        and bytes of a character that the delimiter cut are not."""
-        if self._has_begun:
-            place = self._held.find(self._closing)
-            if place >= 0:
-                yield from self._shown(place)
-                self._drop(len(self._closing))
-                self._held = self._held.strip()
-            yield from self._shown(len(self._held))
-
-    def _shown(self, end: int) -> Iterator[Delta]:
-        """The held text up to ``end``, as reasoning."""
-        text = self._reasoning.push(self._text(end))
-        self._drop(end)
-        if text:
-            yield ReasoningDelta(text)
-
-    def _text(self, end: int) -> str:
-        """The held text up to ``end`` without special tokens."""
-        shown, place = [], 0
-        for begin, stop in self._hidden:
-            shown.append(self._held[place : max(place, min(begin, end))])
-            place = min(stop, end)
-        shown.append(self._held[place:end])
-        return "".join(shown)
-
-    def _drop(self, end: int) -> None:
-        self._held = self._held[end:]
-        self._hidden = [(max(0, a - end), b - end) for a, b in self._hidden if b > end]
+def _as_reasoning(deltas: Iterable[Delta]) -> list[Delta]:
+    """Text between and behind delimiters of reasoning is none of the content either."""
+    return [ReasoningDelta(d.text) if isinstance(d, ContentDelta) else d for d in deltas]

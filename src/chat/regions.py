@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..engine.delimiter import Delimiter
 from .answer_text import Kind, Piece
 from .call_syntax import Call, Found, Waiting
 from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id, is_short_id
@@ -46,31 +47,33 @@ _DROPPED = "dropped"  # what a delimiter does that only vanishes
 
 
 class _Delimiters:
-    """Finds the first of some texts.
+    """Finds the first of some delimiters.
 
     Args:
-        actions: the texts, and what each does.
+        actions: what each delimiter does.
     """
 
-    def __init__(self, actions: Mapping[str, Any]) -> None:
-        self.actions = actions
-        ordered = sorted(actions, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._begins = frozenset(text[:n] for text in actions for n in range(1, len(text)))
-        self._max_begin = max(map(len, self._begins), default=0)
+    def __init__(self, actions: Mapping[Delimiter, Any]) -> None:
+        ordered = sorted(actions, key=lambda delimiter: len(delimiter.text), reverse=True)
+        self._actions = [actions[delimiter] for delimiter in ordered]
+        groups = (f"({delimiter.pattern})" for delimiter in ordered)
+        self._pattern = re.compile("|".join(groups) or r"(?!)", re.ASCII)
+        begun = "|".join(delimiter.begun for delimiter in ordered)
+        self._begun = re.compile(rf"(?:{begun or '(?!)'})\Z", re.ASCII)
+        self._max_length = max((delimiter.max_length for delimiter in ordered), default=0)
 
-    def find(self, text: str, is_whole: bool) -> tuple[int, str]:
-        """Where the first delimiter begins, and it; or where one may begin of which the end is
-        missing, and an empty text."""
+    def find(self, text: str, is_whole: bool) -> tuple[int, int, Any]:
+        """Where the first delimiter begins, its length, and what it does; or where one may begin
+        of which the end is missing, and 0."""
         match = self._pattern.search(text)
         place = len(text) if match is None else match.start()
-        found = "" if match is None else match.group()
-        if is_whole:
-            return place, found
-        for begin in range(max(0, len(text) - self._max_begin), min(place + 1, len(text))):
-            if text[begin:] in self._begins:
-                return begin, ""
-        return place, found
+        if not is_whole:
+            begun = self._begun.search(text, max(0, len(text) - self._max_length))
+            if begun is not None and begun.start() <= place:
+                return begun.start(), 0, None
+        if match is None or match.lastindex is None:
+            return place, 0, None
+        return place, match.end() - place, self._actions[match.lastindex - 1]
 
 
 class FormatAnswer:
@@ -110,6 +113,7 @@ class FormatAnswer:
         self._region = _REASONING if is_open else _BETWEEN
         self._begun: set[str] = set()  # regions that have had text
         self._marker: Marker | None = None  # of the call that is being read
+        self._num_opening = 0  # characters of its opening delimiter
         self._reading: Waiting[Found | None] | None = None
         self._untried: list[Any] = []
         prefix = form.prefix_of(prompt)
@@ -145,18 +149,18 @@ class FormatAnswer:
                     return
                 continue
             delimiters = self._active()
-            place, delimiter = delimiters.find(self.text, self.is_whole)
+            place, length, action = delimiters.find(self.text, self.is_whole)
             if place:
                 yield from self._shown(place)
                 if self._active() is not delimiters:
                     continue
-            if not delimiter:
+            if not length:
                 return
-            action = delimiters.actions[delimiter]
             if isinstance(action, Marker):
                 self._marker, self._untried = action, list(action.syntaxes)
+                self._num_opening = length
                 continue
-            self._drop(len(delimiter))
+            self._drop(length)
             if action is not _DROPPED:
                 self._region = action
 
@@ -166,17 +170,18 @@ class FormatAnswer:
             self._delimiters[key] = _Delimiters(self._actions(*key))
         return self._delimiters[key]
 
-    def _actions(self, region: str, has_begun: bool) -> dict[str, Any]:
+    def _actions(self, region: str, has_begun: bool) -> dict[Delimiter, Any]:
         """The delimiters of a region: what each opens, or the region that it leads to."""
         reasoning, calls = self._form.reasoning, self._calls
-        found: dict[str, Any] = {}
+        made: dict[Delimiter, Any] = {}
         if calls is not None and region in (_BETWEEN, calls.in_reasoning and _REASONING):
-            found |= dict.fromkeys(calls.skipped, _DROPPED)
+            made |= {Delimiter(text): _DROPPED for text in calls.skipped}
             for marker in calls.markers:
                 if not marker.at_start or (self.tools and not has_begun and region == _BETWEEN):
-                    found[marker.open] = marker
+                    made[Delimiter(marker.open, marker.header_end)] = marker
         if reasoning is None:
-            return found
+            return made
+        found: dict[str, Any] = {}
         if region == _BETWEEN:
             found |= dict.fromkeys(reasoning.skipped, _DROPPED)
             found |= {opened: _CONTENT for opened, _ in reasoning.contents}
@@ -190,7 +195,8 @@ class FormatAnswer:
             found[reasoning.close] = _BETWEEN
         else:
             found |= {closed: _BETWEEN for _, closed in reasoning.contents}
-        return found
+        end = reasoning.header_end
+        return made | {Delimiter(text, end): action for text, action in found.items()}
 
     def _read_call(self) -> Generator[Delta, None, bool]:
         """Go on with the call that has been opened; returns whether it is settled."""
@@ -198,7 +204,7 @@ class FormatAnswer:
         assert marker is not None
         while True:
             if self._reading is None:
-                self._reading = self._untried.pop(0).read(self, len(marker.open), marker.close)
+                self._reading = self._untried.pop(0).read(self, self._num_opening, marker.close)
             try:
                 next(self._reading)
             except StopIteration as ended:
@@ -212,7 +218,7 @@ class FormatAnswer:
                 break
         self._marker = None
         if found is None and not self.is_whole:
-            yield from self._shown(len(marker.open))
+            yield from self._shown(self._num_opening)
             return True
         self._region = _BETWEEN
         if found is None:  # not closed: all that follows may belong to the call

@@ -52,6 +52,7 @@ class TemplateFormat:
     reasoning_tags: tuple[str, str] | None
 
     begins_open = False  # reasoning has its opening delimiter
+    header_end = ""  # delimiters name no content type
 
     @property
     def reads_calls(self) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.reasoning import Reasoning
+from ..engine.delimiter import CONSTRAIN
+from ..engine.reasoning import Reasoning, delimiter_patterns
 from ..engine.token_bytes import TokenBytes
 
 Ids = NDArray[np.int64]
@@ -32,7 +33,7 @@ class ReasoningTokens:
     ) -> None:
         self._backend, self._vocab, self._bytes_of = backend, vocab, bytes_of
         opening, closing = reasoning.opening, reasoning.closing
-        self._banned = self._tokens_beyond(closing)
+        self._banned = self._tokens_beyond(reasoning)
         self._next: dict[bytes, set[int]] = {}
         if reasoning.is_open:
             return
@@ -42,7 +43,8 @@ class ReasoningTokens:
         self._add_path(opening, opened, goes_on=True)
         # Where content has a header of its own (harmony), the answer may begin with it, too.
         if closed[:1] == opened[:1] and len(bytes_of(opened[0])) > 1:
-            self._add_path(closing, closed, goes_on=False)
+            for delimiter in (closing, _with_type(closing, reasoning.header_end)):
+                self._add_path(delimiter, self._encoded(delimiter), goes_on=False)
 
     def banned(self, num_matched: int) -> Ids:
         """Tokens that are banned where the reasoning ends with so many bytes of its closing
@@ -57,8 +59,11 @@ class ReasoningTokens:
         """Allow the tokens of a delimiter one after the other.
 
         Args:
+            ids: none if no tokens spell the delimiter.
             goes_on: the last token may have more behind it, such as a line break.
         """
+        if not ids:
+            return
         head = b""
         for token_id in ids[:-1]:
             self._next.setdefault(head, set()).add(token_id)
@@ -79,24 +84,18 @@ class ReasoningTokens:
                     return list(ids[begin:])
         return []
 
-    def _tokens_beyond(self, closing: bytes) -> list[Ids]:
+    def _tokens_beyond(self, reasoning: Reasoning) -> list[Ids]:
         """For each number of matched bytes the tokens that complete the delimiter and have more
         than white space behind it."""
+        closing = reasoning.closing
+        pattern = delimiter_patterns(closing, reasoning.header_end).whole
         beyond: list[set[int]] = [set() for _ in closing]
         for token_id, text in self._texts_with(closing[-1:]):
-            for num_matched in range(len(closing)):
-                rest = closing[num_matched:]
-                # Inside a token the delimiter may begin anywhere; else the token completes it.
-                place = text.find(rest) if num_matched == 0 else 0
-                is_whole = place >= 0 and text.startswith(rest, place)
-                if is_whole and text[place + len(rest) :].strip():
-                    beyond[num_matched].add(token_id)
-        # What ends with n bytes of the delimiter may end with fewer, too.
-        for num_matched in range(1, len(closing)):
-            own = closing[:num_matched]
-            for fewer in range(num_matched):
-                if own.endswith(closing[:fewer]):
-                    beyond[num_matched] |= beyond[fewer]
+            for num_matched, ids in enumerate(beyond):
+                whole = closing[:num_matched] + text
+                found = pattern.search(whole)
+                if found is not None and whole[found.end() :].strip():
+                    ids.add(token_id)
         return [np.array(sorted(ids), np.int64) for ids in beyond]
 
     def _texts_with(self, part: bytes) -> Iterator[tuple[int, bytes]]:
@@ -109,3 +108,10 @@ class ReasoningTokens:
                 text = self._bytes_of(token_id)
                 if part in text:
                     yield token_id, text
+
+
+def _with_type(delimiter: bytes, header_end: bytes) -> bytes:
+    """A header with the content type that models write of constrained content."""
+    if not header_end or not delimiter.endswith(header_end):
+        return delimiter
+    return delimiter.removesuffix(header_end) + f" {CONSTRAIN}json".encode() + header_end

@@ -121,6 +121,44 @@ def test_harmony_without_channels_is_content() -> None:
         assert parts(message) == (None, None, [("f", {"a": " <|end|>"})])
 
 
+CONTENT_TYPES = (
+    " <|constrain|>json", "<|constrain|>json", " <|constrain|> json ", " json", "<|constrain|>",
+    " <|constrain|>text/x-c++", " ",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("content_type", CONTENT_TYPES)
+def test_headers_of_harmony_may_name_a_content_type(content_type: str) -> None:
+    """The same for every single cut."""
+    behind = f"{content_type}<|message|>"
+    final = f'<|channel|>final{behind}{{"a": 1}}<|return|>'
+    thought = f"<|channel|>analysis{behind}hm<|end|><|start|>assistant"
+    said = f"<|channel|>commentary{behind}so<|end|><|start|>assistant"
+    call = f' to=functions.f<|channel|>commentary{behind}{{"a": 1}}<|call|>'
+    other = f'<|channel|>commentary{content_type} to=functions.f<|message|>{{"a": 1}}<|call|>'
+    for text, expected in (
+        (final, (None, '{"a": 1}', [])),
+        (thought + final, ("hm", '{"a": 1}', [])),
+        (thought + said + call, ("hm", "so", [("f", {"a": 1})])),
+        (thought + other, ("hm", None, [("f", {"a": 1})])),
+        (f"<|channel|>final{content_type}", (None, f"<|channel|>final{content_type}".strip(), [])),
+    ):
+        found = read("gpt_oss", text)
+        assert parts(found) == expected
+        tokenizer, chat = chat_of(FAMILIES["gpt_oss"])
+        prompt, ids = chat.read(USER), ids_of(tokenizer, text)
+        for cut in range(1, len(ids)):
+            reader = chat.reader(prompt, PARAMS)
+            deltas = [*reader.feed(ids[:cut]), *reader.feed(ids[cut:]), *reader.finish()]
+            assert message_of(deltas) == found, cut
+
+
+@pytest.mark.parametrize("between", [" to=python code", "ly", " <|constrain|>{", " a=b", " a" * 99])
+def test_what_is_no_header_of_harmony_begins_nothing(between: str) -> None:
+    text = f"<|channel|>final{between}<|message|>a<|return|>"
+    assert parts(read("gpt_oss", text)) == (None, text.removesuffix("<|return|>"), [])
+
+
 # Calls -------------------------------------------------------------------------------------------
 
 

@@ -15,9 +15,11 @@ from pagespec import SamplingParams, StructuredOutputs
 from pagespec.chat.deltas import joined
 from pagespec.chat.reader import ChatReader
 from pagespec.chat.response import read_response
+from pagespec.engine.inputs import PromptReader
 from pagespec.engine.reasoning import Phase, Reasoning, ReasoningTracker
 from pagespec.engine.request_factory import RequestFactory, Structures
 from tests.chat.test_response import answers
+from tests.support.chat_families import FAMILIES
 from tests.support.chat_models import WEATHER, chat_tokenizer, ids_of, make_reader, prompt_of
 
 OPENS, OFF = {"opens_thinking": True}, {"enable_thinking": False}
@@ -28,6 +30,11 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 @cache
 def subject(style: str = "qwen3") -> tuple[Any, ChatReader]:
+    if style == "gpt_oss":
+        tokenizer, end = FAMILIES[style].tokenizer(), FAMILIES[style].end
+        (end_id,) = tokenizer.convert_tokens_to_ids([end])
+        prompts = PromptReader(tokenizer, len(tokenizer), 10_000)
+        return tokenizer, ChatReader(prompts, tokenizer, eos_token_ids=frozenset({end_id}))
     tokenizer = chat_tokenizer(style)
     return tokenizer, make_reader(style, tokenizer)
 
@@ -122,6 +129,24 @@ def test_other_delimiters() -> None:
     assert read("yes<turn|>", None, "gemma4") == (None, "yes")
 
 
+@pytest.mark.parametrize(
+    "content_type", ["", " <|constrain|>json", "<|constrain|>json", " json", " <|constrain|>a/b "]
+)
+def test_a_header_of_content_may_name_its_type(content_type: str) -> None:
+    final = f"<|channel|>final{content_type}<|message|>yes<|return|>"
+    for opening in ("", content_type):
+        thought = f"<|channel|>analysis{opening}<|message|>So.<|end|><|start|>assistant"
+        reasoning, content = read(thought + final, None, "gpt_oss")
+        assert (reasoning, content) == ("So.", "yes")
+    twice = f"{thought}<|channel|>analysis<|message|> Well.<|end|><|start|>assistant{final}"
+    assert read(twice, None, "gpt_oss") == ("So. Well.", "yes")
+    assert read(final, None, "gpt_oss") == (None, "yes")
+    tokenizer, chat = subject("gpt_oss")
+    ids = [i for c in thought + final for i in ids_of(tokenizer, c)][:-10]  # plain tokens
+    message = read_response(chat.reader(prompt_of(chat), params()), ids)
+    assert message["content"] == "yes"
+
+
 def test_an_incomplete_character_before_the_end_is_no_content() -> None:
     tokenizer, chat = subject()
     half = ids_of(tokenizer, "\U0001f600")[:1]
@@ -149,7 +174,12 @@ def test_a_forced_call_comes_behind_reasoning() -> None:
             assert message["content"] is None
 
 
-HARMONY = Reasoning(b"<|channel|>analysis<|message|>", b"<|channel|>final<|message|>", False)
+HARMONY = Reasoning(
+    b"<|channel|>analysis<|message|>",
+    b"<|channel|>final<|message|>",
+    False,
+    header_end=b"<|message|>",
+)
 THINK = Reasoning(b"<think>", b"</think>", False)
 
 
@@ -166,6 +196,11 @@ THINK = Reasoning(b"<think>", b"</think>", False)
                    "final", "<|message|>"], 8),
         (HARMONY, ["<|channel|>", "final", "<|message|>"], 3),
         (HARMONY, ["<|channel|>", "commentary"], 0),
+        (HARMONY, ["<|channel|>", "final", " ", "<|constrain|>", "js", "on", "<|message|>"], 7),
+        (HARMONY, ["<|channel|>", "analysis", " <|constrain|>text", "<|message|>", "a", "<|end|>",
+                   "<|channel|>", "final", "<|con", "strain|>json<|message|>"], 10),
+        (HARMONY, ["<|channel|>", "final", " to="], 0),
+        (HARMONY, ["<|channel|>", "final", "<|return|>"], 0),
         (THINK, ["<think>", "</think", ".</", "think>"], 4),
         (Reasoning(b"<a>", b"aab", True), ["a", "a", "ab"], 3),
     ],

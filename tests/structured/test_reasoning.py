@@ -13,6 +13,7 @@ from pagespec.engine.request import RequestInfo
 from pagespec.structured.grammars import Grammars
 from pagespec.structured.matchers import Matchers
 from tests.structured.test_matchers import allowed, plan
+from tests.support.chat_families import FAMILIES
 from tests.support.chat_models import chat_tokenizer
 from tests.support.structured import END, tokenizer
 
@@ -30,9 +31,15 @@ def info(reasoning: Reasoning, regex: str = "xy?z", name: str = "own") -> Reques
 class Answer:
     """One request, a token after the other."""
 
-    def __init__(self, reasoning: Reasoning, regex: str = "xy?z", outputs: tuple[int, ...] = ()):
-        GRAMMARS.check(StructuredOutputs(regex=regex), reasoning)
-        self.matchers = Matchers(GRAMMARS)
+    def __init__(
+        self,
+        reasoning: Reasoning,
+        regex: str = "xy?z",
+        outputs: tuple[int, ...] = (),
+        grammars: Grammars = GRAMMARS,
+    ):
+        grammars.check(StructuredOutputs(regex=regex), reasoning)
+        self.matchers = Matchers(grammars)
         self.requests = (info(reasoning, regex),)
         self.num = 2 + len(outputs)
         tokens = [[9, 9, *outputs][-1:]]
@@ -172,6 +179,45 @@ def test_content_with_a_header_of_its_own_may_begin_at_once() -> None:
     assert tokens.opening(b"").tolist() == [channel]
     assert tokens.opening(b"<|c|>").tolist() == sorted([3 + ord("a"), 3 + ord("f")])
     assert tokens.opening(b"<|c|>fi").tolist() == [message]
+
+
+def test_the_header_of_content_may_name_its_type() -> None:
+    """Harmony: the constraint begins behind the header, whatever content type it names."""
+    header_end = b"<|message|>"
+    made = FAMILIES["gpt_oss"].tokenizer()
+    made.add_tokens(["|>x"])
+    grammars = Grammars(made, NUM_IDS, {END})
+    opening, closing = b"<|channel|>analysis<|message|>", b"<|channel|>final<|message|>"
+    asked = Reasoning(opening, closing, is_open=False, header_end=header_end)
+    beyond = made.convert_tokens_to_ids("|>x")
+
+    def ids(text: str) -> list[int]:
+        return list(made(text, add_special_tokens=False)["input_ids"])
+
+    for content_type in ("", " <|constrain|>json", "<|constrain|>text/plain", " json"):
+        header = f"<|channel|>final{content_type}<|message|>"
+        plain = [i for c in header for i in ids(c)][:-2]
+        for begun, banned in (
+            (ids(header), set()),
+            (plain, {beyond}),
+            (ids("<|channel|>final" + content_type), set()),
+            (ids(header)[:-1], set()),
+        ):
+            answer = Answer(asked, grammars=grammars)
+            for token_id in ids("<|channel|>analysis<|message|>hm<|end|><|start|>assistant"):
+                answer.push(token_id)
+            assert answer.allowed() == ALL
+            for token_id in begun:
+                answer.push(token_id)
+            content_begins = begun == ids(header)
+            expected = {X} if content_begins else ALL - banned
+            assert answer.allowed() == expected, (content_type, begun)
+    # An answer may begin with such a header.
+    answer = Answer(asked, grammars=grammars)
+    for token_id in ids("<|channel|>final <|constrain|>json<|message|>"):
+        assert token_id in answer.allowed()
+        answer.push(token_id)
+    assert answer.allowed() == {X}
 
 
 def test_a_token_that_the_mask_forbids_ends_its_request() -> None:
