@@ -23,6 +23,7 @@ from .formats import (
     ReasoningFormat,
 )
 from .regions import FormatAnswer
+from .response import AnswerContext
 from .template import PROBE_ID, PROBE_TOOL, ChatTemplate, Message, probe_call, probe_tools
 
 _WORD = "Zq4word"
@@ -90,14 +91,7 @@ def _calls(template: ChatTemplate, tokens: Container[str]) -> CallFormat | None:
 
 def _reads(form: CallFormat, text: str) -> bool:
     """Whether a text is read as the call of the probe."""
-    answer = FormatAnswer(
-        AnswerFormat(calls=form),
-        "",
-        tools=probe_tools(),
-        reads_tools=True,
-        request_id="",
-        answer=0,
-    )
+    answer = FormatAnswer(AnswerFormat(calls=form), AnswerContext(tools=probe_tools()))
     deltas = [*answer.push(Piece(text, Kind.TEXT)), *answer.finish()]
     calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
     expected = probe_call()["function"]

@@ -19,7 +19,7 @@ from .formats import AUTO, AnswerFormat
 from .messages import names_of, read_messages, read_tools, with_short_ids
 from .reasoning import ReasonedAnswer, reasoning_of
 from .regions import FormatAnswer
-from .response import Answer, PlainAnswer, ResponseReader
+from .response import Answer, AnswerContext, PlainAnswer, ResponseReader
 from .response_template import TemplateAnswer, TemplateFormat, make_format
 from .template import ChatTemplate, Message
 from .tool_choice import ForcedAnswer, ToolChoice, forced_name
@@ -212,15 +212,18 @@ class ChatReader:
         content: Answer = ForcedAnswer(name, request_id, index) if is_forced else PlainAnswer()
         if form is None or (is_constrained and reasoning is None):
             return ResponseReader(text, content)
-        made = TemplateAnswer if isinstance(form, TemplateFormat) else FormatAnswer
-        answer: Answer = made(
-            form,  # type: ignore[arg-type]
+        context = AnswerContext(
             "" if is_constrained else self._text_of(prompt),
-            tools=schemas,
-            reads_tools=tool_choice != "none" and not is_constrained,
-            request_id=request_id,
-            answer=index,
+            schemas or (),
+            tool_choice != "none" and not is_constrained,
+            request_id,
+            index,
         )
+        answer: Answer
+        if isinstance(form, TemplateFormat):
+            answer = TemplateAnswer(form, context)
+        else:
+            answer = FormatAnswer(form, context)
         if is_constrained and reasoning is not None:
             answer = ReasonedAnswer(reasoning, answer, content)
         return ResponseReader(text, answer)
@@ -299,7 +302,7 @@ class ChatReader:
         tools: Sequence[Any] | None,
         add_generation_prompt: bool,
     ) -> str:
-        with self._prompts.encoding_lock:
+        with self._prompts.guarded():
             text: str = self._tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from ..engine.delimiter import Delimiter
@@ -19,6 +19,7 @@ from .answer_text import Kind, Piece
 from .call_syntax import Call, Found, Waiting
 from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id, is_short_id
 from .formats import AnswerFormat, Marker
+from .response import AnswerContext
 
 
 class Stripper:
@@ -77,34 +78,18 @@ class _Delimiters:
 
 
 class FormatAnswer:
-    """Turns the text of one answer into content, reasoning and tool calls.
+    """Turns the text of one answer into content, reasoning and tool calls."""
 
-    Args:
-        prompt: its text, whose end may belong to the answer.
-        tools: their schemas say which type an argument has where the format does not.
-        reads_tools: whether there can be tool calls; if not, they are content.
-        request_id, answer: for the ids of tool calls.
-    """
-
-    def __init__(
-        self,
-        form: AnswerFormat,
-        prompt: str,
-        *,
-        tools: Sequence[dict[str, Any]] | None,
-        reads_tools: bool,
-        request_id: str,
-        answer: int,
-    ) -> None:
-        self.tools: Sequence[Mapping[str, Any]] = tools or ()
+    def __init__(self, form: AnswerFormat, context: AnswerContext) -> None:
+        self.tools = context.tools
         self.text = ""  # what is not settled yet; of a call from its opening delimiter on
         self.is_whole = False
         self._form = form
-        self._calls = form.calls if reads_tools else None
+        self._calls = form.calls if context.reads_tools else None
         self._delimiters: dict[tuple[str, bool], _Delimiters] = {}
         self._texts = frozenset(form.delimiters())
         self._id_length = None if form.calls is None else form.calls.id_length
-        self._key = (request_id, answer)
+        self._key = (context.request_id, context.answer)
         self._num_calls = 0
         self._content, self._reasoning = Stripper(True), Stripper(True)
         self._base = 0  # where `text` begins in the whole text
@@ -116,7 +101,7 @@ class FormatAnswer:
         self._num_opening = 0  # characters of its opening delimiter
         self._reading: Waiting[Found | None] | None = None
         self._untried: list[Any] = []
-        prefix = form.prefix_of(prompt)
+        prefix = form.prefix_of(context.prompt)
         self._hidden.append((0, len(prefix)))
         self.text = prefix
         for _ in self._read():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .answer_text import AnswerText, Kind, Piece
@@ -15,6 +16,24 @@ class Answer(Protocol):
     def push(self, piece: Piece) -> list[Delta]: ...
 
     def finish(self) -> list[Delta]: ...
+
+
+@dataclass(frozen=True)
+class AnswerContext:
+    """What the reader of an answer is given besides its text.
+
+    Attributes:
+        prompt: its text, whose end may belong to the answer.
+        tools: their schemas say which type an argument has where the format does not.
+        reads_tools: whether there can be tool calls; if not, they are content.
+        request_id, answer: for the ids of tool calls.
+    """
+
+    prompt: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    reads_tools: bool = True
+    request_id: str = ""
+    answer: int = 0
 
 
 class PlainAnswer:

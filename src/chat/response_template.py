@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .answer_text import Kind, Piece
 from .deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, call_id
 from .regions import Stripper, visible
+from .response import AnswerContext
 from .values import json_text
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -161,35 +162,19 @@ def _end_field(close: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
 
 
 class TemplateAnswer:
-    """Turns the text of one answer into content, reasoning and tool calls.
+    """Turns the text of one answer into content, reasoning and tool calls."""
 
-    Args:
-        prompt: its text, whose end may belong to the answer.
-        tools: their schemas say which type an argument has where the format does not.
-        reads_tools: whether there can be tool calls; if not, they are content.
-        request_id, answer: for the ids of tool calls.
-    """
-
-    def __init__(
-        self,
-        form: TemplateFormat,
-        prompt: str,
-        *,
-        tools: Sequence[dict[str, Any]] | None,
-        reads_tools: bool,
-        request_id: str,
-        answer: int,
-    ) -> None:
+    def __init__(self, form: TemplateFormat, context: AnswerContext) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        self._form, self._reads_tools = form, reads_tools
-        self._tools: list[Any] = list(tools or ())
-        self._key = (request_id, answer)
+        self._form, self._reads_tools = form, context.reads_tools
+        self._tools: list[Any] = list(context.tools)
+        self._key = (context.request_id, context.answer)
         self._num_calls = 0
         self._content = Stripper(form.strips_content)
         self._reasoning = Stripper(form.strips_reasoning)
         self._parser = ResponseParser(form.plain, prefix="")
-        self._text = form.prefix_of(prompt)
+        self._text = form.prefix_of(context.prompt)
         self._place = 0  # of the next event, in the text
         self._region = 0  # where the open field began, with its delimiter
         # Stretches that are not for the caller: the prompt's, the stop token, special tokens. Those

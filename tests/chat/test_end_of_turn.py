@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from pagespec import InvalidInputError, SamplingParams
 from pagespec.chat.answer_text import special_tokens
 from pagespec.chat.end_of_turn import turn_ends
+from pagespec.chat.reader import ChatReader
 from pagespec.chat.template import ChatTemplate
+from pagespec.engine.inputs import PromptInput, PromptReader
 from tests.support.chat_models import END, chat_tokenizer
 from tests.support.cli_fakes import chat_reader
 from tests.support.scripted_llm import scripted_llm
@@ -112,6 +115,24 @@ def test_the_prompt_has_the_ends_of_its_template_which_is_tried_once() -> None:
             expected = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end)}
             assert prompt.end_token_ids == expected
             assert reads == 0 or len(calls) == 1
+
+
+def test_a_template_is_tried_while_another_thread_encodes() -> None:
+    """Threads may share a fast tokenizer: its templates are rendered without a lock."""
+    tokenizer = tokenizer_with(CHATML)
+    prompts = PromptReader(tokenizer, len(tokenizer), 1000)
+    reader = ChatReader(prompts, tokenizer)
+    conversation = [{"role": "user", "content": "a"}]
+    reader.read(conversation)  # sets the tokenizer up
+    read: list[PromptInput] = []
+    other = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    with prompts.encoding_lock:
+        thread = threading.Thread(
+            target=lambda: read.append(reader.read(conversation, chat_template=other)), daemon=True
+        )
+        thread.start()
+        thread.join(30)
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("style", ["qwen3", "gemma4"])
