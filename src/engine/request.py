@@ -40,6 +40,7 @@ class RequestInfo:
         prompt_token_ids: only where the parameters ask for the prompt's log-probabilities.
         edits: what is done to its logits; None for nothing.
         reasoning: what may come before content that a constraint is for; None for nothing.
+        end_token_ids: end content that a constraint is for, beside the model's own end tokens.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class RequestInfo:
     prompt_token_ids: tuple[int, ...] | None = None
     edits: LogitEdits | None = None
     reasoning: Reasoning | None = None
+    end_token_ids: frozenset[int] = frozenset()
 
     def num_prompt_rows(self, start: int, num_tokens: int) -> int:
         """How many of the positions ``[start, start + num_tokens)`` have log-probabilities to be
@@ -154,6 +156,7 @@ class Request:
         settled_only: bool = False,
         edits: LogitEdits | None = None,
         reasoning: Reasoning | None = None,
+        end_token_ids: frozenset[int] = frozenset(),
         scores_prompt: bool = True,
     ) -> None:
         is_scored = scores_prompt and sampling_params.prompt_logprobs is not None
@@ -169,6 +172,7 @@ class Request:
             tuple(prompt_token_ids) if is_scored else None,
             edits,
             reasoning,
+            end_token_ids,
         )
         self.logprobs: RequestLogprobs | None = None
         if is_scored or sampling_params.logprobs is not None:
@@ -223,6 +227,7 @@ class Request:
             settled_only=self.settled_only,
             edits=info.edits,
             reasoning=info.reasoning,
+            end_token_ids=info.end_token_ids,
             scores_prompt=False,
         )
         sibling.leader = self

@@ -114,6 +114,9 @@ class RequestFactory:
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= self._ends_of(prompt)
+        own_ends: frozenset[int] = frozenset()
+        if params.structured_outputs is not None and not params.ignore_eos:
+            own_ends = self._ends_of(prompt) - self._eos_token_ids
         edits = self._edits(params, self._ends_of(prompt))
         if prompt.is_scored:  # the sampled token is discarded, and has no place in a history
             edits = None
@@ -131,6 +134,7 @@ class RequestFactory:
             cache_salt=prompt.cache_salt,
             edits=edits,
             reasoning=None if params.structured_outputs is None else prompt.reasoning,
+            end_token_ids=own_ends,
         )
         requests = [leader]
         for index in range(1, params.num_generated):

@@ -71,12 +71,14 @@ class Grammars:
 
     Attributes:
         token_bytes: the bytes of the model's tokens.
+        eos_token_ids: as given, in order.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._model = tokenizer, vocab_size, eos_token_ids
         self.num_words = -(-vocab_size // 32)
         self.token_bytes = TokenBytes(tokenizer)
+        self.eos_token_ids = np.array(sorted(eos_token_ids), np.int64)
         self._reasoning_tokens: dict[Reasoning, ReasoningTokens] = {}
         self._ll_tokenizer: Any = None
         self._named_tokenizer: Any = None

@@ -72,6 +72,8 @@ class _Text:
         made: done when the matcher has all tokens that were known, and the mask is made.
         failure: why no mask can be made any more.
         beginning: until the content begins; None from its first token on.
+        ends: tokens that are allowed where the model's end tokens are, beside them. The matcher is
+            given ``end`` for each.
     """
 
     matcher: Any
@@ -81,6 +83,8 @@ class _Text:
     made: Future[None] | None = None
     failure: str = ""
     beginning: _Beginning | None = None
+    ends: frozenset[int] = frozenset()
+    end: int = 0
 
     def push(self, request: RequestInfo, start: int, token_ids: Sequence[int]) -> None:
         """Learn the tokens at positions ``start ..``, of which some may be known."""
@@ -90,6 +94,8 @@ class _Text:
         outputs = new[num_prompt:]
         if not outputs:
             return
+        if self.ends:
+            outputs = [self.end if i in self.ends else i for i in outputs]
         self.made = None
         num_before = 0
         while self.beginning is not None and num_before < len(outputs):
@@ -243,13 +249,14 @@ class Matchers:
         if outputs is None:
             raise ValueError(f"request {request.request_id} has no constraint")
         matcher = self._grammars.matcher(outputs)
+        ends, end = request.end_token_ids, int(self._grammars.eos_token_ids[0])
         if reasoning is None:
-            return _Text(matcher, self._take_mask())
+            return _Text(matcher, self._take_mask(), ends=ends, end=end)
         tracker = ReasoningTracker(reasoning, self._grammars.token_bytes)
         tokens = self._grammars.reasoning_tokens(reasoning)
         early = matcher if reasoning.is_open else matcher.deep_copy()
         beginning = _Beginning(tracker, tokens, matcher)
-        return _Text(early, self._take_mask(), beginning=beginning)
+        return _Text(early, self._take_mask(), beginning=beginning, ends=ends, end=end)
 
     def _take_mask(self) -> int:
         if not self._free:
@@ -373,13 +380,21 @@ class Matchers:
                     fill_next_token_bitmask_par, self._executor, [mask], bits
                 )
         for text in live:
-            _has_failed(text)
+            if not _has_failed(text) and text.ends:
+                self._allow_ends(text, bits)
         for job in jobs:
             if job.opening is not None and not job.text.failure:
                 row = bits[job.text.mask]
                 if job.is_beyond:
                     row[:] = 0
                 np.bitwise_or.at(row, job.opening >> 5, _bits_of(job.opening))
+
+    def _allow_ends(self, text: _Text, bits: IntArray) -> None:
+        """Allow the tokens that end this text, if the model's end tokens are allowed."""
+        row, own = bits[text.mask], self._grammars.eos_token_ids
+        if (row[own >> 5] & _bits_of(own)).any():
+            ends = np.array(sorted(text.ends), np.int64)
+            np.bitwise_or.at(row, ends >> 5, _bits_of(ends))
 
 
 @dataclass(slots=True)

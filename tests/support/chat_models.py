@@ -158,12 +158,16 @@ def prompt_of(reader: ChatReader, **arguments: object) -> PromptInput:
     return reader.read([{"role": "user", "content": "hé?"}], **arguments)  # type: ignore[arg-type]
 
 
-def save_chat_model(folder: Path) -> str:
-    """A tiny random model whose tokenizer has the chat template of qwen3."""
+def save_chat_model(folder: Path, end: str = END["qwen3"]) -> str:
+    """A tiny random model whose tokenizer has the chat template of qwen3.
+
+    Args:
+        end: the end token of its configs.
+    """
     tokenizer = chat_tokenizer("qwen3")
-    (end,) = tokenizer.convert_tokens_to_ids([END["qwen3"]])
+    (end_id,) = tokenizer.convert_tokens_to_ids([end])
     model = tiny_model("qwen3", vocab_size=len(tokenizer))
-    model.generation_config.eos_token_id = end
+    model.generation_config.eos_token_id = end_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
