@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .chat.formats import check_formats
 from .chat.messages import read_tools
 from .chat.reader import ChatReader
-from .chat.response import read_response
+from .chat.response import read_response, stream_deltas
 from .engine.block_manager import BlockManager
 from .engine.config import EngineConfig, check_objects
 from .engine.core import Engine
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .build import BuiltEngine
+    from .chat.deltas import Delta
 
 
 def import_engine(
@@ -442,6 +443,25 @@ class LLM:
         if isinstance(sampling_params, SamplingParams) and sampling_params.n > 1:
             raise InvalidInputError("n", sampling_params.n, "must be 1 here: see stream_all")
         return only_text(self.stream_all(prompt, sampling_params))
+
+    def stream_message(
+        self, messages: Any, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """Yield the answer to a conversation as it grows: reasoning and content, as ``chat`` reads
+        them. Tool calls are content. Closing the iterator aborts the request.
+
+        Args:
+            messages: one conversation, as of ``chat``.
+
+        Raises:
+            InvalidInputError: the conversation or a parameter is refused; ``n`` must be 1.
+        """
+        params = sampling_params
+        if params is None:
+            params = self.get_default_sampling_params()
+        prompt = self.chat_reader.read(messages, truncate=truncation_of(params))
+        reader = self.chat_reader.reader(prompt, params, tool_choice="none")
+        return stream_deltas(reader, self._loop.stream_tokens(prompt, params))
 
     def stream_all(
         self, prompt: Any, sampling_params: SamplingParams | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +73,14 @@ class ResponseReader:
 
     def _read(self, pieces: Sequence[Piece]) -> list[Delta]:
         return joined(delta for piece in pieces for delta in self._answer.push(piece))
+
+
+def stream_deltas(reader: ResponseReader, token_ids: Generator[list[int]]) -> Generator[Delta]:
+    """What each part of an answer adds. Closing it closes the iterator of its tokens."""
+    with contextlib.closing(token_ids):
+        for part in token_ids:
+            yield from reader.feed(part)
+    yield from reader.finish()
 
 
 def read_response(reader: ResponseReader, token_ids: Sequence[int]) -> dict[str, Any]:

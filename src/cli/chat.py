@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ..chat.deltas import Delta, ReasoningDelta, ToolCallDelta, message_of
 from ..engine.inputs import require_unicode
 from ..errors import InvalidInputError
 from . import make_llm
 from .command import note
 from .options import EngineOptions, SamplingOptions
-from .prompts import Message, conversation_prompt, has_chat_template
+from .prompts import Message, has_chat_template
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -70,8 +71,8 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, text: str) -> None:
-        """Print the answer as it comes and remember both; a stopped answer is remembered as far
-        as it got.
+        """Print the answer as it comes, reasoning dim, and remember both; a stopped answer is
+        remembered as far as it got.
 
         Raises:
             InvalidInputError: the conversation is refused (too long, or no Unicode text); it is
@@ -80,18 +81,28 @@ class Conversation:
         require_unicode("message", text)
         messages = [*self.messages, {"role": "user", "content": text}]
         params = self._sampling.params(self._turn, defaults=self._defaults)
-        pieces: list[str] = []
-        stream = self._llm.stream(conversation_prompt(self._llm, messages), params)
+        deltas: list[Delta] = []
+        stream = self._llm.stream_message(messages, params)
         with contextlib.closing(stream), ctrl_c_sets() as stop:  # type: ignore[type-var]
-            for piece in stream:
-                pieces.append(piece)
-                typer.echo(piece, nl=False)
+            for delta in stream:
+                _show(delta, deltas[-1] if deltas else None)
+                deltas.append(delta)
                 if stop.is_set:
                     note(" [stopped]")
                     break
         typer.echo()
         self._turn += 1
-        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        self.messages = [*messages, message_of(deltas)]
+
+
+def _show(delta: Delta, last: Delta | None) -> None:
+    """Print a piece of an answer; reasoning is dim, and on lines of its own."""
+    if isinstance(delta, ToolCallDelta):
+        return
+    if last is not None and type(delta) is not type(last):
+        typer.echo("\n")
+    is_dim = isinstance(delta, ReasoningDelta)
+    typer.echo(typer.style(delta.text, dim=True) if is_dim else delta.text, nl=False)
 
 
 def talk(engine: EngineOptions, sampling: SamplingOptions, *, system: str | None) -> None:

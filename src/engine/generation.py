@@ -195,6 +195,35 @@ class GenerationLoop:
             caller = None
             self._engine.sweep()
 
+    def stream_tokens(self, prompt: PromptInput, params: SamplingParams) -> Generator[list[int]]:
+        """The token ids of one answer as they grow. A refusal is raised here, not by the iterator.
+
+        Raises:
+            InvalidInputError: a parameter is refused; ``n`` must be 1.
+        """
+        if params.num_generated > 1:
+            raise InvalidInputError("n", params.num_generated, "must be 1 here")
+        (request,) = self._factory.make(prompt, params)
+        return self._stream_tokens(request, prompt)
+
+    def _stream_tokens(self, request: Request, prompt: PromptInput) -> Generator[list[int]]:
+        caller: _Caller | None = _Caller()
+        place = request.num_prompt_tokens
+        try:
+            self._engine.add(request, caller, [])
+            has_finished = False
+            while not has_finished:
+                self._engine.step()
+                has_finished = request.finish_reason is not None  # before its last tokens are read
+                token_ids = request.token_ids[place:]
+                place += len(token_ids)
+                if token_ids:
+                    yield token_ids
+            self._output([request], prompt)  # raises if the request has failed
+        finally:
+            caller = None
+            self._engine.sweep()
+
     def _output_or_error(
         self, requests: Sequence[Request], prompt: PromptInput
     ) -> RequestOutput | RequestError:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from pagespec.chat.deltas import ContentDelta, Delta, ReasoningDelta
 from pagespec.cli import chat, make_llm
 from pagespec.cli.chat import ctrl_c_sets
 from pagespec.cli.main import app
-from pagespec.engine.inputs import PromptInput
 from pagespec.engine.sampling_params import SamplingParams
 from pagespec.errors import InvalidInputError
 from tests.support.cli_fakes import chat_reader
@@ -37,18 +37,15 @@ class FakeLLM:
         self.device = "cpu"
         self.asked: list[str] = []
         self.closed = 0
-        self.interrupt = False
+        self.interrupt = self.reasons = False
         self.default_sampling: dict[str, Any] = {}
         self.params: list[SamplingParams] = []
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.default_sampling)
 
-    def read_messages(self, messages: Any) -> PromptInput:
-        return chat_reader(self.tokenizer).read(messages)
-
-    def stream(self, prompt: dict[str, list[int]], params: Any) -> Iterator[str]:
-        text = "".join(chr(i) for i in prompt["prompt_token_ids"])
+    def stream_message(self, messages: Any, params: Any) -> Iterator[Delta]:
+        text = "".join(chr(i) for i in chat_reader(self.tokenizer).read(messages).token_ids)
         if "too long" in text:
             raise InvalidInputError("prompt", "9000 tokens", "must be at most 8191 tokens")
         self.asked.append(text)
@@ -56,8 +53,11 @@ class FakeLLM:
         try:
             if self.interrupt:
                 os.kill(os.getpid(), signal.SIGINT)
-            yield "very "
-            yield "well"
+            if self.reasons:
+                yield ReasoningDelta("hm, ")
+                yield ReasoningDelta("so")
+            yield ContentDelta("very ")
+            yield ContentDelta("well")
         finally:
             self.closed += 1
 
@@ -84,6 +84,15 @@ def test_chat_remembers_resets_and_leaves(llm: FakeLLM) -> None:
         "system:be kind|user:new",
     ]
     assert "unknown command /what" in result.stderr
+
+
+def test_chat_shows_reasoning_apart(llm: FakeLLM) -> None:
+    llm.reasons = True
+    result = CliRunner().invoke(app, ["chat", "-m", "x"], input="hi\nmore\n/exit\n", color=True)
+    assert result.exit_code == 0, result.output
+    dim = "".join(f"\x1b[2m{text}\x1b[0m" for text in ("hm, ", "so"))
+    assert result.stdout == f"{dim}\n\nvery well\n" * 2
+    assert llm.asked[1] == "user:hi|assistant:very well|user:more"
 
 
 def test_chat_takes_what_the_model_asks_for(llm: FakeLLM) -> None:
