@@ -113,7 +113,7 @@ def build(
             matmul_plan_dir = None
     generation_config = None
     if config.generation_config not in GENERATION_CONFIGS:
-        generation_config = read_generation_config(config.generation_config)
+        generation_config = read_generation_config(str(config.generation_config))
     stats = EngineStats()
     clock = Clock(stats.startup_s)
     with clock("load"):
@@ -289,7 +289,7 @@ def _default_sampling(
         ignored = ignored_settings(given, loaded.max_position_embeddings)
     if shard.rank == 0:
         is_own = given is None
-        report_sampling("the model" if is_own else config.generation_config, found, ignored)
+        report_sampling("the model" if is_own else str(config.generation_config), found, ignored)
     return found
 
 

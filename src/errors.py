@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PagespecError(Exception):
     """Base class of every error pagespec raises on purpose."""
@@ -60,6 +62,17 @@ class ContextLengthError(InvalidInputError):
             is_least=self.is_least,
             is_scored=self.is_scored,
         )
+
+
+class UnknownArgumentError(InvalidInputError, TypeError):
+    """A keyword argument that does not exist; the message has the nearest names that do."""
+
+    def __init__(self, field: str, value: object, known: Iterable[str]) -> None:
+        from difflib import get_close_matches
+
+        near = get_close_matches(field, list(known), 3, 0.6)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        super().__init__(field, value, f"there is no such argument{hint}")
 
 
 def shortened(text: str, length: int) -> str:

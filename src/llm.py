@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .chat.formats import check_formats
@@ -11,7 +11,7 @@ from .chat.messages import read_tools
 from .chat.reader import ChatReader
 from .chat.response import read_response, stream_deltas
 from .engine.block_manager import BlockManager
-from .engine.config import EngineConfig, check_objects
+from .engine.config import EngineConfig, check_model
 from .engine.core import Engine
 from .engine.generation import GenerationLoop, only_text
 from .engine.inputs import (
@@ -30,6 +30,8 @@ from .engine.scheduler import Scheduler
 from .engine.stats import EngineStats
 from .errors import InvalidInputError, PagespecError
 from .model_name import check_model_name
+from .params import foreign
+from .params.declare import Param, takes
 from .startup import create_cuda_context_async, gc_paused
 from .validation import is_int, is_list, path_of
 
@@ -40,6 +42,23 @@ if TYPE_CHECKING:
 
     from .build import BuiltEngine
     from .chat.deltas import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs(EngineConfig):
+    """The arguments of ``LLM``."""
+
+    model: str | os.PathLike[str] | PreTrainedModel = field(
+        metadata={
+            "param": Param(
+                "A local folder, a hub id, a GGUF file, or a transformers causal language model in "
+                "memory. That one is used in place: it is moved to the device and put in "
+                "evaluation mode, and weights of linear layers that share an input are "
+                "concatenated.",
+                check_model,
+            )
+        }
+    )
 
 
 def import_engine(
@@ -76,163 +95,21 @@ class LLM:
     raise EngineError; the next call is served as ever, with an empty prefix cache. Of several ranks
     (``tensor_parallel_size``) the loss of one is the end of the engine: make a new one.
 
-    Args:
-        model: a local folder, a hub id, a GGUF file, or a ``transformers`` causal language model
-            already in memory (used in place: it is moved to the device and put in evaluation
-            mode, and weights of products that read one input are laid together).
-        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, the model's own on a
-            GPU; a model in memory keeps its own.
-        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N".
-        max_model_len: most tokens of prompt plus output a request may have; None takes the
-            model's own limit, or what the KV cache holds if that is less. A model whose config
-            names no limit (BLOOM, recurrent ones) needs it.
-        max_num_seqs: most requests running at a time; each of ``n`` continuations is one.
-        max_num_batched_tokens: most tokens computed in a step; at least ``max_num_seqs``; default
-            2,048, on a GPU 8,192.
-        max_inter_token_ms: longest that a step should take which computes a prompt beside running
-            answers, in milliseconds; long prompts are cut into as many steps as that takes. 0: no
-            bound. Default 500 on a CPU, no bound on a GPU.
-        block_size: tokens in a KV block.
-        num_blocks: KV blocks; None sizes the cache from memory.
-        memory_utilization: share of a GPU's memory that may be in use in all: by other processes,
-            weights, steps, graphs and KV cache; default 0.9. On a CPU the share of the memory
-            available now that the KV cache takes; default half of it, at most 4 GiB. Give this or
-            ``num_blocks``.
-        gpu_memory_utilization: vLLM's name of ``memory_utilization``.
-        enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
-        state_interval: tokens between the checkpoints of recurrent layers' states that prefix hits
-            begin at; a multiple of ``block_size``, default 256. Only of models with such layers.
-        num_state_slots: states that are held at a time, of running requests and checkpoints; more
-            than ``max_num_seqs``, default twice that and one more, if they fit.
-        compile: "graph" runs the captured graph after our passes; "inductor" compiles what lies
-            between its products and kernels (on CPU this needs a C++ compiler); "eager" runs the
-            model without capturing it. "auto" is "inductor" on a GPU, "graph" on a CPU.
-        attention: "triton", "flash" (a FlashAttention library), "reference", or "auto": what
-            suits the device.
-        transparent: a request's tokens and logits are the same to the bit whatever else runs;
-            False lets kernels follow the batch.
-        overlap: plan and queue a step while the one before computes; default on a GPU.
-        graph_batch_sizes: batch sizes of decode steps to capture as CUDA graphs; None for a list
-            up to ``max_num_seqs``, an empty one for no graphs. Only on a GPU.
-        policy: order of service: "fcfs"; "fair" shares among owners, which a prompt's dict gives
-            (see ``generate``), first come first served within each; "shortest_first", which counts
-            prompt and ``max_tokens``; or "priority", which a prompt's dict gives.
-        seed: seed of the requests that bring none of their own.
-        load_format: "auto", or "dummy" for random weights from the config alone.
-        logprobs_mode: what ``logprobs`` of sampled tokens are of: "raw_logprobs", the model's own
-            distribution; "processed_logprobs", the one that was sampled from, after edits,
-            temperature, top_k, top_p and min_p (of a greedy request at temperature 1, all kept).
-            Those of prompts are raw.
-        quantization: on a CPU or a Hopper GPU. "gguf" keeps what a GGUF file holds quantised:
-            weights in 4 bits, and others in 8 bits or a float format; "fp8" makes linear layers
-            e4m3 as they are loaded. Logits are then near those of the plain model, not equal to
-            them. None does what the checkpoint says: layers that it holds in FP8, or in 4 bits by
-            AWQ, GPTQ or compressed-tensors, stay so (docs/quantization.md), and a GGUF file is
-            expanded.
-        kv_cache_dtype: "auto" is the model's; "fp8" holds keys and values in e4m3 with a scale for
-            each token and head, in a quarter of float32's memory, half of bfloat16's. A GPU needs
-            compute capability 8.9.
-        mla_latent_cache: of models with multi-head latent attention, cache the latent vector of a
-            token in place of the keys and values of every head (docs/attention.md).
-        generation_config: where the default sampling parameters come from: "auto", the model's
-            generation config; "vllm", none, so they are those of ``SamplingParams``; or a folder
-            with a generation_config.json. The model's end tokens are its own in any case.
-        threads: threads that this engine computes with on a CPU. None: of the numbers up to
-            torch's own, the cores and their quota, the quickest, measured at start and between
-            steps (docs/linear.md); no answer depends on which of them is used when.
-        tensor_parallel_size: processes, on a GPU each, that share the model's weights and its cache
-            (tensor parallelism). This process is the first, the others are started.
-        tool_call_format: how the model writes tool calls: a name of docs/chat.md, or "none".
-            "auto": as its chat template shows.
-        reasoning_format: how the model writes reasoning, likewise.
-        trace: file to write the step trace to, for ``pagespec trace check`` to replay.
-        check_invariants: check the scheduler's structural properties after every step (slow).
-        on_logits: called when a step is dispatched, with its plan and its logits
-            ``[num_sampled, vocab_size]``, which the next step overwrites: clone what is to be kept.
+    Its arguments are the model and those that :class:`.engine.config.EngineConfig` declares;
+    ``help(LLM)`` and docs/engine_arguments.md list them. Names of vLLM and nano-vllm are taken
+    where the meaning is the same, else refused with what to use.
 
     Raises:
         InvalidInputError: an argument is outside its limits.
         UnsupportedModelError: the model needs something this engine does not compute exactly.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        *,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        max_inter_token_ms: float | None = None,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        memory_utilization: float | None = None,
-        gpu_memory_utilization: float | None = None,
-        enable_prefix_caching: bool = True,
-        state_interval: int | None = None,
-        num_state_slots: int | None = None,
-        compile: str = "auto",
-        attention: str = "auto",
-        transparent: bool = True,
-        overlap: bool | None = None,
-        graph_batch_sizes: Sequence[int] | None = None,
-        policy: str = "fcfs",
-        seed: int = 0,
-        load_format: str = "auto",
-        logprobs_mode: str = "raw_logprobs",
-        tensor_parallel_size: int = 1,
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-        mla_latent_cache: bool = True,
-        generation_config: str | os.PathLike[str] = "auto",
-        tool_call_format: str = "auto",
-        reasoning_format: str = "auto",
-        threads: int | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        check_invariants: bool = False,
-        on_logits: Callable[..., None] | None = None,
-    ) -> None:
-        if gpu_memory_utilization is not None:
-            if memory_utilization is not None:
-                limit = "is another name of memory_utilization; give one of them"
-                raise InvalidInputError("gpu_memory_utilization", gpu_memory_utilization, limit)
-            memory_utilization = gpu_memory_utilization
-        check_formats(tool_call_format, reasoning_format)
-        check_objects(
-            model=model, trace=trace, check_invariants=check_invariants, on_logits=on_logits
-        )
-        config = EngineConfig(
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_inter_token_ms=max_inter_token_ms,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            memory_utilization=memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            state_interval=state_interval,
-            num_state_slots=num_state_slots,
-            compile=compile,
-            attention=attention,
-            transparent=transparent,
-            overlap=overlap,
-            graph_batch_sizes=graph_batch_sizes,
-            policy=policy,
-            seed=seed,
-            load_format=load_format,
-            logprobs_mode=logprobs_mode,
-            tensor_parallel_size=tensor_parallel_size,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            mla_latent_cache=mla_latent_cache,
-            generation_config=generation_config,  # type: ignore[arg-type]
-            threads=threads,
-        )
+    @takes(EngineArgs, foreign.translate)
+    def __init__(self, args: EngineArgs) -> None:
+        check_formats(args.tool_call_format, args.reasoning_format)
+        model, config = args.model, EngineConfig(**args.arguments())
         build = import_engine(config.device, config.tensor_parallel_size, model)
-        built = build(model, config, on_logits)
+        built = build(model, config, config.on_logits)
         config = self.config = built.config
         self._startup = built.stats
         self.tokenizer = built.tokenizer
@@ -247,8 +124,8 @@ class LLM:
             self.reader,
             built.tokenizer,
             eos_token_ids=frozenset(built.eos_token_ids),
-            tool_call_format=tool_call_format,
-            reasoning_format=reasoning_format,
+            tool_call_format=config.tool_call_format,
+            reasoning_format=config.reasoning_format,
         )
         self.factory = RequestFactory(
             built.tokenizer,
@@ -278,8 +155,8 @@ class LLM:
             scheduler,
             built.runner,
             pace=StepPace(target_s) if target_s else None,
-            trace=trace,
-            check_invariants=check_invariants,
+            trace=config.trace,
+            check_invariants=config.check_invariants,
         )
         self._loop = GenerationLoop(self.engine, self.factory)
 

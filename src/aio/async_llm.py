@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import threading
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..engine.config import EngineConfig, check_model
 from ..engine.inputs import PromptInput, truncation_of
 from ..engine.outputs import RequestOutput
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
 from ..errors import EngineBusyError, EngineError, EngineStoppedError, InvalidInputError
 from ..llm import LLM
-from ..validation import is_int, is_list
+from ..params import foreign
+from ..params.checks import integer
+from ..params.declare import Param, defaults, param, takes
+from ..validation import is_list
 from .engine_thread import EngineThread
 from .generation import Generation, cumulative
 from .host import RequestHost
@@ -43,6 +49,26 @@ _MAX_CONSTRAINT_WAIT_S = 10.0
 _MAX_QUICK = 8  # continuations
 
 
+def _check_model(name: str, model: Any) -> Any:
+    return model if isinstance(model, LLM) else check_model(name, model)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncArgs(EngineConfig):
+    """The arguments of ``AsyncLLM``."""
+
+    model: LLM | str | os.PathLike[str] | PreTrainedModel = field(
+        metadata={"param": Param("As of LLM; or an LLM, then owned by this object.", _check_model)}
+    )
+    max_num_requests: int | None = param(
+        None,
+        "Most requests that wait or run; more are refused with EngineBusyError. Each of n "
+        "continuations is one.",
+        integer(1, math.inf, "of 1 or more, or None"),
+        absent="any number",
+    )
+
+
 class AsyncLLM:
     """An ``LLM`` for many callers on event loops; a thread of its own steps the engine.
 
@@ -54,11 +80,7 @@ class AsyncLLM:
     Call :meth:`shutdown` in the end. One that is garbage collected before warns (ResourceWarning),
     ends its thread, and ends what is live with EngineError.
 
-    Args:
-        model: as of ``LLM``, or an ``LLM``, which is then this object's.
-        max_num_requests: most requests that wait or run; more are refused with EngineBusyError.
-            Each of ``n`` continuations is one. None: any number.
-        arguments: of ``LLM``.
+    Its arguments are those of ``LLM`` and of :class:`AsyncArgs`.
 
     Raises:
         InvalidInputError, UnsupportedModelError: as of ``LLM``.
@@ -68,20 +90,15 @@ class AsyncLLM:
         observers: are told of requests; to be filled before the first.
     """
 
-    def __init__(
-        self,
-        model: LLM | str | os.PathLike[str] | PreTrainedModel,
-        *,
-        max_num_requests: int | None = None,
-        **arguments: Any,
-    ) -> None:
-        if max_num_requests is not None and (not is_int(max_num_requests) or max_num_requests < 1):
-            limit = "must be an integer of 1 or more, or None"
-            raise InvalidInputError("max_num_requests", max_num_requests, limit)
-        if isinstance(model, LLM) and arguments:
-            raise InvalidInputError(next(iter(arguments)), arguments, "the LLM is there already")
+    @takes(AsyncArgs, foreign.translate)
+    def __init__(self, args: AsyncArgs) -> None:
+        model, arguments = args.model, args.arguments()
+        if isinstance(model, LLM):
+            for name, value in arguments.items():
+                if value != defaults(EngineConfig)[name]:
+                    raise InvalidInputError(name, value, "the LLM is there already")
         self.llm = model if isinstance(model, LLM) else LLM(model, **arguments)
-        self.max_num_requests = max_num_requests
+        self.max_num_requests = max_num_requests = args.max_num_requests
         self.observers = Observers()
         self._reader, self._factory = self.llm.reader, self.llm.factory
         self._engine = self.llm.engine

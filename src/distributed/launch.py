@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def build_distributed(
         workers.send_settings(
             {
                 "model": os.fspath(name),
-                "config": asdict(config),
+                "config": config.build_arguments(),
                 "devices": [str(device) for device in devices],
                 "has_peer_access": has_peer_access,
                 "port": store.port,

@@ -1,197 +1,340 @@
-"""The engine's settings, validated before a model is loaded."""
+"""The engine's arguments: declared once, validated before a model is loaded."""
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ..errors import InvalidInputError
-from ..validation import is_int, is_list, is_number, path_of
-from .policy import Policy
-from .trace import check_trace_path
+from ..params.checks import (
+    choice,
+    count,
+    device_name,
+    flag,
+    function,
+    integer,
+    integers,
+    number,
+    writable_file,
+)
+from ..params.declare import check_fields, declared, param
+from ..validation import path_of
+from .policy import MAX_OVERTAKES
 
-COMPILE_MODES = ("auto", "graph", "inductor", "eager")
-ATTENTION_KERNELS = ("auto", "triton", "flash", "reference")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = ("gguf", "fp8")
-KV_CACHE_DTYPES = ("auto", "fp8")
 GENERATION_CONFIGS = ("auto", "vllm")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_BLOCK_SIZE = 4096
 MAX_THREADS = 1024  # of a CPU, with room
 MAX_RANKS = 64  # GPUs of one host, with room
-# Block numbers, token indices and context lengths of a step are int32 tensors.
-MAX_COUNT = (1 << 31) - 1
-# Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,9})?")
 _CPU_BUDGET, _GPU_BUDGET = 2048, 8192  # tokens per step
 _CPU_INTER_TOKEN_MS = 500.0
 _STATE_INTERVAL = 256  # tokens
-
-
-def _check_count(name: str, value: object, low: int = 1, high: int = MAX_COUNT) -> None:
-    if not is_int(value) or value < low:
-        raise InvalidInputError(name, value, f"must be an integer of {low} or more")
-    if value > high:
-        raise InvalidInputError(name, value, f"must be at most {high}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise InvalidInputError(name, value, f"must be one of {', '.join(choices)}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidInputError(name, value, "must be True or False")
+_FLOATS = {"half": "float16", "float": "float32"}
 
 
 def check_device(name: object) -> None:
     """Raises InvalidInputError if that is no name of a device, whether or not there is one here."""
-    if not isinstance(name, str) or not _DEVICE.fullmatch(name):
-        raise InvalidInputError("device", name, 'must be "auto", "cpu", "cuda" or "cuda:N"')
+    device_name("device", name)
 
 
-def check_objects(
-    *, model: object, trace: object, check_invariants: object, on_logits: object
-) -> None:
-    """The arguments of ``LLM`` that are no settings of the engine.
-
-    Raises:
-        InvalidInputError: one is of the wrong type, or ``trace`` cannot be written.
-    """
+def check_model(name: str, model: Any) -> Any:
+    """A path, a name, or a model in memory."""
     # A model in memory has had its class imported; a path must not wait for that import.
     module = sys.modules.get("transformers.modeling_utils")
     is_module = module is not None and isinstance(model, module.PreTrainedModel)
     if not is_module and path_of(model) is None:
         limit = "must be a folder, a hub id, a .gguf file or a transformers model"
-        raise InvalidInputError("model", model, limit)
-    if trace is not None:
-        check_trace_path(trace)
-    _check_bool("check_invariants", check_invariants)
-    if on_logits is not None and not callable(on_logits):
-        raise InvalidInputError("on_logits", on_logits, "must be a function, or None")
+        raise InvalidInputError(name, model, limit)
+    return model
+
+
+def _generation_config(name: str, value: Any) -> str:
+    given = path_of(value)
+    if given not in GENERATION_CONFIGS and not (
+        given and os.path.isfile(os.path.join(given, "generation_config.json"))
+    ):
+        limit = "must be auto, vllm or a folder with a generation_config.json"
+        raise InvalidInputError(name, value, limit)
+    assert given is not None
+    return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The keyword arguments of ``LLM``, validated. See there for their meaning."""
+    """The keyword arguments of ``LLM``, validated.
 
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    max_inter_token_ms: float | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    memory_utilization: float | None = None
-    enable_prefix_caching: bool = True
-    state_interval: int | None = None
-    num_state_slots: int | None = None
-    compile: str = "auto"
-    attention: str = "auto"
-    transparent: bool = True
-    overlap: bool | None = None
-    graph_batch_sizes: Sequence[int] | None = None
-    policy: str = "fcfs"
-    seed: int = 0
-    load_format: str = "auto"
-    logprobs_mode: str = "raw_logprobs"
-    tensor_parallel_size: int = 1
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    mla_latent_cache: bool = True
-    generation_config: str = "auto"
-    threads: int | None = None
+    Raises:
+        InvalidInputError: an argument is outside its limits.
+    """
+
+    dtype: str = param(
+        "auto",
+        "Type of weights and cache: auto, float32, bfloat16 or float16. auto: float32 on a CPU, "
+        "the model's own on a GPU. A model in memory keeps its own.",
+        choice("auto", "float32", "bfloat16", "float16", aliases=_FLOATS),
+        metavar="TYPE",
+    )
+    device: str = param(
+        "auto",
+        "auto, cpu, cuda or cuda:N. auto: a GPU if there is one.",
+        device_name,
+        metavar="NAME",
+    )
+    max_model_len: int | None = param(
+        None,
+        "Most tokens of prompt plus output that a request may have. A model whose config names no "
+        "limit (BLOOM, recurrent ones) needs it.",
+        count(2),
+        absent="the model's limit, or what the KV cache holds if that is less",
+        metavar="N",
+    )
+    max_num_seqs: int = param(
+        64,
+        "Most requests running at a time; each of n continuations is one.",
+        count(),
+        metavar="N",
+    )
+    max_num_batched_tokens: int | None = param(
+        None,
+        "Most tokens computed in one step, at least max_num_seqs; longer prompts are computed in "
+        "chunks.",
+        count(),
+        absent="2048; on a GPU 8192",
+        metavar="N",
+    )
+    max_inter_token_ms: float | None = param(
+        None,
+        "Longest that a step should take which computes a prompt beside running answers, in "
+        "milliseconds: the prompt is cut into as many steps as that takes. 0: no bound.",
+        absent="500 on a CPU, no bound on a GPU",
+        metavar="MS",
+        check=number(0.0, sys.float_info.max, "of 0 (no bound) or more"),
+    )
+    block_size: int = param(
+        16, "Tokens in a block of the KV cache.", count(1, MAX_BLOCK_SIZE), metavar="N"
+    )
+    num_blocks: int | None = param(
+        None,
+        "Blocks in the KV cache, instead of memory_utilization.",
+        count(),
+        absent="from the memory",
+        metavar="N",
+    )
+    memory_utilization: float | None = param(
+        None,
+        "On a GPU, share of its memory that may be in use in all: by other processes, weights, "
+        "steps, graphs and KV cache. On a CPU, share of the available memory for the KV cache.",
+        number(0.0, 1.0, "above 0 and at most 1", is_above=True),
+        absent="0.9; on a CPU half, at most 4 GiB",
+        metavar="X",
+    )
+    gpu_memory_utilization: float | None = param(
+        None, "vLLM's name of memory_utilization.", flag=None
+    )
+    enable_prefix_caching: bool = param(
+        True,
+        "Reuse KV blocks of equal prompt prefixes.",
+        flag(),
+        flag="--enable-prefix-caching/--no-prefix-caching",
+    )
+    state_interval: int | None = param(
+        None,
+        "Of models with recurrent layers: tokens between the checkpoints of states that prefix "
+        "hits begin at; a multiple of block_size.",
+        count(),
+        absent="256, in whole blocks",
+        metavar="N",
+    )
+    num_state_slots: int | None = param(
+        None,
+        "Of models with recurrent layers: states held at a time, of running requests and "
+        "checkpoints; more than max_num_seqs.",
+        count(),
+        absent="2 x max_num_seqs + 1, if they fit",
+        metavar="N",
+    )
+    compile: str = param(
+        "auto",
+        "graph: run the captured graph after our passes. inductor: compile what lies between its "
+        "matmuls and kernels; on a CPU that needs a C++ compiler. eager: the module as Hugging "
+        "Face wrote it. auto: inductor on a GPU, graph on a CPU.",
+        choice("auto", "graph", "inductor", "eager"),
+        metavar="MODE",
+    )
+    attention: str = param(
+        "auto",
+        "Implementation of attention: triton, flash (a FlashAttention library) or reference. "
+        "auto: what suits the device.",
+        choice("auto", "triton", "flash", "reference"),
+        metavar="NAME",
+    )
+    transparent: bool = param(
+        True,
+        "The bits of an answer and its logits do not depend on what else runs. False allows "
+        "kernels to be chosen by batch size.",
+        flag(),
+    )
+    overlap: bool | None = param(
+        None,
+        "Plan and queue a step while the one before computes.",
+        flag("must be True, False or None"),
+        absent="on a GPU",
+        flag=None,
+    )
+    graph_batch_sizes: Sequence[int] | None = param(
+        None,
+        "Batch sizes of decode steps to capture as CUDA graphs, on a GPU; an empty list: no "
+        "graphs.",
+        integers,
+        absent="a list up to max_num_seqs",
+        flag=None,
+    )
+    policy: str = param(
+        "fcfs",
+        "Order of service: fcfs; fair (equal shares among owners: API keys or users of a server, "
+        '"owner" of a prompt\'s dict or a line of --input); shortest_first, which counts prompt '
+        'and max_tokens; or priority ("priority" of a dict or line; 0 is the most urgent).',
+        choice(*MAX_OVERTAKES),
+        metavar="NAME",
+    )
+    seed: int = param(
+        0,
+        "Seed of the requests that bring none of their own.",
+        integer(-(1 << 63), (1 << 63) - 1, "of 64 bits"),
+        flag=None,
+    )
+    load_format: str = param(
+        "auto",
+        "auto reads the weights; dummy makes random ones from the config alone.",
+        choice("auto", "dummy", aliases={"safetensors": "auto", "hf": "auto"}),
+        metavar="FORMAT",
+    )
+    logprobs_mode: str = param(
+        "raw_logprobs",
+        "Which distribution logprobs of sampled tokens are taken from: raw_logprobs, the model's; "
+        "processed_logprobs, the one sampled from, after edits, temperature, top_k, top_p and "
+        "min_p (of a greedy request at temperature 1, all kept). Those of prompts are raw.",
+        choice("raw_logprobs", "processed_logprobs"),
+        flag=None,
+    )
+    tensor_parallel_size: int = param(
+        1,
+        "Processes that share the model on one host, on a GPU each: tensor parallelism. This "
+        "process is the first and starts the others.",
+        count(1, MAX_RANKS),
+        metavar="N",
+    )
+    quantization: str | None = param(
+        None,
+        "On a CPU or a Hopper GPU. gguf: keep the weights that a .gguf file holds quantised in 4 "
+        "or 8 bits. fp8: make linear layers e4m3 in blocks of 128 x 128 as they are loaded. "
+        "Logits are near those of the plain model, not equal (docs/quantization.md).",
+        choice("gguf", "fp8"),
+        absent="what the checkpoint says; a .gguf file is expanded to float32",
+        metavar="NAME",
+    )
+    kv_cache_dtype: str = param(
+        "auto",
+        "auto: the model's type. fp8: keys and values in e4m3, with a scale per token and head: "
+        "a quarter of float32's memory, half of bfloat16's. A GPU needs compute capability 8.9.",
+        choice("auto", "fp8", aliases={"fp8_e4m3": "fp8"}),
+        metavar="TYPE",
+    )
+    mla_latent_cache: bool = param(
+        True,
+        "Of models with multi-head latent attention, cache a token's latent vector in place of "
+        "every head's key and value (docs/attention.md).",
+        flag(),
+    )
+    generation_config: str | os.PathLike[str] = param(  # noqa: RUF009
+        "auto",
+        "Where the defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens "
+        "come from. auto: the model's generation config. vllm: none. Or a folder with a "
+        "generation_config.json; a server also limits max_tokens to its max_new_tokens.",
+        _generation_config,
+        metavar="NAME",
+    )
+    threads: int | None = param(
+        None,
+        "Threads that compute on a CPU, for all engines of this process.",
+        count(1, MAX_THREADS),
+        absent="the quickest number, measured at start",
+        metavar="N",
+    )
+    tool_call_format: str = param(
+        "auto",
+        "How the model writes tool calls, as hermes, mistral or llama3_json (docs/chat.md); none "
+        "reads no calls. auto: as its chat template shows.",
+        metavar="NAME",
+        stage="serve",
+    )
+    reasoning_format: str = param(
+        "auto",
+        "How the model writes reasoning, as think, deepseek_r1 or harmony (docs/chat.md); none "
+        "reads none. auto: as its chat template shows.",
+        metavar="NAME",
+        stage="serve",
+    )
+    trace: str | os.PathLike[str] | None = param(  # noqa: RUF009
+        None,
+        "File to write every plan and result to, for `pagespec trace check`.",
+        writable_file,
+        absent="no trace",
+        metavar="FILE",
+        stage="serve",
+    )
+    check_invariants: bool = param(
+        False,
+        "Check the scheduler's structural properties after every step (slow).",
+        flag(),
+        flag=None,
+        stage="serve",
+    )
+    on_logits: Callable[..., None] | None = param(  # noqa: RUF009
+        None,
+        "Called when a step is dispatched, with its plan and its logits [num_sampled, vocab_size]. "
+        "The next step overwrites them: clone what is to be kept.",
+        function,
+        flag=None,
+        stage="serve",
+    )
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("compile", self.compile, COMPILE_MODES)
-        _check_choice("attention", self.attention, ATTENTION_KERNELS)
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
-        check_device(self.device)
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        self._join_names()
+        check_fields(self)
         if self.quantization is not None:
             self._check_quantization()
-        _check_count("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
-        if self.max_model_len is not None:
-            _check_count("max_model_len", self.max_model_len, 2)
-        _check_count("max_num_seqs", self.max_num_seqs)
-        _check_count("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
-        if self.num_blocks is not None:
-            _check_count("num_blocks", self.num_blocks)
+        if self.num_blocks is not None and self.memory_utilization is not None:
+            limit = "give it or num_blocks, not both"
+            raise InvalidInputError("memory_utilization", self.memory_utilization, limit)
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            limit = (
+                f"must be at least max_num_seqs = {self.max_num_seqs}, "
+                "so that every running request can decode one token a step"
+            )
+            raise InvalidInputError("max_num_batched_tokens", budget, limit)
+        if self.state_interval is not None and self.state_interval % self.block_size:
+            limit = f"must be a multiple of block_size = {self.block_size}"
+            raise InvalidInputError("state_interval", self.state_interval, limit)
+        if self.num_state_slots is not None and self.num_state_slots <= self.max_num_seqs:
+            limit = f"must be more than max_num_seqs = {self.max_num_seqs}"
+            raise InvalidInputError("num_state_slots", self.num_state_slots, limit)
+        for size in self.graph_batch_sizes or ():
+            count(1, self.max_num_seqs)("graph_batch_sizes", size)
+
+    def _join_names(self) -> None:
+        given = self.gpu_memory_utilization
+        if given is not None:
             if self.memory_utilization is not None:
-                raise InvalidInputError(
-                    "memory_utilization", self.memory_utilization, "give it or num_blocks, not both"
-                )
-        if self.max_num_batched_tokens is not None:
-            _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
-            if self.max_num_batched_tokens < self.max_num_seqs:
-                raise InvalidInputError(
-                    "max_num_batched_tokens",
-                    self.max_num_batched_tokens,
-                    f"must be at least max_num_seqs = {self.max_num_seqs}, "
-                    "so that every running request can decode one token a step",
-                )
-        gap = self.max_inter_token_ms
-        if gap is not None and (not is_number(gap) or not 0 <= gap < math.inf):
-            limit = "must be a number of 0 (no bound) or more"
-            raise InvalidInputError("max_inter_token_ms", gap, limit)
-        share = self.memory_utilization
-        if share is not None and (not is_number(share) or not 0.0 < share <= 1.0):
-            limit = "must be a number above 0 and at most 1"
-            raise InvalidInputError("memory_utilization", share, limit)
-        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        _check_bool("mla_latent_cache", self.mla_latent_cache)
-        if self.threads is not None:
-            _check_count("threads", self.threads, 1, MAX_THREADS)
-        self._check_states()
-        self._check_generation_config()
-        _check_bool("transparent", self.transparent)
-        if self.overlap is not None and not isinstance(self.overlap, bool):
-            raise InvalidInputError("overlap", self.overlap, "must be True, False or None")
-        if self.graph_batch_sizes is not None:
-            sizes = self.graph_batch_sizes
-            if not is_list(sizes):
-                raise InvalidInputError("graph_batch_sizes", sizes, "must be a list of integers")
-            for size in sizes:
-                _check_count("graph_batch_sizes", size, 1, self.max_num_seqs)
-            object.__setattr__(self, "graph_batch_sizes", tuple(sizes))
-        bound = 1 << 63
-        if not is_int(self.seed) or not -bound <= self.seed < bound:
-            raise InvalidInputError("seed", self.seed, "must be a 64-bit integer")
-        Policy(self.policy)
-
-    def _check_states(self) -> None:
-        if self.state_interval is not None:
-            _check_count("state_interval", self.state_interval)
-            if self.state_interval % self.block_size:
-                limit = f"must be a multiple of block_size = {self.block_size}"
-                raise InvalidInputError("state_interval", self.state_interval, limit)
-        if self.num_state_slots is not None:
-            _check_count("num_state_slots", self.num_state_slots)
-            if self.num_state_slots <= self.max_num_seqs:
-                limit = f"must be more than max_num_seqs = {self.max_num_seqs}"
-                raise InvalidInputError("num_state_slots", self.num_state_slots, limit)
-
-    def _check_generation_config(self) -> None:
-        given = path_of(self.generation_config)
-        if given in GENERATION_CONFIGS:
-            return
-        if not given or not os.path.isfile(os.path.join(given, "generation_config.json")):
-            limit = "must be auto, vllm or a folder with a generation_config.json"
-            raise InvalidInputError("generation_config", self.generation_config, limit)
-        object.__setattr__(self, "generation_config", given)
+                limit = "is another name of memory_utilization; give one of them"
+                raise InvalidInputError("gpu_memory_utilization", given, limit)
+            object.__setattr__(self, "memory_utilization", given)
+            object.__setattr__(self, "gpu_memory_utilization", None)
 
     def _check_quantization(self) -> None:
-        _check_choice("quantization", self.quantization, QUANTIZATIONS)
         is_gguf = self.quantization == "gguf"
         has_dtype = self.dtype in ("auto", "float32")
         # Which device "auto" is, is known later.
@@ -205,6 +348,15 @@ class EngineConfig:
             if not suits:
                 given = f"{limit}; {name} is {getattr(self, name)!r}"
                 raise InvalidInputError("quantization", self.quantization, given)
+
+    def arguments(self) -> dict[str, Any]:
+        """All of them, as keyword arguments of ``LLM``."""
+        return {known.name: getattr(self, known.name) for known in fields(EngineConfig)}
+
+    def build_arguments(self) -> dict[str, Any]:
+        """Those that every rank is built from; JSON can hold them."""
+        stages = declared(EngineConfig)
+        return {k: v for k, v in self.arguments().items() if stages[k].stage == "build"}
 
     @property
     def num_tokens_a_step(self) -> int:

@@ -31,9 +31,10 @@ CREDIT_TOKENS = 2048
 REPLY_TOKENS = 256
 """Under fair, an answer is expected to have at most so many tokens until it has ended."""
 
-_MAX_OVERTAKES = {"fcfs": 0, "fair": 0, "shortest_first": 256, "priority": 4096}
+MAX_OVERTAKES = {"fcfs": 0, "fair": 0, "shortest_first": 256, "priority": 4096}
+"""By the name of a policy: how many later arrivals may be served before a request."""
 
-MAX_PRIORITY = _MAX_OVERTAKES["priority"] // ARRIVALS_PER_PRIORITY
+MAX_PRIORITY = MAX_OVERTAKES["priority"] // ARRIVALS_PER_PRIORITY
 """The least urgent priority a caller may give: any beyond it would be served as this one is."""
 
 
@@ -62,10 +63,10 @@ class Policy:
         ticks_per_token: int = TICKS_PER_TOKEN,
         reply_tokens: int = REPLY_TOKENS,
     ) -> None:
-        if not isinstance(name, str) or name not in _MAX_OVERTAKES:
-            raise InvalidInputError("policy", name, f"must be one of {sorted(_MAX_OVERTAKES)}")
+        if not isinstance(name, str) or name not in MAX_OVERTAKES:
+            raise InvalidInputError("policy", name, f"must be one of {sorted(MAX_OVERTAKES)}")
         self.name = name
-        self.max_overtakes = _MAX_OVERTAKES[name] if max_overtakes is None else max_overtakes
+        self.max_overtakes = MAX_OVERTAKES[name] if max_overtakes is None else max_overtakes
         self.tokens_per_arrival = tokens_per_arrival
         self.arrivals_per_priority = arrivals_per_priority
         self.credit = credit

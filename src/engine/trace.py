@@ -50,34 +50,12 @@ from functools import partial
 from operator import sub
 from typing import Any
 
-from ..errors import InvalidInputError
-from ..validation import path_of
 from .plan import Blocks, StepPlan
 from .refusals import ExplainingPlanner, PlanAccount
 from .request import Request
 from .scheduler import Scheduler
 
 TRACE_VERSION = 7
-
-
-def check_trace_path(trace: object) -> None:
-    """See that a trace could be written there, and leave the place as it is.
-
-    Raises:
-        InvalidInputError: it is no path, or a file there cannot be written.
-    """
-    path = path_of(trace)
-    if not path:
-        raise InvalidInputError("trace", trace, "must be the path of a file to write, or None")
-    try:
-        can_write = not stat.S_ISDIR(os.stat(path).st_mode) and os.access(path, os.W_OK)
-    except FileNotFoundError:
-        folder = os.path.dirname(path) or "."
-        can_write = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
-    except (OSError, ValueError):  # a name too long, a folder not to be entered, a NUL
-        can_write = False
-    if not can_write:
-        raise InvalidInputError("trace", trace, "must be a file that can be written in a folder")
 
 
 class TraceWriter:

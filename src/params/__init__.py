@@ -1,0 +1,6 @@
+"""How parameters are declared, once each; what is derived from a declaration; names of others.
+
+``declare`` has the form of a declaration, ``checks`` the limits of values, ``foreign`` the names
+that engine arguments have in vLLM and nano-vllm. The declarations themselves are the fields of
+``engine.config.EngineConfig`` and ``engine.sampling_params.SamplingParams``.
+"""

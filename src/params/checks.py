@@ -1,0 +1,118 @@
+"""Limits of values, as functions of a field's name and value; and for whole fields."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..validation import is_int, is_list, is_number, path_of
+from .declare import Check
+
+# Block numbers, token indices and context lengths of a step are int32 tensors.
+MAX_COUNT = (1 << 31) - 1
+# Not more digits than an integer of 32 bits: torch keeps eight bits of an index and drops the rest.
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,9})?")
+
+
+def count(low: int = 1, high: int = MAX_COUNT) -> Check:
+    """Integers from ``low`` to ``high``."""
+
+    def check(name: str, value: Any) -> int:
+        if not is_int(value) or value < low:
+            raise InvalidInputError(name, value, f"must be an integer of {low} or more")
+        if value > high:
+            raise InvalidInputError(name, value, f"must be at most {high}")
+        return value
+
+    return check
+
+
+def integer(low: float, high: float, limit: str) -> Check:
+    """Integers from ``low`` to ``high``; ``limit`` is how an error says so."""
+
+    def check(name: str, value: Any) -> int:
+        if not is_int(value) or not low <= value <= high:
+            raise InvalidInputError(name, value, f"must be an integer {limit}")
+        return value
+
+    return check
+
+
+def number(low: float, high: float, limit: str, *, is_above: bool = False) -> Check:
+    """Numbers from ``low`` (with ``is_above``, more) to ``high``; kept as floats."""
+
+    def check(name: str, value: Any) -> float:
+        # Exact for integers of any size, which may be too large for a float, and false for NaN.
+        if not is_number(value) or not low <= value <= high or (is_above and value == low):
+            raise InvalidInputError(name, value, f"must be a number {limit}")
+        return float(value)
+
+    return check
+
+
+def choice(*choices: str, aliases: Mapping[str, str] | None = None) -> Check:
+    """One of some texts. ``aliases``: other engines' words for them."""
+
+    def check(name: str, value: Any) -> str:
+        known = (aliases or {}).get(value, value) if isinstance(value, str) else value
+        if not isinstance(known, str) or known not in choices:
+            raise InvalidInputError(name, value, f"must be one of {', '.join(choices)}")
+        return known
+
+    return check
+
+
+def flag(limit: str = "must be True or False") -> Check:
+    """True or False."""
+
+    def check(name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise InvalidInputError(name, value, limit)
+        return value
+
+    return check
+
+
+def function(name: str, value: Any) -> Any:
+    """What can be called."""
+    if not callable(value):
+        raise InvalidInputError(name, value, "must be a function, or None")
+    return value
+
+
+def device_name(name: str, value: Any) -> str:
+    """A name of a device, whether or not there is one here."""
+    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
+        raise InvalidInputError(name, value, 'must be "auto", "cpu", "cuda" or "cuda:N"')
+    return value
+
+
+def writable_file(name: str, value: Any) -> Any:
+    """A file that could be written there. The place is left as it is."""
+    path = path_of(value)
+    if not path:
+        raise InvalidInputError(name, value, "must be the path of a file to write, or None")
+    try:
+        can_write = not stat.S_ISDIR(os.stat(path).st_mode) and os.access(path, os.W_OK)
+    except FileNotFoundError:
+        folder = os.path.dirname(path) or "."
+        can_write = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    except (OSError, ValueError):  # a name too long, a folder not to be entered, a NUL
+        can_write = False
+    if not can_write:
+        raise InvalidInputError(name, value, "must be a file that can be written in a folder")
+    return value
+
+
+def integers(name: str, value: Any) -> tuple[int, ...]:
+    """Any sequence of integers."""
+    if not is_list(value):
+        raise InvalidInputError(name, value, "must be a list of integers")
+    for item in value:
+        if not is_int(item) or item < 1:
+            raise InvalidInputError(name, item, "must be an integer of 1 or more")
+    return tuple(value)

@@ -1,0 +1,161 @@
+"""A parameter is declared once: as a field of a dataclass, with its limits, help and names.
+
+From the field follow its check, the keyword arguments of ``LLM`` (:func:`takes`), the option of the
+command line, the field of a request's body, and its row in the documentation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..errors import UnknownArgumentError
+
+Check = Callable[[str, Any], Any]
+"""Takes a field's name and value; returns the value to keep, or raises InvalidInputError."""
+
+_P = ParamSpec("_P")
+_Args = TypeVar("_Args")
+_Self = TypeVar("_Self")
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """What is declared of a field beside its name, type and default.
+
+    Attributes:
+        help: of the command line, ``help(LLM)`` and the documentation.
+        check: of its value, unless that is None and None is allowed.
+        takes_none: None is a value, and is not checked.
+        absent: what None stands for, if that is no value of the field itself.
+        metavar: of its option. Flags have none.
+        flag: spellings of its option; empty: its name; None: it has no option.
+        stage: what reads it. Of an engine argument "build" (every rank) or "serve" (rank 0 only).
+            Of a sampling parameter "cut" if it decides which tokens are kept.
+        wire: where a request over HTTP has it: "field" of its body, or only in the "object"
+            ``sampling_params``; None: nowhere.
+        is_of_model: the generation config may have its default.
+        sent: what a kernel is sent in place of its value, in stage "cut".
+    """
+
+    help: str
+    check: Check | None = None
+    takes_none: bool = False
+    absent: str = ""
+    metavar: str | None = None
+    flag: str | tuple[str, ...] | None = ""
+    stage: str = "build"
+    wire: str | None = "field"
+    is_of_model: bool = False
+    sent: Callable[[Any], float] | None = None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (self.flag,) if isinstance(self.flag, str) and self.flag else tuple(self.flag or ())
+
+
+def param(
+    default: Any = MISSING, help: str = "", check: Check | None = None, **declared: Any
+) -> Any:
+    """A field of a dataclass. None is allowed if it is the default; ``declared`` is as of
+    :class:`Param`."""
+    declared.setdefault("takes_none", default is None)
+    is_hashed = None if declared.pop("is_hashed", True) else False
+    made = {"param": Param(help, check, **declared)}
+    return field(default=default, hash=is_hashed, metadata=made)
+
+
+def redeclared(cls: Any, name: str, default: Any) -> Any:
+    """The same field with another default, for a subclass."""
+    return field(default=default, metadata={"param": declared(cls)[name]})
+
+
+@cache
+def declared(cls: Any) -> Mapping[str, Param]:
+    """The declared fields of a dataclass, in order."""
+    return {f.name: f.metadata["param"] for f in fields(cls) if "param" in f.metadata}
+
+
+@cache
+def defaults(cls: Any) -> Mapping[str, Any]:
+    """The defaults of those that have one."""
+    named: Mapping[str, Field[Any]] = {f.name: f for f in fields(cls)}
+    return {n: named[n].default for n in declared(cls) if named[n].default is not MISSING}
+
+
+@cache
+def _checks(cls: Any) -> tuple[tuple[str, Check, bool], ...]:
+    found = declared(cls).items()
+    return tuple((name, p.check, p.takes_none) for name, p in found if p.check is not None)
+
+
+def check_fields(made: Any) -> None:
+    """Check each declared field of a dataclass by itself, and keep what its check returns.
+
+    Raises:
+        InvalidInputError: a value is outside its limits.
+    """
+    for name, check, takes_none in _checks(type(made)):
+        value = getattr(made, name)
+        if value is None and takes_none:
+            continue
+        kept = check(name, value)
+        if kept is not value:
+            object.__setattr__(made, name, kept)
+
+
+def takes(
+    arguments: Callable[_P, _Args],
+    translate: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> Callable[[Callable[[_Self, _Args], None]], Callable[Concatenate[_Self, _P], None]]:
+    """Have an ``__init__`` take the fields of a dataclass as its arguments, in place of the
+    dataclass. Type checkers, ``inspect.signature`` and ``help`` see names, types and defaults.
+
+    Args:
+        translate: gives our arguments for a name and value of another engine's; raises KeyError if
+            it is none.
+
+    Raises (when called):
+        UnknownArgumentError: there is no such argument.
+    """
+    signature = inspect.signature(arguments)
+
+    def decorate(init: Callable[[_Self, _Args], None]) -> Callable[Concatenate[_Self, _P], None]:
+        @wraps(init)
+        def run(self: _Self, *given: _P.args, **named: _P.kwargs) -> None:
+            own = {k: v for k, v in named.items() if k in signature.parameters}
+            first = signature.bind_partial(*given).arguments
+            for name in [name for name in named if name not in own]:
+                try:
+                    own |= translate(name, named[name], {**first, **own}) if translate else {}[name]
+                except KeyError:
+                    names = signature.parameters
+                    raise UnknownArgumentError(name, named[name], names) from None
+            made: Any = arguments  # checked by now
+            signature.bind(*given, **own)  # a missing argument is a TypeError of this call
+            init(self, made(*given, **own))
+
+        parameters = [next(iter(inspect.signature(init).parameters.values()))]
+        parameters += signature.parameters.values()
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__doc__ = f"Args:\n{describe(arguments)}"
+        return run
+
+    return decorate
+
+
+def describe(cls: Any, indent: int = 4) -> str:
+    """The declared fields as the ``Args`` of a docstring."""
+    lines = []
+    for name, p in declared(cls).items():
+        line = " " * indent + f"{name}:"
+        for word in f"{p.help} None: {p.absent}.".split() if p.absent else p.help.split():
+            if len(line) + len(word) >= 96:
+                lines.append(line)
+                line = " " * (indent + 3)
+            line += f" {word}"
+        lines.append(line)
+    return "\n".join(lines)
