@@ -134,7 +134,7 @@ def _setting(llm: LLM, engine: EngineOptions) -> dict[str, Any]:
     return {
         "model": make_llm.model_label(engine),
         "dtype": engine.dtype,
-        "compile": engine.compile.value,
+        "compile": engine.compile,
         "device": device,
         "pagespec": __version__,
         "torch": str(torch.__version__),

@@ -8,9 +8,9 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -19,6 +19,8 @@ from ..errors import PagespecError
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "PAGESPEC_TRACEBACK"
+MORE = "pagespec.more_arguments"
+"""In the context of a command: arguments of its groups that have no option."""
 
 
 def prepare_streams() -> None:
@@ -74,32 +76,33 @@ def readable_errors() -> Iterator[None]:
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make ``function`` a typer callback whose dataclass arguments are groups of options.
 
-    Typer reads one option from one parameter. Three commands share some twenty options, so here
-    a parameter annotated with a dataclass stands for all fields of that class: typer is shown a
-    flat signature, and the function is called with the dataclass filled in. Errors of the
-    function are made readable.
+    Typer reads one option from one parameter. Here a parameter annotated with a dataclass stands
+    for all fields of that class that are options: typer is shown a flat signature, and the function
+    is called with the dataclass filled in. Errors of the function are made readable.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, type[Any]] = {}
-    shown: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[Option]]] = {}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shown = [inspect.Parameter("ctx", keyword, annotation=typer.Context)]
     for parameter in inspect.signature(function).parameters.values():
         annotation = hints[parameter.name]
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            groups[parameter.name] = annotation
-            shown.extend(_parameters_of(annotation))
+            own = getattr(annotation, "options", None)
+            options = own() if own else options_of(annotation, annotation.PANEL)  # type: ignore[attr-defined]
+            groups[parameter.name] = annotation, options
+            shown.extend(each.parameter for each in options)
         else:
-            shown.append(
-                parameter.replace(annotation=annotation, kind=inspect.Parameter.KEYWORD_ONLY)
-            )
+            shown.append(parameter.replace(annotation=annotation, kind=keyword))
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
-        arguments: dict[str, Any] = {}
-        for name, group in groups.items():
-            arguments[name] = group(
-                **{f.name: given.pop(f.name) for f in dataclasses.fields(group)}
-            )
         with readable_errors():
+            arguments: dict[str, Any] = {}
+            more = given.pop("ctx").meta.get(MORE, {})
+            for name, (group, options) in groups.items():
+                values = {o.name: given.pop(o.name) for o in options}
+                others = {f.name for f in dataclasses.fields(group)} & more.keys() - values.keys()
+                arguments[name] = group(**values, **{other: more[other] for other in others})
             function(**given, **arguments)
 
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -113,19 +116,58 @@ def option(default: Any, metavar: str | None, help: str, *names: str, **settings
     return dataclasses.field(default=default, metadata={"names": names, "settings": settings})
 
 
-def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:
-    """One for each field, made with :func:`option`; all in the panel that ``PANEL`` names."""
-    hints = get_type_hints(group)
-    shown = []
-    for field in dataclasses.fields(group):
-        names, settings = field.metadata["names"], field.metadata["settings"]
-        info = typer.Option(*names, rich_help_panel=group.PANEL, **settings)
-        shown.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=Annotated[hints[field.name], info],  # type: ignore[name-defined]
-            )
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of the command line; ``settings`` are as in ``typer.Option``."""
+
+    name: str
+    type: Any
+    default: Any
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    def with_default(self, default: Any, show_default: Any = True, **settings: Any) -> Option:
+        """The same with another default, and what its help calls that."""
+        shown = {**self.settings, "show_default": show_default, **settings}
+        type_ = self.type | None if default is None else self.type
+        return dataclasses.replace(self, type=type_, default=default, settings=shown)
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=self.default,
+            annotation=Annotated[self.type, typer.Option(*self.names, **self.settings)],
         )
-    return shown
+
+
+def options_of(group: Any, panel: str | None) -> list[Option]:
+    """The options among the fields of a dataclass, its own fields before those of its bases: what
+    :func:`option` made, and declared parameters that have one."""
+    hints = get_type_hints(group)
+    found = []
+    for field in sorted(
+        dataclasses.fields(group), key=lambda f: f.name not in vars(group)["__annotations__"]
+    ):
+        names, settings = field.metadata.get("names"), field.metadata.get("settings")
+        known = field.metadata.get("param")
+        if known is not None and known.flag is not None:
+            names = known.flags
+            settings = {"metavar": known.metavar, "help": known.help}
+            settings["show_default"] = known.absent or True
+        if names is not None:
+            type_ = _option_type(hints[field.name]) if known is not None else hints[field.name]
+            settings = {**settings, "rich_help_panel": panel}
+            found.append(Option(field.name, type_, field.default, names, settings))
+    return found
+
+
+def _option_type(hint: Any) -> Any:
+    """The type of what is typed for a field: text for a path, a list of texts for a sequence."""
+    members = get_args(hint)
+    if Sequence[str] in members:
+        return list[str] | None
+    if str in members:
+        return str | None if type(None) in members else str
+    return hint

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,10 +57,10 @@ class Fingerprint:
     model: str
     chat: bool
     sampling: SamplingOptions
-    generation_config: str = "auto"
+    generation_config: str | os.PathLike[str] = "auto"
 
     def key(self, line: Line) -> str:
-        parts = [self.model, self.chat, asdict(self.sampling), self.generation_config]
+        parts = [self.model, self.chat, dict(self.sampling.values), self.generation_config]
         settings = json.dumps(parts, sort_keys=True)
         digest = hashlib.sha256(settings.encode("utf-8", "surrogateescape"))
         digest.update(b"\n" + line.raw)

@@ -14,7 +14,8 @@ from .. import __version__
 from ..errors import InvalidInputError
 from .bench import Workload, report
 from .command import command, prepare_streams, refuse
-from .options import EngineOptions, ReplicaOptions, SamplingOptions
+from .foreign_flags import EngineCommand
+from .options import EngineOptions, ReplicaOptions, SamplingOptions, ServedEngineOptions
 from .serve import SafetyOptions, ServerOptions, serve_model
 
 app = typer.Typer(
@@ -43,7 +44,7 @@ environment variable PAGESPEC_TRACEBACK=1 shows where), 130 interrupted.""",
 )
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @command
 def generate(
     prompt: Annotated[
@@ -124,7 +125,7 @@ def generate(
     answer_prompts(prompt or [], engine, sampling, chat=chat)
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @command
 def chat(
     system: Annotated[
@@ -149,9 +150,9 @@ def chat(
     talk(engine, sampling, system=system)
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @command
-def serve(*, server: ServerOptions, safety: SafetyOptions, engine: EngineOptions) -> None:
+def serve(*, server: ServerOptions, safety: SafetyOptions, engine: ServedEngineOptions) -> None:
     """Serve a model over HTTP: OpenAI's interface, with vLLM's additions.
 
     \b
@@ -168,7 +169,7 @@ def serve(*, server: ServerOptions, safety: SafetyOptions, engine: EngineOptions
     serve_model(engine, server, safety)
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @command
 def bench(
     *,
@@ -190,7 +191,7 @@ def bench(
     report(engine, workload, warmup=warmup, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @command
 def verify(
     quick: Annotated[

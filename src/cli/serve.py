@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 import typer
@@ -126,7 +126,7 @@ def serve_model(engine: EngineOptions, server: ServerOptions, safety: SafetyOpti
 
     set_up_logs(config.log_json)
     with listen(config) as listener:
-        llm = make_llm.start_llm(replace(engine, policy=engine.policy or "fair"))
+        llm = make_llm.start_llm(engine)
         code = serve(AsyncLLM(llm, max_num_requests=config.max_num_requests), config, listener)
     if code:
         raise typer.Exit(code)

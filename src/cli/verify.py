@@ -42,7 +42,7 @@ def verify_schedules(engine: EngineOptions, *, quick: bool, only_control: bool =
     has_own_control = device.type == "cuda" and not only_control
     controls = [CaseGroup(**found) for found in _own_controls()] if has_own_control else []
     model: Any = start.model_of(engine)
-    arguments, dtype = engine.llm_arguments(), engine.dtype
+    arguments, dtype = engine.arguments(), engine.dtype
     # The gate's prompts are short, and hits begin at the ends of intervals.
     arguments["state_interval"] = engine.state_interval or engine.block_size
     # Of other processes, or with weights that no module can hold: each engine loads it anew.
@@ -105,14 +105,10 @@ def _check(engine: EngineOptions) -> None:
         if given is not None:
             option = "--" + name.replace("_", "-")
             raise InvalidInputError(option, given, "verify sets it itself, for each of its engines")
-    if engine.no_prefix_caching:
+    if not engine.enable_prefix_caching:
         raise InvalidInputError("--no-prefix-caching", True, "verify tries hits in the cache")
-    from ..engine.config import EngineConfig
     from ..verify.report import CUT_PROMPT
 
-    arguments = engine.llm_arguments()
-    own = {field.name for field in dataclasses.fields(EngineConfig)}
-    EngineConfig(**{name: value for name, value in arguments.items() if name in own})
     if engine.max_num_seqs < 2:
         limit = "must be at least 2: verify answers requests beside each other"
         raise InvalidInputError("max_num_seqs", engine.max_num_seqs, limit)
