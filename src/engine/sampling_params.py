@@ -81,19 +81,20 @@ class SamplingParams(UnsupportedParams):
         metavar="X",
         is_of_model=True,
     )
-    top_p: float = param(
-        1.0,
-        "Keep the smallest set of the likeliest tokens whose probability reaches this.",
-        number(0.0, 1.0, "above 0 and at most 1", is_above=True),
-        metavar="X",
-        is_of_model=True,
-        stage="cut",
-    )
     top_k: int = param(
         0,
         "Keep this many of the likeliest tokens; 0 or -1 keeps all.",
         integer(-1, math.inf, "from -1 up (-1 and 0 keep all tokens)"),
         metavar="N",
+        is_of_model=True,
+        stage="cut",
+        sent=lambda top_k: max(top_k, 0),
+    )
+    top_p: float = param(
+        1.0,
+        "Keep the smallest set of the likeliest tokens whose probability reaches this.",
+        number(0.0, 1.0, "above 0 and at most 1", is_above=True),
+        metavar="X",
         is_of_model=True,
         stage="cut",
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compile.step_inputs import INPUT_NAMES, MIN_SIZE, StepInputs
 from ..engine.plan import Blocks, StepPlan
-from ..kernels.sampling.sampler import SamplingInputs
+from ..kernels.sampling.sampler import OF_REQUEST, SamplingInputs
 from .cpu_logprobs import LogprobInputs
 from .logprob_fields import prompt_fields, sampled_fields
 
@@ -248,10 +248,7 @@ class CpuStepPacker:
         # The sampled token will sit one past the last position computed.
         positions = [plan.starts[row] + plan.num_tokens[row] for row in sampled]
         return SamplingInputs.from_lists(
-            temperature=[p.temperature for p in params],
-            top_k=[p.top_k for p in params],
-            top_p=[p.top_p for p in params],
-            min_p=[p.min_p for p in params],
+            **{name: [getattr(p, name) for p in params] for name in OF_REQUEST},
             seeds=[request.seed for request in requests],
             positions=positions,
             device=self._device,

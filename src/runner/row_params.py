@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
 from ..engine.request import RequestInfo
 from ..engine.sampling_params import SamplingParams
+from ..params.declare import declared, defaults
 from .logprob_fields import sampled_fields
 from .pinned_ring import IntArray
 
@@ -23,7 +24,8 @@ class RowParams:
     Attributes:
         seeds: uint32 words as int32, ``[2, S]``, low words first. temperature_bits: int32 ``[S]``.
         truncated: int32 ``[4, n]``, of the n rows that use top_k, top_p or min_p: what
-            ``TRUNCATED_FIELDS`` in :mod:`.top_k_top_p` lists.
+            ``TRUNCATED_FIELDS`` in :mod:`.top_k_top_p` lists, the place and then the parameters
+            that are declared with the stage "cut", in that order.
         logprobs: what :func:`.sampled_fields` makes of them, flat.
     """
 
@@ -53,25 +55,32 @@ def _params_in_step(request: RequestInfo) -> SamplingParams | None:
 
 def truncated_fields(params: Sequence[SamplingParams | None]) -> IntArray:
     """What :attr:`RowParams.truncated` says, of rows with these parameters; None: not here."""
-    rows = [
-        (place, p)
-        for place, p in enumerate(params)
-        if p is not None and p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-    ]
-    top_p = np.array([p.top_p for _, p in rows], np.float32)
-    min_p_distance = np.array([_min_p_distance(p.min_p) for _, p in rows], np.float32)
-    return np.stack(
-        [
-            np.array([place for place, _ in rows], np.int32),
-            np.array([min(p.top_k, _MAX_INT32) for _, p in rows], np.int32),
-            top_p.view(np.int32),
-            min_p_distance.view(np.int32),
-        ]
-    )
+    rows: list[tuple[float, ...]] = []
+    for place, p in enumerate(params):
+        if p is None or p.temperature == 0 or _values(p) == _OFF:
+            continue
+        sent = _sent(_values(p))
+        if sent != _SENT_OFF:
+            rows.append((place, *sent))
+    columns = list(zip(*rows, strict=True)) or [()] * (1 + len(_CUTS))
+    return np.stack([_bits(c, k) for c, k in zip(columns, (int, *_KINDS), strict=True)])
 
 
-def _min_p_distance(min_p: float) -> float:
-    """-log of the float32 ``min_p``, infinite at 0. One by one: the bits of a logarithm of an
-    array may depend on the place in it."""
-    rounded = float(np.float32(min_p)) if min_p else 0.0
-    return -math.log(rounded) if rounded > 0 else math.inf
+def _sent(values: Sequence[float]) -> tuple[float, ...]:
+    # One by one: the bits of a logarithm of an array may depend on the place in it.
+    cuts = zip(_CUTS.values(), values, strict=True)
+    return tuple(value if cut.sent is None else cut.sent(value) for cut, value in cuts)
+
+
+def _bits(values: Sequence[float], kind: type) -> IntArray:
+    """Integers, or the bits of float32 numbers."""
+    if kind is int:
+        return np.array([min(value, _MAX_INT32) for value in values], np.int32)
+    return np.array(values, np.float32).view(np.int32)
+
+
+_CUTS = {n: p for n, p in declared(SamplingParams).items() if p.stage == "cut"}
+_OFF = tuple(defaults(SamplingParams)[name] for name in _CUTS)
+_KINDS = tuple(map(type, _OFF))
+_SENT_OFF = _sent(_OFF)
+_values = attrgetter(*_CUTS)

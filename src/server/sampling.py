@@ -11,39 +11,17 @@ from ..engine.config import GENERATION_CONFIGS
 from ..engine.edit_checks import MAX_LOGIT_BIAS
 from ..engine.sampling_params import SamplingParams
 from ..engine.structured_outputs import StructuredOutputs
+from ..engine.unsupported_params import UNSUPPORTED
 from ..errors import InvalidInputError
 from ..llm import LLM
+from ..params.declare import declared
 from .protocol.chat import ChatRequest
 from .protocol.completions import CompletionRequest
-from .protocol.fields import GeneratingBody, ResponseFormat
+from .protocol.fields import SAME_NAME, GeneratingBody, ResponseFormat
 from .protocol.names import BodyError, guided
 
-_SAME_NAME = (
-    "n",
-    "best_of",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-)
-_PARAMS = frozenset(known.name for known in fields(SamplingParams) if known.init)
-# Python functions do not come over the wire.
-_GENERATE_PARAMS = _PARAMS - {"logits_processors"}
+_ON_WIRE = {name for name, known in declared(SamplingParams).items() if known.wire is not None}
+_GENERATE_PARAMS = _ON_WIRE | UNSUPPORTED
 # As JSON writes a number: int() takes spaces, "1_0" and digits of other scripts as well, and two
 # keys would be one token.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
@@ -163,7 +141,7 @@ def generate_params(
 
 
 def _shared(body: GeneratingBody, defaults: SamplingDefaults) -> dict[str, Any]:
-    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     chosen = {**defaults.values, **given}
     if body.logit_bias is not None:
         chosen["logit_bias"] = _logit_bias(body.logit_bias)

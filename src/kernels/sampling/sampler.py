@@ -52,6 +52,18 @@ class VocabShard:
         return sum(self.sizes) - 1
 
 
+OF_REQUEST = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+}
+"""Sampling parameters that choose a token, and the types in which a sampler has them."""
+
+PER_ROW = {**OF_REQUEST, "seeds": torch.int64, "positions": torch.int64}
+_MAX_INT64 = (1 << 63) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """Parameters of S rows, as tensors ``[S]`` on the device of the logits.
@@ -76,57 +88,37 @@ class SamplingInputs:
     def from_lists(
         cls,
         *,
-        temperature: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        min_p: Sequence[float],
         seeds: Sequence[int],
-        positions: Sequence[int],
         device: torch.device | str = "cpu",
+        **others: Sequence[float],
     ) -> SamplingInputs:
-        """Seeds may be given signed or unsigned."""
-
-        def floats(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
-
-        def integers(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
-        return cls.from_tensors(
-            floats(temperature),
-            integers([min(k, 1 << 62) for k in top_k]),
-            floats(top_p),
-            floats(min_p),
-            integers(signed),
-            integers(positions),
-        )
+        """
+        Args:
+            seeds: signed or unsigned.
+            others: of all other rows of ``PER_ROW``.
+        """
+        lists: dict[str, Sequence[float]] = dict(others)
+        lists["seeds"] = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
+        tensors = []
+        for name, dtype in PER_ROW.items():
+            values = lists.pop(name)
+            if dtype == torch.int64:
+                values = [min(value, _MAX_INT64) for value in values]
+            tensors.append(torch.tensor(values, dtype=dtype, device=device))
+        if lists:
+            raise TypeError(f"no parameters of a row: {', '.join(lists)}")
+        return cls.from_tensors(*tensors)
 
     @classmethod
-    def from_tensors(
-        cls,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-    ) -> SamplingInputs:
-        """As the attributes say; on a GPU it waits for them."""
-        any_top = bool(((top_k > 0) | (top_p < 1)).any())
-        any_min_p = bool((min_p > 0).any())
-        return cls(temperature, top_k, top_p, min_p, seeds, positions, any_top, any_min_p)
+    def from_tensors(cls, *tensors: Tensor) -> SamplingInputs:
+        """As ``PER_ROW`` lists them; on a GPU it waits for them."""
+        rows = dict(zip(PER_ROW, tensors, strict=True))
+        any_top = bool(((rows["top_k"] > 0) | (rows["top_p"] < 1)).any())
+        return cls(**rows, any_top=any_top, any_min_p=bool((rows["min_p"] > 0).any()))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The arguments of :meth:`from_tensors`."""
-        return (
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.seeds,
-            self.positions,
-        )
+        return tuple(getattr(self, name) for name in PER_ROW)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from ...engine.sampling_params import SamplingParams
+from ...params.declare import declared
 from .shapes import Biases, Integers, Object, TextOrObject, TextOrTexts, Texts
 
 MAX_REQUEST_ID = 256
@@ -115,7 +117,40 @@ class EngineFields(Body):
     )
 
 
-class GeneratingBody(Identification, EngineFields):
+SAME_NAME = tuple(
+    name
+    for name, known in declared(SamplingParams).items()
+    if known.wire == "field" and name not in ("max_tokens", "logit_bias", "structured_outputs")
+)
+"""Sampling parameters that a body has under their own names, with their own values."""
+
+
+def _wire_type(hint: Any) -> Any:
+    """The form in which a body has values of a parameter's type."""
+    members = set(get_args(hint)) or {hint}
+    if Sequence[str] in members:
+        return TextOrTexts if str in members else Texts
+    return Integers if Sequence[int] in members else (members - {type(None)}).pop()
+
+
+if TYPE_CHECKING:
+    SamplingFields = Body
+else:
+    _HINTS = get_type_hints(SamplingParams)
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=Body,
+        **{
+            name: (
+                _wire_type(_HINTS[name]) | None,
+                Field(None, description=declared(SamplingParams)[name].help),
+            )
+            for name in SAME_NAME
+        },
+    )
+
+
+class GeneratingBody(Identification, EngineFields, SamplingFields):
     """What ``/v1/completions`` and ``/v1/chat/completions`` share. None stands for the default."""
 
     neutral: ClassVar[Neutral] = {
@@ -129,28 +164,9 @@ class GeneratingBody(Identification, EngineFields):
         "vllm_xargs": ({},),
     }
 
-    n: int | None = None
-    best_of: int | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Biases | None = None
-    allowed_token_ids: Integers | None = None
-    bad_words: Texts | None = None
     stop: TextOrTexts | None = None
-    stop_token_ids: Integers | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Object | None = None
