@@ -258,9 +258,10 @@ class EngineConfig:
     )
     threads: int | None = param(
         None,
-        "Threads that compute on a CPU, for all engines of this process.",
+        "Threads that this engine computes with on a CPU (docs/linear.md). No answer depends on "
+        "the number.",
         count(1, MAX_THREADS),
-        absent="the quickest number, measured at start",
+        absent="the quickest number, measured at start and while serving",
         metavar="N",
     )
     tool_call_format: str = param(
