@@ -150,16 +150,18 @@ def options_of(group: Any, panel: str | None) -> list[Option]:
     for field in sorted(
         dataclasses.fields(group), key=lambda f: f.name not in vars(group)["__annotations__"]
     ):
-        names, settings = field.metadata.get("names"), field.metadata.get("settings")
-        known = field.metadata.get("param")
+        known, names = field.metadata.get("param"), field.metadata.get("names")
         if known is not None and known.flag is not None:
             names = known.flags
             settings = {"metavar": known.metavar, "help": known.help}
             settings["show_default"] = known.absent or True
-        if names is not None:
-            type_ = _option_type(hints[field.name]) if known is not None else hints[field.name]
-            settings = {**settings, "rich_help_panel": panel}
-            found.append(Option(field.name, type_, field.default, names, settings))
+            type_ = _option_type(hints[field.name])
+        elif names is not None:
+            settings, type_ = field.metadata["settings"], hints[field.name]
+        else:
+            continue
+        settings = {**settings, "rich_help_panel": panel}
+        found.append(Option(field.name, type_, field.default, names, settings))
     return found
 
 

@@ -9,6 +9,6 @@ commit), ``policy`` (the order of service), ``core`` (the step loop, around a ``
 log-probabilities. Beside: ``batches``, ``invariants``, ``trace``, ``stats``, ``lock``,
 ``record``.
 
-Imports only ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``chat``, ``llm``,
-``verify`` and ``cli``.
+Imports only ``params``, ``errors`` and ``validation``. Imported by ``runner``, ``build``, ``chat``,
+``llm``, ``verify`` and ``cli``.
 """

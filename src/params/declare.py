@@ -98,7 +98,7 @@ def check_fields(made: Any) -> None:
     Raises:
         InvalidInputError: a value is outside its limits.
     """
-    for name, check, takes_none in _checks(type(made)):
+    for name, check, takes_none in _checks(made.__class__):
         value = getattr(made, name)
         if value is None and takes_none:
             continue
@@ -109,7 +109,7 @@ def check_fields(made: Any) -> None:
 
 def takes(
     arguments: Callable[_P, _Args],
-    translate: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    translate: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]],
 ) -> Callable[[Callable[[_Self, _Args], None]], Callable[Concatenate[_Self, _P], None]]:
     """Have an ``__init__`` take the fields of a dataclass as its arguments, in place of the
     dataclass. Type checkers, ``inspect.signature`` and ``help`` see names, types and defaults.
@@ -130,7 +130,7 @@ def takes(
             first = signature.bind_partial(*given).arguments
             for name in [name for name in named if name not in own]:
                 try:
-                    own |= translate(name, named[name], {**first, **own}) if translate else {}[name]
+                    own |= translate(name, named[name], {**first, **own})
                 except KeyError:
                     names = signature.parameters
                     raise UnknownArgumentError(name, named[name], names) from None

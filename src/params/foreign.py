@@ -77,7 +77,7 @@ _GRAPHS = "use compile and graph_batch_sizes"
 _LONG = "long prompts are cut by max_inter_token_ms and max_num_batched_tokens"
 _OWN_TOKENIZER = "the tokenizer of the model is used: give a folder that has both"
 
-ENGINE: Mapping[str, Foreign] = {
+ENGINE: dict[str, Foreign] = {
     # The same under another name.
     "num_gpu_blocks_override": Foreign("num_blocks"),
     "num_kvcache_blocks": Foreign("num_blocks", (-1,)),
@@ -217,7 +217,7 @@ ENGINE: Mapping[str, Foreign] = {
 
 _NO_TEMPLATE = "the template of the model is used: give a folder that has another"
 
-SERVER: Mapping[str, Foreign] = {
+SERVER: dict[str, Foreign] = {
     "allowed_origins": Foreign("cors_origin"),
     "disable_uvicorn_access_log": Foreign(
         as_ours={True: {"access_log": False}}, harmless=_OFF, instead="use --no-access-log"
@@ -272,7 +272,7 @@ def translate(
         found = ours if _is_same(value, one) else found
     if found is None:
         raise InvalidInputError(name, value, f"is not supported: {known.instead}")
-    for ours, new in found.items():
-        if ours in others and others[ours] != new:
-            raise InvalidInputError(name, value, f"stands for {ours}; give one of them")
+    for own, new in found.items():
+        if own in others and others[own] != new:
+            raise InvalidInputError(name, value, f"stands for {own}; give one of them")
     return dict(found)
