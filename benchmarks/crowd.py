@@ -1,16 +1,21 @@
 """What steady clients of a server feel of bad ones: the time to the first token, and the memory.
 
 A tiny random model is served by ``pagespec serve`` in a process of its own. Steady clients stream
-short chats, alone and beside each kind of crowd:
+short chats in this process. Each kind of crowd (``bad_clients``) is a third process:
 
-* leavers: of 200 clients a third leaves in the midst of answers; "alone" are 200 that stay;
+* leavers: of 200 clients 66 leave in the midst of answers, or before; "alone" all 200 stay;
 * texts: 8 MB of text each second from each of six clients, which leave;
 * schemas: twelve clients with schemas that are always new and take long to compile;
-* readers: clients that never read their answers;
+* readers: 50 clients that never read their answers of 1,500 tokens;
+* reading: the same 50 answers, read as they come: what so many rows cost by themselves;
 * bodies: 11 MB of JSON, and bodies for paths that take none.
 
-Prints the time to the first token at the 50th and 90th percentile, the ratio to the same clients
-alone, and the most memory of the server (RSS).
+Slices of two seconds (leavers: six) without a crowd and with it alternate, for all kinds in turn,
+so that other load of the machine is in all of them. Between them the server comes to rest. Prints,
+without and with each crowd: the median time to the first token, also in processor time of the
+server, which other load does not change; the ratios, and the lowest and the highest of a pair of
+slices; the longest answer of ``/health`` (the event loop's longest gap); processors used by each
+process; and the most memory of the server (RSS).
 
     python -m benchmarks.crowd --seconds 10
 """
@@ -20,10 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
-import json
 import os
-import random
 import re
 import socket
 import statistics
@@ -32,18 +34,21 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.chat_models import save_chat_model
 
+from .bad_clients import KINDS, NUM_LEAVERS, chat, send
+
 _ROOT = Path(__file__).resolve().parents[1]
-_CHAT = "/v1/chat/completions"
 _NUM_STEADY, _NUM_MANY = 8, 200
-_PAUSE_S = 1.0  # of bad clients, so that it is not their bandwidth that is measured
-_MIB = 1 << 20
+_SLICE_S, _LONG_SLICE_S = 2.0, 6.0
+_BEFORE_S = 0.5  # from a crowd's beginning
+_REST_S, _MAX_REST_S, _IS_AT_REST = 0.3, 20.0, 0.15  # the last in processors
+_PROBE_S = 0.01
 _FIRST_TOKEN = re.compile(rb'"token_ids":\[\d')
-_numbers = itertools.count()
+_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Server:
@@ -76,166 +81,197 @@ class Server:
 
     def rss_mib(self) -> float:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
+        return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
-
-def _request(path: str, body: bytes, method: str = "POST") -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
-
-
-def _chat(max_tokens: int, **more: object) -> bytes:
-    text = f"hello {next(_numbers)}"
-    messages = [{"role": "user", "content": text}]
-    fields = {"messages": messages, "stream": True, "ignore_eos": True, "return_token_ids": True}
-    return _request(_CHAT, json.dumps({**fields, "max_tokens": max_tokens, **more}).encode())
-
-
-async def _send(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data)
-    return reader, writer
-
-
-async def _steady(port: int, until: float, found: list[float], max_tokens: int) -> None:
-    while time.monotonic() < until:
-        began = time.monotonic()
-        reader, writer = await _send(port, _chat(max_tokens))
-        received = b""
-        while _FIRST_TOKEN.search(received) is None:
-            part = await reader.read(1 << 16)
-            if not part:
-                raise RuntimeError(f"no first token: {received[-500:]!r}")
-            received += part
-        found.append(time.monotonic() - began)
-        while await reader.read(1 << 16):
-            pass
-        writer.close()
-        await asyncio.sleep(0.05)
-
-
-async def _repeat(until: float, act: Callable[[], Awaitable[None]]) -> None:
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            await act()
-
-
-async def _leave(port: int) -> None:
-    _, writer = await _send(port, _chat(64))
-    await asyncio.sleep(random.uniform(0.02, 0.5))
-    writer.transport.abort()
-
-
-def _texts() -> list[bytes]:
-    texts = ["a b c " * (8 * _MIB // 6), "a" * (8 * _MIB), " \n" * (4 * _MIB)]
-    return [_request(_CHAT, json.dumps({"messages": [{"role": "user", "content": text}]}).encode())
-            for text in texts]  # fmt: skip
-
-
-async def _send_and_leave(port: int, data: bytes, stay_s: float) -> None:
-    reader, writer = await _send(port, data)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(stay_s):
-            await writer.drain()
-            await reader.read()
-    writer.transport.abort()
-    await asyncio.sleep(_PAUSE_S)
-
-
-async def _slow_schema(port: int) -> None:
-    names = {
-        f"n{next(_numbers)}_{i}": {"type": "string", "maxLength": 100 + i} for i in range(2000)
-    }
-    schema = {"type": "object", "properties": names, "required": list(names)}
-    await _send_and_leave(port, _chat(2, guided_json=schema), 10.0)
-
-
-async def _never_read(port: int, until: float) -> None:
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(connection, ("127.0.0.1", port))
-        await loop.sock_sendall(connection, _chat(1500, request_id="x" * 256))
-        await asyncio.sleep(max(0.0, until - time.monotonic()))
-
-
-def _bodies() -> list[bytes]:
-    lists = b'{"prompt":[' + b",".join([b"[1]"] * (11 * _MIB // 4)) + b"]}"
-    numbers = b'{"prompt":[' + b",".join([b"1"] * (11 * _MIB // 2)) + b"]}"
-    return [_request("/v1/completions", lists), _request("/v1/completions", numbers),
-            _request("/health", b" " * (15 * _MIB), "GET")]  # fmt: skip
-
-
-async def _measure(
-    server: Server, seconds: float, kind: str, num_steady: int
-) -> tuple[list[float], float]:
-    port, until = server.port, time.monotonic() + seconds
-    crowd: list[Awaitable[None]] = []
-    if kind == "leavers":
-        num_leavers = num_steady // 3
-        crowd = [_repeat(until, lambda: _leave(port)) for _ in range(num_leavers)]
-        num_steady -= num_leavers
-    elif kind == "texts":
-        crowd = [_repeat(until, lambda d=data: _send_and_leave(port, d, 1.0))  # type: ignore[misc]
-                 for data in _texts() * 2]  # fmt: skip
-    elif kind == "schemas":
-        crowd = [_repeat(until, lambda: _slow_schema(port)) for _ in range(12)]
-    elif kind == "readers":
-        crowd = [_never_read(port, until) for _ in range(50)]
-    elif kind == "bodies":
-        crowd = [_repeat(until, lambda d=data: _send_and_leave(port, d, 5.0))  # type: ignore[misc]
-                 for data in _bodies() * 4]  # fmt: skip
-    found: list[float] = []
-    most = server.rss_mib()
-
-    async def watch() -> None:
-        nonlocal most
+    async def rest(self) -> None:
+        """Wait until nothing is computed for a crowd that is gone."""
+        until = time.monotonic() + _MAX_REST_S
         while time.monotonic() < until:
-            most = max(most, server.rss_mib())
+            before = cpu_s(self.process.pid)
+            await asyncio.sleep(_REST_S)
+            if cpu_s(self.process.pid) - before < _IS_AT_REST * _REST_S:
+                return
+
+
+class Crowd:
+    """The process of bad clients of one kind."""
+
+    def __init__(self, kind: str, port: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.bad_clients", kind, str(port)]
+        self.process = subprocess.Popen(
+            command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._wait()
+
+    def tell(self, what: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        self._wait()
+
+    def _wait(self) -> None:
+        assert self.process.stdout is not None
+        if self.process.stdout.readline().strip() != "done":
+            raise RuntimeError("the bad clients have ended")
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time that a process has used: Linux's clock of another process."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+@dataclass
+class Slices:
+    """What was measured alone, or beside a crowd.
+
+    Attributes:
+        first_token: of each answer, by slices: seconds, and seconds of the server's processor time
+            that passed meanwhile, in which other load of the machine is not.
+        health_s: of each ``/health``.
+        own_gap_s: longest that this process' own event loop was late.
+        cpus: processors used by the server, the crowd and this process, of each slice.
+        rss_mib: the server's, at most.
+    """
+
+    first_token: list[list[tuple[float, float]]] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+    own_gap_s: float = 0.0
+    cpus: list[tuple[float, ...]] = field(default_factory=list)
+    rss_mib: float = 0.0
+
+    def column(self, which: int) -> list[float]:
+        return sorted(found[which] for one in self.first_token for found in one)
+
+    def medians(self, which: int) -> list[float]:
+        return [statistics.median(found[which] for found in one) for one in self.first_token]
+
+    def median_cpus(self) -> list[float]:
+        return [statistics.median(column) for column in zip(*self.cpus, strict=True)]
+
+
+class Row:
+    """One kind of crowd beside so many steady clients."""
+
+    def __init__(self, server: Server, kind: str) -> None:
+        self._server, self._kind = server, kind
+        is_many = kind == "leavers"
+        self._num_alone = _NUM_MANY if is_many else _NUM_STEADY
+        self._num_beside = self._num_alone - (NUM_LEAVERS if is_many else 0)
+        self._num_tokens = 32 if is_many else 8
+        self._slice_s = _LONG_SLICE_S if is_many else _SLICE_S
+        self._crowd = Crowd(kind, server.port)
+        self._alone, self._beside = Slices(), Slices()
+
+    def close(self) -> None:
+        self._crowd.process.kill()
+        self._crowd.process.wait()
+
+    async def measure(self) -> None:
+        """A slice alone, and one beside the crowd."""
+        await self._server.rest()
+        await self._slice(self._alone, self._num_alone)
+        self._crowd.tell("go")
+        await asyncio.sleep(_BEFORE_S)
+        await self._slice(self._beside, self._num_beside)
+        self._crowd.tell("stop")
+
+    async def warm_up(self) -> None:
+        await self._slice(Slices(), self._num_alone)
+
+    async def _slice(self, slices: Slices, num_steady: int) -> None:
+        pids = self._server.process.pid, self._crowd.process.pid, os.getpid()
+        began, before = time.monotonic(), [cpu_s(pid) for pid in pids]
+        until = began + self._slice_s
+        found: list[tuple[float, float]] = []
+        steady = [self._steady(until, found) for _ in range(num_steady)]
+        await asyncio.gather(self._probe(until, slices), *steady)
+        took = time.monotonic() - began
+        cpus = [(cpu_s(pid) - b) / took for pid, b in zip(pids, before, strict=True)]
+        slices.cpus.append(tuple(cpus))
+        slices.first_token.append(found)
+
+    async def _steady(self, until: float, found: list[tuple[float, float]]) -> None:
+        pid = self._server.process.pid
+        while time.monotonic() < until:
+            data = chat(self._num_tokens)
+            began, cpu_began = time.monotonic(), cpu_s(pid)
+            reader, writer = await send(self._server.port, data)
+            received = b""
+            while _FIRST_TOKEN.search(received) is None:
+                part = await reader.read(1 << 16)
+                if not part:
+                    raise RuntimeError(f"no first token: {received[-500:]!r}")
+                received += part
+            found.append((time.monotonic() - began, cpu_s(pid) - cpu_began))
+            while await reader.read(1 << 16):
+                pass
+            writer.close()
             await asyncio.sleep(0.05)
 
-    tokens = 8 if num_steady == _NUM_STEADY else 32
-    steady = [_steady(port, until, found, tokens) for _ in range(num_steady)]
-    await asyncio.gather(watch(), *crowd, *steady)
-    return found, most
+    async def _probe(self, until: float, slices: Slices) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        while time.monotonic() < until:
+            began = time.monotonic()
+            writer.write(_HEALTH)
+            await reader.readuntil(b"\r\n\r\n")
+            done = time.monotonic()
+            slices.health_s.append(done - began)
+            slices.rss_mib = max(slices.rss_mib, self._server.rss_mib())
+            await asyncio.sleep(_PROBE_S)
+            slices.own_gap_s = max(slices.own_gap_s, time.monotonic() - done - _PROBE_S)
+        writer.close()
+
+    def report(self) -> None:
+        alone, beside = self._alone, self._beside
+        said = []
+        for which, name in enumerate(("", " of the server's processor time")):
+            pairs = zip(alone.medians(which), beside.medians(which), strict=True)
+            ratios = sorted(b / a for a, b in pairs)
+            ratio = statistics.median(beside.column(which)) / statistics.median(alone.column(which))
+            said.append(f"{ratio:.2f} times alone{name} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        print(f"{self._kind}, {self._num_beside} steady clients: {', '.join(said)}")
+        for name, slices in (("alone", alone), ("beside", beside)):
+            found, cpu, health = slices.column(0), slices.column(1), slices.health_s
+            server, crowd, own = slices.median_cpus()
+            print(f"  {name}: first token {1000 * statistics.median(found):.0f} ms, 90% below "
+                  f"{1000 * found[int(0.9 * len(found))]:.0f} ms ({len(found)} answers; "
+                  f"{1000 * statistics.median(cpu):.0f} ms of processor); /health "
+                  f"{1000 * statistics.median(health):.1f} ms, at most {1000 * max(health):.0f} ms "
+                  f"(own loop {1000 * slices.own_gap_s:.0f} ms late); processors: server "
+                  f"{server:.2f}, crowd {crowd:.2f}, clients {own:.2f}; RSS {slices.rss_mib:.0f} "
+                  "MiB", flush=True)  # fmt: skip
+
+
+async def _measure(rows: list[Row], num_rounds: int) -> None:
+    for row in rows:
+        await row.warm_up()
+    for _ in range(num_rounds):
+        for row in rows:
+            await row.measure()
+        print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each row")
-    parser.add_argument("--kinds", default="leavers,texts,schemas,readers,bodies")
+    parser.add_argument("--seconds", type=float, default=10.0, help="beside each crowd")
+    parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind != "nothing"))
     parser.add_argument("options", nargs="*", help="of pagespec serve, behind --")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), arguments.options)
+        rows: list[Row] = []
         try:
             server.wait()
-            alone: dict[int, float] = {}
             for kind in arguments.kinds.split(","):
-                num_steady = _NUM_MANY if kind == "leavers" else _NUM_STEADY
-                if num_steady not in alone:
-                    asyncio.run(_measure(server, 2.0, "nothing", num_steady))
-                    alone[num_steady] = _report(server, arguments.seconds, "alone", num_steady)
-                _report(server, arguments.seconds, kind, num_steady, alone[num_steady])
+                rows.append(Row(server, kind))
+            asyncio.run(_measure(rows, max(2, round(arguments.seconds / _SLICE_S))))
+            for row in rows:
+                row.report()
         finally:
+            for row in rows:
+                row.close()
             server.process.kill()
             server.process.wait()
-
-
-def _report(
-    server: Server, seconds: float, kind: str, num_steady: int, alone: float | None = None
-) -> float:
-    found, most = asyncio.run(_measure(server, seconds, kind, num_steady))
-    median = statistics.median(found)
-    high = sorted(found)[int(0.9 * len(found))]
-    ratio = "" if alone is None else f", {median / alone:.2f} times alone"
-    print(
-        f"{num_steady} steady clients, {kind}: first token {1000 * median:.0f} ms, 90% below "
-        f"{1000 * high:.0f} ms{ratio}; {len(found)} answers, RSS {most:.0f} MiB at most",
-        flush=True,
-    )
-    return median
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
 """A flood of one client, and the first token of another: before ("fcfs") and with fair shares.
 
     python -m benchmarks.flood steps
-    python -m benchmarks.flood http --model PATH
+    python -m benchmarks.flood http
     python -m benchmarks.flood gaps --model PATH
 
-``steps`` counts engine steps without a model. ``http`` serves a model in this process and measures
-seconds, alone and in the flood. ``gaps`` measures the distances between the tokens of running
-answers while another prompt of 6,000 tokens is computed, with and without a bound on steps.
+``steps`` counts engine steps without a model. ``http`` serves a tiny random model in a process of
+its own and measures milliseconds, alone and in the flood. ``gaps`` measures the distances between
+the tokens of running answers while another prompt of 6,000 tokens is computed, with and without a
+bound on steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import statistics
+import tempfile
 import time
 from collections import deque
 from itertools import pairwise
+from pathlib import Path
 
 from pagespec import LLM, SamplingParams
 from pagespec.aio.async_llm import AsyncLLM
@@ -25,6 +30,9 @@ from pagespec.engine.plan import StepPlan
 from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
+
+from .bad_clients import request, send
+from .crowd import Server
 
 _NUM_PROMPT, _NUM_OUTPUTS = 20, 64
 _GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -86,55 +94,82 @@ def steps() -> None:
 # Seconds over HTTP ----------------------------------------------------------------------------
 
 
-async def _first_token(client, url: str, prompt: str, user: str) -> float:  # type: ignore[no-untyped-def]
-    body = {"prompt": prompt, "max_tokens": 4, "stream": True, "user": user, **_GREEDY}
-    begin = time.perf_counter()
-    async with client.stream("POST", url + "/v1/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                return time.perf_counter() - begin
-    raise RuntimeError("no token came")
+def _post(prompt: str, user: str, max_tokens: int, *, stream: bool) -> bytes:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream, "user": user, **_GREEDY}
+    return request("/v1/completions", json.dumps(body).encode())
 
 
-async def _flood(url: str, num_flood: int, num_outputs: int, seconds: float) -> list[float]:
-    import httpx
-
-    limits = httpx.Limits(max_connections=num_flood + 10)
-    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
-        body = {"max_tokens": num_outputs, "user": "flood", **_GREEDY}
-        posts = [
-            asyncio.create_task(
-                client.post(
-                    url + "/v1/completions", json={"prompt": f"Number {i} of a flood is", **body}
-                )
-            )
-            for i in range(num_flood)
-        ]
-        try:
-            await asyncio.sleep(seconds)
-            times = []
-            for i in range(3):
-                times.append(await _first_token(client, url, f"Question {i}: what is it?", "other"))
-            return times
-        finally:
-            for post in posts:
-                post.cancel()
-            await asyncio.gather(*posts, return_exceptions=True)
+async def _first_token(port: int, prompt: str) -> float:
+    began = time.perf_counter()
+    reader, writer = await send(port, _post(prompt, "other", 4, stream=True))
+    try:
+        received = b""
+        while b"data: {" not in received:
+            part = await reader.read(1 << 16)
+            if not part:
+                raise RuntimeError(f"no token came: {received[-500:]!r}")
+            received += part
+        return time.perf_counter() - began
+    finally:
+        writer.transport.abort()
 
 
-def http(model: str, num_flood: int, max_num_seqs: int) -> None:
-    from tests.support.server import serving
+async def _flooder(port: int, index: int) -> None:
+    data = _post(f"Number {index} of a flood is", "flood", _NUM_OUTPUTS, stream=False)
+    reader, writer = await send(port, data)
+    try:
+        answer = await reader.read()
+        if b" 200 " not in answer[:20]:
+            raise RuntimeError(f"a request of the flood was refused: {answer[:500]!r}")
+    finally:
+        writer.transport.abort()
 
-    print(f"{num_flood} requests of one user, 64 outputs each, {max_num_seqs} places; seconds to "
-          "another user's first token, three times in turn")  # fmt: skip
+
+async def _beside(port: int, num_flood: int, num_times: int) -> list[tuple[float, int]]:
+    """Seconds to another user's first token, each with how many of the flood were not answered."""
+    flood = [asyncio.create_task(_flooder(port, i)) for i in range(num_flood)]
+    try:
+        if flood:
+            await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+        found = []
+        for i in range(num_times):
+            num_left = sum(not one.done() for one in flood)
+            found.append((await _first_token(port, f"Question {i}: what is it?"), num_left))
+        for one in flood:
+            if one.done():
+                one.result()
+        return found
+    finally:
+        for one in flood:
+            one.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+
+def http(num_flood: int, max_num_seqs: int) -> None:
+    print(f"{num_flood} requests of one user, {_NUM_OUTPUTS} outputs each, {max_num_seqs} places;")
+    print("ms to another user's first token (requests of the flood that are not answered then)")
     for policy in ("fcfs", "fair"):
-        llm = AsyncLLM(
-            LLM(model, device="cpu", policy=policy, max_num_seqs=max_num_seqs, max_model_len=2048)
-        )
-        with serving(llm) as url:
-            alone = asyncio.run(_flood(url, 0, 1, 0.0))
-            flooded = asyncio.run(_flood(url, num_flood, _NUM_OUTPUTS, 10.0))
-        print(f"{policy}: alone {alone}, in the flood {flooded}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            options = ["--policy", policy, "--max-num-seqs", str(max_num_seqs)]
+            server = Server(Path(folder), options)
+            try:
+                server.wait()
+                for name, size, times in (
+                    ("warm", 0, 3),
+                    ("alone", 0, 15),
+                    ("flood", num_flood, 3),
+                ):
+                    if name == "flood" and policy == "fair":
+                        times = 15
+                    found = asyncio.run(_beside(server.port, size, times))
+                    median = statistics.median(seconds for seconds, _ in found)
+                    said = ", ".join(f"{1000 * s:.0f} ({left})" for s, left in found)
+                    if name != "warm":
+                        print(f"{policy}, {name}: median {1000 * median:.0f}: {said}; load average "
+                              f"{os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
+            finally:
+                server.process.kill()
+                server.process.wait()
 
 
 # Gaps beside a long prompt --------------------------------------------------------------------
@@ -188,13 +223,12 @@ def main() -> None:
     if options.what == "steps":
         steps()
         return
+    if options.what == "http":
+        http(options.flood, options.places)
+        return
     from pagespec.compile.load.embedded import embedded_model_path
 
-    model = options.model or str(embedded_model_path())
-    if options.what == "http":
-        http(model, options.flood, options.places)
-    else:
-        gaps(model, options.prompt_tokens)
+    gaps(options.model or str(embedded_model_path()), options.prompt_tokens)
 
 
 if __name__ == "__main__":
