@@ -126,7 +126,7 @@ def draw_beside_vllm(measured: dict[str, Any], part: str, title: str, colours: C
 def draw_policies(measured: dict[str, Any], colours: Colours) -> str:
     """Mean latency as a bar, the 99th percentile as a tick, of short and of long requests."""
     drawing = Drawing(colours)
-    drawing.text(20, 32, "Three policies, one arrival trace", font_size=16, font_weight=600)
+    drawing.text(20, 32, "Four policies, one arrival trace", font_size=16, font_weight=600)
     rate = measured["requests_per_second"]
     says = f"latency in seconds, mean and 99th percentile; {measured['requests']:,} requests, "
     drawing.text(20, 51, f"{says}{rate:g} per second", "muted", font_size=12)
@@ -164,7 +164,7 @@ def draw_policies(measured: dict[str, Any], colours: Colours) -> str:
                 y += _BAR + _GAP
             y += 8
     drawing.text(20, y + 14, f"Time is {measured['time']}.", "muted", font_size=10.5)
-    return drawing.finish(y + 28, "Latency under three policies")
+    return drawing.finish(y + 28, "Latency under four policies")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""First come first served, shortest first and priority on one arrival trace, without a model.
+"""Four scheduling policies on one arrival trace, without a model.
 
     python -m benchmarks.policies
     python -m benchmarks.policies --output benchmarks/results/policies.json
@@ -11,9 +11,10 @@ every machine. A step takes what Qwen3-0.6B takes on an H100, read from docs/not
 * 0.028 us per position read (attention of those 256 rows of some 820 positions each),
 * 3.8 us per prompt token (8,192 of them take 37.1 ms beside decodes that take 6.1).
 
-Two of three requests are short questions of somebody who waits (priority 0), the third is a long
-document that nobody waits for (priority 8). Arrivals are a Poisson process, or bursts: a Poisson
-process of groups that arrive at once. Latency is from arrival to the last token.
+Two of three requests are short questions of eight interactive clients (priority 0), the third is a
+long document of a batch job (priority 8). Under "fair" each client and the batch job is one owner.
+Arrivals are a Poisson process, or bursts: a Poisson process of groups that arrive at once. Latency
+is from arrival to the last token.
 """
 
 from __future__ import annotations
@@ -34,29 +35,31 @@ from pagespec.engine.policy import Policy
 from pagespec.engine.request import Request
 from pagespec.engine.scheduler import Scheduler
 
-POLICIES = ("fcfs", "shortest_first", "priority")
+POLICIES = ("fcfs", "fair", "shortest_first", "priority")
 STEP_S, ROW_S, READ_S, PROMPT_S = 0.70e-3, 2.4e-6, 0.028e-6, 3.8e-6
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, BUDGET = 8192, 16, 64, 2048
 _LONG_PRIORITY = 8
 _BURST = 48
+_NUM_CLIENTS = 8
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come; ``is_long``: a document that nobody waits for."""
+    """A request to come; ``is_long``: a document of the batch job."""
 
     second: float
     prompt: list[int]
     num_outputs: int
     is_long: bool
 
-    def request(self, name: str) -> Request:
+    def request(self, number: int) -> Request:
         return Request(
-            name,
+            str(number),
             self.prompt,
             SamplingParams(),
             max_num_tokens=len(self.prompt) + self.num_outputs,
             priority=_LONG_PRIORITY if self.is_long else 0,
+            owner="documents" if self.is_long else f"client {number % _NUM_CLIENTS}",
         )
 
 
@@ -121,7 +124,7 @@ def serve(arrivals: Sequence[Arrival], policy: str) -> tuple[list[Served], int]:
         if not scheduler.has_work:
             now = max(now, arrivals[num_added].second)
         while num_added < len(arrivals) and arrivals[num_added].second <= now:
-            scheduler.add(arrivals[num_added].request(str(num_added)))
+            scheduler.add(arrivals[num_added].request(num_added))
             num_added += 1
         plan = scheduler.schedule()
         now += seconds_of(plan)
