@@ -12,12 +12,13 @@ import pytest
 
 # The commands on a fake engine; ``main`` is what the script runs.
 PROGRAM = """
+from pagespec.chat.deltas import ContentDelta
 from pagespec.cli import make_llm as start
 from tests.support.cli_fakes import FakeLLM, FakeTokenizer
 
 class Talking(FakeLLM):
-    def stream(self, prompt, params):
-        yield from ("very ", "w\\u00e9ll \\U0001f600")
+    def stream_message(self, messages, params):
+        yield from map(ContentDelta, ("very ", "w\\u00e9ll \\U0001f600"))
 
 def make_llm(model, **_):
     open("loaded", "w").close()
